@@ -1,0 +1,161 @@
+"""EDM: preconditioning, loss, noise schedule and Heun's sampler (Karras et al. 2022, arXiv 2206.00364).
+
+Equation numbers are that paper's. Everything random comes in as a tensor or as a function, and
+guidance is folded into the denoiser by the caller: a denoiser is any function (x, sigma) → D.
+
+Shapes: x (B, C, S, S); sigma (B,) or a scalar; y (B,) int64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from routing_module import Route
+
+Denoiser = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class EDM:
+    """The constants of a diffusion process of this family, in units of the latents.
+
+    P_mean, P_std         training noise levels: ln σ ~ Normal(P_mean, P_std²) (Table 1).
+    sigma_data            standard deviation of the data that the preconditioning assumes.
+    sigma_min, sigma_max  the sampler's range of noise levels.
+    rho                   the sampler's spacing of them.
+    """
+
+    P_mean: float = -1.2
+    P_std: float = 1.2
+    sigma_data: float = 0.5
+    sigma_min: float = 0.002
+    sigma_max: float = 80.0
+    rho: float = 7.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sigma_min < self.sigma_max:
+            raise ValueError(f"sigma_min {self.sigma_min} and sigma_max {self.sigma_max} must satisfy 0 < min < max")
+        for name in ("P_std", "sigma_data", "rho"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be positive")
+
+    def sigma(self, normal: Tensor) -> Tensor:
+        """Training noise levels from standard normal numbers, elementwise."""
+        return (normal * self.P_std + self.P_mean).exp()
+
+    def sigma_quantiles(self, count: int) -> Tensor:
+        """(count,) noise levels at the mid-quantiles of the training distribution, fp64, rising.
+
+        Their average loss estimates the training distribution's expected loss without randomness.
+        """
+        quantile = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+        return self.sigma(math.sqrt(2) * torch.erfinv(2 * quantile - 1))
+
+    def weight(self, sigma: Tensor) -> Tensor:
+        """Loss weight λ(σ) = (σ² + σ_data²) / (σ·σ_data)² (Table 1)."""
+        return (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2
+
+    def denoise(
+        self,
+        network: Callable[..., Tensor],
+        x: Tensor,
+        sigma: Tensor,
+        y: Tensor,
+        routes: Sequence[tuple[Route, Tensor]] = (),
+    ) -> Tensor:
+        """D(x; σ, y) = c_skip·x + c_out·F(c_in·x; ln σ / 4, y) in fp32 (Eq. 7, Table 1).
+
+        Of a network with learned sigma (2C output channels) the first C are used.
+        """
+        x = x.float()
+        sigma = torch.as_tensor(sigma, dtype=torch.float32, device=x.device).expand(x.shape[0])
+        s = sigma.view(-1, 1, 1, 1)
+        norm = (s**2 + self.sigma_data**2).sqrt()
+        c_skip = self.sigma_data**2 / norm**2
+        c_out = s * self.sigma_data / norm
+        F = network(x / norm, sigma.log() / 4, y, routes=routes)[:, : x.shape[1]]
+        return c_skip * x + c_out * F.float()
+
+    def loss(
+        self,
+        network: Callable[..., Tensor],
+        x: Tensor,
+        y: Tensor,
+        sigma: Tensor,
+        noise: Tensor,
+        routes: Sequence[tuple[Route, Tensor]] = (),
+    ) -> Tensor:
+        """Weighted denoising error of each sample (Eq. 2, 8), averaged over C, S, S: (B,) fp32.
+
+        x clean latents, noise standard normal of the same shape, sigma (B,).
+        """
+        sigma = sigma.float()
+        D = self.denoise(network, x + sigma.view(-1, 1, 1, 1) * noise, sigma, y, routes)
+        return self.weight(sigma) * (D - x).square().mean(dim=(1, 2, 3))
+
+    def schedule(self, num_steps: int = 40) -> Tensor:
+        """Noise levels σ_0 = sigma_max .. σ_{N−1} = sigma_min, σ_N = 0 (Eq. 5): (N+1,) fp64."""
+        if num_steps < 2:
+            raise ValueError(f"num_steps is {num_steps}, but the schedule needs at least 2")
+        ramp = torch.arange(num_steps, dtype=torch.float64) / (num_steps - 1)
+        high, low = self.sigma_max ** (1 / self.rho), self.sigma_min ** (1 / self.rho)
+        sigmas = (high + ramp * (low - high)) ** self.rho
+        sigmas[0], sigmas[-1] = self.sigma_max, self.sigma_min  # the ends exactly, not up to rounding
+        return torch.cat([sigmas, sigmas.new_zeros(1)])
+
+
+@dataclass(frozen=True)
+class Churn:
+    """Stochastic sampling (Algorithm 2): amount S_churn within S_min..S_max, noise scaled by S_noise."""
+
+    amount: float = 0.0
+    sigma_min: float = 0.0
+    sigma_max: float = math.inf
+    noise: float = 1.0
+
+
+@torch.no_grad()
+def heun(
+    denoiser: Denoiser,
+    noise: Tensor,
+    sigmas: Tensor,
+    churn: Churn = Churn(),
+    churn_noise: Callable[[int], Tensor] | None = None,
+) -> Tensor:
+    """Solve the probability-flow ODE by Heun's second-order method (Algorithms 1 and 2).
+
+    denoiser     (x, sigma) → D, called 2N−1 times for N steps with x in the state's precision and
+                 sigma a 0-d tensor.
+    noise        (B, C, S, S) standard normal; scaled by sigmas[0] to start.
+    sigmas       (N+1,) falling noise levels, the last one 0.
+    churn_noise  step number → standard normal tensor like `noise`; needed if churn.amount > 0.
+
+    The state is float64 (float32 on devices without it). Returns (B, C, S, S) in that precision.
+    """
+    if churn.amount > 0 and churn_noise is None:
+        raise ValueError(f"churn.amount is {churn.amount}, but no churn_noise function was given")
+    precision = torch.float32 if noise.device.type == "mps" else torch.float64
+    sigmas = sigmas.to(noise.device, precision)
+    num_steps = len(sigmas) - 1
+    levels = sigmas.tolist()
+    x = noise.to(precision) * sigmas[0]
+    for i in range(num_steps):
+        sigma, sigma_next = sigmas[i], sigmas[i + 1]
+        if churn.amount > 0 and churn.sigma_min <= levels[i] <= churn.sigma_max:
+            gamma = min(churn.amount / num_steps, math.sqrt(2) - 1)
+            raised = sigma * (1 + gamma)
+            x = x + (raised**2 - sigma**2).sqrt() * churn.noise * churn_noise(i).to(x)
+            sigma = raised
+        slope = (x - denoiser(x, sigma).to(precision)) / sigma
+        x_euler = x + (sigma_next - sigma) * slope
+        if levels[i + 1] > 0:
+            slope_next = (x_euler - denoiser(x_euler, sigma_next).to(precision)) / sigma_next
+            x = x + (sigma_next - sigma) * (slope + slope_next) / 2
+        else:
+            x = x_euler
+    return x

@@ -1,0 +1,48 @@
+"""PNG files: grids of samples and loss curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+def save_grid(path: Path, pictures: np.ndarray, columns: int, gap: int = 2) -> None:
+    """Write pictures (n, 1 or 3, H, W) uint8 as a grid, row by row; small ones are enlarged to 64 px."""
+    n, channels, height, width = pictures.shape
+    zoom = max(1, 64 // max(height, width))
+    pictures = pictures.repeat(zoom, axis=2).repeat(zoom, axis=3).transpose(0, 2, 3, 1)
+    height, width, rows = height * zoom, width * zoom, -(-n // columns)
+    grid = np.full((rows * (height + gap) - gap, columns * (width + gap) - gap, channels), 255, dtype=np.uint8)
+    for number, picture in enumerate(pictures):
+        top, left = number // columns * (height + gap), number % columns * (width + gap)
+        grid[top : top + height, left : left + width] = picture
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(grid.squeeze(2) if channels == 1 else grid).save(path)
+
+
+def save_curve(path: Path, records: Sequence[dict], routed: bool) -> None:
+    """Draw training and evaluation loss over the steps, from the records of metrics.jsonl."""
+    import matplotlib  # imported here because it takes a second and only the main process draws
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for key, label, style in (
+        ("loss", "training loss" + (", with routes: not comparable to runs without" if routed else ""), "-"),
+        ("eval_loss", "evaluation loss: EMA weights, all tokens, held-out data", "o-"),
+    ):
+        points = [(record["step"], record[key]) for record in records if key in record]
+        if points:
+            axes.plot(*zip(*points), style, label=label, markersize=4, linewidth=1)
+    axes.set_xlabel("step")
+    axes.set_ylabel("EDM loss")
+    axes.set_yscale("log")
+    axes.grid(alpha=0.3, which="both")
+    if axes.lines:
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,183 @@
+"""Token routing for efficient diffusion training (TREAD; Krause et al., ICCV 2025, arXiv 2501.04765).
+
+A route r(i→j) takes a random subset of tokens out of the sequence before block i and puts them
+back, untouched, after block j; the blocks i..j, both ends included, run on the other tokens only.
+No parameter is added, and without routes the network is what it was.
+
+This file needs torch alone. A network uses it in one line,
+
+    x = run_blocks(self.blocks, x, c, routes=routes)
+
+where `routes` is a sequence of pairs (Route, ids_keep). The ids are drawn by the caller,
+`draw_ids(torch.rand(B, N), ratio)`, so that nothing in the network is random and tests,
+recomputation and per-image seeds can hand in their own.
+
+Shapes: B samples, N tokens, K kept tokens, D channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FP32_CHOICES = ("auto", "end", "next", "off")
+
+
+@dataclass(frozen=True)
+class Route:
+    """r(start→end): blocks start..end, 0-based and inclusive at both ends, skip part of the tokens.
+
+    start, end       block indices; negative ones count from the end of the network.
+    selection_ratio  fraction of the tokens that is routed around the blocks, in [0, 1).
+    fp32             which block runs in fp32 while autocast is on (the paper's stability rule):
+                     "end" = block `end`, "next" = the block behind it, "off" = none,
+                     "auto" = "end" where at most 3 blocks follow the route, else "off".
+    """
+
+    start: int
+    end: int
+    selection_ratio: float = 0.5
+    fp32: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.selection_ratio < 1.0:
+            raise ValueError(
+                f"selection_ratio is {self.selection_ratio}, but must lie in [0, 1): "
+                "it is the fraction of tokens routed around the blocks"
+            )
+        if self.fp32 not in FP32_CHOICES:
+            raise ValueError(f"fp32 is {self.fp32!r}, but must be one of {', '.join(FP32_CHOICES)}")
+
+    @classmethod
+    def for_depth(cls, depth: int, selection_ratio: float = 0.5, fp32: str = "auto") -> Route:
+        """The paper's rule, r(2→depth−4): e.g. 2→8 of 12 blocks, 2→20 of 24, 2→24 of 28."""
+        if depth - 4 < 2:
+            raise ValueError(
+                f"the rule r(2→depth−4) gives r(2→{depth - 4}) at depth {depth}, which holds no "
+                "block: it needs a depth of at least 6; state start and end yourself"
+            )
+        return cls(2, depth - 4, selection_ratio, fp32)
+
+    def resolve(self, depth: int) -> Route:
+        """The same route with non-negative ends and fp32 settled, for a network of `depth` blocks.
+
+        Raises ValueError for an end outside the network or a start behind the end.
+        """
+        start, end = (i + depth if i < 0 else i for i in (self.start, self.end))
+        for name, given, index in (("start", self.start, start), ("end", self.end, end)):
+            if not 0 <= index < depth:
+                raise ValueError(
+                    f"route {name} {given} is out of range for {depth} blocks "
+                    f"(0..{depth - 1}, or -{depth}..-1 from the end)"
+                )
+        if start > end:
+            raise ValueError(f"route start {start} lies behind route end {end} (of {depth} blocks)")
+        fp32 = self.fp32
+        if fp32 == "auto":
+            fp32 = "end" if depth - 1 - end <= 3 else "off"
+        if fp32 == "next" and end + 1 == depth:
+            raise ValueError(f'fp32 is "next", but no block follows route end {end} of {depth} blocks')
+        return Route(start, end, self.selection_ratio, fp32)
+
+    @property
+    def fp32_block(self) -> int | None:
+        """Index of the block that runs in fp32, or None (of a resolved route)."""
+        return {"end": self.end, "next": self.end + 1}.get(self.fp32)
+
+
+def check_routes(routes: Sequence[Route], depth: int) -> tuple[Route, ...]:
+    """Resolve routes against a depth and check that no two share a block; sorted by start."""
+    resolved = tuple(sorted((r.resolve(depth) for r in routes), key=lambda r: r.start))
+    for first, second in zip(resolved, resolved[1:]):
+        if second.start <= first.end:
+            raise ValueError(
+                f"routes {first.start}→{first.end} and {second.start}→{second.end} overlap: "
+                "a route must end before the next one starts"
+            )
+    return resolved
+
+
+def num_keep(num_tokens: int, selection_ratio: float) -> int:
+    """How many of N tokens stay in the blocks: N − int(N·ratio)."""
+    return num_tokens - int(num_tokens * selection_ratio)
+
+
+def draw_ids(noise: Tensor, selection_ratio: float, sort: bool = True) -> Tensor:
+    """Choose the kept tokens from uniform noise: every subset of K tokens is equally likely.
+
+    noise   (B, N) independent uniform numbers; the K smallest of each row are kept.
+    sort    keep raster order (default); the chosen subset is the same either way.
+
+    Returns ids_keep, (B, K) int64 with K = num_keep(N, selection_ratio).
+    """
+    if noise.ndim != 2:
+        raise ValueError(f"noise has shape {tuple(noise.shape)}, but must be (batch, tokens)")
+    ids_keep = noise.argsort(dim=1, stable=True)[:, : num_keep(noise.shape[1], selection_ratio)]
+    return ids_keep.sort(dim=1).values if sort else ids_keep
+
+
+def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
+    """Take the kept tokens: (B, N, D), (B, K) → (B, K, D), in the order of the ids."""
+    return tokens.gather(1, ids_keep.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
+
+
+def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
+    """Put the kept tokens back: (B, N, D), (B, K, D), (B, K) → (B, N, D).
+
+    Tokens not named in ids_keep are those of `saved`, bit for bit; gradients reach both.
+    """
+    index = ids_keep.unsqueeze(-1).expand(-1, -1, saved.shape[-1])
+    return saved.scatter(1, index, kept.to(saved.dtype))
+
+
+def run_in_fp32(block: Callable[..., Tensor], tokens: Tensor, *shared: Tensor) -> Tensor:
+    """Call a block with autocast off and floating-point inputs in fp32 (TF32 stays allowed)."""
+    with torch.autocast(tokens.device.type, enabled=False):
+        return block(*(a.float() if a.is_floating_point() else a for a in (tokens, *shared)))
+
+
+def run_blocks(
+    blocks: Sequence[Callable[..., Tensor]],
+    tokens: Tensor,
+    *shared: Tensor,
+    routes: Sequence[tuple[Route, Tensor]] = (),
+) -> Tensor:
+    """Run blocks in order under routes.
+
+    blocks   callables (tokens, *shared) → tokens.
+    tokens   (B, N, D).
+    shared   what every block gets besides and what has no token axis (e.g. the conditioning).
+    routes   pairs (Route, ids_keep (B, K) int64); the ids are used as they come, whatever the
+             route's ratio, and the blocks see the kept tokens in their order.
+
+    Returns (B, N, D). Raises ValueError for routes that do not fit the blocks or ids that do not
+    fit the tokens.
+    """
+    ids_at = {}
+    for route, ids_keep in routes:
+        if ids_keep.ndim != 2 or ids_keep.shape[0] != tokens.shape[0] or ids_keep.shape[1] > tokens.shape[1]:
+            raise ValueError(
+                f"ids_keep has shape {tuple(ids_keep.shape)}, but must be (B, K) with "
+                f"B = {tokens.shape[0]} and K at most {tokens.shape[1]} tokens"
+            )
+        ids_at[route.resolve(len(blocks)).start] = ids_keep
+    resolved = check_routes([route for route, _ in routes], len(blocks))
+    starts = {route.start for route in resolved}
+    ends = {route.end for route in resolved}
+    in_fp32 = {route.fp32_block for route in resolved}
+    autocast = torch.is_autocast_enabled(tokens.device.type)
+
+    for index, block in enumerate(blocks):
+        if index in starts:
+            saved, ids_keep = tokens, ids_at[index]
+            tokens = gather_tokens(saved, ids_keep)
+        if autocast and index in in_fp32:
+            tokens = run_in_fp32(block, tokens, *shared)
+        else:
+            tokens = block(tokens, *shared)
+        if index in ends:
+            tokens = scatter_tokens(saved, tokens, ids_keep)
+    return tokens

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# From nothing to samples: makes .venv, installs requirements.txt, trains on the embedded digits.
+# Run it again and it goes on where it stopped. Arguments go to train.py, e.g. model=dit.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/venv.sh
+SECONDS=0
+
+make_venv
+install requirements.txt
+echo "installed after ${SECONDS} s; training"
+.venv/bin/accelerate launch train.py model=tread "$@"
+echo "done after ${SECONDS} s, in $PWD"

@@ -1,0 +1,256 @@
+"""The run's settings: what configs/config.yaml means, as typed, checked, plain values.
+
+`read` turns a nested dict into `Settings`; `check_overrides` looks at a command line before
+anything starts. Both name the nearest key when one is unknown.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from edm import EDM
+from routing_module import Route, check_routes
+
+PRECISIONS = ("auto", "fp32", "bf16")
+
+
+def _positive(section: str, **values: float | None) -> None:
+    for key, value in values.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"{section}.{key} is {value}, but must be positive")
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    architecture: str
+    routes: tuple[Route, ...]
+    hidden_size: int
+    depth: int
+    num_heads: int
+    patch_size: int
+    mlp_ratio: float
+    learn_sigma: bool
+    init: str
+
+    def __post_init__(self) -> None:
+        if self.architecture != "dit":
+            raise ValueError(f"model.architecture is {self.architecture!r}, but there is only dit")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    name: str
+    path: str
+    heldout: str | None
+    embedded: str | None
+    channels: int
+    size: int
+    num_classes: int
+    verify: str
+
+
+@dataclass(frozen=True)
+class Train:
+    steps: int
+    batch_size: int
+    micro_batch_size: int | None
+    precision: str
+    label_drop: float
+
+    def __post_init__(self) -> None:
+        _positive("train", steps=self.steps, batch_size=self.batch_size, micro_batch_size=self.micro_batch_size)
+        if self.precision == "fp16":
+            raise ValueError(
+                "train.precision is fp16, which this code refuses: without loss scaling its range is too small "
+                f"for this loss; use one of {', '.join(PRECISIONS)}"
+            )
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"train.precision is {self.precision!r}, but must be one of {', '.join(PRECISIONS)}")
+        if not 0 <= self.label_drop <= 1:
+            raise ValueError(f"train.label_drop is {self.label_drop}, but must lie in [0, 1]")
+
+
+@dataclass(frozen=True)
+class Optim:
+    lr: float
+    betas: tuple[float, ...]
+    eps: float
+    weight_decay: float
+
+    def __post_init__(self) -> None:
+        _positive("optim", lr=self.lr, eps=self.eps)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optim.betas is {list(self.betas)}, but must be two numbers in [0, 1)")
+
+
+@dataclass(frozen=True)
+class Ema:
+    decay: float
+    warmup: bool
+
+
+@dataclass(frozen=True)
+class Every:
+    log: int
+    evaluate: int
+    sample: int
+    save: int
+
+    def __post_init__(self) -> None:
+        _positive("every", log=self.log, evaluate=self.evaluate, sample=self.sample, save=self.save)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    samples: int
+    batch_size: int
+    noise_levels: int
+    demo_samples: int
+
+    def __post_init__(self) -> None:
+        _positive("evaluation", batch_size=self.batch_size, noise_levels=self.noise_levels)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    steps: int
+    classes: int
+    per_class: int
+    decode: bool
+
+    def __post_init__(self) -> None:
+        _positive("sampling", classes=self.classes, per_class=self.per_class)
+        if self.steps < 2:
+            raise ValueError(f"sampling.steps is {self.steps}, but Heun's schedule needs at least 2")
+
+
+@dataclass(frozen=True)
+class Wandb:
+    enabled: bool
+    project: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What belongs to a dataset or an experiment; config.yaml reads each key by ${recipe.…}."""
+
+    name: str
+    hidden_size: int
+    depth: int
+    num_heads: int
+    patch_size: int
+    steps: int
+    batch_size: int
+    lr: float
+    ema_decay: float
+    ema_warmup: bool
+    log_every: int
+    evaluate_every: int
+    sample_every: int
+    save_every: int
+    demo_samples: int
+    init_from: str | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    name: str
+    results: str
+    seed: int
+    resume: bool | str
+    init_from: str | None
+    model: Model
+    dataset: Dataset
+    edm: EDM
+    train: Train
+    optim: Optim
+    ema: Ema
+    every: Every
+    evaluation: Evaluation
+    sampling: Sampling
+    wandb: Wandb
+    recipe: Recipe
+
+    def __post_init__(self) -> None:
+        if self.resume not in (True, False, "auto"):
+            raise ValueError(f"resume is {self.resume!r}, but must be auto, true or false")
+        if "/" in self.name or self.name in ("", ".", ".."):
+            raise ValueError(f"name is {self.name!r}, but must be the name of one folder; see also results=…")
+        if self.evaluation.demo_samples and self.dataset.embedded is None:
+            raise ValueError(
+                f"evaluation.demo_samples is {self.evaluation.demo_samples}, but only the embedded digits can be "
+                f"judged that way, not {self.dataset.name}; set it to 0"
+            )
+        check_routes(self.model.routes, self.model.depth)
+
+
+def known_keys(kind: type = Settings, prefix: str = "") -> list[str]:
+    """All dotted keys of the settings, sections included; the items of a list are written `*`."""
+    keys = []
+    for name, hint in get_type_hints(kind).items():
+        keys.append(prefix + name)
+        if is_dataclass(hint):
+            keys += known_keys(hint, f"{prefix}{name}.")
+        elif get_origin(hint) is tuple and is_dataclass(get_args(hint)[0]):
+            keys += known_keys(get_args(hint)[0], f"{prefix}{name}.*.")
+    return keys
+
+
+def _unknown(key: str, known: Iterable[str]) -> ValueError:
+    """The error for a key, with the known one whose spelling is nearest (its last part counts most)."""
+
+    def likeness(other: str) -> float:
+        parts = [(key, other), (key.rpartition(".")[2], other.rpartition(".")[2])]
+        return sum(difflib.SequenceMatcher(None, *pair).ratio() for pair in parts)
+
+    return ValueError(f"unknown setting {key!r}; the nearest known one is {max(known, key=likeness)!r}")
+
+
+def check_overrides(arguments: Iterable[str], groups: Iterable[str] = ("model", "dataset", "experiment")) -> None:
+    """Look at Hydra overrides (key=value) and raise ValueError for the first unknown key."""
+    known = [*known_keys(), *groups]
+    for argument in arguments:
+        match = re.match(r"[+~]*([^-+~=\s][^=\s]*)=", argument)
+        if match and not match[1].startswith("hydra") and re.sub(r"\.\d+", ".*", match[1]) not in known:
+            raise _unknown(match[1], known)
+
+
+def read(tree: dict) -> Settings:
+    """Nested dict → Settings. Raises ValueError for unknown, missing or mistyped keys."""
+    return _build(Settings, tree, "")
+
+
+def _build(kind: type, tree: Any, prefix: str) -> Any:
+    if not isinstance(tree, dict):
+        raise ValueError(f"{prefix.rstrip('.')} is {tree!r}, but must be a section with keys")
+    hints = get_type_hints(kind)
+    for key in tree:
+        if key not in hints:
+            raise _unknown(f"{prefix}{key}", known_keys())
+    missing = [f.name for f in fields(kind) if f.name not in tree and f.default is MISSING]
+    if missing:
+        raise ValueError(f"missing settings: {', '.join(prefix + name for name in missing)}")
+    return kind(**{key: _convert(hints[key], value, prefix + key) for key, value in tree.items()})
+
+
+def _convert(kind: Any, value: Any, key: str) -> Any:
+    """Check a value against a type annotation; whole numbers pass as floats."""
+    if is_dataclass(kind):
+        return _build(kind, value, key + ".")
+    if get_origin(kind) is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{key} is {value!r}, but must be a list")
+        return tuple(_convert(get_args(kind)[0], item, f"{key}.{i}") for i, item in enumerate(value))
+    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    if type(value) in kinds:
+        return value
+    if float in kinds and type(value) is int:
+        return float(value)
+    names = " or ".join("null" if k is type(None) else k.__name__ for k in kinds)
+    raise ValueError(f"{key} is {value!r}, but must be {names}")

@@ -1,0 +1,360 @@
+"""Train a diffusion transformer with or without routes: accelerate launch train.py model=tread
+
+Read from `main` down: settings → start (every check before any long work) → training → finish.
+All that is random in a step follows from (seed, step, position in the global batch): randomness.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import hydra
+import torch
+from accelerate import Accelerator
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import autoencoder
+import checkpoint
+import digits
+import settings
+from build import build_network, load_weights, open_dataset
+from ema import EMA
+from evaluation import loss_sum
+from files import write_whole
+from latents import LatentDataset, Latents
+from pictures import save_curve, save_grid
+from randomness import Draws, draw_step, drop_labels, generator, split_batch
+from routing_module import draw_ids
+from runlog import RunLog, claim, versions
+from sample import autocast, generate, resolve_precision, spread_classes, to_pictures
+from summary import describe
+
+
+@dataclass
+class Run:
+    """What a run carries from step to step. `wrapped` is `network`, in DDP where there are several processes."""
+
+    cfg: settings.Settings
+    config: dict
+    folder: Path
+    accelerator: Accelerator
+    precision: str
+    micro_batches: list[slice]
+    data: LatentDataset
+    heldout: LatentDataset | None
+    network: nn.Module
+    wrapped: nn.Module
+    ema: EMA
+    optimizer: torch.optim.Optimizer
+    decoder: autoencoder.Decoder
+    log: RunLog
+    step: int  # steps done
+    loss_sum: Tensor  # 0-d on the device: losses since the last log, over loss_count steps
+    loss_count: int
+    wandb: object = None
+
+    @property
+    def main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def say(self, text: str) -> None:
+        if self.main:
+            tqdm.write(text)
+
+    def record(self, **values: float) -> None:
+        if self.main:
+            self.log.write({"step": self.step, **values})
+            if self.wandb is not None:
+                self.wandb.log(values, step=self.step)
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="config")
+def main(composed: DictConfig) -> None:
+    try:
+        config = OmegaConf.to_container(composed, resolve=True)
+        run = start(settings.read(config), config)
+    except (ValueError, FileNotFoundError, FileExistsError) as error:
+        sys.exit(f"error: {error}")
+    if run.step < run.cfg.train.steps:
+        train(run)
+    else:
+        run.say(
+            f"{run.folder} is finished at step {run.step}; raise train.steps to train on, name=… starts another run"
+        )
+    finish(run)
+
+
+# ------------------------------------------------------------------------------------------ start
+
+
+def start(cfg: settings.Settings, config: dict) -> Run:
+    """Open or continue a run. Raises ValueError, FileNotFoundError or FileExistsError for bad input."""
+    accelerator = Accelerator(mixed_precision="no")  # autocast is sample.autocast, the same in training and sampling
+    device, main_process = accelerator.device, accelerator.is_main_process
+    precision = resolve_precision(cfg.train.precision, device)
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if main_process and launched not in ("no", precision):
+        warning = f"warning: accelerate's config says {launched}, but train.precision decides: {precision}"
+        print(warning, file=sys.stderr)
+    micro_batches = split_batch(
+        cfg.train.batch_size, accelerator.num_processes, accelerator.process_index, cfg.train.micro_batch_size
+    )
+
+    folder = Path(cfg.results) / cfg.name
+    found = claim(folder, cfg.resume, config)
+    accelerator.wait_for_everyone()  # all have looked before the main process writes
+    with accelerator.main_process_first():
+        data = open_dataset(cfg, cfg.dataset.path, "train")
+        heldout = open_dataset(cfg, cfg.dataset.heldout, "heldout") if cfg.dataset.heldout else None
+    data.steps_per_epoch(cfg.train.batch_size)
+    if found and (Latents.from_json(found.info["latents"]), found.info["samples"]) != (data.latents, len(data)):
+        raise ValueError(f"{cfg.dataset.path} is not the data that {folder} was trained on; name=… starts another run")
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(cfg.seed, "init").initial_seed())
+        network = build_network(cfg)
+    if found:
+        network.load_state_dict(found.tensors("model"))
+    elif cfg.init_from is not None:
+        load_weights(network, cfg.init_from)
+    network.to(device)
+    optimizer = torch.optim.AdamW(
+        network.parameters(),
+        lr=cfg.optim.lr,
+        betas=cfg.optim.betas,
+        eps=cfg.optim.eps,
+        weight_decay=cfg.optim.weight_decay,
+        fused=device.type in ("cpu", "cuda"),
+    )
+    ema = EMA(network, cfg.ema.decay, cfg.ema.warmup)
+    if found:
+        ema.network.load_state_dict(found.tensors("ema"))
+        checkpoint.load_optimizer(optimizer, network, found.tensors("optimizer"))
+    decoder = autoencoder.preview
+    if main_process and cfg.sampling.decode:
+        decoder = autoencoder.load_decoder(data.latents, device)
+
+    run = Run(
+        cfg=cfg,
+        config=config,
+        folder=folder,
+        accelerator=accelerator,
+        precision=precision,
+        micro_batches=micro_batches,
+        data=data,
+        heldout=heldout,
+        network=network,
+        wrapped=accelerator.prepare(network),
+        ema=ema,
+        optimizer=optimizer,
+        decoder=decoder,
+        log=RunLog(folder),
+        step=found.step if found else 0,
+        loss_sum=torch.tensor(found.info["loss_sum"] if found else 0.0, device=device),
+        loss_count=found.info["loss_count"] if found else 0,
+    )
+    if main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        run.log.start(run.step, processes=accelerator.num_processes, device=str(device), precision=precision)
+        write_whole(folder / "config.yaml", OmegaConf.to_yaml(config))
+        if cfg.wandb.enabled:
+            run.wandb = start_wandb(cfg, config, folder)
+    return run
+
+
+def start_wandb(cfg: settings.Settings, config: dict, folder: Path) -> object:
+    """A Weights & Biases run; its id is kept in the folder, so that a resumed run goes on in the same one."""
+    import wandb  # imported here because it takes seconds and is off by default
+
+    kept = folder / "wandb_id.txt"
+    if not kept.exists():
+        write_whole(kept, wandb.util.generate_id())
+    return wandb.init(
+        project=cfg.wandb.project, name=cfg.name, id=kept.read_text(), resume="allow", config=config, dir=folder
+    )
+
+
+# --------------------------------------------------------------------------------------- training
+
+
+def train(run: Run) -> None:
+    """All steps that are left, with what is due between them."""
+    cfg = run.cfg
+    processes, device = run.accelerator.num_processes, str(run.accelerator.device)
+    run.say(describe(cfg, run.network, run.data, processes, device, run.precision))
+    first, began, paused = run.step, time.perf_counter(), 0.0
+    with tqdm(total=cfg.train.steps, initial=run.step, disable=not run.main, unit="step", dynamic_ncols=True) as bar:
+        while run.step < cfg.train.steps:
+            training_step(run)
+            run.step += 1
+            bar.update()
+
+            last = run.step == cfg.train.steps
+            if run.step % cfg.every.log == 0 or last:
+                seconds = time.perf_counter() - began - paused
+                images_per_s = (run.step - first) * cfg.train.batch_size / seconds
+                bar.set_postfix_str(f"loss {log_loss(run, images_per_s):.4f}, {images_per_s:.0f} images/s")
+                first, began, paused = run.step, time.perf_counter(), 0.0
+            pause = time.perf_counter()
+            if run.heldout and (run.step % cfg.every.evaluate == 0 or last):
+                run.record(eval_loss=evaluate(run))
+            if run.step % cfg.every.sample == 0 or last:
+                draw_pictures(run)
+            if run.step % cfg.every.save == 0 or last:
+                save(run)
+            paused += time.perf_counter() - pause
+
+
+def training_step(run: Run) -> None:
+    """One optimizer step on global batch number run.step."""
+    cfg, latents = run.cfg, run.data.latents
+    draws = draw_step(
+        cfg.seed,
+        run.step,
+        cfg.train.batch_size,
+        latents.shape,
+        run.network.num_tokens,
+        len(cfg.model.routes),
+        posterior=latents.content == "moments",
+        device=run.accelerator.device,
+    )
+    for number, rows in enumerate(run.micro_batches):
+        last = number == len(run.micro_batches) - 1
+        with contextlib.nullcontext() if last else run.accelerator.no_sync(run.wrapped):
+            loss = micro_batch_loss(run, draws.rows(rows), rows) / len(run.micro_batches)
+            run.accelerator.backward(loss)
+        run.loss_sum += loss.detach()
+    run.loss_count += 1
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.ema.update(run.network, run.step)
+
+
+def micro_batch_loss(run: Run, draws: Draws, rows: slice) -> Tensor:
+    """Mean loss over some rows of the global batch."""
+    cfg, device = run.cfg, run.accelerator.device
+    batch = run.data.batch(cfg.seed, run.step, cfg.train.batch_size, rows)
+    x = autoencoder.to_network(batch.stored.to(device), run.data.latents, draws.posterior)
+    y = drop_labels(batch.labels.to(device), draws.drop, cfg.train.label_drop, run.network.num_classes)
+    routes = [
+        (route, draw_ids(uniform, route.selection_ratio)) for route, uniform in zip(cfg.model.routes, draws.routes)
+    ]
+    with autocast(device, run.precision):
+        return cfg.edm.loss(run.wrapped, x, y, cfg.edm.sigma(draws.sigma), draws.noise, routes).mean()
+
+
+def log_loss(run: Run, images_per_s: float) -> float:
+    """Mean loss since the last log, over all processes. Stops the run if it is not a number."""
+    loss = reduced_loss_sum(run) / run.loss_count
+    flops = 3 * run.network.forward_flops(run.cfg.model.routes) * images_per_s
+    run.record(loss=loss, images_per_s=round(images_per_s, 1), flops_per_s=float(f"{flops:.4g}"))
+    run.loss_sum.zero_()
+    run.loss_count = 0
+    return loss
+
+
+def reduced_loss_sum(run: Run) -> float:
+    """run.loss_sum averaged over the processes, on all of them. Raises FloatingPointError if it is not finite."""
+    run.loss_sum = run.accelerator.reduce(run.loss_sum, "mean")
+    value = run.loss_sum.item()
+    if not math.isfinite(value):
+        raise FloatingPointError(
+            f"the loss became {value} before step {run.step}; {run.folder}/latest is the last good checkpoint. "
+            "Try a smaller optim.lr, or model.routes.0.fp32=end"
+        )
+    return value
+
+
+def evaluate(run: Run) -> float:
+    """Full-token loss of the EMA weights on held-out data, see evaluation.py."""
+    options, accelerator = run.cfg.evaluation, run.accelerator
+    ranks, total = accelerator.num_processes, torch.zeros_like(run.loss_sum)
+    mine = torch.arange(accelerator.process_index, options.samples, ranks)
+    for numbers in mine.split(max(1, options.batch_size // ranks)):
+        with autocast(accelerator.device, run.precision):
+            total += loss_sum(run.cfg.edm, run.ema.network, run.heldout, numbers, options.noise_levels)
+    return accelerator.reduce(total, "sum").item() / options.samples
+
+
+def draw_pictures(run: Run) -> None:
+    """The loss curve, and a grid of EMA samples: a row a class, the same noise each time."""
+    if run.main:
+        cfg = run.cfg
+        classes = spread_classes(cfg.dataset.num_classes, cfg.sampling.classes)
+        labels = torch.tensor(classes).repeat_interleave(cfg.sampling.per_class)
+        pictures = draw_samples(run, labels)
+        save_grid(run.folder / "samples" / f"step_{run.step:07d}.png", pictures.numpy(), cfg.sampling.per_class)
+        save_curve(run.folder / "loss.png", run.log.records(), routed=bool(cfg.model.routes))
+    run.accelerator.wait_for_everyone()
+
+
+def draw_samples(run: Run, labels: Tensor) -> Tensor:
+    """EMA samples of the classes asked for, with seeds 0, 1, …: pictures (n, 1 or 3, H, W) uint8."""
+    x = generate(
+        run.cfg.edm, run.ema.network, range(len(labels)), labels, run.cfg.sampling.steps, precision=run.precision
+    )
+    return to_pictures(x, run.decoder, run.accelerator.device)
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint of this step."""
+    loss_sum = reduced_loss_sum(run)
+    if run.main:
+        checkpoint.save(
+            run.folder,
+            run.step,
+            {
+                "model": run.network.state_dict(),
+                "ema": run.ema.network.state_dict(),
+                "optimizer": checkpoint.optimizer_tensors(run.optimizer, run.network),
+            },
+            {
+                "loss_sum": loss_sum,
+                "loss_count": run.loss_count,
+                "samples": len(run.data),
+                "latents": asdict(run.data.latents),
+                "config": run.config,
+                "versions": versions(),
+            },
+        )
+    run.accelerator.wait_for_everyone()
+
+
+# ----------------------------------------------------------------------------------------- finish
+
+
+def finish(run: Run) -> None:
+    """Judge the demo's samples, and say where everything is."""
+    if run.main:
+        count, records = run.cfg.evaluation.demo_samples, run.log.records()
+        if count and not any("label_agreement" in record for record in records if record["step"] == run.step):
+            labels = torch.arange(count) % run.cfg.dataset.num_classes
+            run.record(**digits.judge(draw_samples(run, labels).numpy(), labels.numpy()), demo_samples=count)
+            records = run.log.records()
+        for name in ("eval_loss", *digits.METRICS):
+            values = [record[name] for record in records if name in record]
+            if values:
+                run.say(f"  {name:<22}{values[-1]:.4f}")
+        run.say(f"  samples     {run.folder / 'samples' / f'step_{run.step:07d}.png'}")
+        run.say(f"  loss curve  {run.folder / 'loss.png'}")
+        run.say(f"  metrics     {run.folder / 'metrics.jsonl'}")
+        run.say(f"  checkpoint  {run.folder / 'latest'}")
+    if run.wandb is not None:
+        run.wandb.finish()
+    run.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    try:
+        settings.check_overrides(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    main()
