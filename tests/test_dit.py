@@ -1,0 +1,170 @@
+"""The network against golden numbers of the reference implementation and published counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from dit import DiT
+from routing_module import Route, draw_ids
+
+SIZES = {  # dim, depth, heads, trainable parameters at 4×32×32, 1000 classes, no learned sigma
+    "S/2": (384, 12, 6, 32_858_896),
+    "B/2": (768, 12, 12, 130_303_504),
+    "L/2": (1024, 24, 16, 457_824_272),
+    "XL/2": (1152, 28, 16, 674_816_272),
+}
+
+
+def build(size: str, **more) -> DiT:
+    dim, depth, heads, _ = SIZES[size]
+    with torch.device("meta"):
+        return DiT(hidden_size=dim, depth=depth, num_heads=heads, **more)
+
+
+@pytest.fixture
+def golden(asset, tiny):
+    tiny.load_state_dict(load_file(asset("golden/tread_tiny_state.safetensors")), strict=True)
+    return tiny.requires_grad_(False), load_file(asset("golden/tread_tiny_forward.safetensors"))
+
+
+def close(found, expected):
+    assert (found - expected).abs().max() <= 1e-5
+
+
+def hidden_states(network, *inputs, **more):
+    states = []
+    hooks = [block.register_forward_hook(lambda _, __, output: states.append(output)) for block in network.blocks]
+    out = network(*inputs, **more)
+    for hook in hooks:
+        hook.remove()
+    return out, states
+
+
+def test_golden_forward(golden):
+    network, g = golden
+    out, states = hidden_states(network, g["x"], g["t"], g["y"])
+    close(out, g["out_eval"])
+    for i, state in enumerate(states):
+        close(state, g[f"hidden/eval/block{i}"])
+    close(network(g["x"], g["t"], torch.full_like(g["y"], 10)), g["out_eval_uncond"])
+
+
+def test_golden_routed_forward(golden):
+    network, g = golden
+    out, states = hidden_states(network, g["x"], g["t"], g["y"], routes=[(Route(1, 4), g["ids_keep_r050"])])
+    close(out, g["out_train_routed"])
+    for i, state in enumerate(states):
+        close(state, g[f"hidden/routed/block{i}"])
+
+
+def test_golden_parts(golden):
+    network, g = golden
+    close(network.x_embedder(g["x"]) + network.pos_embed, g["x_tokens_embedded"])
+    close(network.t_embedder.frequencies(g["t"]), g["t_freq_embedding"])
+    close(network.t_embedder(g["t"]), g["t_emb"])
+    fresh = DiT(input_size=8, patch_size=2, hidden_size=64, depth=1, num_heads=4)
+    close(fresh.pos_embed, g["pos_embed"])
+
+
+def test_order_of_kept_tokens_does_not_change_the_output(tiny):
+    x, t, y = torch.randn(2, 4, 8, 8), torch.randn(2), torch.tensor([1, 2])
+    noise = torch.rand(2, 16)
+    a, b = (tiny(x, t, y, routes=[(Route(1, 4), draw_ids(noise, 0.5, sort))]) for sort in (True, False))
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_parameter_counts(size):
+    assert sum(p.numel() for p in build(size).parameters()) == SIZES[size][3]
+
+
+def test_state_dict_has_public_names_and_shapes():
+    state = build("XL/2", learn_sigma=True).state_dict()
+    expected = {
+        "pos_embed": (1, 256, 1152),
+        "x_embedder.proj.weight": (1152, 4, 2, 2),
+        "x_embedder.proj.bias": (1152,),
+        "t_embedder.mlp.0.weight": (1152, 256),
+        "t_embedder.mlp.0.bias": (1152,),
+        "t_embedder.mlp.2.weight": (1152, 1152),
+        "t_embedder.mlp.2.bias": (1152,),
+        "y_embedder.embedding_table.weight": (1001, 1152),
+        "final_layer.linear.weight": (32, 1152),
+        "final_layer.linear.bias": (32,),
+        "final_layer.adaLN_modulation.1.weight": (2304, 1152),
+        "final_layer.adaLN_modulation.1.bias": (2304,),
+    }
+    for i in range(28):
+        for name, shape in {
+            "attn.qkv": (3456, 1152),
+            "attn.proj": (1152, 1152),
+            "mlp.fc1": (4608, 1152),
+            "mlp.fc2": (1152, 4608),
+            "adaLN_modulation.1": (6912, 1152),
+        }.items():
+            expected |= {f"blocks.{i}.{name}.weight": shape, f"blocks.{i}.{name}.bias": shape[:1]}
+    assert {name: tuple(value.shape) for name, value in state.items()} == expected
+
+
+def test_untrained_network_outputs_zero_and_xavier_does_not():
+    for init, zero in (("adaln_zero", True), ("xavier", False)):
+        network = DiT(input_size=8, hidden_size=32, depth=2, num_heads=2, num_classes=3, init=init)
+        out = network(torch.randn(2, 4, 8, 8), torch.randn(2), torch.tensor([0, 3]))
+        assert (out.abs().max() == 0) == zero
+
+
+@pytest.mark.parametrize("patch_size", [2, 4, 8])
+def test_patches_and_large_latents(patch_size):
+    network = DiT(input_size=64, patch_size=patch_size, hidden_size=32, depth=1, num_heads=2, learn_sigma=True)
+    assert network(torch.randn(1, 4, 64, 64), torch.zeros(1), torch.tensor([5])).shape == (1, 8, 64, 64)
+    assert network.num_tokens == (64 // patch_size) ** 2
+
+
+def test_patches_are_put_back_where_they_were_taken():
+    network = DiT(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=1, num_heads=2)
+    x = torch.randn(2, 3, 8, 8)
+    patches = x.unfold(2, 2, 2).unfold(3, 2, 2)  # (B, C, rows, columns, p, p)
+    tokens = patches.permute(0, 2, 3, 4, 5, 1).reshape(2, 16, -1)
+    assert torch.equal(network.unpatchify(tokens), x)
+
+
+@pytest.mark.parametrize(("labels", "shown"), [([0, 11], "0..11"), ([-1, 3], "-1..3")])
+def test_unknown_labels_are_refused(tiny, labels, shown):
+    with pytest.raises(ValueError, match=f"{shown}.*0..9 and the null class 10"):
+        tiny(torch.zeros(2, 4, 8, 8), torch.zeros(2), torch.tensor(labels))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shown"),
+    [
+        ({"input_size": 9}, "9.*2"),
+        ({"hidden_size": 30}, "30.*4"),
+        ({"hidden_size": 30, "num_heads": 3}, "30.*4"),
+        ({"init": "ones"}, "ones.*xavier"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes, shown):
+    with pytest.raises(ValueError, match=shown):
+        DiT(**{"input_size": 8, "hidden_size": 32, "depth": 1, "num_heads": 4, **sizes})
+
+
+def test_wrong_latents_are_refused(tiny):
+    with pytest.raises(ValueError, match=r"\(2, 3, 8, 8\).*\(4, 8, 8\)"):
+        tiny(torch.zeros(2, 3, 8, 8), torch.zeros(2), torch.zeros(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(("size", "gmacs"), [("S/2", 6.06), ("B/2", 23.01), ("L/2", 80.71), ("XL/2", 118.64)])
+def test_flops_agree_with_the_published_ones(size, gmacs):
+    assert build(size, learn_sigma=True).forward_flops() / 2e9 == pytest.approx(gmacs, rel=5e-3)
+
+
+@pytest.mark.parametrize("routes", [(), (Route(1, 4, 0.5),), (Route(0, 1, 0.25), Route(3, 5, 0.75))])
+def test_flops_agree_with_torchs_counter(tiny, routes):
+    drawn = [(route, draw_ids(torch.rand(2, 16), route.selection_ratio)) for route in routes]
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        tiny(torch.randn(2, 4, 8, 8), torch.randn(2), torch.tensor([1, 2]), routes=drawn)
+    assert 2 * tiny.forward_flops(routes) == pytest.approx(counter.get_total_flops(), rel=0.01)

@@ -1,0 +1,144 @@
+"""EDM against golden numbers, the paper's formulas, and a Gaussian whose denoiser and ODE are known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from edm import EDM, Churn, heun
+
+DATA_STD = 0.7
+
+
+def gaussian_denoiser(x, sigma):
+    """The exact denoiser of data ~ N(0, DATA_STD²)."""
+    return x * DATA_STD**2 / (DATA_STD**2 + sigma**2)
+
+
+def gaussian_solution(noise, sigmas):
+    """Where the probability-flow ODE takes σ_0·noise for that data (closed form)."""
+    start = float(sigmas[0])
+    return noise.double() * start * DATA_STD / math.sqrt(DATA_STD**2 + start**2)
+
+
+@pytest.mark.parametrize("sigma", [0.002, 0.01, 0.1, 0.5, 1, 5, 20, 80])
+def test_golden_preconditioning(asset, tiny, sigma):
+    tiny.load_state_dict(load_file(asset("golden/tread_tiny_state.safetensors")), strict=True)
+    g = load_file(asset("golden/edm_precond.safetensors"))
+    with torch.no_grad():
+        D = EDM().denoise(tiny, g["x"] * sigma, torch.tensor(sigma), g["y"])
+    assert (D - g[f"D_sigma{sigma:g}"]).abs().max() <= 1e-5
+
+
+def test_loss_equals_the_formula_sample_by_sample(tiny):
+    edm, x, noise = EDM(sigma_data=0.6), torch.randn(3, 4, 8, 8), torch.randn(3, 4, 8, 8)
+    y, sigma = torch.tensor([0, 4, 10]), torch.tensor([0.05, 0.6, 7.0])
+    with torch.no_grad():
+        losses = edm.loss(tiny, x, y, sigma, noise)
+        for i, s in enumerate(sigma.tolist()):
+            noisy = x[i] + s * noise[i]
+            c_in = 1 / math.sqrt(s**2 + 0.6**2)
+            F = tiny(c_in * noisy[None], torch.tensor([math.log(s) / 4]), y[i : i + 1])[0]
+            D = 0.6**2 / (s**2 + 0.6**2) * noisy + s * 0.6 / math.sqrt(s**2 + 0.6**2) * F
+            expected = (s**2 + 0.6**2) / (s * 0.6) ** 2 * (D - x[i]).square().mean()
+            torch.testing.assert_close(losses[i], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_weight_makes_an_untrained_network_cost_the_same_at_every_noise_level():
+    """F = 0 and data of standard deviation sigma_data give an expected loss of 1 (Appendix B.6)."""
+    edm, generator = EDM(), torch.Generator().manual_seed(0)
+    x = torch.randn(64, 4, 32, 32, generator=generator) * edm.sigma_data
+    for s in (0.01, 0.5, 30.0):
+        sigma, noise = torch.full((64,), s), torch.randn(x.shape, generator=generator)
+        loss = edm.loss(lambda x, t, y, routes: torch.zeros_like(x), x, None, sigma, noise)
+        assert loss.mean() == pytest.approx(1, abs=0.02)
+
+
+def test_learned_sigma_uses_the_first_channels():
+    def network(x, t, y, routes):
+        return torch.cat([x, torch.full_like(x, 1e9)], dim=1)
+
+    x, sigma = torch.randn(2, 4, 8, 8), torch.tensor([0.5, 0.5])
+    expected = 0.5 * x + 0.5 * 0.5 / math.sqrt(0.5) * x / math.sqrt(0.5)
+    torch.testing.assert_close(EDM().denoise(network, x, sigma, None), expected)
+
+
+def test_noise_levels_of_training():
+    normal = torch.tensor([0.0, 1.0, -2.0])
+    torch.testing.assert_close(EDM().sigma(normal).log(), torch.tensor([-1.2, 0.0, -3.6]))
+
+
+def test_quantiles_cut_the_training_distribution_evenly():
+    levels = EDM().sigma_quantiles(8)
+    drawn = EDM().sigma(torch.randn(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    shares = torch.tensor([(drawn < level).double().mean() for level in levels])
+    torch.testing.assert_close(shares, (torch.arange(8) + 0.5).double() / 8, atol=0.005, rtol=0)
+
+
+def test_schedule():
+    sigmas = EDM().schedule(40)
+    assert sigmas.dtype == torch.float64 and len(sigmas) == 41
+    assert sigmas[0] == 80 and sigmas[39] == 0.002 and sigmas[40] == 0
+    middle = (80 ** (1 / 7) + 13 / 39 * (0.002 ** (1 / 7) - 80 ** (1 / 7))) ** 7
+    assert sigmas[13].item() == pytest.approx(middle, rel=1e-12)
+    assert (sigmas.diff() < 0).all()
+    with pytest.raises(ValueError, match="num_steps is 1"):
+        EDM().schedule(1)
+
+
+def test_heun_is_second_order():
+    noise, errors = torch.randn(4, 1, 2, 2, generator=torch.Generator().manual_seed(0)), []
+    for steps in (32, 64, 128):
+        sigmas = EDM(sigma_min=0.01).schedule(steps)[:-1]  # without the last step, which is Euler's
+        x = heun(gaussian_denoiser, noise, sigmas)
+        exact = gaussian_solution(noise, sigmas) * math.sqrt(DATA_STD**2 + 0.01**2) / DATA_STD
+        errors.append((x - exact).abs().max().item())
+    assert 3.6 < errors[0] / errors[1] < 4.4 and 3.6 < errors[1] / errors[2] < 4.4
+
+
+def test_heun_reaches_the_solution_and_counts_evaluations():
+    calls = []
+
+    def denoiser(x, sigma):
+        calls.append(float(sigma))
+        assert x.dtype == torch.float64
+        return gaussian_denoiser(x, sigma)
+
+    noise, sigmas = torch.randn(4, 1, 2, 2), EDM().schedule(40)
+    x = heun(denoiser, noise, sigmas)
+    assert len(calls) == 79 and calls[0] == 80 and calls[-1] == 0.002
+    torch.testing.assert_close(x, gaussian_solution(noise, sigmas), rtol=1e-2, atol=0)
+    sigmas = EDM().schedule(640)
+    torch.testing.assert_close(
+        heun(gaussian_denoiser, noise, sigmas), gaussian_solution(noise, sigmas), rtol=1e-4, atol=0
+    )
+
+
+def test_churn_keeps_the_distribution():
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(20000, 1, 1, 1, generator=generator)
+    churn = Churn(amount=200, sigma_min=0.05, sigma_max=50, noise=1.0)
+    draws = {}
+
+    def churn_noise(i):
+        draws[i] = torch.randn(noise.shape, generator=generator)
+        return draws[i]
+
+    sigmas = EDM().schedule(400)
+    x = heun(gaussian_denoiser, noise, sigmas, churn, churn_noise)
+    assert x.std() == pytest.approx(DATA_STD, rel=0.02)
+    assert sorted(draws) == [i for i, sigma in enumerate(sigmas[:-1].tolist()) if 0.05 <= sigma <= 50]
+    assert (x - heun(gaussian_denoiser, noise, sigmas)).abs().mean() > 0.1
+    with pytest.raises(ValueError, match="churn.amount is 200"):
+        heun(gaussian_denoiser, noise, sigmas, churn)
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"), [({"sigma_min": 90.0}, "90.0.*80.0"), ({"sigma_data": 0.0}, "sigma_data is 0.0")]
+)
+def test_constants_that_make_no_sense_are_refused(values, shown):
+    with pytest.raises(ValueError, match=shown):
+        EDM(**values)

@@ -1,0 +1,71 @@
+"""Draws are functions of (seed, step, stream, position): checked against drawing them again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from randomness import draw_step, drop_labels, generator, seeded_normal, split_batch
+from routing_module import draw_ids
+
+
+def draws(seed=0, step=5, num_routes=1, posterior=True):
+    return draw_step(seed, step, 8, (4, 8, 8), num_tokens=16, num_routes=num_routes, posterior=posterior)
+
+
+def test_draws_repeat_and_differ_by_seed_and_step():
+    assert torch.equal(draws().noise, draws().noise)
+    for name in ("sigma", "noise", "drop", "posterior"):
+        for other in (draws(seed=1), draws(step=6)):
+            assert not torch.isclose(getattr(draws(), name), getattr(other, name)).all()
+    assert not torch.equal(draws().noise, draws().posterior)
+    ids = [draw_ids(d.routes[0], 0.5) for d in (draws(), draws(), draws(step=6))]
+    assert torch.equal(ids[0], ids[1]) and not torch.equal(ids[0], ids[2])
+
+
+def test_routes_and_posterior_leave_the_other_draws_as_they_are():
+    bare = draws(num_routes=0, posterior=False)
+    assert bare.routes == () and bare.posterior is None
+    for name in ("sigma", "noise", "drop"):
+        assert torch.equal(getattr(bare, name), getattr(draws(num_routes=2), name))
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, None), (2, None), (2, 2), (4, 1), (1, 2)])
+def test_ranks_and_micro_batches_together_draw_what_one_does(ranks, micro):
+    whole = draws()
+    parts = [whole.rows(rows) for rank in range(ranks) for rows in split_batch(8, ranks, rank, micro)]
+    for name in ("sigma", "noise", "drop", "posterior"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
+    ids = [draw_ids(part.routes[0], 0.5) for part in parts]
+    assert torch.equal(torch.cat(ids), draw_ids(whole.routes[0], 0.5))
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="10.*4 processes"):
+        split_batch(10, 4, 0, None)
+    with pytest.raises(ValueError, match="micro_batch_size 3.*4 of the 8"):
+        split_batch(8, 2, 0, 3)
+
+
+def test_moments_of_the_draws():
+    d = draw_step(0, 0, 4096, (1, 8, 8), num_tokens=16, num_routes=1, posterior=False)
+    assert abs(d.noise.mean()) < 0.01 and abs(d.noise.std() - 1) < 0.01
+    assert abs(d.drop.mean() - 0.5) < 0.03 and 0 <= d.drop.min() <= d.drop.max() < 1
+
+
+def test_label_drop():
+    y, u = torch.tensor([3, 1, 2, 0]), torch.tensor([0.05, 0.5, 0.0999, 0.1])
+    assert drop_labels(y, u, 0.1, 10).tolist() == [10, 1, 10, 0]
+    assert drop_labels(y, u, 0.0, 10).tolist() == y.tolist()
+    assert drop_labels(y, u, 1.0, 10).tolist() == [10] * 4
+
+
+def test_seeded_noise_depends_on_its_seed_alone():
+    together = seeded_normal([4, 9, 7], (2, 3))
+    assert torch.equal(together[1], seeded_normal([9], (2, 3))[0])
+    assert len({tuple(row.flatten().tolist()) for row in together}) == 3
+
+
+def test_addresses_do_not_run_together():
+    states = {generator(*address).initial_seed() for address in [(1, 23), (12, 3), (1, 2, 3), (123,), (1, "23")]}
+    assert len(states) == 5

@@ -1,0 +1,184 @@
+"""The router against its definition in the paper and naive twins written with loops."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+from routing_module import Route, check_routes, draw_ids, gather_tokens, num_keep, run_blocks, scatter_tokens
+
+
+def drawn(batch: int, tokens: int, ratio: float, seed: int = 0, sort: bool = True) -> torch.Tensor:
+    return draw_ids(torch.rand(batch, tokens, generator=torch.Generator().manual_seed(seed)), ratio, sort)
+
+
+@pytest.mark.parametrize(("tokens", "ratio", "kept"), [(16, 0.7, 5), (64, 0.3, 45), (256, 0.9, 26), (256, 0.5, 128)])
+def test_kept_count_rounds_the_routed_part_down(tokens, ratio, kept):
+    assert num_keep(tokens, ratio) == kept
+    assert drawn(3, tokens, ratio).shape == (3, kept)
+
+
+def test_ends_are_inclusive():
+    seen = []
+    blocks = [lambda x, i=i: seen.append((i, x.shape[1])) or x for i in range(12)]
+    run_blocks(blocks, torch.zeros(2, 16, 4), routes=[(Route(2, 8), drawn(2, 16, 0.5))])
+    assert seen == [(i, 8 if 2 <= i <= 8 else 16) for i in range(12)]
+
+
+def test_gather_and_scatter_equal_loops():
+    tokens, ids = torch.randn(3, 10, 4), drawn(3, 10, 0.4, sort=False)
+    kept = gather_tokens(tokens, ids)
+    naive = torch.stack([torch.stack([tokens[b, i] for i in ids[b]]) for b in range(3)])
+    assert torch.equal(kept, naive)
+    back = tokens.clone()
+    for b in range(3):
+        for position, i in enumerate(ids[b]):
+            back[b, i] = 2 * kept[b, position]
+    assert torch.equal(scatter_tokens(tokens, 2 * kept, ids), back)
+
+
+def test_bypassed_tokens_are_those_of_the_block_before():
+    blocks = [torch.nn.Linear(4, 4) for _ in range(6)]
+    x, ids = torch.randn(3, 10, 4), drawn(3, 10, 0.5)
+    before = blocks[1](blocks[0](x))
+    after = run_blocks(blocks[:5], x, routes=[(Route(2, 4), ids)])
+    bypassed = torch.ones(3, 10, dtype=torch.bool).scatter_(1, ids, False)
+    assert torch.equal(after[bypassed], before[bypassed])
+    assert not torch.isclose(after[~bypassed], before[~bypassed]).any()
+
+
+def test_gradient_reaches_both_paths():
+    block = torch.nn.Linear(4, 4)
+    x, ids = torch.randn(2, 6, 4, requires_grad=True), drawn(2, 6, 0.5)
+    weight = torch.randn(2, 6, 4)
+    (run_blocks([block], x, routes=[(Route(0, 0), ids)]) * weight).sum().backward()
+    through_block = weight @ block.weight  # closed form of a linear block's gradient
+    kept = torch.zeros(2, 6, dtype=torch.bool).scatter_(1, ids, True)
+    torch.testing.assert_close(x.grad, torch.where(kept[..., None], through_block, weight))
+    assert block.weight.grad.abs().sum() > 0
+
+
+def test_ratio_zero_equals_dense(tiny):
+    x, t, y = torch.randn(2, 4, 8, 8), torch.randn(2), torch.tensor([1, 10])
+    routed = tiny(x, t, y, routes=[(Route(1, 4, 0.0), drawn(2, 16, 0.0))])
+    assert torch.equal(routed, tiny(x, t, y))
+
+
+def test_several_disjoint_routes():
+    seen = []
+    blocks = [lambda x, i=i: seen.append(x.shape[1]) or x + 1 for i in range(6)]
+    x = torch.zeros(2, 8, 1)
+    routes = [(Route(3, 4, 0.75), drawn(2, 8, 0.75, 1)), (Route(1, 2, 0.5), drawn(2, 8, 0.5, 2))]
+    out = run_blocks(blocks, x, routes=routes)
+    assert seen == [8, 4, 4, 2, 2, 8]
+    visits = torch.full((2, 8), 2.0)
+    for (_, ids), count in zip(routes, (2, 2)):
+        visits.scatter_add_(1, ids, torch.full(ids.shape, float(count)))
+    assert torch.equal(out[..., 0], visits)
+
+
+def test_given_ids_are_used_as_they_come():
+    order = []
+    ids = torch.tensor([[3, 1, 2]])
+    x = torch.arange(4.0).view(1, 4, 1)
+    run_blocks([lambda x: order.append(x.flatten().tolist()) or x], x, routes=[(Route(0, 0, 0.5), ids)])
+    assert order == [[3.0, 1.0, 2.0]]
+
+
+def test_every_token_is_kept_equally_often_and_ids_differ_across_samples():
+    ids = drawn(20000, 16, 0.5)
+    share = torch.bincount(ids.flatten(), minlength=16) / 20000
+    assert (share - 0.5).abs().max() < 5 * (0.25 / 20000) ** 0.5  # five standard errors of a binomial
+    assert (ids.diff(dim=1) > 0).all()
+    assert len(ids.unique(dim=0)) > 10000  # of C(16, 8) = 12870 subsets
+    pair = torch.zeros(20000, 16).scatter_(1, ids, 1.0)
+    together = (pair.T @ pair / 20000)[~torch.eye(16, dtype=torch.bool)]
+    assert (together - 8 * 7 / (16 * 15)).abs().max() < 0.02  # subsets, not tokens, are uniform
+
+
+def test_sorting_keeps_the_subset():
+    assert torch.equal(drawn(5, 32, 0.5, sort=False).sort(dim=1).values, drawn(5, 32, 0.5))
+
+
+def test_paper_rule():
+    assert [(r.start, r.end) for r in map(Route.for_depth, (12, 24, 28))] == [(2, 8), (2, 20), (2, 24)]
+    assert Route(2, -4).resolve(28) == Route.for_depth(28).resolve(28)
+    with pytest.raises(ValueError, match="r\\(2→1\\) at depth 5"):
+        Route.for_depth(5)
+
+
+@pytest.mark.parametrize(
+    ("route", "depth", "numbers"),
+    [
+        (Route(2, 12), 12, ("12", "12 blocks")),
+        (Route(-13, 5), 12, ("-13", "12 blocks")),
+        (Route(8, 2), 12, ("8", "2")),
+        (Route(2, 11, fp32="next"), 12, ("11", "12")),
+    ],
+)
+def test_routes_that_do_not_fit_show_both_numbers(route, depth, numbers):
+    with pytest.raises(ValueError) as error:
+        check_routes([route], depth)
+    assert all(number in str(error.value) for number in numbers)
+
+
+def test_overlap_is_refused():
+    with pytest.raises(ValueError, match="2→8 and 8→9 overlap"):
+        check_routes([Route(8, 9), Route(2, -4)], 12)
+    assert check_routes([Route(9, 10), Route(2, 8)], 12)[0].start == 2
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.0, 1.5])
+def test_ratio_outside_the_unit_interval_is_refused(ratio):
+    with pytest.raises(ValueError, match=str(ratio)):
+        Route(2, 8, ratio)
+
+
+def test_ids_that_do_not_fit_are_refused():
+    x = torch.zeros(2, 4, 1)
+    for ids in (torch.zeros(3, 2, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2).long()):
+        with pytest.raises(ValueError, match="ids_keep has shape"):
+            run_blocks([torch.nn.Identity()], x, routes=[(Route(0, 0), ids)])
+
+
+@pytest.mark.parametrize(
+    ("route", "depth", "expected"),
+    [
+        (Route(2, 8, fp32="auto"), 12, 8),  # 3 blocks follow
+        (Route(2, 7, fp32="auto"), 12, None),  # 4 follow
+        (Route(2, 8, fp32="end"), 12, 8),
+        (Route(2, 8, fp32="next"), 12, 9),
+        (Route(2, 8, fp32="off"), 12, None),
+    ],
+)
+def test_the_fp32_block_runs_in_fp32_under_autocast_alone(route, depth, expected):
+    linears = [torch.nn.Linear(4, 4) for _ in range(depth)]
+    dtypes = []
+
+    def block(x, c, linear):
+        y = linear(x)
+        dtypes.append(y.dtype)
+        return x + y
+
+    blocks = [lambda x, c, linear=linear: block(x, c, linear) for linear in linears]
+    x, c, routes = torch.randn(2, 8, 4), torch.randn(2, 4), [(route, drawn(2, 8, 0.5))]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run_blocks(blocks, x, c, routes=routes)
+    assert [i for i, dtype in enumerate(dtypes) if dtype == torch.float32] == ([] if expected is None else [expected])
+    dtypes.clear()
+    run_blocks(blocks, x, c, routes=routes)
+    assert set(dtypes) == {torch.float32}
+
+
+def test_the_file_needs_torch_alone(tmp_path):
+    (tmp_path / "copied.py").write_text((ROOT / "routing_module.py").read_text())
+    code = (
+        "import sys, torch; before = set(sys.modules); import copied;"
+        "new = {m.split('.')[0] for m in set(sys.modules) - before} - {'copied'};"
+        "assert new <= set(sys.stdlib_module_names), new"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
