@@ -168,7 +168,8 @@ def run_blocks(
     starts = {route.start for route in resolved}
     ends = {route.end for route in resolved}
     in_fp32 = {route.fp32_block for route in resolved}
-    autocast = torch.is_autocast_enabled(tokens.device.type)
+    device = tokens.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
     for index, block in enumerate(blocks):
         if index in starts:

@@ -9,11 +9,12 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import hydra
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -107,40 +108,56 @@ def load_network(
     return network.to(device).eval().requires_grad_(False), cfg
 
 
+@dataclass(frozen=True)
+class Options:
+    """configs/sample.yaml."""
+
+    checkpoint: str
+    classes: tuple[int, ...] | None
+    seeds: str | int | tuple[int, ...]
+    steps: int
+    batch_size: int
+    precision: str
+    weights: str
+    decode: bool
+    out: str
+
+
 @hydra.main(version_base="1.3", config_path="configs", config_name="sample")
-def main(config: DictConfig) -> None:
-    options = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+def main(composed: DictConfig) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        seeds = parse_seeds(options["seeds"])
-        precision = resolve_precision(options["precision"], device)
-        found = checkpoint.find(Path(options["checkpoint"]))
-        network, cfg = load_network(found, options["weights"], device)
+        options = settings.read(OmegaConf.to_container(composed, throw_on_missing=True), Options)
+        seeds = parse_seeds(options.seeds)
+        precision = resolve_precision(options.precision, device)
+        found = checkpoint.find(Path(options.checkpoint))
+        network, cfg = load_network(found, options.weights, device)
         latents = Latents.from_json(found.info["latents"])
-        decoder = autoencoder.load_decoder(latents, device) if options["decode"] else autoencoder.preview
-        classes = options["classes"]
-        if classes is None:
-            classes = spread_classes(cfg.dataset.num_classes, 10)
-        labels = torch.tensor(classes).repeat_interleave(len(seeds))
+        decoder = autoencoder.load_decoder(latents, device) if options.decode else autoencoder.preview
+        classes = options.classes or spread_classes(cfg.dataset.num_classes, 10)
         x = generate(
             cfg.edm,
             network,
             seeds * len(classes),
-            labels,
-            steps=options["steps"],
-            batch_size=options["batch_size"],
+            torch.tensor(classes).repeat_interleave(len(seeds)),
+            steps=options.steps,
+            batch_size=options.batch_size,
             precision=precision,
             progress=True,
         )
         pictures = to_pictures(x, decoder, device)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, MissingMandatoryValue) as error:
         sys.exit(f"error: {error}")
-    save_grid(Path(options["out"]), pictures.numpy(), columns=len(seeds))
-    drawn = (
-        f"step {found.step}, {options['weights']} weights, Heun {options['steps']} steps, {precision} on {device.type}"
+    save_grid(Path(options.out), pictures.numpy(), columns=len(seeds))
+    print(
+        f"{options.out}: rows are classes {list(classes)}, columns seeds {options.seeds}; "
+        f"step {found.step}, {options.weights} weights, Heun with {options.steps} steps, {precision} on {device.type}"
     )
-    print(f"{options['out']}: rows are classes {classes}, columns seeds {options['seeds']}; {drawn}")
 
 
 if __name__ == "__main__":
+    try:
+        settings.check_overrides(sys.argv[1:], settings.known_keys(Options))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     main()

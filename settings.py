@@ -203,54 +203,56 @@ def known_keys(kind: type = Settings, prefix: str = "") -> list[str]:
 
 
 def _unknown(key: str, known: Iterable[str]) -> ValueError:
-    """The error for a key, with the known one whose spelling is nearest (its last part counts most)."""
+    """The error for a key, with the known one that is spelt most like it; the last part counts double."""
 
     def likeness(other: str) -> float:
-        parts = [(key, other), (key.rpartition(".")[2], other.rpartition(".")[2])]
-        return sum(difflib.SequenceMatcher(None, *pair).ratio() for pair in parts)
+        (section, _, name), (other_section, _, other_name) = key.rpartition("."), other.rpartition(".")
+        alike = difflib.SequenceMatcher(None, section, other_section).ratio()
+        return alike + 2 * difflib.SequenceMatcher(None, name, other_name).ratio()
 
     return ValueError(f"unknown setting {key!r}; the nearest known one is {max(known, key=likeness)!r}")
 
 
-def check_overrides(arguments: Iterable[str], groups: Iterable[str] = ("model", "dataset", "experiment")) -> None:
-    """Look at Hydra overrides (key=value) and raise ValueError for the first unknown key."""
-    known = [*known_keys(), *groups]
+def check_overrides(arguments: Iterable[str], known: Iterable[str]) -> None:
+    """Look at Hydra overrides (key=value) and raise ValueError for the first key that is not known."""
+    known = list(known)
     for argument in arguments:
         match = re.match(r"[+~]*([^-+~=\s][^=\s]*)=", argument)
-        if match and not match[1].startswith("hydra") and re.sub(r"\.\d+", ".*", match[1]) not in known:
-            raise _unknown(match[1], known)
+        key = re.sub(r"\.\d+", ".*", match[1]) if match else "hydra"
+        if key not in known and not key.startswith("hydra"):
+            raise _unknown(key, known)
 
 
-def read(tree: dict) -> Settings:
-    """Nested dict → Settings. Raises ValueError for unknown, missing or mistyped keys."""
-    return _build(Settings, tree, "")
+def read(tree: dict, kind: type = Settings) -> Any:
+    """Nested dict → Settings, or another dataclass. Raises ValueError for unknown, missing or mistyped keys."""
+    return _build(kind, tree, "", known_keys(kind))
 
 
-def _build(kind: type, tree: Any, prefix: str) -> Any:
+def _build(kind: type, tree: Any, prefix: str, known: list[str]) -> Any:
     if not isinstance(tree, dict):
         raise ValueError(f"{prefix.rstrip('.')} is {tree!r}, but must be a section with keys")
     hints = get_type_hints(kind)
     for key in tree:
         if key not in hints:
-            raise _unknown(f"{prefix}{key}", known_keys())
-    missing = [f.name for f in fields(kind) if f.name not in tree and f.default is MISSING]
+            raise _unknown(f"{prefix}{key}", known)
+    missing = [item.name for item in fields(kind) if item.name not in tree and item.default is MISSING]
     if missing:
         raise ValueError(f"missing settings: {', '.join(prefix + name for name in missing)}")
-    return kind(**{key: _convert(hints[key], value, prefix + key) for key, value in tree.items()})
+    return kind(**{key: _convert(hints[key], value, prefix + key, known) for key, value in tree.items()})
 
 
-def _convert(kind: Any, value: Any, key: str) -> Any:
+def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
     """Check a value against a type annotation; whole numbers pass as floats."""
-    if is_dataclass(kind):
-        return _build(kind, value, key + ".")
-    if get_origin(kind) is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise ValueError(f"{key} is {value!r}, but must be a list")
-        return tuple(_convert(get_args(kind)[0], item, f"{key}.{i}") for i, item in enumerate(value))
-    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    if type(value) in kinds:
-        return value
-    if float in kinds and type(value) is int:
+    if is_dataclass(hint):
+        return _build(hint, value, key + ".", known)
+    allowed = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    for kind in allowed:
+        if get_origin(kind) is tuple and isinstance(value, (list, tuple)):
+            return tuple(_convert(get_args(kind)[0], item, f"{key}.{i}", known) for i, item in enumerate(value))
+        if type(value) is kind:
+            return value
+    if float in allowed and type(value) is int:
         return float(value)
-    names = " or ".join("null" if k is type(None) else k.__name__ for k in kinds)
-    raise ValueError(f"{key} is {value!r}, but must be {names}")
+    names = {tuple: "a list", types.NoneType: "null", bool: "true or false"}
+    expected = [names.get(get_origin(kind) or kind) or kind.__name__ for kind in allowed]
+    raise ValueError(f"{key} is {value!r}, but must be {' or '.join(expected)}")

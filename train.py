@@ -354,7 +354,7 @@ def finish(run: Run) -> None:
 
 if __name__ == "__main__":
     try:
-        settings.check_overrides(sys.argv[1:])
+        settings.check_overrides(sys.argv[1:], [*settings.known_keys(), "experiment"])
     except ValueError as error:
         sys.exit(f"error: {error}")
     main()

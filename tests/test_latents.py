@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from benchmarks.dataset_open import write_sparse
 from torch.utils.data import DataLoader
 
+from benchmarks.dataset_open import write_sparse
 from latents import LatentDataset, Latents, write_dataset
 from randomness import split_batch
 

@@ -1,0 +1,189 @@
+"""configs/ and what it means: everything composes, everything is read, nothing unknown passes."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+import torch
+from conftest import ROOT
+
+import settings
+from build import build_network
+from routing_module import Route
+
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
+DATASETS = sorted(path.stem for path in (ROOT / "configs" / "dataset").glob("*.yaml"))
+MODELS = sorted(path.stem for path in (ROOT / "configs" / "model").glob("*.yaml"))
+PAPER = {  # experiment → hidden size, depth, heads, end of the route (TREAD, Table S8)
+    "imagenet256_s2": (384, 12, 6, 8),
+    "imagenet256_b2": (768, 12, 12, 8),
+    "imagenet256_l2": (1024, 24, 16, 20),
+    "imagenet256_xl2": (1152, 28, 16, 24),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("chosen", [f"dataset={d}" for d in DATASETS] + [f"experiment={e}" for e in EXPERIMENTS])
+def test_every_config_composes_and_builds(read_config, chosen, model):
+    cfg = read_config(chosen, f"model={model}")
+    with torch.device("meta"):
+        network = build_network(cfg)
+    noise = torch.zeros(2, dtype=torch.float32, device="meta")
+    x = torch.zeros(2, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, device="meta")
+    routes = [(r, torch.zeros(2, 8, dtype=torch.int64, device="meta")) for r in cfg.model.routes]
+    assert network(x, noise, noise.long(), routes=routes).shape == x.shape
+    assert (model == "tread") == bool(cfg.model.routes)
+
+
+@pytest.mark.parametrize("experiment", PAPER)
+def test_experiments_are_the_papers(read_config, experiment):
+    cfg = read_config(f"experiment={experiment}", "model=tread")
+    hidden, depth, heads, end = PAPER[experiment]
+    assert (cfg.model.hidden_size, cfg.model.depth, cfg.model.num_heads, cfg.model.patch_size) == (
+        hidden,
+        depth,
+        heads,
+        2,
+    )
+    assert [r.resolve(depth) for r in cfg.model.routes] == [Route(2, end, 0.5).resolve(depth)]
+    assert (cfg.train.batch_size, cfg.train.steps, cfg.train.label_drop) == (256, 400_000, 0.1)
+    assert (cfg.optim.lr, cfg.optim.betas, cfg.optim.weight_decay) == (1e-4, (0.9, 0.999), 0.0)
+    assert (cfg.ema.decay, cfg.ema.warmup) == (0.9999, False)
+    assert cfg.name == f"{experiment}-tread"
+    edm = cfg.edm
+    assert (edm.P_mean, edm.P_std, edm.sigma_data, edm.rho) == (-1.2, 1.2, 0.5, 7.0)
+    assert (edm.sigma_min, edm.sigma_max, cfg.sampling.steps) == (0.002, 80.0, 40)
+
+
+def test_finetuning_stage(read_config):
+    cfg = read_config("experiment=imagenet256_xl2_finetune")
+    assert cfg.model.routes == () and cfg.train.batch_size == 1024 and cfg.optim.lr == 1e-5
+    assert cfg.init_from == f"{cfg.results}/{read_config('experiment=imagenet256_xl2', 'model=tread').name}/latest"
+
+
+def test_a_dataset_alone_brings_its_recipe(read_config):
+    alone, experiment = read_config("dataset=imagenet256"), read_config("experiment=imagenet256_b2")
+    for section in ("model", "dataset", "train", "optim", "ema", "every", "evaluation"):
+        assert getattr(alone, section) == getattr(experiment, section)
+
+
+def test_the_default_is_the_digits_run_with_the_papers_rule(read_config):
+    cfg = read_config()
+    assert cfg.dataset.embedded == "digits" and cfg.model.name == "tread" and not cfg.wandb.enabled
+    assert [r.resolve(cfg.model.depth) for r in cfg.model.routes] == [
+        Route.for_depth(cfg.model.depth).resolve(cfg.model.depth)
+    ]
+
+
+def test_the_command_line_wins(read_config):
+    cfg = read_config(
+        "experiment=imagenet256_b2", "model=tread", "train.batch_size=64", "model.routes.0.selection_ratio=0.7"
+    )
+    assert cfg.train.batch_size == 64 and cfg.model.routes[0].selection_ratio == 0.7
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("train.btach_size=3", "train.batch_size"),
+        ("+train.batchsize=3", "train.batch_size"),
+        ("batch_size=3", "train.batch_size"),
+        ("modle=dit", "model"),
+        ("expriment=imagenet256_b2", "experiment"),
+        ("model.routes.0.ratio=0.5", "model.routes.*.selection_ratio"),
+        ("sampling.step=3", "sampling.steps"),
+        ("lr=1", "optim.lr"),
+    ],
+)
+def test_a_misspelt_override_names_the_nearest_key(override, nearest):
+    with pytest.raises(ValueError, match=re.escape(repr(nearest))):
+        settings.check_overrides(["model=dit", override], [*settings.known_keys(), "experiment"])
+
+
+def test_good_overrides_pass():
+    good = [
+        "model=dit",
+        "experiment=x",
+        "++train.steps=3",
+        "~optim.eps=1",
+        "model.routes.0.end=7",
+        "hydra.verbose=true",
+        "-m",
+    ]
+    assert settings.check_overrides(good, [*settings.known_keys(), "experiment"]) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "shown"),
+    [
+        ("train.batchsize", 3, "'train.batchsize'.*'train.batch_size'"),
+        ("trian", {}, "'trian'.*'train'"),
+        ("train.steps", "many", "train.steps is 'many', but must be int"),
+        ("train.steps", 1.5, "train.steps is 1.5"),
+        ("train.steps", True, "train.steps is True"),
+        ("train.steps", 0, "train.steps is 0"),
+        ("train.precision", "fp16", "fp16, which this code refuses"),
+        ("train.precision", "int8", "int8.*auto, fp32, bf16"),
+        ("train.label_drop", 1.5, "1.5.*\\[0, 1\\]"),
+        ("train", 3, "train is 3"),
+        ("model.architecture", "unet", "unet"),
+        ("model.routes", [{"start": 2, "end": 99}], "99.*8 blocks"),
+        ("model.routes", [{"start": 2}], "model.routes.0.end"),
+        ("model.routes", [{"start": 2, "end": 4, "selection_ratio": 1}], "1.0.*\\[0, 1\\)"),
+        ("optim.betas", [0.9], "betas"),
+        ("ema.warmup", 1, "ema.warmup is 1, but must be true or false"),
+        ("resume", "maybe", "maybe.*auto"),
+        ("name", "a/b", "a/b"),
+        ("dataset.embedded", None, "demo_samples is 1000"),
+        ("edm.sigma_data", -1, "sigma_data is -1"),
+        ("sampling.steps", 1, "sampling.steps is 1"),
+    ],
+)
+def test_bad_values_are_refused_by_name(composed, path, value, shown):
+    tree = composed()
+    node, parts = tree, path.split(".")
+    for part in parts[:-1]:
+        node = node[part]
+    node[parts[-1]] = value
+    with pytest.raises(ValueError, match=shown):
+        settings.read(tree)
+
+
+def test_a_missing_key_is_named(composed):
+    tree = composed()
+    del tree["optim"]["lr"]
+    with pytest.raises(ValueError, match="missing settings: optim.lr"):
+        settings.read(tree)
+
+
+def chains(path):
+    """All attribute chains of a file as dotted text, e.g. run.cfg.train.steps."""
+    return {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+
+
+def test_every_key_is_read_somewhere():
+    used = set().union(*(chains(path) for path in ROOT.glob("*.py") if path.name != "settings.py"))
+    used |= {chain for chain in chains(ROOT / "settings.py") if chain.startswith("self.dataset.")}
+    used |= set(re.findall(r"\$\{([a-z.]+)\}", (ROOT / "configs" / "config.yaml").read_text()))
+    whole = ("edm", "model.routes", "recipe")  # read as objects of their own; recipe: the test below
+    for key in settings.known_keys():
+        if key.startswith(tuple(f"{name}." for name in whole)) or any(
+            k.startswith(key + ".") for k in settings.known_keys()
+        ):
+            continue
+        section, _, name = key.rpartition(".")
+        ends = (f".{key}", f"options.{name}") if section == "evaluation" else (f".{key}",)
+        assert any(f".{chain}".endswith(ends) for chain in used), f"no file reads {key}"
+
+
+def test_every_recipe_key_is_read_by_config_yaml():
+    text = (ROOT / "configs" / "config.yaml").read_text()
+    for key in settings.known_keys(settings.Recipe):
+        assert f"${{recipe.{key}}}" in text, f"config.yaml does not read recipe.{key}"
+
+
+def test_config_yaml_is_commented_line_by_line():
+    lines = (ROOT / "configs" / "config.yaml").read_text().partition("\nhydra:")[0].splitlines()
+    assert [line for line in lines if line.strip() and "#" not in line] == []
