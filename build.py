@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import nn
 
 import digits
@@ -26,6 +27,19 @@ def build_network(cfg: Settings) -> nn.Module:
         num_classes=cfg.dataset.num_classes,
         learn_sigma=cfg.model.learn_sigma,
         init=cfg.model.init,
+    )
+
+
+def build_optimizer(cfg: Settings, network: nn.Module) -> torch.optim.AdamW:
+    """AdamW over all parameters of a network, fused where its device can; build it after moving the network."""
+    device = next(network.parameters()).device.type
+    return torch.optim.AdamW(
+        network.parameters(),
+        lr=cfg.optim.lr,
+        betas=cfg.optim.betas,
+        eps=cfg.optim.eps,
+        weight_decay=cfg.optim.weight_decay,
+        fused=device in ("cpu", "cuda"),
     )
 
 

@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from safetensors import SafetensorError
@@ -26,18 +27,18 @@ from files import point_to, sha256, whole_folder
 VERSION = 1
 
 
-def save(run: Path, step: int, parts: Mapping[str, Mapping[str, Tensor]], info: Mapping) -> Path:
+def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info: Mapping) -> Path:
     """Write a checkpoint and let `latest` name it; returns its folder.
 
-    parts  name ("model", "ema", "optimizer") → tensors by name.
-    info   anything JSON can hold: config, versions, …
+    tensors  name ("model", "ema", "optimizer") → tensors by name, see `parts`.
+    info     anything JSON can hold: config, versions, …
     """
     folder = run / f"step_{step:07d}"
     with whole_folder(folder) as partial:
         files = {}
-        for name, tensors in parts.items():
+        for name, part in tensors.items():
             path = partial / f"{name}.safetensors"
-            save_file({key: value.detach().contiguous() for key, value in tensors.items()}, path)
+            save_file({key: value.detach().contiguous() for key, value in part.items()}, path)
             files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
         content = {"format": "checkpoint", "version": VERSION, "step": step, "files": files, **info}
         (partial / "info.json").write_text(json.dumps(content, indent=1) + "\n")
@@ -127,6 +128,22 @@ def load_optimizer(optimizer: torch.optim.Optimizer, network: nn.Module, tensors
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
+def parts(network: nn.Module, averaged: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """What a training run saves."""
+    return {
+        "model": network.state_dict(),
+        "ema": averaged.state_dict(),
+        "optimizer": optimizer_tensors(optimizer, network),
+    }
+
+
+def restore(found: Checkpoint, network: nn.Module, averaged: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put back what `parts` gave, in place, on the devices the networks are on."""
+    network.load_state_dict(found.tensors("model"))
+    averaged.load_state_dict(found.tensors("ema"))
+    load_optimizer(optimizer, network, found.tensors("optimizer"))
+
+
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Weights to start a run from: a checkpoint's EMA, or a bare state dict (.safetensors, .pt, .pth).
 
@@ -140,7 +157,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, RuntimeError, EOFError, OSError) as error:
+    except (SafetensorError, UnpicklingError, RuntimeError, EOFError, OSError) as error:
         raise ValueError(f"{path} could not be read as a state dict: {error}") from error
     for key in ("ema", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):

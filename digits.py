@@ -10,8 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from sklearn.datasets import load_digits
-from sklearn.neighbors import KNeighborsClassifier
 
 from latents import Latents, write_dataset
 from metrics import frechet_distance, mean_and_covariance
@@ -26,6 +24,10 @@ METRICS = ("label_agreement", "label_agreement_real", "frechet_pixels", "frechet
 
 def split() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """{"train", "heldout"} → (pixels (n, 64) float64 in 0..16, labels (n,) int64)."""
+    from sklearn.datasets import (
+        load_digits,
+    )  # imported where used: it takes a second, and other datasets need none of it
+
     pixels, labels = load_digits(return_X_y=True)
     heldout = np.zeros(len(labels), dtype=bool)
     for digit in range(10):
@@ -49,6 +51,8 @@ def judge(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:
                              held-out digits.
     frechet_pixels_real      the same distance between the training and the held-out digits.
     """
+    from sklearn.neighbors import KNeighborsClassifier
+
     (train, train_labels), (heldout, heldout_labels) = split().values()
     generated = np.round(pictures.reshape(len(pictures), -1) / 255 * 16)  # on the scans' own grey levels
     classifier = KNeighborsClassifier(NEIGHBOURS).fit(train, train_labels)

@@ -1,9 +1,12 @@
-"""The summary of a run that is printed before its first step."""
+"""What a run prints before its first step and after its last."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from torch import nn
 
+from digits import METRICS
 from latents import LatentDataset
 from routing_module import check_routes, num_keep
 from settings import Settings
@@ -35,3 +38,19 @@ def describe(
         "disk": f"{16 * parameters / 1e6:,.0f} MB a checkpoint, every {cfg.every.save:,} steps",
     }
     return "\n".join(f"  {name:<9}{text}" for name, text in lines.items())
+
+
+def outcome(folder: Path, step: int, records: list[dict]) -> str:
+    """The last evaluation and demo metrics, and where everything is: one line each."""
+    lines = []
+    for name in ("eval_loss", *METRICS):
+        values = [record[name] for record in records if name in record]
+        lines += [f"  {name:<21} {values[-1]:.4f}"] if values else []
+    for name, path in (
+        ("samples", f"samples/step_{step:07d}.png"),
+        ("loss curve", "loss.png"),
+        ("metrics", "metrics.jsonl"),
+        ("checkpoint", "latest"),
+    ):
+        lines.append(f"  {name:<21} {folder / path}")
+    return "\n".join(lines)

@@ -25,7 +25,7 @@ import autoencoder
 import checkpoint
 import digits
 import settings
-from build import build_network, load_weights, open_dataset
+from build import build_network, build_optimizer, load_weights, open_dataset
 from ema import EMA
 from evaluation import loss_sum
 from files import write_whole
@@ -35,7 +35,7 @@ from randomness import Draws, draw_step, drop_labels, generator, split_batch
 from routing_module import draw_ids
 from runlog import RunLog, claim, versions
 from sample import autocast, generate, resolve_precision, spread_classes, to_pictures
-from summary import describe
+from summary import describe, outcome
 
 
 @dataclass
@@ -83,12 +83,10 @@ def main(composed: DictConfig) -> None:
         run = start(settings.read(config), config)
     except (ValueError, FileNotFoundError, FileExistsError) as error:
         sys.exit(f"error: {error}")
-    if run.step < run.cfg.train.steps:
-        train(run)
+    if run.step >= run.cfg.train.steps:
+        run.say(f"{run.folder} is finished; raise train.steps={run.step} to train on, name=… starts another run")
     else:
-        run.say(
-            f"{run.folder} is finished at step {run.step}; raise train.steps to train on, name=… starts another run"
-        )
+        train(run)
     finish(run)
 
 
@@ -97,8 +95,13 @@ def main(composed: DictConfig) -> None:
 
 def start(cfg: settings.Settings, config: dict) -> Run:
     """Open or continue a run. Raises ValueError, FileNotFoundError or FileExistsError for bad input."""
-    accelerator = Accelerator(mixed_precision="no")  # autocast is sample.autocast, the same in training and sampling
+    # Autocast is sample.autocast, in training as in sampling. Without cpu=True, torchrun on CPUs would be one process.
+    accelerator = Accelerator(mixed_precision="no", cpu=not torch.accelerator.is_available())
     device, main_process = accelerator.device, accelerator.is_main_process
+    if int(os.environ.get("WORLD_SIZE", 1)) != accelerator.num_processes:
+        raise ValueError(
+            f"{os.environ['WORLD_SIZE']} processes were launched, but accelerate runs {accelerator.num_processes}"
+        )
     precision = resolve_precision(cfg.train.precision, device)
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if main_process and launched not in ("no", precision):
@@ -117,31 +120,20 @@ def start(cfg: settings.Settings, config: dict) -> Run:
     data.steps_per_epoch(cfg.train.batch_size)
     if found and (Latents.from_json(found.info["latents"]), found.info["samples"]) != (data.latents, len(data)):
         raise ValueError(f"{cfg.dataset.path} is not the data that {folder} was trained on; name=… starts another run")
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(generator(cfg.seed, "init").initial_seed())
-        network = build_network(cfg)
-    if found:
-        network.load_state_dict(found.tensors("model"))
-    elif cfg.init_from is not None:
-        load_weights(network, cfg.init_from)
-    network.to(device)
-    optimizer = torch.optim.AdamW(
-        network.parameters(),
-        lr=cfg.optim.lr,
-        betas=cfg.optim.betas,
-        eps=cfg.optim.eps,
-        weight_decay=cfg.optim.weight_decay,
-        fused=device.type in ("cpu", "cuda"),
-    )
-    ema = EMA(network, cfg.ema.decay, cfg.ema.warmup)
-    if found:
-        ema.network.load_state_dict(found.tensors("ema"))
-        checkpoint.load_optimizer(optimizer, network, found.tensors("optimizer"))
     decoder = autoencoder.preview
     if main_process and cfg.sampling.decode:
         decoder = autoencoder.load_decoder(data.latents, device)
 
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(cfg.seed, "init").initial_seed())
+        network = build_network(cfg)
+    if not found and cfg.init_from is not None:
+        load_weights(network, cfg.init_from)
+    network.to(device)
+    optimizer = build_optimizer(cfg, network)
+    ema = EMA(network, cfg.ema.decay, cfg.ema.warmup)
+    if found:
+        checkpoint.restore(found, network, ema.network, optimizer)
     run = Run(
         cfg=cfg,
         config=config,
@@ -190,21 +182,33 @@ def train(run: Run) -> None:
     cfg = run.cfg
     processes, device = run.accelerator.num_processes, str(run.accelerator.device)
     run.say(describe(cfg, run.network, run.data, processes, device, run.precision))
-    first, began, paused = run.step, time.perf_counter(), 0.0
-    with tqdm(total=cfg.train.steps, initial=run.step, disable=not run.main, unit="step", dynamic_ncols=True) as bar:
+    start_step, start_time = run.step, time.perf_counter()
+    first, began, paused = start_step, start_time, 0.0
+    with tqdm(
+        total=cfg.train.steps,
+        initial=run.step,
+        disable=not run.main,
+        unit="step",
+        mininterval=0.5 if sys.stderr.isatty() else 20,
+        dynamic_ncols=True,
+    ) as bar:
         while run.step < cfg.train.steps:
             training_step(run)
             run.step += 1
             bar.update()
 
             last = run.step == cfg.train.steps
+            if run.step - start_step == 20:
+                minutes = (time.perf_counter() - start_time) / 20 * (cfg.train.steps - start_step) / 60
+                run.say(f"  time     {minutes:.1f} min expected for {cfg.train.steps - start_step:,} steps")
             if run.step % cfg.every.log == 0 or last:
                 seconds = time.perf_counter() - began - paused
                 images_per_s = (run.step - first) * cfg.train.batch_size / seconds
-                bar.set_postfix_str(f"loss {log_loss(run, images_per_s):.4f}, {images_per_s:.0f} images/s")
+                loss = log_loss(run, images_per_s)
+                bar.set_postfix_str(f"loss {loss:.4f}, {images_per_s:.0f} images/s", refresh=False)
                 first, began, paused = run.step, time.perf_counter(), 0.0
             pause = time.perf_counter()
-            if run.heldout and (run.step % cfg.every.evaluate == 0 or last):
+            if run.heldout is not None and (run.step % cfg.every.evaluate == 0 or last):
                 run.record(eval_loss=evaluate(run))
             if run.step % cfg.every.sample == 0 or last:
                 draw_pictures(run)
@@ -308,23 +312,15 @@ def save(run: Run) -> None:
     """Write a checkpoint of this step."""
     loss_sum = reduced_loss_sum(run)
     if run.main:
-        checkpoint.save(
-            run.folder,
-            run.step,
-            {
-                "model": run.network.state_dict(),
-                "ema": run.ema.network.state_dict(),
-                "optimizer": checkpoint.optimizer_tensors(run.optimizer, run.network),
-            },
-            {
-                "loss_sum": loss_sum,
-                "loss_count": run.loss_count,
-                "samples": len(run.data),
-                "latents": asdict(run.data.latents),
-                "config": run.config,
-                "versions": versions(),
-            },
-        )
+        info = {
+            "loss_sum": loss_sum,
+            "loss_count": run.loss_count,
+            "samples": len(run.data),
+            "latents": asdict(run.data.latents),
+            "config": run.config,
+            "versions": versions(),
+        }
+        checkpoint.save(run.folder, run.step, checkpoint.parts(run.network, run.ema.network, run.optimizer), info)
     run.accelerator.wait_for_everyone()
 
 
@@ -334,19 +330,11 @@ def save(run: Run) -> None:
 def finish(run: Run) -> None:
     """Judge the demo's samples, and say where everything is."""
     if run.main:
-        count, records = run.cfg.evaluation.demo_samples, run.log.records()
-        if count and not any("label_agreement" in record for record in records if record["step"] == run.step):
+        count = run.cfg.evaluation.demo_samples
+        if count and not any(r["step"] == run.step and "label_agreement" in r for r in run.log.records()):
             labels = torch.arange(count) % run.cfg.dataset.num_classes
             run.record(**digits.judge(draw_samples(run, labels).numpy(), labels.numpy()), demo_samples=count)
-            records = run.log.records()
-        for name in ("eval_loss", *digits.METRICS):
-            values = [record[name] for record in records if name in record]
-            if values:
-                run.say(f"  {name:<22}{values[-1]:.4f}")
-        run.say(f"  samples     {run.folder / 'samples' / f'step_{run.step:07d}.png'}")
-        run.say(f"  loss curve  {run.folder / 'loss.png'}")
-        run.say(f"  metrics     {run.folder / 'metrics.jsonl'}")
-        run.say(f"  checkpoint  {run.folder / 'latest'}")
+        run.say(outcome(run.folder, run.step, run.log.records()))
     if run.wandb is not None:
         run.wandb.finish()
     run.accelerator.end_training()

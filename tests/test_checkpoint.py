@@ -1,0 +1,167 @@
+"""Checkpoints, whole files and the EMA: what is saved comes back bit for bit, and damage is named."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import checkpoint
+from build import load_weights
+from dit import DiT
+from ema import EMA
+from files import whole_folder, write_whole
+
+
+def small(**more):
+    return DiT(input_size=4, in_channels=1, hidden_size=16, depth=2, num_heads=2, num_classes=3, **more)
+
+
+def trained(network, steps=2):
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, fused=True)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(4, 1, 4, 4, generator=generator)
+        (network(x, torch.zeros(4), torch.tensor([0, 1, 2, 3])) - x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+@pytest.fixture
+def saved(tmp_path):
+    network = small()
+    optimizer = trained(network)
+    parts = {"model": network.state_dict(), "optimizer": checkpoint.optimizer_tensors(optimizer, network)}
+    checkpoint.save(tmp_path, 1, parts, {"config": {}})
+    checkpoint.save(tmp_path, 2, {**parts, "ema": network.state_dict()}, {"config": {"a": [1]}})
+    return tmp_path
+
+
+def test_what_is_saved_comes_back(saved):
+    found = checkpoint.find(saved)
+    assert found.step == 2 and found.info["config"] == {"a": [1]} and found.folder.name == "step_0000002"
+    assert checkpoint.saved_steps(saved) == [1, 2] and checkpoint.exists(saved)
+    assert sorted(p.name for p in saved.iterdir()) == ["latest", "step_0000001", "step_0000002"]
+    assert [checkpoint.find(saved / name).step for name in ("latest", "step_0000001")] == [2, 1]
+
+
+def test_network_and_optimizer_go_on_as_if_they_had_not_stopped(saved):
+    found, straight = checkpoint.find(saved), small()
+    resumed = small()
+    resumed.load_state_dict(found.tensors("model"), strict=True)
+    straight.load_state_dict(resumed.state_dict())
+    optimizers = []
+    for network in (straight, resumed):
+        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, fused=True)
+        checkpoint.load_optimizer(optimizer, network, found.tensors("optimizer"))
+        optimizers.append(optimizer)
+    a, b = (checkpoint.optimizer_tensors(o, n) for o, n in zip(optimizers, (straight, resumed)))
+    assert a.keys() == found.tensors("optimizer").keys() == b.keys()
+    assert all(torch.equal(value, found.tensors("optimizer")[key]) for key, value in a.items())
+    assert {key.split("/")[0] for key in a} == {"exp_avg", "exp_avg_sq", "step"}
+
+
+def test_damage_is_named(saved):
+    found = checkpoint.find(saved)
+    with pytest.raises(ValueError, match="holds no ema part.*model"):
+        checkpoint.find(saved / "step_0000001").tensors("ema")
+    path = found.folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+        found.tensors("model")
+    os.truncate(path, 100)
+    with pytest.raises(ValueError, match="damaged: 100 bytes"):
+        found.tensors("model")
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="model.safetensors is missing"):
+        found.tensors("model")
+    (found.folder / "info.json").write_text(json.dumps({"format": "checkpoint", "version": 99}))
+    with pytest.raises(ValueError, match="version 99"):
+        checkpoint.find(saved)
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        checkpoint.find(saved / "step_0000009")
+
+
+def test_a_failed_save_leaves_the_older_one_whole(saved, monkeypatch):
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(checkpoint, "save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.save(saved, 3, {"model": {"a": torch.zeros(1)}}, {})
+    assert checkpoint.find(saved).step == 2
+    assert sorted(p.name for p in saved.iterdir()) == ["latest", "step_0000001", "step_0000002"]
+
+
+def test_a_folder_is_replaced_only_by_a_whole_one(tmp_path):
+    folder = tmp_path / "f"
+    for text in ("one", "two"):
+        with whole_folder(folder) as partial:
+            (partial / "x").write_text(text)
+            assert not (folder / "x").exists() or (folder / "x").read_text() == "one"
+        assert (folder / "x").read_text() == text
+    with pytest.raises(RuntimeError), whole_folder(folder) as partial:
+        (partial / "x").write_text("three")
+        raise RuntimeError
+    assert (folder / "x").read_text() == "two" and list(tmp_path.iterdir()) == [folder]
+    write_whole(tmp_path / "t", "a")
+    write_whole(tmp_path / "t", "b")
+    assert (tmp_path / "t").read_text() == "b"
+
+
+def test_weights_to_start_from(saved, tmp_path):
+    state = small().state_dict()
+    save_file(state, tmp_path / "bare.safetensors")
+    torch.save(state, tmp_path / "bare.pt")
+    torch.save({"model": small().state_dict(), "ema": state, "epoch": 3}, tmp_path / "nested.pt")
+    for name in ("bare.safetensors", "bare.pt", "nested.pt"):
+        network = small()
+        load_weights(network, str(tmp_path / name))
+        assert all(torch.equal(value, state[key]) for key, value in network.state_dict().items())
+    assert torch.equal(checkpoint.read_weights(saved)["pos_embed"], checkpoint.find(saved).tensors("ema")["pos_embed"])
+    learned = small(learn_sigma=True)
+    with pytest.raises(ValueError, match="learn_sigma"):
+        load_weights(learned, str(tmp_path / "bare.pt"))
+    (tmp_path / "text.pt").write_text("no weights")
+    torch.save([1, 2], tmp_path / "list.pt")
+    for name, shown in (
+        ("text.pt", "could not be read"),
+        ("list.pt", "no state dict"),
+        ("text.safetensors", "no checkpoint"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=shown):
+            checkpoint.read_weights(tmp_path / name)
+
+
+def test_pickled_code_is_not_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "hacked"),))
+
+    torch.save({"model": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(ValueError, match="could not be read"):
+        checkpoint.read_weights(tmp_path / "evil.pt")
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_ema_equals_its_recursion():
+    for warmup in (True, False):
+        network = torch.nn.Linear(3, 2)
+        ema = EMA(network, decay=0.9, warmup=warmup)
+        expected = network.weight.detach().double().clone()
+        for step in range(200):
+            with torch.no_grad():
+                network.weight.add_(torch.randn(2, 3))
+            ema.update(network, step)
+            decay = min(0.9, (1 + step) / (10 + step)) if warmup else 0.9
+            expected = decay * expected + (1 - decay) * network.weight.detach().double()
+        torch.testing.assert_close(ema.network.weight.double(), expected, rtol=1e-4, atol=1e-5)
+        assert not ema.network.weight.requires_grad and not ema.network.training
+    with pytest.raises(ValueError, match="decay is 1"):
+        EMA(network, decay=1.0)

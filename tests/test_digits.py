@@ -1,0 +1,67 @@
+"""The embedded dataset and its judge; the Fréchet distance against its closed form and sqrtm."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.linalg
+
+import digits
+from autoencoder import load_decoder, to_network
+from latents import LatentDataset
+from metrics import frechet_distance, mean_and_covariance
+
+
+def test_frechet_distance_of_known_gaussians():
+    a, b = np.diag([1.0, 4.0, 9.0]), np.diag([4.0, 4.0, 1.0])
+    mean = np.array([1.0, 2.0, 2.0])
+    assert frechet_distance(mean, a, 0 * mean, b) == pytest.approx(9 + 1 + 0 + 4)  # |μ|² + Σ(σ₁−σ₂)²
+
+
+def test_frechet_distance_equals_the_square_root_way():
+    rng = np.random.default_rng(0)
+    sets = [rng.standard_normal((500, 30)) @ rng.standard_normal((30, 30)) + rng.standard_normal(30) for _ in range(2)]
+    (m1, c1), (m2, c2) = map(mean_and_covariance, sets)
+    root = scipy.linalg.sqrtm(c1 @ c2).real
+    expected = (m1 - m2) @ (m1 - m2) + np.trace(c1 + c2 - 2 * root)
+    assert frechet_distance(m1, c1, m2, c2) == pytest.approx(expected, rel=1e-9)
+
+
+def test_frechet_distance_on_rank_deficient_sets():
+    rng = np.random.default_rng(0)
+    few = rng.standard_normal((5, 30))
+    assert frechet_distance(*mean_and_covariance(few), *mean_and_covariance(few)) == pytest.approx(0, abs=1e-9)
+    with pytest.raises(ValueError, match=r"\(1, 30\)"):
+        mean_and_covariance(few[:1])
+
+
+def test_the_dataset_is_the_scans_exactly(tmp_path):
+    for part, (pixels, labels) in digits.split().items():
+        digits.prepare(tmp_path / part, part)
+        data = LatentDataset(tmp_path / part, verify="full")
+        batch = data.read(np.arange(len(data)))
+        z = to_network(batch.stored, data.latents)
+        assert np.array_equal((z.numpy() + 1) * 8, pixels.reshape(-1, 1, 8, 8))
+        assert np.array_equal(batch.labels.numpy(), labels)
+        decoded = load_decoder(data.latents)(z).numpy()
+        assert np.array_equal(np.round(decoded / 255 * 16), pixels.reshape(-1, 1, 8, 8))
+    assert sum(len(labels) for _, labels in digits.split().values()) == 1797
+
+
+def test_train_and_heldout_do_not_overlap():
+    (train, _), (heldout, labels) = digits.split().values()
+    assert not {tuple(p) for p in train} & {tuple(p) for p in heldout}
+    assert np.bincount(labels).min() >= 34
+
+
+def test_the_judge_knows_real_digits_from_wrong_labels_and_noise():
+    (train, train_labels), (heldout, labels) = digits.split().values()
+    pictures = np.round(heldout.reshape(-1, 1, 8, 8) / 16 * 255).astype(np.uint8)
+    real = digits.judge(pictures, labels)
+    assert real["label_agreement"] == real["label_agreement_real"] == pytest.approx(0.989, abs=0.003)
+    assert real["frechet_pixels"] == pytest.approx(0, abs=1e-6) and 5 < real["frechet_pixels_real"] < 50
+    assert digits.judge(pictures, (labels + 1) % 10)["label_agreement"] < 0.02
+    noise = np.random.default_rng(0).integers(0, 256, pictures.shape).astype(np.uint8)
+    judged = digits.judge(noise, labels)
+    assert judged["label_agreement"] < 0.25 and judged["frechet_pixels"] > 20 * judged["frechet_pixels_real"]
+    assert tuple(judged) == digits.METRICS

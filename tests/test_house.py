@@ -1,0 +1,83 @@
+"""The rules of the house: import directions, and what should not exist."""
+
+from __future__ import annotations
+
+import ast
+import sys
+
+import pytest
+from conftest import ROOT
+
+DOORS = {"train", "fid", "sample"}
+DOOR_ONLY = {"hydra", "omegaconf", "accelerate", "wandb"}
+LAYERS = [  # a file imports from its own layer's left neighbours and from layers above; first are the leaves
+    {"files"},
+    {"routing_module", "randomness", "metrics", "ema", "pictures"},
+    {"edm", "latents", "checkpoint"},
+    {"autoencoder", "digits", "runlog"},
+    {"evaluation"},
+    {"dit"},
+    {"settings"},
+    {"build", "summary"},
+    {"sample"},
+    {"train"},
+]
+FILES = {path.stem: path for path in ROOT.glob("*.py")}
+TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+
+
+def imports(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module.split(".")[0]
+
+
+def test_every_file_has_its_layer():
+    assert set(FILES) == set().union(*LAYERS)
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_imports_run_one_way(name):
+    own = next(i for i, layer in enumerate(LAYERS) if name in layer)
+    for imported in set(imports(TREES[name])) & set(FILES):
+        assert any(imported in layer for layer in LAYERS[:own]), f"{name} imports {imported}"
+
+
+@pytest.mark.parametrize("name", sorted(set(FILES) - DOORS))
+def test_only_doors_know_launchers_and_printing(name):
+    assert not set(imports(TREES[name])) & DOOR_ONLY
+    calls = [n for n in ast.walk(TREES[name]) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+    assert "print" not in {call.func.id for call in calls}
+
+
+def test_packages_are_declared():
+    declared = {line.split(">")[0] for line in (ROOT / "requirements.txt").read_text().splitlines()}
+    names = {"hydra": "hydra-core", "sklearn": "scikit-learn", "PIL": "pillow"}
+    for name, tree in TREES.items():
+        for package in set(imports(tree)) - set(FILES) - set(sys.stdlib_module_names):
+            assert names.get(package, package) in declared, f"{name} imports {package}"
+    assert not declared & {"torchvision", "timm", "tensorflow", "deepspeed"}
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_what_should_not_exist(name):
+    assert name not in {"utils", "helpers", "misc", "common"}
+    assert FILES[name].read_text().count("\n") <= 350, f"{name} asks to be two files"
+    for node in ast.walk(TREES[name]):
+        assert not (isinstance(node, ast.ImportFrom) and node.names[0].name == "*"), "star import"
+        assert not (isinstance(node, ast.ExceptHandler) and node.type is None), "bare except"
+        assert not (
+            isinstance(node, ast.Attribute)
+            and node.attr == "cuda"
+            and isinstance(node.ctx, ast.Load)
+            and ast.unparse(node) != "torch.cuda"
+        ), ".cuda()"
+        if isinstance(node, ast.FunctionDef) and node.name == "forward":
+            assert node.args.kwarg is None, "forward(**kwargs)"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "pickle.load", "np.load"):
+            safe = {"torch.load": "weights_only=True", "np.load": "allow_pickle=False"}
+            assert safe.get(ast.unparse(node.func), "never") in ast.unparse(node)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and name not in DOORS:
+            assert node.value != "__main__", "a demo in a library"

@@ -1,0 +1,256 @@
+"""The training loop: bit-equal resumption, the same run however the batch is split, and run folders.
+
+The reference is always another way to make the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+import checkpoint
+import train as door
+from build import open_dataset
+from routing_module import Route, draw_ids
+from runlog import RunLog, claim, differences
+
+TINY = [
+    "model.hidden_size=16",
+    "model.depth=6",
+    "model.num_heads=2",
+    "train.batch_size=8",
+    "train.steps=6",
+    "every.log=1",
+    "every.evaluate=3",
+    "every.sample=3",
+    "every.save=3",
+    "evaluation.samples=64",
+    "evaluation.demo_samples=0",
+    "sampling.steps=2",
+    "sampling.per_class=1",
+]
+
+
+def launch(folder, *overrides, processes: int = 1, ok: bool = True, env: dict | None = None):
+    """Run train.py in a folder; with several processes under torchrun."""
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port=0"]
+        command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+    command += [str(ROOT / "train.py"), *TINY, *overrides]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
+    assert (done.returncode == 0) == ok, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def state(run):
+    found = checkpoint.find(run)
+    return {
+        f"{part}/{key}": value for part in ("model", "ema", "optimizer") for key, value in found.tensors(part).items()
+    }
+
+
+def records(run):
+    fields = ("step", "loss", "eval_loss")
+    return [{key: record[key] for key in fields if key in record} for record in RunLog(run).records()]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """Six steps in one go."""
+    folder = tmp_path_factory.mktemp("straight")
+    text = launch(folder)
+    return folder, text
+
+
+def test_a_run_leaves_what_it_says(straight):
+    folder, text = straight
+    run = folder / "results" / "digits-tread"
+    names = {path.name for path in run.iterdir()}
+    assert names == {
+        "config.yaml",
+        "latest",
+        "loss.png",
+        "metrics.jsonl",
+        "run.json",
+        "samples",
+        "step_0000003",
+        "step_0000006",
+    }
+    assert {path.name for path in (run / "samples").iterdir()} == {"step_0000003.png", "step_0000006.png"}
+    assert sorted(path.name for path in folder.iterdir()) == ["data", "results"]
+    for shown in (
+        "r(2→2) keeps 8 of 16 tokens",
+        "FLOPs",
+        "8 = 1 processes × 1 accumulation steps × 8 images",
+        "MB a checkpoint",
+    ):
+        assert shown in text
+    for path in ("samples/step_0000006.png", "loss.png", "metrics.jsonl", "latest"):
+        assert f"results/digits-tread/{path}" in text
+    assert [r["step"] for r in records(run) if "loss" in r] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in records(run) if "eval_loss" in r] == [3, 6]
+    starts = json.loads((run / "run.json").read_text())
+    assert [s["step"] for s in starts] == [0] and starts[0]["versions"]["torch"] == torch.__version__
+    assert {"git", "python"} <= set(starts[0]["versions"])
+
+
+def test_three_and_three_steps_equal_six_bit_for_bit(straight, tmp_path):
+    launch(tmp_path, "train.steps=3")
+    text = launch(tmp_path)
+    run = tmp_path / "results" / "digits-tread"
+    expected, found = state(straight[0] / "results" / "digits-tread"), state(run)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert records(run) == records(straight[0] / "results" / "digits-tread")
+    assert [s["step"] for s in json.loads((run / "run.json").read_text())] == [0, 3]
+    again = launch(tmp_path)
+    assert "is finished" in again and "is finished" not in text
+    assert all(torch.equal(state(run)[key], expected[key]) for key in expected)
+
+
+def test_a_killed_run_repeats_what_was_not_saved(straight, tmp_path):
+    """Metrics after the last checkpoint are forgotten and written again, not twice."""
+    launch(tmp_path, "train.steps=3")
+    run = tmp_path / "results" / "digits-tread"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": 1.0}\n{"step": 5, "lo')
+    launch(tmp_path)
+    assert records(run) == records(straight[0] / "results" / "digits-tread")
+
+
+@pytest.mark.parametrize(("processes", "micro"), [(1, 2), (2, "null"), (2, 2)])
+def test_the_split_of_a_batch_changes_nothing_but_rounding(straight, tmp_path, processes, micro):
+    text = launch(tmp_path, f"train.micro_batch_size={micro}", processes=processes)
+    run, reference = (f / "results" / "digits-tread" for f in (tmp_path, straight[0]))
+    assert f"8 = {processes} processes" in text
+    for found, expected in zip(records(run), records(reference), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    found, expected = state(run), state(reference)
+    for key in expected:
+        if key.startswith("ema/"):
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-3, atol=1e-4)
+
+
+def test_each_step_draws_its_own_ids_and_noise(read_config, monkeypatch, straight):
+    """Seen from inside: what the network is given, step by step, and again."""
+    monkeypatch.chdir(straight[0])
+
+    def seen(seed):
+        cfg, calls = read_config(*TINY, f"seed={seed}"), []
+
+        class Spy:
+            num_classes, num_tokens = 10, 16
+
+            def __call__(self, x, t, y, routes):
+                calls.append((t, y, routes))
+                return x * 0
+
+        class Accelerated:
+            device = torch.device("cpu")
+
+        run = type("Run", (), {})()
+        run.cfg, run.accelerator, run.precision = cfg, Accelerated(), "fp32"
+        run.network = run.wrapped = Spy()
+        run.data = open_dataset(cfg, "data/digits/train", "train")
+        for run.step in range(3):
+            draws = door.draw_step(seed, run.step, 8, (1, 8, 8), 16, 1, False)
+            door.micro_batch_loss(run, draws, slice(0, 8))
+        return calls
+
+    calls, again, other = seen(0), seen(0), seen(1)
+    for (t, y, [(route, ids)]), (t2, y2, [(_, ids2)]) in zip(calls, again):
+        assert torch.equal(t, t2) and torch.equal(y, y2) and torch.equal(ids, ids2)
+        assert route == Route(2, -4) and ids.shape == (8, 8) and len(ids.unique(dim=0)) > 1
+    assert not torch.equal(calls[0][2][0][1], calls[1][2][0][1])
+    assert not torch.equal(calls[0][2][0][1], other[0][2][0][1])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shown"),
+    [
+        (("resume=false",), "holds a run already; resume=auto continues it, name=<another name>"),
+        (("model=dit", "resume=true"), "resume=true, but results/digits-dit holds no checkpoint"),
+        (("model.hidden_size=32",), "model.hidden_size: 16 there, 32 here"),
+        (("seed=1", "train.batch_size=16"), "train.batch_size: 8 there, 16 here"),
+        (("model=dit", "name=digits-tread"), "holds a run with other settings"),
+        (("train.batch_size=9", "train.micro_batch_size=4", "name=x"), "micro_batch_size 4"),
+        (("train.precision=fp16",), "fp16, which this code refuses"),
+        (("dataset.path=nowhere", "dataset.embedded=null", "name=x"), "no dataset at nowhere"),
+        (("dataset.heldout=nowhere", "dataset.embedded=null", "name=x"), "no dataset at nowhere"),
+        (("dataset.channels=4", "name=x"), "dataset.channels and dataset.size say (4, 8, 8)"),
+        (("dataset.num_classes=7", "name=x"), "10 classes, but dataset.num_classes is 7"),
+        (("train.batch_size=2000", "name=x"), "1442 samples, fewer than one batch of 2000"),
+        (("dataset.path=data/digits/heldout",), "is not the data that results/digits-tread was trained on"),
+        (("init_from=nowhere", "name=x"), "no checkpoint at nowhere"),
+    ],
+)
+def test_bad_starts_are_refused_before_anything_is_touched(
+    straight, monkeypatch, read_config, composed, overrides, shown
+):
+    monkeypatch.chdir(straight[0])
+    before = sorted(straight[0].rglob("*"))
+    with pytest.raises((ValueError, FileNotFoundError, FileExistsError)) as error:
+        door.start(read_config(*TINY, *overrides), composed(*TINY, *overrides))
+    assert shown in str(error.value)
+    assert sorted(straight[0].rglob("*")) == before
+
+
+def test_the_door_shows_errors_without_a_traceback(straight):
+    for overrides, shown in (
+        (
+            ("train.btach_size=9",),
+            "error: unknown setting 'train.btach_size'; the nearest known one is 'train.batch_size'",
+        ),
+        (("resume=false",), "error: results/digits-tread holds a run already"),
+    ):
+        text = launch(straight[0], *overrides, ok=False)
+        assert shown in text and "Traceback" not in text
+
+
+def test_init_from_starts_at_the_other_runs_ema(straight, tmp_path):
+    source = straight[0] / "results" / "digits-tread" / "latest"
+    launch(tmp_path, "model=dit", f"init_from={source}", "optim.lr=1e-30", "ema.warmup=false", "train.steps=1")
+    found, expected = state(tmp_path / "results" / "digits-dit"), state(source)
+    for key, value in expected.items():
+        if key.startswith("ema/"):
+            torch.testing.assert_close(found["model/" + key[4:]], value)
+
+
+def test_precision_is_train_pys_with_one_warning(tmp_path):
+    text = launch(tmp_path, "train.precision=bf16", "train.steps=2", env={"ACCELERATE_MIXED_PRECISION": "fp16"})
+    assert text.count("accelerate's config says fp16, but train.precision decides: bf16") == 1
+    assert "cpu, bf16" in text
+    weights = checkpoint.find(tmp_path / "results" / "digits-tread").tensors("model")
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+
+
+def test_claim_touches_nothing(tmp_path):
+    assert claim(tmp_path / "new", "auto", {}) is None and list(tmp_path.iterdir()) == []
+    (tmp_path / "letters.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="files that are not a run's"):
+        claim(tmp_path, "auto", {})
+
+
+def test_differences():
+    a, b = {"x": 1, "s": {"y": 2, "z": [1]}}, {"x": 1, "s": {"y": 3, "z": [1]}, "new": 0}
+    assert differences(a, b) == {"s.y": (2, 3), "new": (None, 0)}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_routed_training_on_a_gpu(tiny):
+    device = torch.device("cuda")
+    network = tiny.to(device)
+    x, y = torch.randn(8, 4, 8, 8, device=device), torch.arange(8, device=device) % 10
+    ids = draw_ids(torch.rand(8, 16, device=device), 0.5)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = network(x, torch.zeros(8, device=device), y, routes=[(Route(1, 4), ids)]).float().square().mean()
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in network.parameters())
