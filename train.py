@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -168,7 +169,7 @@ def start_wandb(cfg: settings.Settings, config: dict, folder: Path) -> object:
 
     kept = folder / "wandb_id.txt"
     if not kept.exists():
-        write_whole(kept, wandb.util.generate_id())
+        write_whole(kept, uuid.uuid4().hex[:8])
     return wandb.init(
         project=cfg.wandb.project, name=cfg.name, id=kept.read_text(), resume="allow", config=config, dir=folder
     )

@@ -1,0 +1,46 @@
+"""A table of finished runs: python scripts/compare_runs.py results/a results/b …
+
+Runs that differ by their seed alone are put together: mean and standard deviation over the seeds.
+The training loss is left out on purpose: with routes it is not comparable to one without.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import checkpoint  # noqa: E402
+from runlog import RunLog  # noqa: E402
+
+COLUMNS = ("eval_loss", "label_agreement", "frechet_pixels")
+
+
+def main() -> None:
+    groups: dict[str, list[list[dict]]] = {}
+    for folder in map(Path, sys.argv[1:]):
+        try:
+            config = dict(checkpoint.find(folder).info["config"])
+        except (FileNotFoundError, ValueError) as error:
+            sys.exit(f"error: {error}")
+        label = f"{config['model']['name']} on {config['dataset']['name']}, {config['train']['steps']} steps"
+        apart = {key: value for key, value in config.items() if key not in ("seed", "name", "resume", "results")}
+        groups.setdefault(json.dumps([label, apart]), []).append(RunLog(folder).records())
+    if not groups:
+        sys.exit("error: name at least one run's folder")
+    print("| runs | seeds | " + " | ".join(COLUMNS) + " |\n|---|---|" + "---|" * len(COLUMNS))
+    for key, runs in groups.items():
+        cells = []
+        for column in COLUMNS:
+            values = [[r[column] for r in records if column in r][-1:] for records in runs]
+            values = [value[0] for value in values if value]
+            spread = statistics.stdev(values) if len(values) > 1 else float("nan")
+            cells.append(f"{statistics.mean(values):.4f} ± {spread:.4f}" if values else "–")
+        print(f"| {json.loads(key)[0]} | {len(runs)} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
