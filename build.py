@@ -59,7 +59,7 @@ def open_dataset(cfg: Settings, path: str, part: str) -> LatentDataset:
 
     The embedded one is written first if it is not there. Raises ValueError or FileNotFoundError.
     """
-    if cfg.dataset.embedded == "digits" and not Path(path).exists():
+    if cfg.dataset.embedded == "digits":
         digits.prepare(Path(path), part)
     data = LatentDataset(path, cfg.dataset.verify)
     expected = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size)

@@ -7,6 +7,8 @@ distance in raw pixels are no FID.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -36,9 +38,21 @@ def split() -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def prepare(folder: Path, part: str) -> None:
-    """Write one part, "train" or "heldout", as a dataset: 0..16 becomes −1..1, exact in float16."""
+    """Write one part, "train" or "heldout", as a dataset, unless it is there: 0..16 becomes −1..1, exact in float16.
+
+    Several processes may do so at once: each writes its own copy, and the first one done gives it the name.
+    """
+    if folder.exists():
+        return
     pixels, labels = split()[part]
-    write_dataset(folder, MEANING, [(pixels.reshape(-1, 1, 1, 8, 8) / 8 - 1, labels)])
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".digits-") as own:
+        write_dataset(Path(own) / part, MEANING, [(pixels.reshape(-1, 1, 1, 8, 8) / 8 - 1, labels)])
+        try:
+            os.rename(Path(own) / part, folder)
+        except OSError:
+            if not folder.exists():
+                raise
 
 
 def judge(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:

@@ -54,6 +54,11 @@ class Dataset:
     num_classes: int
     verify: str
 
+    def __post_init__(self) -> None:
+        _positive("dataset", channels=self.channels, size=self.size, num_classes=self.num_classes)
+        if self.embedded not in (None, "digits"):
+            raise ValueError(f"dataset.embedded is {self.embedded!r}, but must be digits or null")
+
 
 @dataclass(frozen=True)
 class Train:

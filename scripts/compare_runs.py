@@ -37,8 +37,8 @@ def main() -> None:
         for column in COLUMNS:
             values = [[r[column] for r in records if column in r][-1:] for records in runs]
             values = [value[0] for value in values if value]
-            spread = statistics.stdev(values) if len(values) > 1 else float("nan")
-            cells.append(f"{statistics.mean(values):.4f} ± {spread:.4f}" if values else "–")
+            spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+            cells.append(f"{statistics.mean(values):.4f}{spread}" if values else "–")
         print(f"| {json.loads(key)[0]} | {len(runs)} | " + " | ".join(cells) + " |")
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import scipy.linalg
+from conftest import ROOT
 
 import digits
 from autoencoder import load_decoder, to_network
@@ -46,6 +50,14 @@ def test_the_dataset_is_the_scans_exactly(tmp_path):
         decoded = load_decoder(data.latents)(z).numpy()
         assert np.array_equal(np.round(decoded / 255 * 16), pixels.reshape(-1, 1, 8, 8))
     assert sum(len(labels) for _, labels in digits.split().values()) == 1797
+
+
+def test_several_processes_may_prepare_it_at_once(tmp_path):
+    code = f"import digits, pathlib; digits.prepare(pathlib.Path({str(tmp_path / 'data' / 'train')!r}), 'train')"
+    started = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
+    assert [process.wait() for process in started] == [0, 0, 0]
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["train"]
+    assert len(LatentDataset(tmp_path / "data" / "train", verify="full")) == 1442
 
 
 def test_train_and_heldout_do_not_overlap():

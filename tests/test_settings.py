@@ -137,6 +137,7 @@ def test_good_overrides_pass():
         ("resume", "maybe", "maybe.*auto"),
         ("name", "a/b", "a/b"),
         ("dataset.embedded", None, "demo_samples is 1000"),
+        ("dataset.embedded", "cifar", "cifar.*digits"),
         ("edm.sigma_data", -1, "sigma_data is -1"),
         ("sampling.steps", 1, "sampling.steps is 1"),
     ],

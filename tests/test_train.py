@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
+from PIL import Image
 
 import checkpoint
 import train as door
@@ -241,6 +242,25 @@ def test_claim_touches_nothing(tmp_path):
 def test_differences():
     a, b = {"x": 1, "s": {"y": 2, "z": [1]}}, {"x": 1, "s": {"y": 3, "z": [1]}, "new": 0}
     assert differences(a, b) == {"s.y": (2, 3), "new": (None, 0)}
+
+
+def test_sampling_a_run_from_the_command_line(straight, tmp_path):
+    checkpoint_folder = straight[0] / "results" / "digits-tread"
+    command = [sys.executable, str(ROOT / "sample.py"), f"checkpoint={checkpoint_folder}", "steps=2"]
+    command += ["classes=[3,8]", "seeds=0-3", "out=grid.png"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "grid.png: rows are classes [3, 8], columns seeds 0-3; step 6, ema weights" in done.stdout
+    assert Image.open(tmp_path / "grid.png").size == (4 * 64 + 3 * 2, 2 * 64 + 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["grid.png"]
+
+
+def test_compare_runs_shows_evaluation_loss_and_no_training_loss(straight):
+    command = [sys.executable, str(ROOT / "scripts" / "compare_runs.py"), "results/digits-tread"]
+    done = subprocess.run(command, cwd=straight[0], capture_output=True, text=True)
+    expected = records(straight[0] / "results" / "digits-tread")[-1]["eval_loss"]
+    assert f"| tread on digits, 6 steps | 1 | {expected:.4f} |" in done.stdout
+    assert " loss |" not in done.stdout
 
 
 @pytest.mark.gpu
