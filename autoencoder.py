@@ -62,7 +62,8 @@ def load_decoder(latents: Latents, device: torch.device | str = "cpu") -> Decode
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"autoencoder {latents.autoencoder!r} could not be loaded as one of {', '.join(KINDS)}: {error}\n"
-            "Download it once while online, or set sampling.decode=false to draw the latents themselves"
+            "Download it once while online, or set decode=false (in training: sampling.decode=false) to draw the "
+            "latents themselves"
         ) from error
     model = model.to(device).eval().requires_grad_(False)
 

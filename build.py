@@ -11,10 +11,10 @@ import digits
 from checkpoint import read_weights
 from dit import DiT
 from latents import LatentDataset
-from settings import Settings
+from settings import Network, Settings
 
 
-def build_network(cfg: Settings) -> nn.Module:
+def build_network(cfg: Settings | Network) -> nn.Module:
     """The network of a run, freshly initialised from torch's global generator, on the default device."""
     return DiT(
         input_size=cfg.dataset.size,

@@ -11,7 +11,6 @@ results/<run>/latest       link to the newest one
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +73,7 @@ class Checkpoint:
 
 
 def find(path: Path) -> Checkpoint:
-    """Open a checkpoint folder, a run's `latest`, or a run folder (its latest).
+    """Open a checkpoint folder, a run's `latest`, or a run folder (its newest).
 
     Raises FileNotFoundError if there is none, ValueError if it is none of ours.
     """
@@ -85,24 +84,23 @@ def find(path: Path) -> Checkpoint:
             "training run (init_from=…) but not be sampled: public DiT weights predict noise on timesteps "
             "0..999, which is not this code's EDM parameterisation"
         )
-    folder = path / "latest" if (path / "latest").exists() else path
-    if not (folder / "info.json").is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}: neither it nor its `latest` has an info.json")
-    info = json.loads((folder / "info.json").read_text())
+    folder = path if (path / "info.json").is_file() else newest(path)
+    if folder is None:
+        raise FileNotFoundError(f"no checkpoint at {path}: neither it nor a folder step_… in it has an info.json")
+    try:
+        info = json.loads((folder / "info.json").read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{folder / 'info.json'} is damaged ({error}); use an older checkpoint") from error
     if info.get("format") != "checkpoint" or info.get("version") != VERSION:
         kind = f"{info.get('format')!r} version {info.get('version')}"
         raise ValueError(f"{folder} is a {kind}, but this code reads 'checkpoint' version {VERSION}")
     return Checkpoint(folder.resolve(), info)
 
 
-def exists(run: Path) -> bool:
-    """Whether a run folder holds a checkpoint."""
-    return (run / "latest" / "info.json").is_file()
-
-
-def saved_steps(run: Path) -> list[int]:
-    """The steps of all checkpoints of a run, rising."""
-    return sorted(int(p.name[5:]) for p in run.glob("step_*") if re.fullmatch(r"step_\d+", p.name))
+def newest(run: Path) -> Path | None:
+    """The checkpoint `latest` names in a run folder; if it names none, that of the highest step; None without any."""
+    steps = sorted(path for path in run.glob("step_*") if (path / "info.json").is_file())
+    return run / "latest" if (run / "latest" / "info.json").is_file() else (steps[-1] if steps else None)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, network: nn.Module) -> dict[str, Tensor]:

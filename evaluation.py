@@ -15,20 +15,33 @@ from latents import LatentDataset
 from randomness import seeded_normal
 
 
-@torch.no_grad()
-def loss_sum(edm: EDM, network: nn.Module, data: LatentDataset, numbers: Tensor, noise_levels: int) -> Tensor:
-    """Sum of the EDM loss over evaluation points, a 0-d tensor on the network's device.
+def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tuple[Tensor, Tensor]:
+    """Sample and noise level of evaluation points, both (n,) int64.
 
-    numbers       (n,) int64: point k takes sample k modulo the data's size, noise of its own, and
-                  one of the noise levels in turn, so that with growing k each sample meets each.
+    With fewer points than samples they are spread over all samples, so that each class has its
+    share; with more, each sample comes in turn and meets the noise levels one after the other.
+    """
+    if points <= samples:
+        return numbers * samples // points, numbers % noise_levels
+    return numbers % samples, (numbers % samples + numbers // samples) % noise_levels
+
+
+@torch.no_grad()
+def heldout_loss(
+    edm: EDM, network: nn.Module, data: LatentDataset, numbers: Tensor, points: int, noise_levels: int
+) -> Tensor:
+    """Sum of the EDM loss over some of the evaluation points, a 0-d tensor on the network's device.
+
+    numbers       (n,) int64 in 0..points−1: which points. See `point` for what they are.
+    points        how many there are in all.
     noise_levels  how many mid-quantiles of the training noise distribution are used.
 
-    Moments are represented by their mean, labels are kept.
+    Each point has noise of its own. Moments are represented by their mean, labels are kept.
     """
     device = next(network.parameters()).device
-    batch = data.read((numbers % len(data)).numpy())
+    sample, level = point(numbers, points, len(data), noise_levels)
+    batch = data.read(sample.numpy())
     x = to_network(batch.stored.to(device), data.latents)
     noise = seeded_normal(numbers.tolist(), data.latents.shape, "evaluation").to(device)
-    level = (numbers + numbers // len(data)) % noise_levels
     sigma = edm.sigma_quantiles(noise_levels).float()[level].to(device)
     return edm.loss(network, x, batch.labels.to(device), sigma, noise).sum()

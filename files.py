@@ -35,7 +35,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     An existing folder of that name is replaced. After an exception nothing is left behind and the
     existing folder is as it was.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "old"))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -43,15 +43,14 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         for path in (*partial.iterdir(), partial):
             _sync(path)
         if folder.exists():
-            old = folder.with_name(f".{folder.name}.old")
             shutil.rmtree(old, ignore_errors=True)
             os.replace(folder, old)
-            os.replace(partial, folder)
-            shutil.rmtree(old)
-        else:
-            os.replace(partial, folder)
+        os.replace(partial, folder)
         _sync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
     except BaseException:
+        if old.exists() and not folder.exists():
+            os.replace(old, folder)
         shutil.rmtree(partial, ignore_errors=True)
         raise
 

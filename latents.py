@@ -13,6 +13,7 @@ A second view, where stored, is the horizontally flipped picture.
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from files import sha256, whole_folder
 from randomness import generator
 
 VERSION = 1
+SHARD_KEYS = ("count", "file", "labels", "file_sha256", "labels_sha256")
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,6 @@ def write_dataset(folder: Path, latents: Latents, shards: Iterable[tuple[np.ndar
             counts += np.bincount(labels, minlength=len(counts))
             entries.append(entry)
         index = {
-            "format": "latents",
             "version": VERSION,
             **asdict(latents),
             "count": int(counts.sum()),
@@ -135,6 +136,10 @@ def _open_array(path: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
         raise ValueError(f"{path} is truncated or not an .npy file ({path.stat().st_size} bytes): {error}") from error
     if array.dtype != dtype or array.shape != shape:
         raise ValueError(f"{path} holds {array.dtype} {array.shape}, but index.json says {dtype} {shape}")
+    if array.offset + array.nbytes != path.stat().st_size:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, but its array takes {array.offset + array.nbytes}")
+    if hasattr(mmap, "MADV_RANDOM"):
+        array._mmap.madvise(mmap.MADV_RANDOM)  # samples are read in random order: reading ahead would be wasted
     return array
 
 
@@ -163,7 +168,8 @@ class LatentDataset:
             if index["version"] != VERSION:
                 raise ValueError(f"{path} has version {index['version']}, but this code reads version {VERSION}")
             self.latents = Latents.from_json(index)
-            count, shards, class_counts = index["count"], index["shards"], index["class_counts"]
+            count, class_counts = index["count"], index["class_counts"]
+            shards = [{key: shard[key] for key in SHARD_KEYS} for shard in index["shards"]]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
         self._shards = []
@@ -198,10 +204,11 @@ class LatentDataset:
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """The epoch's global shuffle: a permutation of 0..len−1 given by (seed, epoch)."""
-        if self._order is None or self._order[0] != (seed, epoch):
+        kept = self._order
+        if kept is None or kept[0] != (seed, epoch):
             shuffle = generator(seed, epoch, "order")
-            self._order = (seed, epoch), torch.randperm(len(self), generator=shuffle).numpy()
-        return self._order[1]
+            kept = self._order = (seed, epoch), torch.randperm(len(self), generator=shuffle).numpy()
+        return kept[1]
 
     def batch(self, seed: int, step: int, batch_size: int, rows: slice = slice(None)) -> Batch:
         """Rows of the global batch of a step (0, 1, …), the same whoever reads them.

@@ -94,11 +94,6 @@ def draw_step(
     )
 
 
-def drop_labels(y: Tensor, uniform: Tensor, probability: float, null_class: int) -> Tensor:
-    """Replace labels by the null class where the uniform number is below the probability: (B,)."""
-    return torch.where(uniform < probability, null_class, y)
-
-
 def seeded_normal(seeds: list[int], shape: tuple[int, ...], stream: str = "noise") -> Tensor:
     """(len(seeds), *shape) standard normal on the CPU; row i depends on seeds[i] alone."""
     return torch.stack([torch.randn(shape, generator=generator(seed, stream)) for seed in seeds])

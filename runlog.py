@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import importlib.metadata
 import json
 import platform
@@ -10,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from checkpoint import Checkpoint, exists, find
+from checkpoint import Checkpoint, find, newest
 from files import write_whole
 
 # What a resumed run must share with its checkpoint: other values would make it another run.
@@ -60,43 +61,66 @@ def differences(before: dict, now: dict, prefix: str = "") -> dict[str, tuple[ob
     return found
 
 
-def claim(folder: Path, resume: bool | str, config: dict) -> Checkpoint | None:
+def claim(folder: Path, resume: bool | str, config: dict) -> tuple[Checkpoint | None, dict[str, tuple[object, object]]]:
     """Decide what starting a run in `folder` means; touches nothing.
 
-    Returns the checkpoint to continue from, or None to start at step 0. Raises FileExistsError,
-    FileNotFoundError or ValueError where that would mix two runs or lose one.
+    Returns the checkpoint to continue from, or None to start at step 0, and the settings that differ
+    from the run's so far. Raises FileExistsError, FileNotFoundError or ValueError where starting
+    would mix two runs or lose one.
     """
     other = "name=<another name> starts a run of its own"
-    started = (folder / "run.json").exists()
-    if folder.exists() and any(folder.iterdir()) and not started:
-        raise FileExistsError(f"{folder} holds files that are not a run's; {other}")
-    if resume is False and started:
-        raise FileExistsError(f"{folder} holds a run already; resume=auto continues it, {other}")
-    if not exists(folder):
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file, but a run needs a folder; {other}")
+    found = find(folder) if newest(folder) else None
+    starts = RunLog(folder).starts()
+    if found is None and not starts:
+        if folder.exists() and any(folder.iterdir()):
+            raise FileExistsError(f"{folder} holds files that are not a run's; {other}")
         if resume is True:
-            raise FileNotFoundError(f"resume=true, but {folder} holds no checkpoint; resume=auto starts it")
-        return None
-    found = find(folder)
-    changed = differences(found.info["config"], config)
+            raise FileNotFoundError(f"resume=true, but {folder} holds no checkpoint; resume=auto starts a run there")
+        return None, {}
+    if resume is False:
+        raise FileExistsError(f"{folder} holds a run already; resume=auto continues it, {other}")
+    if (folder / "latest").is_dir() and not (folder / "latest").is_symlink():
+        raise FileExistsError(f"{folder / 'latest'} is a folder, but must be a link; remove it if step_… is there too")
+    changed = differences(found.info["config"] if found else starts[-1]["config"], config)
     fixed = [key for key in changed if any(key == name or key.startswith(name + ".") for name in FIXED)]
     if fixed:
         listed = "\n".join(f"  {key}: {changed[key][0]} there, {changed[key][1]} here" for key in fixed)
         raise ValueError(f"{folder} holds a run with other settings; {other}\n{listed}")
-    return found
+    if found is None and resume is True:
+        raise FileNotFoundError(f"resume=true, but {folder} holds no checkpoint yet; resume=auto starts it again")
+    return found, changed
 
 
 class RunLog:
-    """metrics.jsonl and run.json of a run; only the main process holds one."""
+    """metrics.jsonl and run.json of a run; the main process alone writes them."""
 
     def __init__(self, folder: Path) -> None:
-        self.metrics, self.starts = folder / "metrics.jsonl", folder / "run.json"
+        self.folder, self.metrics = folder, folder / "metrics.jsonl"
 
-    def start(self, step: int, **facts: object) -> None:
-        """Note a start or resumption, and forget metrics of steps that will be done again."""
-        starts = json.loads(self.starts.read_text()) if self.starts.exists() else []
+    def starts(self) -> list[dict]:
+        """What run.json holds: time, step, command, versions and config of each start; [] before the first."""
+        path = self.folder / "run.json"
+        return json.loads(path.read_text()) if path.exists() else []
+
+    def start(self, step: int, config: dict, **facts: object) -> None:
+        """Take the folder, note a start or resumption, and forget metrics of steps that will be done again.
+
+        Raises FileExistsError if another process has taken the folder and still runs.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.folder / ".lock").open("w")  # held while this process lives
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileExistsError(f"another process is training in {self.folder}; name=… starts another run") from None
+        except OSError:
+            pass  # a file system without locks
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        starts.append({"time": now, "step": step, "command": sys.argv, **facts, "versions": versions()})
-        write_whole(self.starts, json.dumps(starts, indent=1) + "\n")
+        self.versions = versions()  # of the code that runs, whatever is committed while it does
+        start = {"time": now, "step": step, "command": sys.argv, **facts, "versions": self.versions, "config": config}
+        write_whole(self.folder / "run.json", json.dumps([*self.starts(), start], indent=1) + "\n")
         kept = [record for record in self.records() if record["step"] <= step]
         write_whole(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
 

@@ -28,13 +28,19 @@ from pictures import save_grid
 from randomness import seeded_normal
 
 
-def resolve_precision(name: str, device: torch.device) -> str:
-    """ "auto" → "bf16" on a GPU that has it, else "fp32"; other names as they are."""
-    if name not in settings.PRECISIONS:
-        raise ValueError(f"precision is {name!r}, but must be one of {', '.join(settings.PRECISIONS)}")
-    if name != "auto":
-        return name
-    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+def use_precision(name: str, device: torch.device) -> str:
+    """Settle the precision: auto becomes bf16 on a GPU that has it in hardware, else fp32.
+
+    With bf16, what autocast leaves in fp32 may use TF32 (a route's fp32 block is as large as the
+    others); plain fp32 stays exact.
+    """
+    settings.check_precision("precision", name)
+    if name == "auto":
+        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        name = "bf16" if native else "fp32"
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = name == "bf16"
+    return name
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:
@@ -61,10 +67,13 @@ def generate(
     """
     device = next(network.parameters()).device
     shape = (network.in_channels, network.input_size, network.input_size)
-    if len(seeds) != len(labels):
+    if len(seeds) != len(labels) or not len(seeds):
         raise ValueError(f"{len(seeds)} seeds for {len(labels)} labels: each sample needs one of both")
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) <= network.num_classes:
-        raise ValueError(f"classes lie in {labels.min()}..{labels.max()}, but must lie in 0..{network.num_classes - 1}")
+    if not 0 <= int(labels.min()) <= int(labels.max()) <= network.num_classes:
+        raise ValueError(
+            f"classes lie in {int(labels.min())}..{int(labels.max())}, but must lie in 0..{network.num_classes - 1}, "
+            f"or be {network.num_classes} for no class"
+        )
     sigmas, done = edm.schedule(steps), []
     for start in tqdm(range(0, len(seeds), batch_size), desc="sampling", unit="batch", disable=not progress):
         y = labels[start : start + batch_size].to(device)
@@ -93,16 +102,17 @@ def parse_seeds(seeds: str | int | Sequence[int]) -> list[int]:
     if isinstance(seeds, str) and (match := re.fullmatch(r"(\d+)-(\d+)", seeds)) and int(match[1]) <= int(match[2]):
         return list(range(int(match[1]), int(match[2]) + 1))
     seeds = [seeds] if isinstance(seeds, int) else seeds
-    if isinstance(seeds, str) or not all(isinstance(seed, int) for seed in seeds):
+    if isinstance(seeds, str) or not seeds:
         raise ValueError(f"seeds is {seeds!r}, but must be a-b with a at most b, a number or a list of numbers")
     return list(seeds)
 
 
 def load_network(
     found: checkpoint.Checkpoint, weights: str, device: torch.device
-) -> tuple[nn.Module, settings.Settings]:
-    """The network of a checkpoint in eval mode, with weights "ema" or "model", and its run's settings."""
-    cfg = settings.read(found.info["config"])
+) -> tuple[nn.Module, settings.Network]:
+    """The network of a checkpoint in eval mode, with weights "ema" or "model", and what its run says of it."""
+    config = found.info["config"]
+    cfg = settings.read({key: config[key] for key in ("model", "dataset", "edm")}, settings.Network)
     network = build_network(cfg)
     network.load_state_dict(found.tensors(weights))
     return network.to(device).eval().requires_grad_(False), cfg
@@ -128,8 +138,10 @@ def main(composed: DictConfig) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         options = settings.read(OmegaConf.to_container(composed, throw_on_missing=True), Options)
+        if Path(options.out).suffix != ".png":
+            raise ValueError(f"out is {options.out!r}, but must end in .png")
         seeds = parse_seeds(options.seeds)
-        precision = resolve_precision(options.precision, device)
+        precision = use_precision(options.precision, device)
         found = checkpoint.find(Path(options.checkpoint))
         network, cfg = load_network(found, options.weights, device)
         latents = Latents.from_json(found.info["latents"])

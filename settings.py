@@ -25,6 +25,13 @@ def _positive(section: str, **values: float | None) -> None:
             raise ValueError(f"{section}.{key} is {value}, but must be positive")
 
 
+def check_precision(key: str, name: str) -> None:
+    """Raise ValueError unless a precision is one of PRECISIONS."""
+    why = ", which this code refuses: without loss scaling its range is too small" if name == "fp16" else ""
+    if name not in PRECISIONS:
+        raise ValueError(f"{key} is {name}{why}; use one of {', '.join(PRECISIONS)}")
+
+
 @dataclass(frozen=True)
 class Model:
     name: str
@@ -41,6 +48,9 @@ class Model:
     def __post_init__(self) -> None:
         if self.architecture != "dit":
             raise ValueError(f"model.architecture is {self.architecture!r}, but there is only dit")
+        sizes = ("hidden_size", "depth", "num_heads", "patch_size", "mlp_ratio")
+        _positive("model", **{name: getattr(self, name) for name in sizes})
+        check_routes(self.routes, self.depth)
 
 
 @dataclass(frozen=True)
@@ -70,13 +80,7 @@ class Train:
 
     def __post_init__(self) -> None:
         _positive("train", steps=self.steps, batch_size=self.batch_size, micro_batch_size=self.micro_batch_size)
-        if self.precision == "fp16":
-            raise ValueError(
-                "train.precision is fp16, which this code refuses: without loss scaling its range is too small "
-                f"for this loss; use one of {', '.join(PRECISIONS)}"
-            )
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"train.precision is {self.precision!r}, but must be one of {', '.join(PRECISIONS)}")
+        check_precision("train.precision", self.precision)
         if not 0 <= self.label_drop <= 1:
             raise ValueError(f"train.label_drop is {self.label_drop}, but must lie in [0, 1]")
 
@@ -99,6 +103,10 @@ class Ema:
     decay: float
     warmup: bool
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"ema.decay is {self.decay}, but must lie in [0, 1)")
+
 
 @dataclass(frozen=True)
 class Every:
@@ -113,13 +121,15 @@ class Every:
 
 @dataclass(frozen=True)
 class Evaluation:
-    samples: int
+    points: int
     batch_size: int
     noise_levels: int
     demo_samples: int
 
     def __post_init__(self) -> None:
-        _positive("evaluation", batch_size=self.batch_size, noise_levels=self.noise_levels)
+        _positive("evaluation", points=self.points, batch_size=self.batch_size, noise_levels=self.noise_levels)
+        if self.demo_samples < 0 or self.demo_samples == 1:
+            raise ValueError(f"evaluation.demo_samples is {self.demo_samples}, but must be 0 (none) or at least 2")
 
 
 @dataclass(frozen=True)
@@ -164,6 +174,15 @@ class Recipe:
 
 
 @dataclass(frozen=True)
+class Network:
+    """The part of the settings that a checkpoint's network depends on."""
+
+    model: Model
+    dataset: Dataset
+    edm: EDM
+
+
+@dataclass(frozen=True)
 class Settings:
     name: str
     results: str
@@ -192,7 +211,6 @@ class Settings:
                 f"evaluation.demo_samples is {self.evaluation.demo_samples}, but only the embedded digits can be "
                 f"judged that way, not {self.dataset.name}; set it to 0"
             )
-        check_routes(self.model.routes, self.model.depth)
 
 
 def known_keys(kind: type = Settings, prefix: str = "") -> list[str]:

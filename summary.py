@@ -13,14 +13,18 @@ from settings import Settings
 
 
 def describe(
-    cfg: Settings, network: nn.Module, data: LatentDataset, processes: int, device: str, precision: str
+    cfg: Settings,
+    network: nn.Module,
+    data: LatentDataset,
+    processes: int,
+    micro_batches: list[slice],
+    device: str,
 ) -> str:
     """Data, size, FLOPs, tokens kept, the batch and its split, disk space: one line each."""
     parameters = sum(parameter.numel() for parameter in network.parameters())
     dense, routed = network.forward_flops(), network.forward_flops(cfg.model.routes)
     epochs = cfg.train.steps / data.steps_per_epoch(cfg.train.batch_size)
-    micro = cfg.train.micro_batch_size or cfg.train.batch_size // processes
-    accumulation = cfg.train.batch_size // processes // micro
+    accumulation, micro = len(micro_batches), micro_batches[0].stop - micro_batches[0].start
     tokens = network.num_tokens
     routes = [
         f"r({route.start}→{route.end}) keeps {num_keep(tokens, route.selection_ratio)} of {tokens} tokens, "
@@ -34,7 +38,7 @@ def describe(
         "routes": "; ".join(routes) or "none",
         "FLOPs": f"{3 * routed:.3e} a training image, {dense / routed:.3f} times fewer than without routes",
         "batch": f"{cfg.train.batch_size} = {processes} processes × {accumulation} accumulation steps × {micro} images",
-        "device": f"{device}, {precision}",
+        "device": device,
         "disk": f"{16 * parameters / 1e6:,.0f} MB a checkpoint, every {cfg.every.save:,} steps",
     }
     return "\n".join(f"  {name:<9}{text}" for name, text in lines.items())

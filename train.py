@@ -28,14 +28,14 @@ import digits
 import settings
 from build import build_network, build_optimizer, load_weights, open_dataset
 from ema import EMA
-from evaluation import loss_sum
+from evaluation import heldout_loss
 from files import write_whole
 from latents import LatentDataset, Latents
+from objective import training_loss
 from pictures import save_curve, save_grid
-from randomness import Draws, draw_step, drop_labels, generator, split_batch
-from routing_module import draw_ids
-from runlog import RunLog, claim, versions
-from sample import autocast, generate, resolve_precision, spread_classes, to_pictures
+from randomness import draw_step, generator, split_batch
+from runlog import RunLog, claim
+from sample import autocast, generate, spread_classes, to_pictures, use_precision
 from summary import describe, outcome
 
 
@@ -84,10 +84,10 @@ def main(composed: DictConfig) -> None:
         run = start(settings.read(config), config)
     except (ValueError, FileNotFoundError, FileExistsError) as error:
         sys.exit(f"error: {error}")
-    if run.step >= run.cfg.train.steps:
-        run.say(f"{run.folder} is finished; raise train.steps={run.step} to train on, name=… starts another run")
-    else:
+    if run.step < run.cfg.train.steps:
         train(run)
+    else:
+        run.say(f"{run.folder} is finished: train.steps above {run.step} trains on, name=… starts another run")
     finish(run)
 
 
@@ -99,11 +99,15 @@ def start(cfg: settings.Settings, config: dict) -> Run:
     # Autocast is sample.autocast, in training as in sampling. Without cpu=True, torchrun on CPUs would be one process.
     accelerator = Accelerator(mixed_precision="no", cpu=not torch.accelerator.is_available())
     device, main_process = accelerator.device, accelerator.is_main_process
+    if accelerator.distributed_type.value not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        raise ValueError(
+            f"accelerate is set to {accelerator.distributed_type.value}, but this code runs on one device or with DDP"
+        )
     if int(os.environ.get("WORLD_SIZE", 1)) != accelerator.num_processes:
         raise ValueError(
             f"{os.environ['WORLD_SIZE']} processes were launched, but accelerate runs {accelerator.num_processes}"
         )
-    precision = resolve_precision(cfg.train.precision, device)
+    precision = use_precision(cfg.train.precision, device)
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if main_process and launched not in ("no", precision):
         warning = f"warning: accelerate's config says {launched}, but train.precision decides: {precision}"
@@ -113,8 +117,8 @@ def start(cfg: settings.Settings, config: dict) -> Run:
     )
 
     folder = Path(cfg.results) / cfg.name
-    found = claim(folder, cfg.resume, config)
-    accelerator.wait_for_everyone()  # all have looked before the main process writes
+    found, changed = claim(folder, cfg.resume, config)
+    check_agreement(accelerator, found.step if found else 0)  # all have looked before the main process writes
     with accelerator.main_process_first():
         data = open_dataset(cfg, cfg.dataset.path, "train")
         heldout = open_dataset(cfg, cfg.dataset.heldout, "heldout") if cfg.dataset.heldout else None
@@ -155,12 +159,24 @@ def start(cfg: settings.Settings, config: dict) -> Run:
         loss_count=found.info["loss_count"] if found else 0,
     )
     if main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        run.log.start(run.step, processes=accelerator.num_processes, device=str(device), precision=precision)
+        run.log.start(run.step, config, processes=accelerator.num_processes, device=str(device), precision=precision)
         write_whole(folder / "config.yaml", OmegaConf.to_yaml(config))
+        if found:
+            run.say(f"{folder} goes on at step {run.step}")
+        for key, (before, now) in changed.items():
+            run.say(f"  {key} was {before}, is {now}")
         if cfg.wandb.enabled:
             run.wandb = start_wandb(cfg, config, folder)
     return run
+
+
+def check_agreement(accelerator: Accelerator, step: int) -> None:
+    """Raise ValueError unless all processes found the run at the same step (they need a file system in common)."""
+    steps = accelerator.gather(torch.tensor([step], device=accelerator.device)).tolist()
+    if len(set(steps)) > 1:
+        raise ValueError(
+            f"the processes found the run at different steps {steps}; `results` must be a folder they share"
+        )
 
 
 def start_wandb(cfg: settings.Settings, config: dict, folder: Path) -> object:
@@ -181,18 +197,12 @@ def start_wandb(cfg: settings.Settings, config: dict, folder: Path) -> object:
 def train(run: Run) -> None:
     """All steps that are left, with what is due between them."""
     cfg = run.cfg
-    processes, device = run.accelerator.num_processes, str(run.accelerator.device)
-    run.say(describe(cfg, run.network, run.data, processes, device, run.precision))
+    device = f"{run.accelerator.device}, {run.precision}"
+    run.say(describe(cfg, run.network, run.data, run.accelerator.num_processes, run.micro_batches, device))
     start_step, start_time = run.step, time.perf_counter()
     first, began, paused = start_step, start_time, 0.0
-    with tqdm(
-        total=cfg.train.steps,
-        initial=run.step,
-        disable=not run.main,
-        unit="step",
-        mininterval=0.5 if sys.stderr.isatty() else 20,
-        dynamic_ncols=True,
-    ) as bar:
+    pace = 0.5 if sys.stderr.isatty() else 20  # seconds between updates of the bar
+    with tqdm(total=cfg.train.steps, initial=run.step, disable=not run.main, unit="step", mininterval=pace) as bar:
         while run.step < cfg.train.steps:
             training_step(run)
             run.step += 1
@@ -220,7 +230,7 @@ def train(run: Run) -> None:
 
 def training_step(run: Run) -> None:
     """One optimizer step on global batch number run.step."""
-    cfg, latents = run.cfg, run.data.latents
+    cfg, latents, device = run.cfg, run.data.latents, run.accelerator.device
     draws = draw_step(
         cfg.seed,
         run.step,
@@ -229,12 +239,16 @@ def training_step(run: Run) -> None:
         run.network.num_tokens,
         len(cfg.model.routes),
         posterior=latents.content == "moments",
-        device=run.accelerator.device,
+        device=device,
     )
-    for number, rows in enumerate(run.micro_batches):
-        last = number == len(run.micro_batches) - 1
-        with contextlib.nullcontext() if last else run.accelerator.no_sync(run.wrapped):
-            loss = micro_batch_loss(run, draws.rows(rows), rows) / len(run.micro_batches)
+    for rows in run.micro_batches:
+        batch = run.data.batch(cfg.seed, run.step, cfg.train.batch_size, rows)
+        stored, labels = batch.stored.to(device), batch.labels.to(device)
+        synchronise = rows is run.micro_batches[-1]
+        with contextlib.nullcontext() if synchronise else run.accelerator.no_sync(run.wrapped):
+            with autocast(device, run.precision):
+                losses = training_loss(cfg, run.wrapped, latents, stored, labels, draws.rows(rows))
+            loss = losses.mean() / len(run.micro_batches)
             run.accelerator.backward(loss)
         run.loss_sum += loss.detach()
     run.loss_count += 1
@@ -243,21 +257,8 @@ def training_step(run: Run) -> None:
     run.ema.update(run.network, run.step)
 
 
-def micro_batch_loss(run: Run, draws: Draws, rows: slice) -> Tensor:
-    """Mean loss over some rows of the global batch."""
-    cfg, device = run.cfg, run.accelerator.device
-    batch = run.data.batch(cfg.seed, run.step, cfg.train.batch_size, rows)
-    x = autoencoder.to_network(batch.stored.to(device), run.data.latents, draws.posterior)
-    y = drop_labels(batch.labels.to(device), draws.drop, cfg.train.label_drop, run.network.num_classes)
-    routes = [
-        (route, draw_ids(uniform, route.selection_ratio)) for route, uniform in zip(cfg.model.routes, draws.routes)
-    ]
-    with autocast(device, run.precision):
-        return cfg.edm.loss(run.wrapped, x, y, cfg.edm.sigma(draws.sigma), draws.noise, routes).mean()
-
-
 def log_loss(run: Run, images_per_s: float) -> float:
-    """Mean loss since the last log, over all processes. Stops the run if it is not a number."""
+    """Write down and return the mean loss since the last log, over all processes."""
     loss = reduced_loss_sum(run) / run.loss_count
     flops = 3 * run.network.forward_flops(run.cfg.model.routes) * images_per_s
     run.record(loss=loss, images_per_s=round(images_per_s, 1), flops_per_s=float(f"{flops:.4g}"))
@@ -267,26 +268,26 @@ def log_loss(run: Run, images_per_s: float) -> float:
 
 
 def reduced_loss_sum(run: Run) -> float:
-    """run.loss_sum averaged over the processes, on all of them. Raises FloatingPointError if it is not finite."""
+    """run.loss_sum averaged over the processes, on all of them. Ends the run if it is not finite."""
     run.loss_sum = run.accelerator.reduce(run.loss_sum, "mean")
     value = run.loss_sum.item()
     if not math.isfinite(value):
-        raise FloatingPointError(
-            f"the loss became {value} before step {run.step}; {run.folder}/latest is the last good checkpoint. "
-            "Try a smaller optim.lr, or model.routes.0.fp32=end"
+        sys.exit(
+            f"error: the loss became {value} before step {run.step}; the checkpoints in {run.folder} are from before. "
+            "Try a smaller optim.lr, or train.precision=fp32"
         )
     return value
 
 
 def evaluate(run: Run) -> float:
     """Full-token loss of the EMA weights on held-out data, see evaluation.py."""
-    options, accelerator = run.cfg.evaluation, run.accelerator
+    options, edm, network, accelerator = run.cfg.evaluation, run.cfg.edm, run.ema.network, run.accelerator
     ranks, total = accelerator.num_processes, torch.zeros_like(run.loss_sum)
-    mine = torch.arange(accelerator.process_index, options.samples, ranks)
+    mine = torch.arange(options.points)[accelerator.process_index :: ranks]
     for numbers in mine.split(max(1, options.batch_size // ranks)):
         with autocast(accelerator.device, run.precision):
-            total += loss_sum(run.cfg.edm, run.ema.network, run.heldout, numbers, options.noise_levels)
-    return accelerator.reduce(total, "sum").item() / options.samples
+            total += heldout_loss(edm, network, run.heldout, numbers, options.points, options.noise_levels)
+    return accelerator.reduce(total, "sum").item() / options.points
 
 
 def draw_pictures(run: Run) -> None:
@@ -319,7 +320,7 @@ def save(run: Run) -> None:
             "samples": len(run.data),
             "latents": asdict(run.data.latents),
             "config": run.config,
-            "versions": versions(),
+            "versions": run.log.versions,
         }
         checkpoint.save(run.folder, run.step, checkpoint.parts(run.network, run.ema.network, run.optimizer), info)
     run.accelerator.wait_for_everyone()

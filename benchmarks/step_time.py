@@ -24,7 +24,7 @@ from build import build_network, build_optimizer  # noqa: E402
 from ema import EMA  # noqa: E402
 from randomness import draw_step  # noqa: E402
 from routing_module import draw_ids  # noqa: E402
-from sample import autocast, resolve_precision  # noqa: E402
+from sample import autocast, use_precision  # noqa: E402
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
         cfg = settings.read(OmegaConf.to_container(compose("config", overrides=overrides), resolve=True))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision = resolve_precision(cfg.train.precision, device)
+    precision = use_precision(cfg.train.precision, device)
     network = build_network(cfg).to(device)
     optimizer, ema = build_optimizer(cfg, network), EMA(network)
     batch, shape = cfg.train.batch_size, (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size)

@@ -23,6 +23,8 @@ install() {
   local stamp=.venv/installed-$1
   if ! cat requirements*.txt | cmp -s - "$stamp"; then
     .venv/bin/pip install --quiet -r "$1"
+    # Beside a system-wide accelerate pip would make no launcher, and the system's does not see .venv.
+    [ -x .venv/bin/accelerate ] || .venv/bin/pip install --quiet --ignore-installed --no-deps "accelerate>=1.0,<2"
     cat requirements*.txt > "$stamp"
   fi
 }

@@ -72,7 +72,7 @@ def test_decoding_is_diffusers_own(tmp_path, kind):
 
 
 def test_an_autoencoder_that_can_not_be_had_is_named(tmp_path):
-    with pytest.raises(ValueError, match="(?s)nowhere.*sampling.decode=false"):
+    with pytest.raises(ValueError, match="(?s)nowhere.*decode=false"):
         autoencoder.load_decoder(replace(PLAIN, autoencoder=str(tmp_path / "nowhere")))
 
 

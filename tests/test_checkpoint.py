@@ -44,7 +44,6 @@ def saved(tmp_path):
 def test_what_is_saved_comes_back(saved):
     found = checkpoint.find(saved)
     assert found.step == 2 and found.info["config"] == {"a": [1]} and found.folder.name == "step_0000002"
-    assert checkpoint.saved_steps(saved) == [1, 2] and checkpoint.exists(saved)
     assert sorted(p.name for p in saved.iterdir()) == ["latest", "step_0000001", "step_0000002"]
     assert [checkpoint.find(saved / name).step for name in ("latest", "step_0000001")] == [2, 1]
 
@@ -81,6 +80,9 @@ def test_damage_is_named(saved):
     path.unlink()
     with pytest.raises(FileNotFoundError, match="model.safetensors is missing"):
         found.tensors("model")
+    (found.folder / "info.json").write_text('{"format": "check')
+    with pytest.raises(ValueError, match="info.json is damaged"):
+        checkpoint.find(saved)
     (found.folder / "info.json").write_text(json.dumps({"format": "checkpoint", "version": 99}))
     with pytest.raises(ValueError, match="version 99"):
         checkpoint.find(saved)

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.dataset_open import write_sparse
+from files import sha256
 from latents import LatentDataset, Latents, write_dataset
 from randomness import split_batch
 
@@ -102,10 +103,15 @@ def truncate(folder):
     os.truncate(path, path.stat().st_size - 100)
 
 
-def relabel(folder, label=1):
-    labels = np.load(folder / "shard-00000.labels.npy")
+def relabel(folder, label=1, rehash=False):
+    path = folder / "shard-00000.labels.npy"
+    labels = np.load(path)
     labels[:] = label
-    np.save(folder / "shard-00000.labels.npy", labels)
+    np.save(path, labels)
+    if rehash:
+        shards = json.loads((folder / "index.json").read_text())["shards"]
+        shards[0]["labels_sha256"] = sha256(path)
+        edit_index(folder, shards=shards)
 
 
 def swap(folder):
@@ -126,7 +132,9 @@ DAMAGE = {
     "unknown dtype": (lambda f: edit_index(f, dtype="int8"), ValueError, "int8"),
     "wrong channels": (lambda f: edit_index(f, shape=[4, 4, 4]), ValueError, r"\(20, 2, 2, 4, 4\).*\(20, 2, 4, 4, 4\)"),
     "edited label": (relabel, ValueError, "labels.npy was changed"),
-    "label out of range": (lambda f: relabel(f, 3), ValueError, "labels.npy was changed"),
+    "label out of range": (lambda f: relabel(f, 3, rehash=True), ValueError, "3..3, but there are 3 classes"),
+    "bytes too many": (lambda f: (f / "shard-00001.npy").open("ab").write(b"more"), ValueError, "shard-00001.npy has"),
+    "shard without hash": (lambda f: edit_index(f, shards=[{"count": 1}]), ValueError, "damaged: KeyError: 'file'"),
     "fewer classes": (lambda f: edit_index(f, classes=["ant", "bee"]), ValueError, "0..2.*2 classes"),
     "wrong count": (lambda f: edit_index(f, count=60), ValueError, "60.*58"),
     "unknown content": (lambda f: edit_index(f, content="moments"), ValueError, "moments"),

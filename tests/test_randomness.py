@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from randomness import draw_step, drop_labels, generator, seeded_normal, split_batch
+from objective import drop_labels
+from randomness import draw_step, generator, seeded_normal, split_batch
 from routing_module import draw_ids
 
 

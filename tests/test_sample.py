@@ -14,7 +14,7 @@ from PIL import Image
 import checkpoint
 from edm import EDM
 from pictures import save_curve, save_grid
-from sample import generate, parse_seeds, resolve_precision, spread_classes
+from sample import generate, parse_seeds, spread_classes, use_precision
 
 
 def test_each_sample_depends_on_its_seed_and_label_alone(tiny):
@@ -52,8 +52,8 @@ def test_bad_requests_are_refused(tiny):
     with pytest.raises(ValueError, match="11.*0..9"):
         generate(EDM(), tiny, [0], torch.tensor([11]))
     with pytest.raises(ValueError, match="fp16"):
-        resolve_precision("fp16", torch.device("cpu"))
-    assert resolve_precision("auto", torch.device("cpu")) == "fp32"
+        use_precision("fp16", torch.device("cpu"))
+    assert use_precision("auto", torch.device("cpu")) == "fp32"
 
 
 def test_seeds_and_classes():
@@ -88,13 +88,13 @@ def test_the_door_refuses_a_bare_state_dict_and_a_misspelt_key(tmp_path, tiny):
     torch.save(tiny.state_dict(), tmp_path / "dit.pt")
     with pytest.raises(ValueError, match="timesteps"):
         checkpoint.find(tmp_path / "dit.pt")
-    for argument, shown in (
-        (f"checkpoint={tmp_path / 'dit.pt'}", "timesteps 0..999"),
-        (f"checkpoint={tmp_path / 'none'}", "no checkpoint at"),
-        ("chekpoint=x", "nearest known one is 'checkpoint'"),
-        ("seeds=0-7", "checkpoint"),
+    for arguments, shown in (
+        ([f"checkpoint={tmp_path / 'dit.pt'}"], "timesteps 0..999"),
+        ([f"checkpoint={tmp_path / 'none'}"], "no checkpoint at"),
+        (["checkpoint=x", "out=picture"], "must end in .png"),
+        (["chekpoint=x"], "nearest known one is 'checkpoint'"),
+        (["seeds=0-7"], "checkpoint"),
     ):
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "sample.py"), argument], cwd=tmp_path, capture_output=True, text=True
-        )
+        command = [sys.executable, str(ROOT / "sample.py"), *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 1 and "error: " in done.stderr and shown in done.stderr

@@ -6,17 +6,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import ROOT
 from PIL import Image
 
 import checkpoint
 import train as door
-from build import open_dataset
+from build import build_network, build_optimizer, open_dataset
+from ema import EMA
 from routing_module import Route, draw_ids
 from runlog import RunLog, claim, differences
 
@@ -30,7 +34,7 @@ TINY = [
     "every.evaluate=3",
     "every.sample=3",
     "every.save=3",
-    "evaluation.samples=64",
+    "evaluation.points=64",
     "evaluation.demo_samples=0",
     "sampling.steps=2",
     "sampling.per_class=1",
@@ -75,6 +79,7 @@ def test_a_run_leaves_what_it_says(straight):
     run = folder / "results" / "digits-tread"
     names = {path.name for path in run.iterdir()}
     assert names == {
+        ".lock",
         "config.yaml",
         "latest",
         "loss.png",
@@ -116,14 +121,24 @@ def test_three_and_three_steps_equal_six_bit_for_bit(straight, tmp_path):
     assert all(torch.equal(state(run)[key], expected[key]) for key in expected)
 
 
-def test_a_killed_run_repeats_what_was_not_saved(straight, tmp_path):
-    """Metrics after the last checkpoint are forgotten and written again, not twice."""
-    launch(tmp_path, "train.steps=3")
-    run = tmp_path / "results" / "digits-tread"
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_run_repeats_what_was_not_saved(straight, tmp_path, processes):
+    """Killed after step 5, with a log interval (2) that does not meet the checkpoint's (3): the newer checkpoint and
+    `latest` are gone, the metrics of later steps are forgotten and written again, not twice."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    launch(whole, "every.log=2", processes=processes)
+    shutil.copytree(whole, killed, symlinks=True)
+    run, reference = (folder / "results" / "digits-tread" for folder in (killed, whole))
+    shutil.rmtree(run / "step_0000006")
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "loss": 1.0}\n{"step": 5, "lo')
-    launch(tmp_path)
-    assert records(run) == records(straight[0] / "results" / "digits-tread")
+        file.write('{"step": 5, "lo')
+    text = launch(killed, "every.log=2", processes=processes)
+    assert "goes on at step 3" in text
+    assert records(run) == records(reference)
+    assert [record["step"] for record in records(run) if "loss" in record] == [2, 4, 6]
+    found, expected = state(run), state(reference)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize(("processes", "micro"), [(1, 2), (2, "null"), (2, 2)])
@@ -140,37 +155,40 @@ def test_the_split_of_a_batch_changes_nothing_but_rounding(straight, tmp_path, p
 
 
 def test_each_step_draws_its_own_ids_and_noise(read_config, monkeypatch, straight):
-    """Seen from inside: what the network is given, step by step, and again."""
+    """What the network is given, step by step, and again."""
     monkeypatch.chdir(straight[0])
 
     def seen(seed):
-        cfg, calls = read_config(*TINY, f"seed={seed}"), []
-
-        class Spy:
-            num_classes, num_tokens = 10, 16
-
-            def __call__(self, x, t, y, routes):
-                calls.append((t, y, routes))
-                return x * 0
-
-        class Accelerated:
-            device = torch.device("cpu")
-
-        run = type("Run", (), {})()
-        run.cfg, run.accelerator, run.precision = cfg, Accelerated(), "fp32"
-        run.network = run.wrapped = Spy()
-        run.data = open_dataset(cfg, "data/digits/train", "train")
+        """(t, y, ids) of three training steps."""
+        cfg = read_config(*TINY, f"seed={seed}")
+        network, calls = build_network(cfg), []
+        network.register_forward_pre_hook(
+            lambda _, args, more: calls.append((args[1], args[2], *more["routes"][0])), with_kwargs=True
+        )
+        run = SimpleNamespace(
+            cfg=cfg,
+            accelerator=Accelerator(cpu=True),
+            precision="fp32",
+            micro_batches=[slice(0, 8)],
+            data=open_dataset(cfg, cfg.dataset.path, "train"),
+            network=network,
+            wrapped=network,
+            ema=EMA(network),
+            optimizer=build_optimizer(cfg, network),
+            loss_sum=torch.zeros(()),
+            loss_count=0,
+        )
         for run.step in range(3):
-            draws = door.draw_step(seed, run.step, 8, (1, 8, 8), 16, 1, False)
-            door.micro_batch_loss(run, draws, slice(0, 8))
+            door.training_step(run)
         return calls
 
     calls, again, other = seen(0), seen(0), seen(1)
-    for (t, y, [(route, ids)]), (t2, y2, [(_, ids2)]) in zip(calls, again):
+    for (t, y, route, ids), (t2, y2, _, ids2) in zip(calls, again, strict=True):
         assert torch.equal(t, t2) and torch.equal(y, y2) and torch.equal(ids, ids2)
         assert route == Route(2, -4) and ids.shape == (8, 8) and len(ids.unique(dim=0)) > 1
-    assert not torch.equal(calls[0][2][0][1], calls[1][2][0][1])
-    assert not torch.equal(calls[0][2][0][1], other[0][2][0][1])
+    for one, another in ((calls[0], calls[1]), (calls[1], calls[2]), (calls[0], other[0])):
+        assert not torch.isclose(one[0], another[0]).all() and not torch.equal(one[3], another[3])
+    assert 10 in torch.cat([y for _, y, _, _ in calls + other])  # some label is dropped
 
 
 @pytest.mark.parametrize(
@@ -196,11 +214,15 @@ def test_bad_starts_are_refused_before_anything_is_touched(
     straight, monkeypatch, read_config, composed, overrides, shown
 ):
     monkeypatch.chdir(straight[0])
-    before = sorted(straight[0].rglob("*"))
+
+    def content():
+        return {path: path.read_bytes() for path in straight[0].rglob("*") if path.is_file()}
+
+    before = content()
     with pytest.raises((ValueError, FileNotFoundError, FileExistsError)) as error:
         door.start(read_config(*TINY, *overrides), composed(*TINY, *overrides))
     assert shown in str(error.value)
-    assert sorted(straight[0].rglob("*")) == before
+    assert content() == before
 
 
 def test_the_door_shows_errors_without_a_traceback(straight):
@@ -213,6 +235,22 @@ def test_the_door_shows_errors_without_a_traceback(straight):
     ):
         text = launch(straight[0], *overrides, ok=False)
         assert shown in text and "Traceback" not in text
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_spares_the_checkpoints(tmp_path):
+    text = launch(tmp_path, "optim.lr=1e30", "every.log=6", ok=False)
+    assert "error: the loss became" in text and "Traceback" not in text
+    assert not list((tmp_path / "results" / "digits-tread").glob("step_*"))
+
+
+def test_the_demo_is_judged_once(tmp_path):
+    """At the end, into the metrics; the judge itself is tested in test_digits.py."""
+    for _ in range(2):
+        text = launch(tmp_path, "train.steps=2", "evaluation.demo_samples=20")
+        judged = [r for r in RunLog(tmp_path / "results" / "digits-tread").records() if "label_agreement" in r]
+        assert len(judged) == 1 and judged[0]["demo_samples"] == 20 and judged[0]["step"] == 2
+        assert f"label_agreement       {judged[0]['label_agreement']:.4f}" in text
+        assert "frechet_pixels_real" in text
 
 
 def test_init_from_starts_at_the_other_runs_ema(straight, tmp_path):
@@ -232,11 +270,47 @@ def test_precision_is_train_pys_with_one_warning(tmp_path):
     assert {value.dtype for value in weights.values()} == {torch.float32}
 
 
-def test_claim_touches_nothing(tmp_path):
-    assert claim(tmp_path / "new", "auto", {}) is None and list(tmp_path.iterdir()) == []
+def test_claim(tmp_path):
+    """Which folders may be started in, without a run in them or with one that saved nothing yet."""
+    config = {"seed": 0, "model": {"depth": 8}, "optim": {"lr": 1.0}}
+    assert claim(tmp_path / "new", "auto", config) == (None, {}) and list(tmp_path.iterdir()) == []
     (tmp_path / "letters.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="files that are not a run's"):
-        claim(tmp_path, "auto", {})
+        claim(tmp_path, "auto", config)
+    with pytest.raises(FileExistsError, match="letters.txt is a file"):
+        claim(tmp_path / "letters.txt", "auto", config)
+    run = tmp_path / "run"
+    RunLog(run).start(0, config)
+    assert claim(run, "auto", config) == (None, {})
+    assert claim(run, "auto", {**config, "optim": {"lr": 2.0}}) == (None, {"optim.lr": (1.0, 2.0)})
+    with pytest.raises(ValueError, match="model.depth: 8 there, 9 here"):
+        claim(run, "auto", {**config, "model": {"depth": 9}})
+    with pytest.raises(FileNotFoundError, match="no checkpoint yet"):
+        claim(run, True, config)
+    with pytest.raises(FileExistsError, match="resume=auto continues it"):
+        claim(run, False, config)
+
+
+def test_claim_without_latest_finds_the_newest_checkpoint(tmp_path):
+    config = {"seed": 0}
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, {}, {"config": config})
+    shutil.rmtree(tmp_path / "step_0000002")  # a damaged one, removed by hand: `latest` names nothing
+    assert claim(tmp_path, "auto", config)[0].step == 1
+    with pytest.raises(ValueError, match="seed: 0 there, 1 here"):
+        claim(tmp_path, "auto", {"seed": 1})
+    (tmp_path / "latest").unlink()
+    shutil.copytree(tmp_path / "step_0000001", tmp_path / "latest")
+    with pytest.raises(FileExistsError, match="latest is a folder, but must be a link"):
+        claim(tmp_path, "auto", config)
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    first = RunLog(tmp_path)
+    first.start(0, {})
+    code = "import sys; from pathlib import Path; from runlog import RunLog; RunLog(Path(sys.argv[1])).start(0, {})"
+    second = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert second.returncode == 1 and "another process is training in" in second.stderr
 
 
 def test_differences():
@@ -258,7 +332,7 @@ def test_sampling_a_run_from_the_command_line(straight, tmp_path):
 def test_compare_runs_shows_evaluation_loss_and_no_training_loss(straight):
     command = [sys.executable, str(ROOT / "scripts" / "compare_runs.py"), "results/digits-tread"]
     done = subprocess.run(command, cwd=straight[0], capture_output=True, text=True)
-    expected = records(straight[0] / "results" / "digits-tread")[-1]["eval_loss"]
+    expected = [r for r in records(straight[0] / "results" / "digits-tread") if "eval_loss" in r][-1]["eval_loss"]
     assert f"| tread on digits, 6 steps | 1 | {expected:.4f} |" in done.stdout
     assert " loss |" not in done.stdout
 

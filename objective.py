@@ -1,0 +1,33 @@
+"""What a training step minimises: stored samples, labels and draws in, a loss for each sample out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from autoencoder import to_network
+from latents import Latents
+from randomness import Draws
+from routing_module import draw_ids
+from settings import Settings
+
+
+def drop_labels(y: Tensor, uniform: Tensor, probability: float, null_class: int) -> Tensor:
+    """Replace labels by the null class where the uniform number is below the probability: (B,)."""
+    return torch.where(uniform < probability, null_class, y)
+
+
+def training_loss(
+    cfg: Settings, network: Callable[..., Tensor], latents: Latents, stored: Tensor, labels: Tensor, draws: Draws
+) -> Tensor:
+    """EDM loss of each sample (B,) fp32, with dropped labels and under the model's routes.
+
+    stored (B, C or 2C, S, S) and labels (B,) as the dataset holds them, on the network's device;
+    `latents` says what the stored numbers mean, `draws` holds all that is random.
+    """
+    x = to_network(stored, latents, draws.posterior)
+    y = drop_labels(labels, draws.drop, cfg.train.label_drop, cfg.dataset.num_classes)
+    routes = [(route, draw_ids(u, route.selection_ratio)) for route, u in zip(cfg.model.routes, draws.routes)]
+    return cfg.edm.loss(network, x, y, cfg.edm.sigma(draws.sigma), draws.noise, routes)

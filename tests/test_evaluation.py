@@ -1,0 +1,39 @@
+"""The evaluation loss: which points it takes, and its sum against the loss computed point by point."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from edm import EDM
+from evaluation import heldout_loss, point
+from latents import LatentDataset, Latents, write_dataset
+from randomness import seeded_normal
+
+
+def test_many_points_take_each_sample_at_each_noise_level():
+    for samples in (355, 16, 7):
+        sample, level = point(torch.arange(16 * samples), 16 * samples, samples, 16)
+        assert len(set(zip(sample.tolist(), level.tolist()))) == 16 * samples
+
+
+def test_few_points_are_spread_over_all_samples():
+    sample, level = point(torch.arange(4096), 4096, 50_000, 16)
+    assert sample.diff().min() >= 12 and sample.diff().max() <= 13 and sample[-1] > 49_980
+    assert torch.bincount(level).tolist() == [256] * 16
+    assert len(set((sample // 50).tolist())) == 1000  # each of 1000 classes stored in order
+
+
+def test_the_sum_equals_the_losses_one_by_one(tmp_path, tiny):
+    meaning = Latents(shape=(4, 8, 8), classes=tuple("abcdefghij"), autoencoder="none", dtype="float32", scale=2.0)
+    stored = torch.randn(5, 1, 4, 8, 8)
+    write_dataset(tmp_path / "data", meaning, [(stored.numpy(), torch.arange(5).numpy())])
+    data, edm = LatentDataset(tmp_path / "data"), EDM()
+    numbers = torch.tensor([0, 3, 11, 12])
+    expected = 0.0
+    with torch.no_grad():
+        for k in numbers.tolist():
+            i, sigma = k % 5, edm.sigma_quantiles(4)[(k % 5 + k // 5) % 4]
+            noise = seeded_normal([k], (4, 8, 8), "evaluation")
+            expected += edm.loss(tiny, 2 * stored[i], torch.tensor([i]), sigma.view(1), noise).item()
+    assert heldout_loss(edm, tiny, data, numbers, 20, 4).item() == pytest.approx(expected, rel=1e-5)
