@@ -124,6 +124,10 @@ class RunLog:
         kept = [record for record in self.records() if record["step"] <= step]
         write_whole(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
 
+    def close(self) -> None:
+        """Give the folder back."""
+        self._lock.close()
+
     def write(self, record: dict) -> None:
         """Append one record; its "step" is the number of steps done."""
         with self.metrics.open("a") as file:

@@ -262,8 +262,7 @@ def log_loss(run: Run, images_per_s: float) -> float:
     loss = reduced_loss_sum(run) / run.loss_count
     flops = 3 * run.network.forward_flops(run.cfg.model.routes) * images_per_s
     run.record(loss=loss, images_per_s=round(images_per_s, 1), flops_per_s=float(f"{flops:.4g}"))
-    run.loss_sum.zero_()
-    run.loss_count = 0
+    run.loss_sum, run.loss_count = torch.zeros_like(run.loss_sum), 0
     return loss
 
 
@@ -337,6 +336,7 @@ def finish(run: Run) -> None:
             labels = torch.arange(count) % run.cfg.dataset.num_classes
             run.record(**digits.judge(draw_samples(run, labels).numpy(), labels.numpy()), demo_samples=count)
         run.say(outcome(run.folder, run.step, run.log.records()))
+        run.log.close()
     if run.wandb is not None:
         run.wandb.finish()
     run.accelerator.end_training()
