@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,30 +21,11 @@ import autoencoder
 import checkpoint
 import settings
 from build import build_network
+from compute import autocast, use_precision
 from edm import EDM, heun
 from latents import Latents
 from pictures import save_grid
 from randomness import seeded_normal
-
-
-def use_precision(name: str, device: torch.device) -> str:
-    """Settle the precision: auto becomes bf16 on a GPU that has it in hardware, else fp32.
-
-    With bf16, what autocast leaves in fp32 may use TF32 (a route's fp32 block is as large as the
-    others); plain fp32 stays exact.
-    """
-    settings.check_precision("precision", name)
-    if name == "auto":
-        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        name = "bf16" if native else "fp32"
-    if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = name == "bf16"
-    return name
-
-
-def autocast(device: torch.device, precision: str) -> AbstractContextManager:
-    """The context in which the network runs: weights stay fp32, bf16 is autocast."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
 def generate(

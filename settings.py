@@ -76,10 +76,12 @@ class Train:
     batch_size: int
     micro_batch_size: int | None
     precision: str
+    cpu_threads: int | None
     label_drop: float
 
     def __post_init__(self) -> None:
-        _positive("train", steps=self.steps, batch_size=self.batch_size, micro_batch_size=self.micro_batch_size)
+        for key in ("steps", "batch_size", "micro_batch_size", "cpu_threads"):
+            _positive("train", **{key: getattr(self, key)})
         check_precision("train.precision", self.precision)
         if not 0 <= self.label_drop <= 1:
             raise ValueError(f"train.label_drop is {self.label_drop}, but must lie in [0, 1]")

@@ -27,6 +27,7 @@ import checkpoint
 import digits
 import settings
 from build import build_network, build_optimizer, load_weights, open_dataset
+from compute import autocast, use_cores, use_precision
 from ema import EMA
 from evaluation import heldout_loss
 from files import write_whole
@@ -35,7 +36,7 @@ from objective import training_loss
 from pictures import save_curve, save_grid
 from randomness import draw_step, generator, split_batch
 from runlog import RunLog, claim
-from sample import autocast, generate, spread_classes, to_pictures, use_precision
+from sample import generate, spread_classes, to_pictures
 from summary import describe, outcome
 
 
@@ -96,29 +97,17 @@ def main(composed: DictConfig) -> None:
 
 def start(cfg: settings.Settings, config: dict) -> Run:
     """Open or continue a run. Raises ValueError, FileNotFoundError or FileExistsError for bad input."""
-    # Autocast is sample.autocast, in training as in sampling. Without cpu=True, torchrun on CPUs would be one process.
-    accelerator = Accelerator(mixed_precision="no", cpu=not torch.accelerator.is_available())
+    accelerator, precision = open_accelerator(cfg)
     device, main_process = accelerator.device, accelerator.is_main_process
-    if accelerator.distributed_type.value not in ("NO", "MULTI_CPU", "MULTI_GPU"):
-        raise ValueError(
-            f"accelerate is set to {accelerator.distributed_type.value}, but this code runs on one device or with DDP"
-        )
-    if int(os.environ.get("WORLD_SIZE", 1)) != accelerator.num_processes:
-        raise ValueError(
-            f"{os.environ['WORLD_SIZE']} processes were launched, but accelerate runs {accelerator.num_processes}"
-        )
-    precision = use_precision(cfg.train.precision, device)
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if main_process and launched not in ("no", precision):
-        warning = f"warning: accelerate's config says {launched}, but train.precision decides: {precision}"
-        print(warning, file=sys.stderr)
     micro_batches = split_batch(
         cfg.train.batch_size, accelerator.num_processes, accelerator.process_index, cfg.train.micro_batch_size
     )
 
     folder = Path(cfg.results) / cfg.name
     found, changed = claim(folder, cfg.resume, config)
-    check_agreement(accelerator, found.step if found else 0)  # all have looked before the main process writes
+    steps = set(accelerator.gather(torch.tensor([found.step if found else 0], device=device)).tolist())
+    if len(steps) > 1:
+        raise ValueError(f"the processes found the run at steps {steps}; `results` must be a folder they share")
     with accelerator.main_process_first():
         data = open_dataset(cfg, cfg.dataset.path, "train")
         heldout = open_dataset(cfg, cfg.dataset.heldout, "heldout") if cfg.dataset.heldout else None
@@ -170,13 +159,25 @@ def start(cfg: settings.Settings, config: dict) -> Run:
     return run
 
 
-def check_agreement(accelerator: Accelerator, step: int) -> None:
-    """Raise ValueError unless all processes found the run at the same step (they need a file system in common)."""
-    steps = accelerator.gather(torch.tensor([step], device=accelerator.device)).tolist()
-    if len(set(steps)) > 1:
-        raise ValueError(
-            f"the processes found the run at different steps {steps}; `results` must be a folder they share"
-        )
+def open_accelerator(cfg: settings.Settings) -> tuple[Accelerator, str]:
+    """The device and the other processes, and the precision settled. Raises ValueError for a launch we do not serve."""
+    # Autocast is compute.autocast, in training as in sampling. Without cpu=True, torchrun on CPUs would be one process.
+    accelerator = Accelerator(mixed_precision="no", cpu=not torch.accelerator.is_available())
+    kind, launched = accelerator.distributed_type.value, int(os.environ.get("WORLD_SIZE", 1))
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        raise ValueError(f"accelerate is set to {kind}, but this code runs on one device or by DDP")
+    if launched != accelerator.num_processes:
+        raise ValueError(f"{launched} processes were launched, but accelerate runs {accelerator.num_processes}")
+    if accelerator.device.type == "cpu":
+        use_cores(cfg.train.cpu_threads, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    precision, asked = (
+        use_precision(cfg.train.precision, accelerator.device),
+        os.environ.get("ACCELERATE_MIXED_PRECISION"),
+    )
+    if accelerator.is_main_process and asked not in (None, "no", precision):
+        warning = f"warning: accelerate's config says {asked}, but train.precision decides: {precision}"
+        print(warning, file=sys.stderr)
+    return accelerator, precision
 
 
 def start_wandb(cfg: settings.Settings, config: dict, folder: Path) -> object:

@@ -21,10 +21,10 @@ sys.path.insert(0, str(ROOT))
 
 import settings  # noqa: E402
 from build import build_network, build_optimizer  # noqa: E402
+from compute import autocast, use_cores, use_precision  # noqa: E402
 from ema import EMA  # noqa: E402
 from randomness import draw_step  # noqa: E402
 from routing_module import draw_ids  # noqa: E402
-from sample import autocast, use_precision  # noqa: E402
 
 
 def main() -> None:
@@ -34,6 +34,8 @@ def main() -> None:
         cfg = settings.read(OmegaConf.to_container(compose("config", overrides=overrides), resolve=True))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = use_precision(cfg.train.precision, device)
+    if device.type == "cpu":
+        use_cores(cfg.train.cpu_threads, processes=1)
     network = build_network(cfg).to(device)
     optimizer, ema = build_optimizer(cfg, network), EMA(network)
     batch, shape = cfg.train.batch_size, (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size)

@@ -18,7 +18,7 @@ LAYERS = [  # a file imports from layers above its own; the leaves come first
     {"evaluation"},
     {"dit"},
     {"settings"},
-    {"build", "summary", "objective"},
+    {"build", "summary", "objective", "compute"},
     {"sample"},
     {"train"},
 ]

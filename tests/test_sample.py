@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -12,9 +13,10 @@ from conftest import ROOT
 from PIL import Image
 
 import checkpoint
+from compute import use_precision
 from edm import EDM
 from pictures import save_curve, save_grid
-from sample import generate, parse_seeds, spread_classes, use_precision
+from sample import generate, parse_seeds, spread_classes
 
 
 def test_each_sample_depends_on_its_seed_and_label_alone(tiny):
@@ -54,6 +56,14 @@ def test_bad_requests_are_refused(tiny):
     with pytest.raises(ValueError, match="fp16"):
         use_precision("fp16", torch.device("cpu"))
     assert use_precision("auto", torch.device("cpu")) == "fp32"
+
+
+def test_all_cores_are_used_where_a_launcher_left_one():
+    """accelerate and torchrun set OMP_NUM_THREADS=1."""
+    code = "import torch; from compute import use_cores; print(torch.get_num_threads(), use_cores(None, 1), use_cores(3, 1))"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["1", str(len(os.sched_getaffinity(0))), "3"]
 
 
 def test_seeds_and_classes():

@@ -34,6 +34,7 @@ TINY = [
     "model.num_heads=2",
     "train.batch_size=8",
     "train.steps=6",
+    "train.cpu_threads=1",
     "every.log=1",
     "every.evaluate=3",
     "every.sample=3",
@@ -46,12 +47,11 @@ TINY = [
 
 
 def launch(folder, *overrides: str) -> str:
-    """Do in this process what `python train.py` does in a folder, on one thread; returns what it prints."""
+    """Do in this process what `python train.py` does in a folder; returns what it prints."""
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
         config = compose("config", overrides=[*TINY, *overrides])
     before, threads, printed = Path.cwd(), torch.get_num_threads(), io.StringIO()
     os.chdir(folder)
-    torch.set_num_threads(1)
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             door.main.__wrapped__(config)
@@ -68,8 +68,7 @@ def launch_processes(folder, *overrides: str, processes: int = 1, ok: bool = Tru
         command += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
         command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
     command += [str(ROOT / "train.py"), *TINY, *overrides]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert (done.returncode == 0) == ok, done.stdout + done.stderr
     return done.stdout + done.stderr
 

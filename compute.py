@@ -1,0 +1,41 @@
+"""How a device computes: precision, and threads where it is a CPU."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+
+import torch
+
+from settings import check_precision
+
+
+def use_precision(name: str, device: torch.device) -> str:
+    """Settle the precision: auto becomes bf16 on a GPU that has it in hardware, else fp32.
+
+    With bf16, what autocast leaves in fp32 may use TF32 (a route's fp32 block is as large as the
+    others); plain fp32 stays exact.
+    """
+    check_precision("precision", name)
+    if name == "auto":
+        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        name = "bf16" if native else "fp32"
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = name == "bf16"
+    return name
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager:
+    """The context in which the network runs: weights stay fp32, bf16 is autocast."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+def use_cores(threads: int | None, processes: int) -> int:
+    """Let torch use this many CPU threads; None: this machine's cores, shared among the processes on it.
+
+    accelerate and torchrun set OMP_NUM_THREADS=1 for what they launch, which would leave all cores
+    but one idle. Returns the number of threads.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(threads or max(1, cores // processes))
+    return torch.get_num_threads()
