@@ -170,13 +170,10 @@ def open_accelerator(cfg: settings.Settings) -> tuple[Accelerator, str]:
         raise ValueError(f"{launched} processes were launched, but accelerate runs {accelerator.num_processes}")
     if accelerator.device.type == "cpu":
         use_cores(cfg.train.cpu_threads, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    precision, asked = (
-        use_precision(cfg.train.precision, accelerator.device),
-        os.environ.get("ACCELERATE_MIXED_PRECISION"),
-    )
-    if accelerator.is_main_process and asked not in (None, "no", precision):
-        warning = f"warning: accelerate's config says {asked}, but train.precision decides: {precision}"
-        print(warning, file=sys.stderr)
+    precision = use_precision(cfg.train.precision, accelerator.device)
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if accelerator.is_main_process and asked not in ("no", precision):
+        print(f"warning: accelerate's config says {asked}, train.precision decides: {precision}", file=sys.stderr)
     return accelerator, precision
 
 

@@ -60,7 +60,7 @@ def test_bad_requests_are_refused(tiny):
 
 def test_all_cores_are_used_where_a_launcher_left_one():
     """accelerate and torchrun set OMP_NUM_THREADS=1."""
-    code = "import torch; from compute import use_cores; print(torch.get_num_threads(), use_cores(None, 1), use_cores(3, 1))"
+    code = "import torch, compute as c; print(torch.get_num_threads(), c.use_cores(None, 1), c.use_cores(3, 1))"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["1", str(len(os.sched_getaffinity(0))), "3"]
