@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import diffusers
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -25,6 +27,7 @@ import checkpoint
 import train as door
 from build import build_network, build_optimizer, open_dataset
 from ema import EMA
+from latents import Latents, write_dataset
 from routing_module import Route, draw_ids
 from runlog import RunLog, claim, differences
 
@@ -273,6 +276,33 @@ def test_the_demo_is_judged_once(tmp_path):
         assert len(judged) == 1 and judged[0]["demo_samples"] == 20 and judged[0]["step"] == 2
         assert f"label_agreement       {judged[0]['label_agreement']:.4f}" in text
         assert "frechet_pixels_real" in text
+
+
+def test_moments_with_flipped_views_and_an_autoencoder(tmp_path):
+    """The way of ImageNet latents: posterior means and log-variances, an AutoencoderKL for the pictures."""
+    model = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, sample_size=16)
+    model.save_pretrained(tmp_path / "vae")
+    meaning = Latents(
+        shape=(4, 8, 8),
+        classes=("ant", "bee", "cow"),
+        autoencoder=str(tmp_path / "vae"),
+        content="moments",
+        spread="logvar",
+        scale=0.18215,
+        views=2,
+    )
+    for part in ("train", "val"):
+        shards = [(np.random.default_rng(0).standard_normal((20, 2, 8, 8, 8)), np.arange(20) % 3)]
+        write_dataset(tmp_path / "latents" / part, meaning, shards)
+    overrides = ["dataset.path=latents/train", "dataset.heldout=latents/val", "dataset.size=8", "dataset.num_classes=3"]
+    launch(tmp_path, "dataset=imagenet256", *overrides, "train.steps=3")
+    run = tmp_path / "results" / "imagenet256-tread"
+    assert [r["step"] for r in records(run) if "loss" in r] == [1, 2, 3]
+    assert Image.open(run / "samples" / "step_0000003.png").mode == "RGB"
+    assert Latents.from_json(checkpoint.find(run).info["latents"]) == meaning
+    with pytest.raises(SystemExit, match="could not be loaded"):
+        (tmp_path / "vae").rename(tmp_path / "moved")
+        launch(tmp_path, "dataset=imagenet256", *overrides, "name=other")
 
 
 def test_init_from_starts_at_the_other_runs_ema(straight, tmp_path):
