@@ -31,7 +31,7 @@ def golden(asset, tiny):
     return tiny.requires_grad_(False), load_file(asset("golden/tread_tiny_forward.safetensors"))
 
 
-def close(found, expected):
+def assert_golden(found, expected):
     assert (found - expected).abs().max() <= 1e-5
 
 
@@ -47,27 +47,27 @@ def hidden_states(network, *inputs, **more):
 def test_golden_forward(golden):
     network, g = golden
     out, states = hidden_states(network, g["x"], g["t"], g["y"])
-    close(out, g["out_eval"])
+    assert_golden(out, g["out_eval"])
     for i, state in enumerate(states):
-        close(state, g[f"hidden/eval/block{i}"])
-    close(network(g["x"], g["t"], torch.full_like(g["y"], 10)), g["out_eval_uncond"])
+        assert_golden(state, g[f"hidden/eval/block{i}"])
+    assert_golden(network(g["x"], g["t"], torch.full_like(g["y"], 10)), g["out_eval_uncond"])
 
 
 def test_golden_routed_forward(golden):
     network, g = golden
     out, states = hidden_states(network, g["x"], g["t"], g["y"], routes=[(Route(1, 4), g["ids_keep_r050"])])
-    close(out, g["out_train_routed"])
+    assert_golden(out, g["out_train_routed"])
     for i, state in enumerate(states):
-        close(state, g[f"hidden/routed/block{i}"])
+        assert_golden(state, g[f"hidden/routed/block{i}"])
 
 
 def test_golden_parts(golden):
     network, g = golden
-    close(network.x_embedder(g["x"]) + network.pos_embed, g["x_tokens_embedded"])
-    close(network.t_embedder.frequencies(g["t"]), g["t_freq_embedding"])
-    close(network.t_embedder(g["t"]), g["t_emb"])
+    assert_golden(network.x_embedder(g["x"]) + network.pos_embed, g["x_tokens_embedded"])
+    assert_golden(network.t_embedder.frequencies(g["t"]), g["t_freq_embedding"])
+    assert_golden(network.t_embedder(g["t"]), g["t_emb"])
     fresh = DiT(input_size=8, patch_size=2, hidden_size=64, depth=1, num_heads=4)
-    close(fresh.pos_embed, g["pos_embed"])
+    assert_golden(fresh.pos_embed, g["pos_embed"])
 
 
 def test_order_of_kept_tokens_does_not_change_the_output(tiny):
