@@ -54,6 +54,22 @@ def load_weights(network: nn.Module, path: str) -> None:
         ) from error
 
 
+def open_datasets(cfg: Settings) -> tuple[LatentDataset, LatentDataset | None]:
+    """The training data and, if dataset.heldout names them, the held-out data.
+
+    Raises ValueError or FileNotFoundError if they do not fit the model, the batch or one another.
+    """
+    data = open_dataset(cfg, cfg.dataset.path, "train")
+    data.steps_per_epoch(cfg.train.batch_size)
+    if cfg.dataset.heldout is None:
+        return data, None
+    heldout = open_dataset(cfg, cfg.dataset.heldout, "heldout")
+    for key in ("classes", "autoencoder", "scale", "shift"):
+        if getattr(heldout.latents, key) != getattr(data.latents, key):
+            raise ValueError(f"{cfg.dataset.heldout} and {cfg.dataset.path} differ in {key}: prepare both alike")
+    return data, heldout
+
+
 def open_dataset(cfg: Settings, path: str, part: str) -> LatentDataset:
     """Open a dataset, or the "heldout" `part` of it, and check that it fits the model.
 

@@ -62,12 +62,14 @@ class Checkpoint:
         if path.name not in self.info["files"]:
             raise ValueError(f"{self.folder} holds no {name} part, only {', '.join(self.info['files'])}")
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing, though info.json names it; use an older checkpoint")
+            raise FileNotFoundError(
+                f"{path} is missing, though info.json names it; remove {self.folder} to go on from the one before"
+            )
         expected = self.info["files"][path.name]
         if path.stat().st_size != expected["bytes"] or sha256(path) != expected["sha256"]:
             raise ValueError(
                 f"{path} is damaged: {path.stat().st_size} bytes, but info.json says {expected['bytes']} "
-                "bytes of another content; use an older checkpoint"
+                f"bytes of another content; remove {self.folder} to go on from the checkpoint before"
             )
         return load_file(path)
 
@@ -89,8 +91,9 @@ def find(path: Path) -> Checkpoint:
         raise FileNotFoundError(f"no checkpoint at {path}: neither it nor a folder step_… in it has an info.json")
     try:
         info = json.loads((folder / "info.json").read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{folder / 'info.json'} is damaged ({error}); use an older checkpoint") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        advice = f"remove {folder.resolve()} to go on from the checkpoint before"
+        raise ValueError(f"{folder / 'info.json'} is damaged ({error}); {advice}") from error
     if info.get("format") != "checkpoint" or info.get("version") != VERSION:
         kind = f"{info.get('format')!r} version {info.get('version')}"
         raise ValueError(f"{folder} is a {kind}, but this code reads 'checkpoint' version {VERSION}")

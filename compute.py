@@ -21,7 +21,7 @@ def use_precision(name: str, device: torch.device) -> str:
         native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         name = "bf16" if native else "fp32"
     if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = name == "bf16"
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name == "bf16"
     return name
 
 

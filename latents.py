@@ -170,8 +170,8 @@ class LatentDataset:
             self.latents = Latents.from_json(index)
             count, class_counts = index["count"], index["class_counts"]
             shards = [{key: shard[key] for key in SHARD_KEYS} for shard in index["shards"]]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:  # of JSON and UTF-8 too, which are ValueErrors
+            raise ValueError(f"{path} is damaged or of another kind: {type(error).__name__}: {error}") from error
         self._shards = []
         labels = []
         for shard in shards:

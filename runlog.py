@@ -74,7 +74,7 @@ def claim(folder: Path, resume: bool | str, config: dict) -> tuple[Checkpoint | 
     found = find(folder) if newest(folder) else None
     starts = RunLog(folder).starts()
     if found is None and not starts:
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise FileExistsError(f"{folder} holds files that are not a run's; {other}")
         if resume is True:
             raise FileNotFoundError(f"resume=true, but {folder} holds no checkpoint; resume=auto starts a run there")
@@ -94,10 +94,16 @@ def claim(folder: Path, resume: bool | str, config: dict) -> tuple[Checkpoint | 
 
 
 class RunLog:
-    """metrics.jsonl and run.json of a run; the main process alone writes them."""
+    """metrics.jsonl and run.json of a run; the main process alone writes them. Open it before `claim`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.metrics = folder, folder / "metrics.jsonl"
+        self._seen = self._state()
+
+    def _state(self) -> tuple[int, Path | None]:
+        """How often the run was started, and its newest checkpoint: what `claim` decides by."""
+        found = newest(self.folder)
+        return len(self.starts()), found and found.resolve()
 
     def starts(self) -> list[dict]:
         """What run.json holds: time, step, command, versions and config of each start; [] before the first."""
@@ -107,8 +113,9 @@ class RunLog:
     def start(self, step: int, config: dict, **facts: object) -> None:
         """Take the folder, note a start or resumption, and forget metrics of steps that will be done again.
 
-        Raises FileExistsError if another process has taken the folder and still runs.
+        Raises FileExistsError if another process has taken the folder since this log was opened.
         """
+        self.versions = versions()  # of the code that runs, whatever is committed while it does
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = (self.folder / ".lock").open("w")  # held while this process lives
         try:
@@ -117,8 +124,9 @@ class RunLog:
             raise FileExistsError(f"another process is training in {self.folder}; name=… starts another run") from None
         except OSError:
             pass  # a file system without locks
+        if self._state() != self._seen:
+            raise FileExistsError(f"another process trained in {self.folder} while this one was starting; start again")
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        self.versions = versions()  # of the code that runs, whatever is committed while it does
         start = {"time": now, "step": step, "command": sys.argv, **facts, "versions": self.versions, "config": config}
         write_whole(self.folder / "run.json", json.dumps([*self.starts(), start], indent=1) + "\n")
         kept = [record for record in self.records() if record["step"] <= step]
@@ -134,11 +142,11 @@ class RunLog:
             file.write(json.dumps(record) + "\n")
 
     def records(self) -> list[dict]:
-        """All whole records so far; a last line cut short by a crash is left out."""
+        """All whole records so far; lines that a crash cut short are left out."""
         records = []
         for line in self.metrics.read_text().splitlines() if self.metrics.exists() else []:
             try:
                 records.append(json.loads(line))
             except json.JSONDecodeError:
-                break
+                continue
         return records

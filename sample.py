@@ -112,14 +112,21 @@ class Options:
     decode: bool
     out: str
 
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}, but must be positive")
+        if self.weights not in ("ema", "model"):
+            raise ValueError(f"weights is {self.weights!r}, but must be ema or model")
+        if Path(self.out).suffix != ".png":
+            raise ValueError(f"out is {self.out!r}, but must end in .png")
+
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="sample")
 def main(composed: DictConfig) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         options = settings.read(OmegaConf.to_container(composed, throw_on_missing=True), Options)
-        if Path(options.out).suffix != ".png":
-            raise ValueError(f"out is {options.out!r}, but must end in .png")
+        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
         seeds = parse_seeds(options.seeds)
         precision = use_precision(options.precision, device)
         found = checkpoint.find(Path(options.checkpoint))
@@ -137,10 +144,9 @@ def main(composed: DictConfig) -> None:
             precision=precision,
             progress=True,
         )
-        pictures = to_pictures(x, decoder, device)
-    except (ValueError, FileNotFoundError, MissingMandatoryValue) as error:
+        save_grid(Path(options.out), to_pictures(x, decoder, device).numpy(), columns=len(seeds))
+    except (ValueError, OSError, MissingMandatoryValue) as error:
         sys.exit(f"error: {error}")
-    save_grid(Path(options.out), pictures.numpy(), columns=len(seeds))
     print(
         f"{options.out}: rows are classes {list(classes)}, columns seeds {options.seeds}; "
         f"step {found.step}, {options.weights} weights, Heun with {options.steps} steps, {precision} on {device.type}"

@@ -26,7 +26,7 @@ import autoencoder
 import checkpoint
 import digits
 import settings
-from build import build_network, build_optimizer, load_weights, open_dataset
+from build import build_network, build_optimizer, load_weights, open_datasets
 from compute import autocast, use_cores, use_precision
 from ema import EMA
 from evaluation import heldout_loss
@@ -83,7 +83,7 @@ def main(composed: DictConfig) -> None:
     try:
         config = OmegaConf.to_container(composed, resolve=True)
         run = start(settings.read(config), config)
-    except (ValueError, FileNotFoundError, FileExistsError) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     if run.step < run.cfg.train.steps:
         train(run)
@@ -96,7 +96,7 @@ def main(composed: DictConfig) -> None:
 
 
 def start(cfg: settings.Settings, config: dict) -> Run:
-    """Open or continue a run. Raises ValueError, FileNotFoundError or FileExistsError for bad input."""
+    """Open or continue a run. Raises ValueError or OSError for bad input."""
     accelerator, precision = open_accelerator(cfg)
     device, main_process = accelerator.device, accelerator.is_main_process
     micro_batches = split_batch(
@@ -104,14 +104,13 @@ def start(cfg: settings.Settings, config: dict) -> Run:
     )
 
     folder = Path(cfg.results) / cfg.name
+    log = RunLog(folder)
     found, changed = claim(folder, cfg.resume, config)
     steps = set(accelerator.gather(torch.tensor([found.step if found else 0], device=device)).tolist())
     if len(steps) > 1:
         raise ValueError(f"the processes found the run at steps {steps}; `results` must be a folder they share")
     with accelerator.main_process_first():
-        data = open_dataset(cfg, cfg.dataset.path, "train")
-        heldout = open_dataset(cfg, cfg.dataset.heldout, "heldout") if cfg.dataset.heldout else None
-    data.steps_per_epoch(cfg.train.batch_size)
+        data, heldout = open_datasets(cfg)
     if found and (Latents.from_json(found.info["latents"]), found.info["samples"]) != (data.latents, len(data)):
         raise ValueError(f"{cfg.dataset.path} is not the data that {folder} was trained on; name=… starts another run")
     decoder = autoencoder.preview
@@ -142,7 +141,7 @@ def start(cfg: settings.Settings, config: dict) -> Run:
         ema=ema,
         optimizer=optimizer,
         decoder=decoder,
-        log=RunLog(folder),
+        log=log,
         step=found.step if found else 0,
         loss_sum=torch.tensor(found.info["loss_sum"] if found else 0.0, device=device),
         loss_count=found.info["loss_count"] if found else 0,
@@ -184,9 +183,11 @@ def start_wandb(cfg: settings.Settings, config: dict, folder: Path) -> object:
     kept = folder / "wandb_id.txt"
     if not kept.exists():
         write_whole(kept, uuid.uuid4().hex[:8])
-    return wandb.init(
-        project=cfg.wandb.project, name=cfg.name, id=kept.read_text(), resume="allow", config=config, dir=folder
-    )
+    same = {"id": kept.read_text(), "resume": "allow"}
+    try:
+        return wandb.init(project=cfg.wandb.project, name=cfg.name, config=config, dir=folder, **same)
+    except wandb.errors.Error as error:
+        raise ValueError(f"wandb: {error}. Run `wandb login`, or set wandb.enabled=false") from error
 
 
 # --------------------------------------------------------------------------------------- training
@@ -211,9 +212,9 @@ def train(run: Run) -> None:
                 minutes = (time.perf_counter() - start_time) / 20 * (cfg.train.steps - start_step) / 60
                 run.say(f"  time     {minutes:.1f} min expected for {cfg.train.steps - start_step:,} steps")
             if run.step % cfg.every.log == 0 or last:
-                seconds = time.perf_counter() - began - paused
-                images_per_s = (run.step - first) * cfg.train.batch_size / seconds
-                loss = log_loss(run, images_per_s)
+                loss = reduced_loss_sum(run) / run.loss_count  # waits for the device, so the clock comes after
+                images_per_s = (run.step - first) * cfg.train.batch_size / (time.perf_counter() - began - paused)
+                log_loss(run, loss, images_per_s)
                 bar.set_postfix_str(f"loss {loss:.4f}, {images_per_s:.0f} images/s", refresh=False)
                 first, began, paused = run.step, time.perf_counter(), 0.0
             pause = time.perf_counter()
@@ -247,7 +248,7 @@ def training_step(run: Run) -> None:
             with autocast(device, run.precision):
                 losses = training_loss(cfg, run.wrapped, latents, stored, labels, draws.rows(rows))
             loss = losses.mean() / len(run.micro_batches)
-            run.accelerator.backward(loss)
+            loss.backward()
         run.loss_sum += loss.detach()
     run.loss_count += 1
     run.optimizer.step()
@@ -255,13 +256,11 @@ def training_step(run: Run) -> None:
     run.ema.update(run.network, run.step)
 
 
-def log_loss(run: Run, images_per_s: float) -> float:
-    """Write down and return the mean loss since the last log, over all processes."""
-    loss = reduced_loss_sum(run) / run.loss_count
+def log_loss(run: Run, loss: float, images_per_s: float) -> None:
+    """Write down the mean loss since the last log, and begin the next sum."""
     flops = 3 * run.network.forward_flops(run.cfg.model.routes) * images_per_s
     run.record(loss=loss, images_per_s=round(images_per_s, 1), flops_per_s=float(f"{flops:.4g}"))
     run.loss_sum, run.loss_count = torch.zeros_like(run.loss_sum), 0
-    return loss
 
 
 def reduced_loss_sum(run: Run) -> float:
@@ -270,8 +269,8 @@ def reduced_loss_sum(run: Run) -> float:
     value = run.loss_sum.item()
     if not math.isfinite(value):
         sys.exit(
-            f"error: the loss became {value} before step {run.step}; the checkpoints in {run.folder} are from before. "
-            "Try a smaller optim.lr, or train.precision=fp32"
+            f"error: the loss became {value} before step {run.step}. Try a smaller optim.lr, or train.precision=fp32; "
+            f"if going on fails again, remove the newest step_… of {run.folder}"
         )
     return value
 
@@ -281,7 +280,7 @@ def evaluate(run: Run) -> float:
     options, edm, network, accelerator = run.cfg.evaluation, run.cfg.edm, run.ema.network, run.accelerator
     ranks, total = accelerator.num_processes, torch.zeros_like(run.loss_sum)
     mine = torch.arange(options.points)[accelerator.process_index :: ranks]
-    for numbers in mine.split(max(1, options.batch_size // ranks)):
+    for numbers in mine.split(max(1, options.batch_size // ranks)) if len(mine) else ():
         with autocast(accelerator.device, run.precision):
             total += heldout_loss(edm, network, run.heldout, numbers, options.points, options.noise_levels)
     return accelerator.reduce(total, "sum").item() / options.points
@@ -308,8 +307,10 @@ def draw_samples(run: Run, labels: Tensor) -> Tensor:
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint of this step."""
+    """Write a checkpoint of this step, unless its weights are broken: then end the run."""
     loss_sum = reduced_loss_sum(run)
+    if not all(parameter.isfinite().all() for parameter in run.network.parameters()):
+        sys.exit(f"error: weights are not finite after step {run.step}, which is not saved. Try a smaller optim.lr")
     if run.main:
         info = {
             "loss_sum": loss_sum,

@@ -9,5 +9,5 @@ SECONDS=0
 make_venv
 install requirements.txt
 echo "installed after ${SECONDS} s; training"
-.venv/bin/accelerate launch --num_processes 1 train.py model=tread "$@"
+.venv/bin/accelerate launch --quiet --num_processes 1 train.py model=tread "$@"
 echo "done after ${SECONDS} s, in $PWD"

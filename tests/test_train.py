@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -266,6 +267,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_spares_the_checkpoints(tmp_p
     with pytest.raises(SystemExit, match="error: the loss became"):
         launch(tmp_path, "optim.lr=1e30", "every.log=6")
     assert not list((tmp_path / "results" / "digits-tread").glob("step_*"))
+    with pytest.raises(SystemExit, match="not finite"):
+        launch(tmp_path, "optim.lr=1e39", "every.save=1", "name=broken")
+    assert not list((tmp_path / "results" / "broken").glob("step_*"))
 
 
 def test_the_demo_is_judged_once(tmp_path):
@@ -300,7 +304,12 @@ def test_moments_with_flipped_views_and_an_autoencoder(tmp_path):
     assert [r["step"] for r in records(run) if "loss" in r] == [1, 2, 3]
     assert Image.open(run / "samples" / "step_0000003.png").mode == "RGB"
     assert Latents.from_json(checkpoint.find(run).info["latents"]) == meaning
+    with pytest.raises(SystemExit, match="val and latents/train differ in scale"):
+        shutil.rmtree(tmp_path / "latents" / "val")
+        write_dataset(tmp_path / "latents" / "val", replace(meaning, scale=1.0), shards)
+        launch(tmp_path, "dataset=imagenet256", *overrides, "name=other")
     with pytest.raises(SystemExit, match="could not be loaded"):
+        overrides[1] = "dataset.heldout=null"
         (tmp_path / "vae").rename(tmp_path / "moved")
         launch(tmp_path, "dataset=imagenet256", *overrides, "name=other")
 
@@ -333,7 +342,8 @@ def test_claim(tmp_path):
     with pytest.raises(FileExistsError, match="letters.txt is a file"):
         claim(tmp_path / "letters.txt", "auto", config)
     run = tmp_path / "run"
-    RunLog(run).start(0, config)
+    log = RunLog(run)
+    log.start(0, config)
     assert claim(run, "auto", config) == (None, {})
     assert claim(run, "auto", {**config, "optim": {"lr": 2.0}}) == (None, {"optim.lr": (1.0, 2.0)})
     with pytest.raises(ValueError, match="model.depth: 8 there, 9 here"):
@@ -356,6 +366,23 @@ def test_claim_without_latest_finds_the_newest_checkpoint(tmp_path):
     shutil.copytree(tmp_path / "step_0000001", tmp_path / "latest")
     with pytest.raises(FileExistsError, match="latest is a folder, but must be a link"):
         claim(tmp_path, "auto", config)
+
+
+def test_a_run_that_another_process_made_in_between_is_not_taken(tmp_path):
+    late, early = RunLog(tmp_path / "run"), RunLog(tmp_path / "run")
+    early.start(0, {})
+    early.write({"step": 1, "loss": 1.0})
+    early.close()
+    with pytest.raises(FileExistsError, match="while this one was starting"):
+        late.start(0, {})
+    assert early.records() == [{"step": 1, "loss": 1.0}]
+
+
+def test_a_damaged_line_of_metrics_costs_that_line_alone(tmp_path):
+    log = RunLog(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\0\0\n{"step": 3}\n{"step": 4}\n{"ste')
+    log.start(3, {})
+    assert log.records() == [{"step": 1}, {"step": 3}]
 
 
 def test_two_processes_do_not_train_in_one_folder(tmp_path):
