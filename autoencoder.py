@@ -1,22 +1,48 @@
 """Pixels, stored numbers and network latents: the only file that knows how they relate.
 
-    stored (latents or moments, see latents.py) --to_network--> network latents --decode--> pixels
+    pixels --encode--> stored (latents or moments, see latents.py) --to_network--> network latents
+    network latents --decode--> pixels
 
-Network latents are (z − shift)·scale of the autoencoder's z. The autoencoder "pixels" is the
-identity: its z is the picture itself, with 0..255 mapped to −1..1.
+Network latents are (z − shift)·scale of the autoencoder's z, and then (x − channel_shift)·channel_scale
+where a run normalises channels. The autoencoder "pixels" is the identity: its z is the picture itself,
+with 0..255 mapped to −1..1.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
+from pickle import UnpicklingError
 
+import numpy as np
 import torch
-from torch import Tensor
+from safetensors import SafetensorError
+from torch import Tensor, nn
 
+from checkpoint import read_weights
 from latents import Latents
 
 Decoder = Callable[[Tensor], Tensor]
+Encoder = Callable[[Tensor], np.ndarray]
 KINDS = ("AutoencoderKL", "AutoencoderTiny")
+STORES = ("auto", "moments", "latents")
+# Stable Diffusion 1's autoencoder, for weight files that come without a config
+SD_CONFIG = {
+    "_class_name": "AutoencoderKL",
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [128, 256, 512, 512],
+    "layers_per_block": 2,
+    "latent_channels": 4,
+    "sample_size": 256,
+    "scaling_factor": 0.18215,
+}
+
+
+# ------------------------------------------------------------------- stored numbers, network latents
 
 
 def to_network(stored: Tensor, latents: Latents, posterior: Tensor | None = None) -> Tensor:
@@ -25,14 +51,53 @@ def to_network(stored: Tensor, latents: Latents, posterior: Tensor | None = None
     posterior  standard normal (B, C, S, S), which moments are sampled with: mean + std·posterior.
                Without it their mean is taken.
     """
-    z = stored.float()
-    if latents.content == "moments":
-        z, spread = z.chunk(2, dim=1)
-        if posterior is not None:
-            # log-variances are clamped as AutoencoderKL clamps them
-            std = spread if latents.spread == "std" else (0.5 * spread.clamp(-30.0, 20.0)).exp()
-            z = z + std * posterior
-    return z if latents.scale_applied else (z - latents.shift) * latents.scale
+    z, std = _mean_and_std(stored, latents)
+    if posterior is not None and std is not None:
+        z = z + std * posterior
+    x = z if latents.scale_applied else (z - latents.shift) * latents.scale
+    if latents.channel_scale:
+        shift, scale = _per_channel(latents, x.device)
+        x = (x - shift) * scale
+    return x
+
+
+def _mean_and_std(stored: Tensor, latents: Latents) -> tuple[Tensor, Tensor | None]:
+    if latents.content == "latents":
+        return stored.float(), None
+    mean, spread = stored.float().chunk(2, dim=-3)
+    # log-variances are clamped as AutoencoderKL clamps them
+    return mean, spread if latents.spread == "std" else (0.5 * spread.clamp(-30.0, 20.0)).exp()
+
+
+def _per_channel(latents: Latents, device: torch.device) -> Tensor:
+    """(2, C, 1, 1): channel_shift and channel_scale."""
+    return torch.tensor([latents.channel_shift, latents.channel_scale], device=device)[..., None, None]
+
+
+def from_network(x: Tensor, latents: Latents) -> Tensor:
+    """Network latents (B, C, S, S) → the autoencoder's z."""
+    x = x.float()
+    if latents.channel_scale:
+        shift, scale = _per_channel(latents, x.device)
+        x = x / scale + shift
+    return x / latents.scale + latents.shift
+
+
+def channel_sums(stored: np.ndarray, latents: Latents) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Count (0-d), sums and sums of squares (C,) of network latents, float64, before any normalisation.
+
+    stored is (n, views, C or 2C, S, S). Moments count as the samples that are drawn from them:
+    E[x²] = mean² + std².
+    """
+    channels = latents.shape[0]
+    total, squares, gain = np.zeros(channels), np.zeros(channels), 1.0 if latents.scale_applied else latents.scale
+    for part in torch.from_numpy(stored).split(256):
+        z, std = _mean_and_std(part, latents)
+        x = (z if latents.scale_applied else (z - latents.shift) * gain).double()
+        total += x.sum(dim=(0, 1, 3, 4)).numpy()
+        spread = 0.0 if std is None else (std.double() * gain).square()
+        squares += (x.square() + spread).sum(dim=(0, 1, 3, 4)).numpy()
+    return np.array(float(stored.size // stored.shape[2])) if stored.size else np.array(0.0), total, squares
 
 
 def to_uint8(pixels: Tensor) -> Tensor:
@@ -40,41 +105,146 @@ def to_uint8(pixels: Tensor) -> Tensor:
     return (pixels.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-def load_decoder(latents: Latents, device: torch.device | str = "cpu") -> Decoder:
-    """A function from network latents (B, C, S, S) to uint8 pictures (B, 1 or 3, H, W).
-
-    latents.autoencoder is "pixels", a local folder or a hub id of a diffusers AutoencoderKL or
-    AutoencoderTiny. Raises ValueError if it is neither or can't be had.
-    """
-
-    def unscale(x: Tensor) -> Tensor:
-        return x.float() / latents.scale + latents.shift
-
-    if latents.autoencoder == "pixels":
-        return lambda x: to_uint8(unscale(x))
-    import diffusers  # imported here because it takes seconds and "pixels" does not need it
-
-    try:
-        kind = diffusers.AutoencoderKL.load_config(latents.autoencoder)["_class_name"]
-        if kind not in KINDS:
-            raise ValueError(f"is a {kind}")
-        model = getattr(diffusers, kind).from_pretrained(latents.autoencoder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"autoencoder {latents.autoencoder!r} could not be loaded as one of {', '.join(KINDS)}: {error}\n"
-            "Download it once while online, or set decode=false (in training: sampling.decode=false) to draw the "
-            "latents themselves"
-        ) from error
-    model = model.to(device).eval().requires_grad_(False)
-
-    @torch.no_grad()
-    def decode(x: Tensor) -> Tensor:
-        return to_uint8(model.decode(unscale(x)).sample)
-
-    return decode
-
-
 def preview(x: Tensor) -> Tensor:
     """Network latents as they are, their first 3 (or 1) channels as uint8 pictures, −3..3 → 0..255."""
     channels = 3 if x.shape[1] >= 3 else 1
     return to_uint8(x[:, :channels] / 3)
+
+
+# ------------------------------------------------------------------------------ loading and running
+
+
+def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module:
+    """A diffusers AutoencoderKL or AutoencoderTiny in fp32 and eval mode.
+
+    name  a hub id, a folder with config.json and weights, or a weight file in diffusers' or in Stable
+          Diffusion's own parameter names. A file has no config: its autoencoder must be Stable
+          Diffusion 1's or TAESD's, the last in diffusers' names.
+
+    Raises ValueError if it is neither or can't be had.
+    """
+    import diffusers  # imported here because it takes seconds and "pixels" does not need it
+
+    try:
+        if Path(name).is_file():
+            model = _from_file(Path(name), diffusers)
+        else:
+            kind = diffusers.AutoencoderKL.load_config(name)["_class_name"]
+            if kind not in KINDS:
+                raise ValueError(f"it is a {kind}")
+            model = getattr(diffusers, kind).from_pretrained(name, torch_dtype=torch.float32)
+    except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError, SafetensorError) as error:
+        raise ValueError(f"autoencoder {name!r} could not be loaded as one of {', '.join(KINDS)}: {error}") from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _from_file(path: Path, diffusers) -> nn.Module:
+    state = read_weights(path)
+    if any(key.startswith("encoder.layers.") for key in state):
+        model = diffusers.AutoencoderTiny()
+    elif any(key.startswith("encoder.down_blocks.") for key in state):
+        model = diffusers.AutoencoderKL.from_config(SD_CONFIG)
+    else:
+        with tempfile.TemporaryDirectory() as folder:  # diffusers converts the names, and asks for a config on disk
+            (Path(folder) / "config.json").write_text(json.dumps(SD_CONFIG))
+            return diffusers.AutoencoderKL.from_single_file(str(path), config=folder, torch_dtype=torch.float32)
+    model.load_state_dict({key: value.float() for key, value in state.items()})
+    return model
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Hex sha256 of a module's parameter names and their values in fp32, whatever file they came from."""
+    digest = hashlib.sha256()
+    for key, value in sorted(model.state_dict().items()):
+        digest.update(key.encode() + b"\0")
+        digest.update(value.float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ...], store: str, **kept) -> Latents:
+    """What `load_encoder` will store of pictures of this size: shape, content and scale.
+
+    store  "moments" of an AutoencoderKL's posterior, "latents" (its mean, or an AutoencoderTiny's
+           latents), or "auto": moments where there is a posterior.
+    kept   dtype and views of the dataset.
+
+    Raises ValueError for a size that the autoencoder does not give back.
+    """
+    posterior = type(model).__name__ == "AutoencoderKL"
+    if store not in STORES or (store == "moments" and not posterior):
+        raise ValueError(f"store is {store!r}, but must be one of {', '.join(STORES)}; moments need an AutoencoderKL")
+    probe = torch.zeros(1, 3, resolution, resolution, device=next(model.parameters()).device)
+    try:
+        with torch.no_grad():
+            z = model.encode(probe).latent_dist.mean if posterior else model.encode(probe).latents
+            size = model.decode(z).sample.shape[-1]
+    except RuntimeError as error:
+        raise ValueError(f"resolution {resolution} does not fit the autoencoder {name}: {error}") from error
+    if size != resolution:
+        raise ValueError(f"resolution {resolution} comes back as {size} from {name}: use a multiple of its step")
+    moments = posterior and store != "latents"
+    return Latents(
+        shape=tuple(z.shape[1:]),
+        classes=classes,
+        autoencoder=str(Path(name).resolve()) if Path(name).exists() else name,
+        content="moments" if moments else "latents",
+        spread="logvar" if moments else None,
+        scale=float(model.config.scaling_factor),
+        shift=float(getattr(model.config, "shift_factor", None) or 0.0),
+        fingerprint=fingerprint(model),
+        **kept,
+    )
+
+
+def encoder(model: nn.Module, latents: Latents, precision: str = "fp32") -> Encoder:
+    """A function from uint8 pictures (B, 3, R, R) to what is stored of them: (B, views, C or 2C, S, S) float32.
+
+    With views=2 the second is the encoded flipped picture. precision is fp32, or bf16 for autocast.
+    """
+    device = next(model.parameters()).device
+
+    @torch.no_grad()
+    def encode(pictures: Tensor) -> np.ndarray:
+        pixels = pictures.to(device).float() / 127.5 - 1
+        views = []
+        for view in (pixels, pixels.flip(-1))[: latents.views]:
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+                out = model.encode(view)
+            if latents.content == "moments":
+                z = torch.cat([out.latent_dist.mean, out.latent_dist.logvar], dim=1)
+            else:
+                z = out.latents if hasattr(out, "latents") else out.latent_dist.mean
+            views.append(z.float().cpu())
+        return torch.stack(views, dim=1).numpy()
+
+    return encode
+
+
+def load_decoder(latents: Latents, device: torch.device | str = "cpu", autoencoder: str | None = None) -> Decoder:
+    """A function from network latents (B, C, S, S) to uint8 pictures (B, 1 or 3, H, W).
+
+    autoencoder  another than latents.autoencoder, which may have moved: a name as load_autoencoder takes.
+
+    Raises ValueError if the autoencoder can't be had, or is not the one that made the latents.
+    """
+    if latents.autoencoder == "pixels":
+        return lambda x: to_uint8(from_network(x, latents))
+    name = autoencoder or latents.autoencoder
+    try:
+        model = load_autoencoder(name, device)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}\nDownload it once while online, name another copy of it (autoencoder=…, in training "
+            "sampling.autoencoder=…), or draw the latents themselves with decode=false (sampling.decode=false)"
+        ) from error
+    if autoencoder is None and latents.fingerprint not in (None, fingerprint(model)):
+        raise ValueError(
+            f"{name} holds another autoencoder than the one that made the latents: its weights have another hash. "
+            "Name the right one, or this one (autoencoder=…, in training sampling.autoencoder=…) to use it all the same"
+        )
+
+    @torch.no_grad()
+    def decode(x: Tensor) -> Tensor:
+        return to_uint8(model.decode(from_network(x, latents)).sample)
+
+    return decode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 import digits
 from checkpoint import read_weights
 from dit import DiT
-from latents import LatentDataset
-from settings import Network, Settings
+from latents import LatentDataset, Latents, read_index
+from settings import Network, Settings, read
+
+MEASURES = ("channels", "size", "num_classes")
 
 
 def build_network(cfg: Settings | Network) -> nn.Module:
@@ -54,30 +57,53 @@ def load_weights(network: nn.Module, path: str) -> None:
         ) from error
 
 
-def open_datasets(cfg: Settings) -> tuple[LatentDataset, LatentDataset | None]:
-    """The training data and, if dataset.heldout names them, the held-out data.
+def complete(config: dict) -> dict:
+    """The config with dataset.channels, size and num_classes; those that are null come from the dataset itself.
+
+    Raises ValueError or FileNotFoundError.
+    """
+    dataset = read(config).dataset
+    if all(getattr(dataset, key) is not None for key in MEASURES):
+        return config
+    try:
+        found = Latents.from_json(read_index(Path(dataset.path)))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{dataset.path}/index.json is damaged: {type(error).__name__}: {error}") from error
+    measures = dict(zip(MEASURES, (found.shape[0], found.shape[1], len(found.classes))))
+    known = {key: value for key, value in config["dataset"].items() if key not in MEASURES or value is not None}
+    return {**config, "dataset": {**measures, **known}}
+
+
+def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[LatentDataset, LatentDataset | None]:
+    """The training data, placed and normalised as cfg.dataset says, and the held-out data if it names them.
 
     Raises ValueError or FileNotFoundError if they do not fit the model, the batch or one another.
     """
-    data = open_dataset(cfg, cfg.dataset.path, "train")
+    data = open_dataset(cfg, cfg.dataset.path, "train", cfg.dataset.placement, device)
+    if cfg.dataset.normalize:
+        data.normalize(cfg.edm.sigma_data)
     data.steps_per_epoch(cfg.train.batch_size)
     if cfg.dataset.heldout is None:
         return data, None
     heldout = open_dataset(cfg, cfg.dataset.heldout, "heldout")
-    for key in ("classes", "autoencoder", "scale", "shift"):
+    for key in ("classes", "autoencoder", "fingerprint", "scale", "shift"):
         if getattr(heldout.latents, key) != getattr(data.latents, key):
             raise ValueError(f"{cfg.dataset.heldout} and {cfg.dataset.path} differ in {key}: prepare both alike")
+    normalization = {key: getattr(data.latents, key) for key in ("channel_shift", "channel_scale")}
+    heldout.latents = replace(heldout.latents, **normalization)
     return data, heldout
 
 
-def open_dataset(cfg: Settings, path: str, part: str) -> LatentDataset:
+def open_dataset(
+    cfg: Settings, path: str, part: str, placement: str = "mmap", device: torch.device | str = "cpu"
+) -> LatentDataset:
     """Open a dataset, or the "heldout" `part` of it, and check that it fits the model.
 
     The embedded one is written first if it is not there. Raises ValueError or FileNotFoundError.
     """
     if cfg.dataset.embedded == "digits":
         digits.prepare(Path(path), part)
-    data = LatentDataset(path, cfg.dataset.verify)
+    data = LatentDataset(path, cfg.dataset.verify, placement, device)
     expected = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size)
     if data.latents.shape != expected:
         raise ValueError(

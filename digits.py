@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from latents import Latents, write_dataset
+from latents import Latents
 from metrics import frechet_distance, mean_and_covariance
+from shards import write_dataset
 
 MEANING = Latents(
     shape=(1, 8, 8), classes=tuple(str(digit) for digit in range(10)), autoencoder="pixels", scale_applied=True

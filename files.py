@@ -1,7 +1,8 @@
-"""Files that appear under their name only when they are whole."""
+"""Files that appear under their name only when they are whole, and locks."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -19,7 +20,7 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Have the operating system write a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -41,12 +42,12 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     try:
         yield partial
         for path in (*partial.iterdir(), partial):
-            _sync(path)
+            sync(path)
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
             os.replace(folder, old)
         os.replace(partial, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         if old.exists() and not folder.exists():
@@ -59,7 +60,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text file in one piece: readers see the old content or the new."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
-    _sync(partial)
+    sync(partial)
     os.replace(partial, path)
 
 
@@ -69,3 +70,28 @@ def point_to(link: Path, target: str) -> None:
     partial.unlink(missing_ok=True)
     partial.symlink_to(target)
     os.replace(partial, link)
+
+
+def free_bytes(folder: Path) -> int:
+    """What the disk below a folder can still take."""
+    return shutil.disk_usage(folder).free
+
+
+class Lock:
+    """Held by one process at a time, until it is released or the process ends.
+
+    Raises FileExistsError(busy) if another process holds it. On a file system without locks it does nothing.
+    """
+
+    def __init__(self, path: Path, busy: str) -> None:
+        self._file = path.open("w")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise FileExistsError(busy) from None
+        except OSError:
+            pass  # a file system without locks
+
+    def release(self) -> None:
+        self._file.close()

@@ -7,26 +7,31 @@
 `content` says what is stored: "latents", or "moments", a posterior's mean and spread stacked along
 the channels (2C of them), where `spread` is "logvar" or "std". The network sees
 (z − shift)·scale; `scale_applied` says whether the stored numbers already are on that scale.
-A second view, where stored, is the horizontally flipped picture.
+A second view, where stored, is the horizontally flipped picture. shards.py writes the format.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import json
 import mmap
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from files import sha256, whole_folder
+from files import sha256
 from randomness import generator
 
 VERSION = 1
 SHARD_KEYS = ("count", "file", "labels", "file_sha256", "labels_sha256")
+PLACEMENTS = ("mmap", "ram", "device")
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,11 @@ class Latents:
 
     shape          (C, S, S) of the latents (of one view; moments hold twice the channels).
     classes        class names; a label is an index into them.
-    autoencoder    what made the latents and decodes them: a hub id, a folder, or "pixels".
+    autoencoder    what made the latents and decodes them: a hub id, a folder or file, or "pixels".
     scale, shift   network latents = (z − shift)·scale.
+    fingerprint    hash of the autoencoder's weights; None where nobody knows.
+    channel_shift, channel_scale
+                   a further (x − shift)·scale for each channel, as dataset.normalize sets it; () is none.
     """
 
     shape: tuple[int, int, int]
@@ -49,6 +57,9 @@ class Latents:
     scale_applied: bool = False
     dtype: str = "float16"
     views: int = 1
+    fingerprint: str | None = None
+    channel_shift: tuple[float, ...] = ()
+    channel_scale: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         allowed = {"latents": (None,), "moments": ("logvar", "std")}
@@ -61,14 +72,17 @@ class Latents:
             raise ValueError(f"dtype is {self.dtype!r}, but must be float16 or float32")
         if self.views not in (1, 2):
             raise ValueError(f"views is {self.views}, but must be 1, or 2 with flipped copies")
-        if self.scale == 0:
+        if self.scale == 0 or 0 in self.channel_scale:
             raise ValueError("scale is 0, but latents are (z − shift)·scale")
+        if not len(self.channel_shift) == len(self.channel_scale) in (0, self.shape[0]):
+            raise ValueError(f"channel_shift and channel_scale need a value for each of {self.shape[0]} channels")
 
     @classmethod
     def from_json(cls, tree: dict) -> Latents:
         """From a parsed index.json or a checkpoint's info.json. Raises KeyError for a missing key."""
-        values = {key: tree[key] for key in cls.__dataclass_fields__}
-        return cls(**{**values, "shape": tuple(tree["shape"]), "classes": tuple(tree["classes"])})
+        later = ("fingerprint", "channel_shift", "channel_scale")  # not yet in the first files of version 1
+        values = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree or key not in later}
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
     @property
     def stored_shape(self) -> tuple[int, int, int, int]:
@@ -76,52 +90,22 @@ class Latents:
         channels = self.shape[0] * (2 if self.content == "moments" else 1)
         return (self.views, channels, *self.shape[1:])
 
+    @property
+    def sample_bytes(self) -> int:
+        """Size of one sample with all its views."""
+        return int(np.prod(self.stored_shape)) * np.dtype(self.dtype).itemsize
+
 
 class Batch(NamedTuple):
     """Samples as stored (B, stored channels, S, S), labels (B,) int64, indices into the dataset (B,)."""
 
-    stored: torch.Tensor
-    labels: torch.Tensor
+    stored: Tensor
+    labels: Tensor
     indices: np.ndarray
 
 
-def write_dataset(folder: Path, latents: Latents, shards: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Write a dataset; the folder appears under its name only when it is whole.
-
-    shards yields (stored (n, *latents.stored_shape), labels (n,)). Raises FileExistsError if the
-    folder is there already, ValueError for a shard that is not what `latents` says.
-    """
-    folder = Path(folder)
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists already; remove it or choose another folder")
-    with whole_folder(folder) as partial:
-        entries, counts = [], np.zeros(len(latents.classes), dtype=np.int64)
-        for number, (stored, labels) in enumerate(shards):
-            expected = (len(labels), *latents.stored_shape)
-            if stored.shape != expected:
-                raise ValueError(f"shard {number} has shape {stored.shape}, but must have {expected}")
-            _check_labels(labels, len(latents.classes), f"shard {number}")
-            entry = {"count": len(labels)}
-            for key, suffix, array in (
-                ("file", ".npy", stored.astype(latents.dtype)),
-                ("labels", ".labels.npy", labels.astype(np.int64)),
-            ):
-                path = partial / f"shard-{number:05d}{suffix}"
-                np.save(path, array)
-                entry[key], entry[f"{key}_sha256"] = path.name, sha256(path)
-            counts += np.bincount(labels, minlength=len(counts))
-            entries.append(entry)
-        index = {
-            "version": VERSION,
-            **asdict(latents),
-            "count": int(counts.sum()),
-            "class_counts": counts.tolist(),
-            "shards": entries,
-        }
-        (partial / "index.json").write_text(json.dumps(index, indent=1) + "\n")
-
-
-def _check_labels(labels: np.ndarray, num_classes: int, where: object) -> None:
+def check_labels(labels: np.ndarray, num_classes: int, where: object) -> None:
+    """Raise ValueError unless all labels lie in 0..num_classes−1."""
     if len(labels) and not 0 <= labels.min() <= labels.max() < num_classes:
         raise ValueError(f"{where}: labels lie in {labels.min()}..{labels.max()}, but there are {num_classes} classes")
 
@@ -143,35 +127,64 @@ def _open_array(path: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     return array
 
 
+def _rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, list[int]]:
+    """Memory-mapped shards as one matrix, without a copy, so that one gather reads from all of them.
+
+    The matrix spans the addresses from the first shard to the last. Its row i holds the `width`
+    numbers that start at the i-th address, so rows overlap, and most lie between the shards: only
+    rows within a shard may be read. Returns it with the row at which each shard starts.
+    """
+    size = shards[0].itemsize
+    starts = [shard.ctypes.data for shard in shards]
+    base, end = min(starts), max(start + shard.nbytes for start, shard in zip(starts, shards))
+    flat = torch.frombuffer((ctypes.c_char * (end - base)).from_address(base), dtype=_torch_dtype(shards[0]))
+    return flat.as_strided(((end - base) // size - width + 1, width), (1, 1)), [(s - base) // size for s in starts]
+
+
+def _torch_dtype(array: np.ndarray) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype
+
+
+@functools.lru_cache(maxsize=2)  # two: batches are prepared ahead, across the end of an epoch
+def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
+    return torch.randperm(count, generator=generator(seed, epoch, "order")).numpy()
+
+
 @dataclass
 class LatentDataset:
-    """A dataset opened for reading: checked, memory-mapped, addressed by (seed, step).
+    """A dataset opened for reading: checked, addressed by (seed, step), held where `placement` says.
 
-    Opening checks headers and sizes of all files and the hashes of the labels; verify="full" hashes
-    the latents as well. Raises FileNotFoundError or ValueError that says which file and why.
+    verify     "open" checks headers and sizes of all files and the hashes of the labels; "full" hashes
+               the latents as well.
+    placement  "mmap": memory-mapped, the operating system keeps in memory what it can; "ram": read
+               into memory at once; "device": read into the memory of `device`.
+
+    Raises FileNotFoundError or ValueError that says which file and why, or what does not fit.
     """
 
     folder: Path
     verify: str = "open"
+    placement: str = "mmap"
+    device: torch.device | str = "cpu"
     latents: Latents = field(init=False)
     labels: np.ndarray = field(init=False, repr=False)
+    statistics: tuple[tuple[float, ...], tuple[float, ...]] | None = field(init=False)  # mean, std of each channel
 
     def __post_init__(self) -> None:
         self.folder = Path(self.folder)
-        if self.verify not in ("open", "full"):
-            raise ValueError(f"verify is {self.verify!r}, but must be open or full")
+        for name, allowed in (("verify", ("open", "full")), ("placement", PLACEMENTS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(allowed)}")
         path = self.folder / "index.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"no dataset at {self.folder}: it has no index.json; check dataset.path")
+        index = read_index(self.folder)
         try:
-            index = json.loads(path.read_text())
-            if index["version"] != VERSION:
-                raise ValueError(f"{path} has version {index['version']}, but this code reads version {VERSION}")
             self.latents = Latents.from_json(index)
             count, class_counts = index["count"], index["class_counts"]
             shards = [{key: shard[key] for key in SHARD_KEYS} for shard in index["shards"]]
-        except (ValueError, KeyError, TypeError) as error:  # of JSON and UTF-8 too, which are ValueErrors
-            raise ValueError(f"{path} is damaged or of another kind: {type(error).__name__}: {error}") from error
+            known = "channel_mean" in index
+            self.statistics = (tuple(index["channel_mean"]), tuple(index["channel_std"])) if known else None
+        except (ValueError, KeyError, TypeError) as error:
+            raise _damaged(path, error) from error
         self._shards = []
         labels = []
         for shard in shards:
@@ -182,7 +195,7 @@ class LatentDataset:
             for checked, key in hashed:
                 if (found := sha256(checked)) != shard[key]:
                     raise ValueError(f"{checked} was changed: its sha256 is {found}, but index.json says {shard[key]}")
-            _check_labels(labels[-1], len(self.latents.classes), label_file)
+            check_labels(labels[-1], len(self.latents.classes), label_file)
         self.labels = np.concatenate(labels) if labels else np.zeros(0, dtype=np.int64)
         counted = np.bincount(self.labels, minlength=len(self.latents.classes)).tolist()
         if len(self.labels) != count or counted != class_counts:
@@ -190,11 +203,61 @@ class LatentDataset:
                 f"{path} says {count} samples, by class {class_counts}, "
                 f"but the shards hold {len(self.labels)}, by class {counted}"
             )
-        self._offsets = np.cumsum([0] + [len(shard) for shard in self._shards])
-        self._order: tuple[tuple[int, int], np.ndarray] | None = None
+        self._place()
+
+    def _place(self) -> None:
+        """Make `_rows`, a matrix that holds each view of each sample in some row, and `_row_of` (n,), their rows."""
+        views, *shape = self.latents.stored_shape
+        width = int(np.prod(shape))
+        counts = [len(shard) for shard in self._shards]
+        if self.placement == "mmap" and counts:
+            self._rows, starts = _rows_in_place(self._shards, width)
+            self._next_view, self._next_sample = width, views * width
+        else:
+            starts = (np.cumsum([0, *counts]) * views).tolist()
+            self._next_view, self._next_sample = 1, views
+            self._rows = self._read_all(starts, width)
+        each = [start + self._next_sample * np.arange(count) for start, count in zip(starts, counts)]
+        self._row_of = torch.from_numpy(np.concatenate(each) if each else np.zeros(0, dtype=np.int64))
+
+    def _read_all(self, starts: list[int], width: int) -> Tensor:
+        device, needed = (
+            torch.device(self.device if self.placement == "device" else "cpu"),
+            sum(shard.nbytes for shard in self._shards),
+        )
+        free = _free_memory(device)
+        if needed > free:
+            raise ValueError(
+                f"{self.folder} takes {needed / 1e9:.1f} GB, but {device} has {free / 1e9:.1f} GB of memory free: "
+                f"dataset.placement={self.placement} needs more; mmap does not"
+            )
+        rows = torch.empty(starts[-1], width, dtype=_torch_dtype(np.empty(0, self.latents.dtype)), device=device)
+        for shard, start in zip(self._shards, starts):
+            flat = shard.reshape(-1, width)
+            for first in range(0, len(flat), 4096):
+                part = flat[first : first + 4096]
+                rows[start + first : start + first + len(part)] = torch.from_numpy(part.copy())
+        return rows
+
+    def __reduce__(self) -> tuple:
+        # another process opens the files anew, rather than being sent what they hold
+        return LatentDataset, (self.folder, "open", self.placement, self.device), {"latents": self.latents}
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def normalize(self, std: float) -> None:
+        """Let the network see each channel with mean 0 and this standard deviation (`Latents.channel_scale`).
+
+        Raises ValueError if the dataset's statistics are not known or a channel is constant.
+        """
+        if self.statistics is None or min(self.statistics[1]) <= 0:
+            raise ValueError(
+                f"{self.folder} can't be normalised: its index.json has no channel_mean and channel_std above 0. "
+                "Prepare it again, or set dataset.normalize=false"
+            )
+        mean, found = self.statistics
+        self.latents = replace(self.latents, channel_shift=mean, channel_scale=tuple(std / s for s in found))
 
     def steps_per_epoch(self, batch_size: int) -> int:
         """Whole batches an epoch; the samples left over (others each epoch) wait for the next one."""
@@ -204,29 +267,60 @@ class LatentDataset:
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """The epoch's global shuffle: a permutation of 0..len−1 given by (seed, epoch)."""
-        kept = self._order
-        if kept is None or kept[0] != (seed, epoch):
-            shuffle = generator(seed, epoch, "order")
-            kept = self._order = (seed, epoch), torch.randperm(len(self), generator=shuffle).numpy()
-        return kept[1]
+        return _epoch_order(seed, epoch, len(self))
 
-    def batch(self, seed: int, step: int, batch_size: int, rows: slice = slice(None)) -> Batch:
+    def batch(self, seed: int, step: int, batch_size: int, rows: slice = slice(None), pin: bool = False) -> Batch:
         """Rows of the global batch of a step (0, 1, …), the same whoever reads them.
 
         No sample comes twice in a batch or an epoch. The view is drawn by (seed, step).
         """
         epoch, number = divmod(step, self.steps_per_epoch(batch_size))
         indices = self.order(seed, epoch)[number * batch_size : (number + 1) * batch_size]
+        if self.latents.views == 1:
+            return self.read(indices[rows], pin=pin)
         views = torch.randint(self.latents.views, (batch_size,), generator=generator(seed, step, "view")).numpy()
-        return self.read(indices[rows], views[rows])
+        return self.read(indices[rows], views[rows], pin)
 
-    def read(self, indices: np.ndarray, views: np.ndarray | int = 0) -> Batch:
-        """Samples by index, in the order given; views chooses the stored view of each."""
-        indices = np.asarray(indices)
-        views = np.broadcast_to(views, indices.shape)
-        stored = np.empty((len(indices), *self.latents.stored_shape[1:]), dtype=self.latents.dtype)
-        shard_of = np.searchsorted(self._offsets, indices, side="right") - 1
-        for shard in np.unique(shard_of):
-            mask = shard_of == shard
-            stored[mask] = self._shards[shard][indices[mask] - self._offsets[shard], views[mask]]
-        return Batch(torch.from_numpy(stored), torch.from_numpy(self.labels[indices]), indices)
+    def read(self, indices: np.ndarray, views: np.ndarray | int = 0, pin: bool = False) -> Batch:
+        """Samples by index, in the order given; views chooses the stored view of each.
+
+        They lie in the dataset's device memory (placement "device"), else in CPU memory, page-locked
+        with `pin`. Raises IndexError for an index or view that is not there.
+        """
+        indices, views = np.asarray(indices), np.asarray(views)
+        if len(indices) and not (0 <= indices.min() <= indices.max() < len(self) and 0 <= views.min()):
+            raise IndexError(f"indices {indices.min()}..{indices.max()}, but {self.folder} holds {len(self)} samples")
+        if views.size and views.max() >= self.latents.views:
+            raise IndexError(f"view {views.max()}, but {self.folder} holds {self.latents.views} views")
+        chosen = self._row_of[torch.from_numpy(indices)] + torch.as_tensor(views * self._next_view)
+        device = self._rows.device
+        stored = torch.empty(len(indices), self._rows.shape[1], dtype=self._rows.dtype, device=device, pin_memory=pin)
+        torch.index_select(self._rows, 0, chosen.to(device), out=stored)
+        labels = torch.from_numpy(self.labels[indices])
+        return Batch(stored.view(-1, *self.latents.stored_shape[1:]), labels, indices)
+
+
+def read_index(folder: Path) -> dict:
+    """The parsed index.json of a dataset. Raises FileNotFoundError or ValueError."""
+    path = Path(folder) / "index.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"no dataset at {folder}: it has no index.json; check dataset.path")
+    try:
+        index = json.loads(path.read_text())
+        found = index["version"]
+    except (ValueError, KeyError, TypeError) as error:  # of JSON and UTF-8 too, which are ValueErrors
+        raise _damaged(path, error) from error
+    if found != VERSION:
+        raise ValueError(f"{path} has version {found}, but this code reads version {VERSION}")
+    return index
+
+
+def _damaged(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} is damaged or of another kind: {type(error).__name__}: {error}")
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that could be taken: of a GPU what is free, of the CPU all there are."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

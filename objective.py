@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autoencoder import to_network
 from latents import Latents
-from randomness import Draws
+from randomness import Draws, draw_step
 from routing_module import draw_ids
 from settings import Settings
 
@@ -17,6 +17,20 @@ from settings import Settings
 def drop_labels(y: Tensor, uniform: Tensor, probability: float, null_class: int) -> Tensor:
     """Replace labels by the null class where the uniform number is below the probability: (B,)."""
     return torch.where(uniform < probability, null_class, y)
+
+
+def step_draws(cfg: Settings, latents: Latents, num_tokens: int, step: int, device: torch.device) -> Draws:
+    """All that is random in a training step, for the global batch."""
+    return draw_step(
+        cfg.seed,
+        step,
+        cfg.train.batch_size,
+        latents.shape,
+        num_tokens,
+        len(cfg.model.routes),
+        posterior=latents.content == "moments",
+        device=device,
+    )
 
 
 def training_loss(

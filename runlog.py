@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import fcntl
 import importlib.metadata
 import json
 import platform
@@ -12,7 +11,7 @@ import sys
 from pathlib import Path
 
 from checkpoint import Checkpoint, find, newest
-from files import write_whole
+from files import Lock, write_whole
 
 # What a resumed run must share with its checkpoint: other values would make it another run.
 FIXED = (
@@ -117,13 +116,9 @@ class RunLog:
         """
         self.versions = versions()  # of the code that runs, whatever is committed while it does
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.folder / ".lock").open("w")  # held while this process lives
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FileExistsError(f"another process is training in {self.folder}; name=… starts another run") from None
-        except OSError:
-            pass  # a file system without locks
+        self._lock = Lock(
+            self.folder / ".lock", f"another process is training in {self.folder}; name=… starts another run"
+        )
         if self._state() != self._seen:
             raise FileExistsError(f"another process trained in {self.folder} while this one was starting; start again")
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -134,7 +129,7 @@ class RunLog:
 
     def close(self) -> None:
         """Give the folder back."""
-        self._lock.close()
+        self._lock.release()
 
     def write(self, record: dict) -> None:
         """Append one record; its "step" is the number of steps done."""

@@ -110,6 +110,7 @@ class Options:
     precision: str
     weights: str
     decode: bool
+    autoencoder: str | None
     out: str
 
     def __post_init__(self) -> None:
@@ -132,7 +133,9 @@ def main(composed: DictConfig) -> None:
         found = checkpoint.find(Path(options.checkpoint))
         network, cfg = load_network(found, options.weights, device)
         latents = Latents.from_json(found.info["latents"])
-        decoder = autoencoder.load_decoder(latents, device) if options.decode else autoencoder.preview
+        decoder = autoencoder.preview
+        if options.decode:
+            decoder = autoencoder.load_decoder(latents, device, options.autoencoder)
         classes = options.classes or spread_classes(cfg.dataset.num_classes, 10)
         x = generate(
             cfg.edm,

@@ -14,6 +14,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from edm import EDM
+from latents import PLACEMENTS
 from routing_module import Route, check_routes
 
 PRECISIONS = ("auto", "fp32", "bf16")
@@ -56,15 +57,21 @@ class Model:
 @dataclass(frozen=True)
 class Dataset:
     name: str
-    path: str
+    path: str | None
     heldout: str | None
     embedded: str | None
-    channels: int
-    size: int
-    num_classes: int
+    channels: int | None
+    size: int | None
+    num_classes: int | None
     verify: str
+    placement: str = "mmap"  # defaults are for checkpoints made before the key was there
+    normalize: bool = False
 
     def __post_init__(self) -> None:
+        if self.path is None:
+            raise ValueError(f"dataset.path is null, but dataset={self.name} needs it: dataset.path=<folder>")
+        if self.placement not in PLACEMENTS:
+            raise ValueError(f"dataset.placement is {self.placement!r}, but must be one of {', '.join(PLACEMENTS)}")
         _positive("dataset", channels=self.channels, size=self.size, num_classes=self.num_classes)
         if self.embedded not in (None, "digits"):
             raise ValueError(f"dataset.embedded is {self.embedded!r}, but must be digits or null")
@@ -140,6 +147,7 @@ class Sampling:
     classes: int
     per_class: int
     decode: bool
+    autoencoder: str | None
 
     def __post_init__(self) -> None:
         _positive("sampling", classes=self.classes, per_class=self.per_class)

@@ -26,15 +26,16 @@ import autoencoder
 import checkpoint
 import digits
 import settings
-from build import build_network, build_optimizer, load_weights, open_datasets
+from build import build_network, build_optimizer, complete, load_weights, open_datasets
 from compute import autocast, use_cores, use_precision
 from ema import EMA
 from evaluation import heldout_loss
 from files import write_whole
 from latents import LatentDataset, Latents
-from objective import training_loss
+from loading import Loader
+from objective import step_draws, training_loss
 from pictures import save_curve, save_grid
-from randomness import draw_step, generator, split_batch
+from randomness import generator, split_batch
 from runlog import RunLog, claim
 from sample import generate, spread_classes, to_pictures
 from summary import describe, outcome
@@ -52,6 +53,7 @@ class Run:
     micro_batches: list[slice]
     data: LatentDataset
     heldout: LatentDataset | None
+    loader: Loader
     network: nn.Module
     wrapped: nn.Module
     ema: EMA
@@ -81,7 +83,7 @@ class Run:
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")
 def main(composed: DictConfig) -> None:
     try:
-        config = OmegaConf.to_container(composed, resolve=True)
+        config = complete(OmegaConf.to_container(composed, resolve=True))
         run = start(settings.read(config), config)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
@@ -89,6 +91,7 @@ def main(composed: DictConfig) -> None:
         train(run)
     else:
         run.say(f"{run.folder} is finished: train.steps above {run.step} trains on, name=… starts another run")
+    run.loader.close()
     finish(run)
 
 
@@ -110,12 +113,12 @@ def start(cfg: settings.Settings, config: dict) -> Run:
     if len(steps) > 1:
         raise ValueError(f"the processes found the run at steps {steps}; `results` must be a folder they share")
     with accelerator.main_process_first():
-        data, heldout = open_datasets(cfg)
+        data, heldout = open_datasets(cfg, device)
     if found and (Latents.from_json(found.info["latents"]), found.info["samples"]) != (data.latents, len(data)):
         raise ValueError(f"{cfg.dataset.path} is not the data that {folder} was trained on; name=… starts another run")
     decoder = autoencoder.preview
     if main_process and cfg.sampling.decode:
-        decoder = autoencoder.load_decoder(data.latents, device)
+        decoder = autoencoder.load_decoder(data.latents, device, cfg.sampling.autoencoder)
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
@@ -136,6 +139,7 @@ def start(cfg: settings.Settings, config: dict) -> Run:
         micro_batches=micro_batches,
         data=data,
         heldout=heldout,
+        loader=Loader(data, cfg.seed, cfg.train.batch_size, micro_batches, device, steps=cfg.train.steps),
         network=network,
         wrapped=accelerator.prepare(network),
         ema=ema,
@@ -213,8 +217,9 @@ def train(run: Run) -> None:
                 run.say(f"  time     {minutes:.1f} min expected for {cfg.train.steps - start_step:,} steps")
             if run.step % cfg.every.log == 0 or last:
                 loss = reduced_loss_sum(run) / run.loss_count  # waits for the device, so the clock comes after
-                images_per_s = (run.step - first) * cfg.train.batch_size / (time.perf_counter() - began - paused)
-                log_loss(run, loss, images_per_s)
+                seconds = time.perf_counter() - began - paused
+                images_per_s = (run.step - first) * cfg.train.batch_size / seconds
+                log_loss(run, loss, images_per_s, data_wait=run.loader.waited / seconds)
                 bar.set_postfix_str(f"loss {loss:.4f}, {images_per_s:.0f} images/s", refresh=False)
                 first, began, paused = run.step, time.perf_counter(), 0.0
             pause = time.perf_counter()
@@ -230,19 +235,8 @@ def train(run: Run) -> None:
 def training_step(run: Run) -> None:
     """One optimizer step on global batch number run.step."""
     cfg, latents, device = run.cfg, run.data.latents, run.accelerator.device
-    draws = draw_step(
-        cfg.seed,
-        run.step,
-        cfg.train.batch_size,
-        latents.shape,
-        run.network.num_tokens,
-        len(cfg.model.routes),
-        posterior=latents.content == "moments",
-        device=device,
-    )
-    for rows in run.micro_batches:
-        batch = run.data.batch(cfg.seed, run.step, cfg.train.batch_size, rows)
-        stored, labels = batch.stored.to(device), batch.labels.to(device)
+    draws = step_draws(cfg, latents, run.network.num_tokens, run.step, device)
+    for rows, (stored, labels) in zip(run.micro_batches, run.loader.batches(run.step)):
         synchronise = rows is run.micro_batches[-1]
         with contextlib.nullcontext() if synchronise else run.accelerator.no_sync(run.wrapped):
             with autocast(device, run.precision):
@@ -256,11 +250,12 @@ def training_step(run: Run) -> None:
     run.ema.update(run.network, run.step)
 
 
-def log_loss(run: Run, loss: float, images_per_s: float) -> None:
-    """Write down the mean loss since the last log, and begin the next sum."""
+def log_loss(run: Run, loss: float, images_per_s: float, data_wait: float) -> None:
+    """Write down the mean loss and the share of time that waited for data since the last log; begin anew."""
     flops = 3 * run.network.forward_flops(run.cfg.model.routes) * images_per_s
-    run.record(loss=loss, images_per_s=round(images_per_s, 1), flops_per_s=float(f"{flops:.4g}"))
-    run.loss_sum, run.loss_count = torch.zeros_like(run.loss_sum), 0
+    speed = {"images_per_s": round(images_per_s, 1), "flops_per_s": float(f"{flops:.4g}")}
+    run.record(loss=loss, **speed, data_wait=round(data_wait, 5))
+    run.loss_sum, run.loss_count, run.loader.waited = torch.zeros_like(run.loss_sum), 0, 0.0
 
 
 def reduced_loss_sum(run: Run) -> float:

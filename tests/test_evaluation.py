@@ -7,8 +7,9 @@ import torch
 
 from edm import EDM
 from evaluation import heldout_loss, point
-from latents import LatentDataset, Latents, write_dataset
+from latents import LatentDataset, Latents
 from randomness import seeded_normal
+from shards import write_dataset
 
 
 def test_many_points_take_each_sample_at_each_noise_level():

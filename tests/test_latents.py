@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 
 from benchmarks.dataset_open import write_sparse
 from files import sha256
-from latents import LatentDataset, Latents, write_dataset
+from latents import LatentDataset, Latents
 from randomness import split_batch
+from shards import write_dataset
 
 MEANING = Latents(shape=(2, 4, 4), classes=("ant", "bee", "cow"), autoencoder="pixels", views=2)
 

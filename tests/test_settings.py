@@ -15,6 +15,7 @@ from routing_module import Route
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
 DATASETS = sorted(path.stem for path in (ROOT / "configs" / "dataset").glob("*.yaml"))
+SHAPE = ["dataset.path=data", "dataset.channels=4", "dataset.size=16", "dataset.num_classes=3"]
 MODELS = sorted(path.stem for path in (ROOT / "configs" / "model").glob("*.yaml"))
 PAPER = {  # experiment → hidden size, depth, heads, end of the route (TREAD, Table S8)
     "imagenet256_s2": (384, 12, 6, 8),
@@ -27,7 +28,7 @@ PAPER = {  # experiment → hidden size, depth, heads, end of the route (TREAD, 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("chosen", [f"dataset={d}" for d in DATASETS] + [f"experiment={e}" for e in EXPERIMENTS])
 def test_every_config_composes_and_builds(read_config, chosen, model):
-    cfg = read_config(chosen, f"model={model}")
+    cfg = read_config(chosen, f"model={model}", *(SHAPE if chosen == "dataset=folder" else ()))
     with torch.device("meta"):
         network = build_network(cfg)
     noise = torch.zeros(2, dtype=torch.float32, device="meta")

@@ -28,9 +28,11 @@ import checkpoint
 import train as door
 from build import build_network, build_optimizer, open_dataset
 from ema import EMA
-from latents import Latents, write_dataset
+from latents import Latents
+from loading import Loader
 from routing_module import Route, draw_ids
 from runlog import RunLog, claim, differences
+from shards import write_dataset
 
 TINY = [
     "model.hidden_size=16",
@@ -191,12 +193,14 @@ def test_each_step_draws_its_own_ids_and_noise(read_config, monkeypatch, straigh
         network.register_forward_pre_hook(
             lambda _, args, more: calls.append((args[1], args[2], *more["routes"][0])), with_kwargs=True
         )
+        data = open_dataset(cfg, cfg.dataset.path, "train")
         run = SimpleNamespace(
             cfg=cfg,
             accelerator=Accelerator(cpu=True),
             precision="fp32",
             micro_batches=[slice(0, 8)],
-            data=open_dataset(cfg, cfg.dataset.path, "train"),
+            data=data,
+            loader=Loader(data, seed, 8, [slice(0, 8)], torch.device("cpu"), steps=3, ahead=2),
             network=network,
             wrapped=network,
             ema=EMA(network),

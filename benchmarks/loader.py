@@ -1,0 +1,141 @@
+"""How fast latents reach the device: python benchmarks/loader.py [folder=…] [rounds=5]
+
+Latents/s of 4×32×32 float16 samples through the whole path to a device batch of 256, side by side
+in one process, each round all of them:
+
+  ours        loading.Loader, for each placement
+  webdataset  (a) a tar of the same latents, read with the webdataset library, in one process and
+              with 2 workers
+  npy files   (b) one .npy a sample through a PyTorch DataLoader, in one process and with 2 workers
+  memcpy      (c) one array to an equally large one, one thread
+
+Files are in the page cache and their pages were touched. (a) and (b) are slow, so they read a part
+of the samples. Prints the median of the rounds and its ratio to memcpy and to webdataset, whichever of
+its two is faster.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import webdataset
+from torch.utils.data import DataLoader, Dataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from latents import LatentDataset, Latents  # noqa: E402
+from loading import Loader  # noqa: E402
+from shards import write_dataset  # noqa: E402
+
+SAMPLES, PER_SHARD, BATCH, FILES = 65_536, 4_096, 256, 8_192
+MEANING = Latents((4, 32, 32), tuple(map(str, range(1000))), "pixels", scale_applied=True)
+
+
+class Files(Dataset):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return FILES
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        return np.load(self.folder / f"{index:06d}.npy"), index % 1000
+
+
+def write(folder: Path) -> None:
+    """The same latents as a dataset, as a tar and as single files."""
+    rng = np.random.default_rng(0)
+
+    def shards():
+        for first in range(0, SAMPLES, PER_SHARD):
+            stored = rng.standard_normal((PER_SHARD, 1, 4, 32, 32), dtype=np.float32).astype(np.float16)
+            yield stored, np.arange(first, first + PER_SHARD) % 1000
+
+    write_dataset(folder / "ours", MEANING, shards())
+    data = LatentDataset(folder / "ours")
+    (folder / "npy").mkdir()
+    with webdataset.TarWriter(str(folder / "latents.tar")) as tar:
+        for index in range(FILES):
+            latent = data.read(np.array([index])).stored[0].numpy()
+            tar.write({"__key__": f"{index:06d}", "latent.npy": latent, "cls": index % 1000})
+            np.save(folder / "npy" / f"{index:06d}.npy", latent)
+
+
+def ours(folder: Path, placement: str, device: torch.device):
+    data = LatentDataset(folder / "ours", placement=placement, device=device)
+    loader = Loader(data, 0, BATCH, [slice(0, BATCH)], device)
+    step = 0
+
+    def read() -> int:
+        nonlocal step
+        for _ in range(SAMPLES // BATCH):
+            loader.batches(step)
+            step += 1
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return SAMPLES
+
+    return read
+
+
+def through(batches, device: torch.device):
+    def read() -> int:
+        count = 0
+        for stored, labels in batches():
+            stored, labels = torch.as_tensor(stored).to(device), torch.as_tensor(labels).to(device)
+            count += len(stored)
+        return count
+
+    return read
+
+
+def tar(folder: Path, workers: int):
+    pipe = webdataset.WebDataset(str(folder / "latents.tar"), shardshuffle=False, empty_check=False).shuffle(1000)
+    pipe = pipe.decode().to_tuple("latent.npy", "cls").batched(BATCH, partial=True)
+    return lambda: webdataset.WebLoader(pipe, batch_size=None, num_workers=workers)
+
+
+def memcpy() -> int:
+    np.copyto(TARGET, SOURCE)
+    return SAMPLES
+
+
+def main() -> None:
+    options = dict(argument.split("=", 1) for argument in sys.argv[1:])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory(dir=options.get("folder")) as name:
+        folder = Path(name)
+        write(folder)
+        files = Files(folder / "npy")
+        ways = {f"ours, {placement}": ours(folder, placement, device) for placement in ("mmap", "ram", "device")}
+        for workers in (0, 2):
+            ways[f"webdataset, {workers} workers"] = through(tar(folder, workers), device)
+            load = DataLoader(files, BATCH, shuffle=True, num_workers=workers)
+            ways[f"npy files, {workers} workers"] = through(lambda load=load: load, device)
+        ways["memcpy"] = memcpy
+        speeds: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(1 + int(options.get("rounds", 5))):  # the first round warms up
+            for way, read in ways.items():
+                began = time.perf_counter()
+                speeds[way].append(read() / (time.perf_counter() - began))
+    median = {way: statistics.median(found[1:]) for way, found in speeds.items()}
+    best_tar = max(value for way, value in median.items() if way.startswith("webdataset"))
+    print(f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}, {SAMPLES:,} latents, batch {BATCH}")
+    for way, value in median.items():
+        low, high = min(speeds[way][1:]), max(speeds[way][1:])
+        print(
+            f"{way:22s} {value:12,.0f} latents/s ({low:,.0f}..{high:,.0f})"
+            f"  {value / median['memcpy']:7.3f} of memcpy  {value / best_tar:7.1f}× webdataset"
+        )
+
+
+if __name__ == "__main__":
+    SOURCE = np.ones((SAMPLES, 4, 32, 32), np.float16)
+    TARGET = np.zeros_like(SOURCE)
+    main()

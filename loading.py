@@ -1,0 +1,86 @@
+"""Batches that lie on the device before they are asked for.
+
+Threads read the coming steps' samples while the device computes; on a GPU they are copied from
+page-locked memory on a stream of their own. What a step gets follows from (seed, step) alone, so
+reading ahead changes nothing but the time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from latents import LatentDataset
+
+
+class Loader:
+    """A process's share of each global batch, on its device.
+
+    data           the dataset.
+    seed           of the data order.
+    batch_size     samples in the global batch.
+    micro_batches  the rows of the global batch that this process takes: adjacent slices, see split_batch.
+    device         where the samples go.
+    steps          reading ahead stops before this step; None: never.
+    ahead          how many steps are read ahead; None: 4, and none on a CPU, which has no time of its own to spare.
+    threads        how many steps are read at once.
+    """
+
+    def __init__(
+        self,
+        data: LatentDataset,
+        seed: int,
+        batch_size: int,
+        micro_batches: Sequence[slice],
+        device: torch.device,
+        steps: int | None = None,
+        ahead: int | None = None,
+        threads: int = 2,
+    ) -> None:
+        self.data, self.seed, self.batch_size, self.steps = data, seed, batch_size, steps
+        self.rows = slice(micro_batches[0].start, micro_batches[-1].stop)
+        self.sizes = [rows.stop - rows.start for rows in micro_batches]
+        self.device = torch.device(device)
+        self.ahead = (0 if self.device.type == "cpu" else 4) if ahead is None else ahead
+        self.waited = 0.0  # seconds that `batches` has waited for samples; its user sets it back
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="loader")
+        self._coming: dict[int, Future] = {}
+
+    def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """A step's micro-batches: stored (B, C or 2C, S, S) and labels (B,), in the order of micro_batches."""
+        began = time.perf_counter()
+        if self.ahead:
+            stop = step + 1 + self.ahead
+            for coming in range(step, stop if self.steps is None else max(step + 1, min(stop, self.steps))):
+                if coming not in self._coming:
+                    self._coming[coming] = self._pool.submit(self._read, coming)
+            stored, labels, copied = self._coming.pop(step).result()
+        else:
+            stored, labels, copied = self._read(step)
+        self.waited += time.perf_counter() - began
+        if copied is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(copied)
+            for tensor in (stored, labels):
+                tensor.record_stream(current)  # its memory may be reused only after this step
+        return list(zip(stored.split(self.sizes), labels.split(self.sizes)))
+
+    def _read(self, step: int) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
+        pin = self._stream is not None and self.data.placement != "device"
+        batch = self.data.batch(self.seed, step, self.batch_size, self.rows, pin)
+        if self._stream is None:
+            return batch.stored.to(self.device), batch.labels.to(self.device), None
+        with torch.cuda.stream(self._stream):
+            stored = batch.stored.to(self.device, non_blocking=True)
+            labels = batch.labels.pin_memory().to(self.device, non_blocking=True)
+            return stored, labels, self._stream.record_event()
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._pool.shutdown(cancel_futures=True)
+        self._coming.clear()

@@ -1,0 +1,198 @@
+"""Writing a dataset shard by shard, so that work which was stopped goes on where it was.
+
+    .<name>.unfinished/          beside the dataset that is to be
+        plan.json                what the dataset is made of; work with another plan is refused
+        done/00000.json          written last of a shard: it is whole
+        data/                    becomes the dataset's folder when all shards are done
+
+Shards may be written in any order and by several processes, each its own. The result depends on
+the shards' content alone. latents.py tells the format and reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from autoencoder import channel_sums
+from files import Lock, free_bytes, sha256, sync, write_whole
+from latents import VERSION, Latents, check_labels
+
+
+class DatasetWriter:
+    """A dataset in the making.
+
+    folder  where it will be; must not exist.
+    plan    what decides its content, anything JSON can hold: an unfinished dataset made by another
+            plan is not continued.
+    main    whether this process is the one of several that begins and finishes the work.
+
+    Raises FileExistsError if the folder is there already or another process writes to it, and
+    ValueError if unfinished work has another plan.
+    """
+
+    def __init__(self, folder: Path, latents: Latents, plan: dict, main: bool = True) -> None:
+        self.folder, self.latents = Path(folder), latents
+        self.work = self.folder.with_name(f".{self.folder.name}.unfinished")
+        self.data, self._done = self.work / "data", self.work / "done"
+        self._plan = json.loads(json.dumps({**asdict(latents), **plan}))
+        if main:
+            self._begin()
+
+    def _begin(self) -> None:
+        if self.folder.exists():
+            raise FileExistsError(f"{self.folder} exists already; remove it or choose another folder")
+        for folder in (self.data, self._done):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
+        for partial in (*self.data.glob(".*.partial"), *self._done.glob(".*.partial")):
+            partial.unlink()  # of a process that was killed
+        path = self.work / "plan.json"
+        before = json.loads(path.read_text()) if path.exists() else self._plan
+        if before != self._plan:
+            keys = [key for key in {**before, **self._plan} if before.get(key) != self._plan.get(key)]
+            listed = "\n".join(
+                f"  {key}: {str(before.get(key))[:80]} there, {str(self._plan.get(key))[:80]} here" for key in keys
+            )
+            self._lock.release()
+            raise ValueError(
+                f"{self.work} holds unfinished work of another kind; continue it as it was begun, "
+                f"or remove it to start anew\n{listed}"
+            )
+        write_whole(path, json.dumps(self._plan, indent=1) + "\n")
+
+    def missing(self, shards: int) -> list[int]:
+        """The shards among 0..shards−1 that are still to be written."""
+        return [number for number in range(shards) if not self._is_done(number)]
+
+    def _is_done(self, number: int) -> bool:
+        path = self._done / f"{number:05d}.json"
+        if not path.exists():
+            return False
+        sizes = json.loads(path.read_text())["bytes"]
+        files = {self.data / name: size for name, size in sizes.items()}
+        return all(file.is_file() and file.stat().st_size == size for file, size in files.items())
+
+    def check_space(self, samples: int) -> None:
+        """Raise OSError unless the disk can take this many samples more."""
+        needed, free = int(1.01 * samples * (self.latents.sample_bytes + 8)), free_bytes(self.work)
+        if needed > free:
+            raise OSError(
+                f"{samples:,} samples take {needed / 1e9:.1f} GB, but {self.work} has {free / 1e9:.1f} GB free"
+            )
+
+    def write(self, number: int, stored: np.ndarray, labels: np.ndarray, **note: object) -> None:
+        """Write a shard: stored (n, *latents.stored_shape), labels (n,); n may be 0.
+
+        note is kept for `notes`, anything JSON can hold. Raises ValueError for a shard that is not
+        what `latents` says, OSError if the disk is full; then no shard of this number is there.
+        """
+        expected = (len(labels), *self.latents.stored_shape)
+        if stored.shape != expected:
+            raise ValueError(f"shard {number} has shape {stored.shape}, but must have {expected}")
+        check_labels(labels, len(self.latents.classes), f"shard {number}")
+        with np.errstate(over="ignore"):
+            stored = stored.astype(self.latents.dtype)
+        if not np.isfinite(stored).all():
+            raise ValueError(
+                f"shard {number} holds numbers that are not finite in {self.latents.dtype}: the autoencoder "
+                "failed (try precision=fp32), or dtype=float32 is needed"
+            )
+        files = {"file": (f"shard-{number:05d}.npy", stored), "labels": (f"shard-{number:05d}.labels.npy", labels)}
+        entry, sizes = {"count": len(labels)}, {}
+        for key, (name, array) in files.items() if len(labels) else ():
+            path = self.data / name
+            _save(path, array.astype(np.int64) if key == "labels" else array)
+            entry[key], entry[f"{key}_sha256"], sizes[name] = name, sha256(path), path.stat().st_size
+        done = {
+            "entry": entry,
+            "bytes": sizes,
+            "class_counts": np.bincount(labels, minlength=len(self.latents.classes)).tolist(),
+            "sums": [part.tolist() for part in channel_sums(stored, self.latents)],
+            "note": note,
+        }
+        write_whole(self._done / f"{number:05d}.json", json.dumps(done) + "\n")
+
+    def notes(self, shards: int) -> list[dict]:
+        """What was noted of each shard written."""
+        return [self._read(number)["note"] for number in range(shards)]
+
+    def _read(self, number: int) -> dict:
+        return json.loads((self._done / f"{number:05d}.json").read_text())
+
+    def assemble(self, shards: int) -> Path:
+        """Write index.json, once all shards are there; returns the folder, not yet in its place.
+
+        Raises ValueError if the dataset would be empty.
+        """
+        done = [self._read(number) for number in range(shards)]
+        counts = np.sum([one["class_counts"] for one in done], axis=0, dtype=np.int64) if done else np.zeros(0)
+        numbers, sums, squares = (
+            (np.sum([one["sums"][i] for one in done], axis=0) for i in range(3)) if done else [0] * 3
+        )
+        if not counts.sum():
+            raise ValueError(f"{self.folder} would hold no sample")
+        mean = sums / numbers
+        index = {
+            "version": VERSION,
+            **asdict(self.latents),
+            "count": int(counts.sum()),
+            "class_counts": counts.tolist(),
+            "channel_mean": mean.tolist(),
+            "channel_std": np.sqrt(np.maximum(squares / numbers - mean**2, 0)).tolist(),
+            "shards": [one["entry"] for one in done if one["entry"]["count"]],
+        }
+        write_whole(self.data / "index.json", json.dumps(index, indent=1) + "\n")
+        return self.data
+
+    def publish(self) -> None:
+        """Give the assembled dataset its name and forget the work."""
+        sync(self.data)
+        self.data.rename(self.folder)
+        sync(self.folder.parent)
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove the unfinished work."""
+        shutil.rmtree(self.work, ignore_errors=True)
+        self._lock.release()
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    """np.save in one piece; OSError that names the file and the likely reason."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            np.save(file, array, allow_pickle=False)
+        sync(partial)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(
+            f"{path} could not be written ({array.nbytes / 1e6:.1f} MB; {error}): is the disk full, or a file size "
+            "limit set? What was done before is kept"
+        ) from error
+
+
+def write_dataset(folder: Path, latents: Latents, shards: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Write a dataset in one go; the folder appears under its name only when it is whole.
+
+    shards yields (stored (n, *latents.stored_shape), labels (n,)). Raises FileExistsError if the
+    folder is there already, ValueError for a shard that is not what `latents` says.
+    """
+    writer = DatasetWriter(folder, latents, plan={})
+    try:
+        count = 0
+        for stored, labels in shards:
+            writer.write(count, stored, labels)
+            count += 1
+        writer.assemble(count)
+        writer.publish()
+    except BaseException:
+        writer.discard()
+        raise
