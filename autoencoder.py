@@ -135,7 +135,8 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
             model = getattr(diffusers, kind).from_pretrained(name, torch_dtype=torch.float32)
     except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError, SafetensorError) as error:
         raise ValueError(f"autoencoder {name!r} could not be loaded as one of {', '.join(KINDS)}: {error}") from error
-    return model.to(device).eval().requires_grad_(False)
+    # channels last: 1.5 to 2 times faster on a CPU, and what a GPU's convolutions want
+    return model.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
 
 
 def _from_file(path: Path, diffusers) -> nn.Module:
@@ -205,7 +206,7 @@ def encoder(model: nn.Module, latents: Latents, precision: str = "fp32") -> Enco
 
     @torch.no_grad()
     def encode(pictures: Tensor) -> np.ndarray:
-        pixels = pictures.to(device).float() / 127.5 - 1
+        pixels = (pictures.to(device).float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
         views = []
         for view in (pixels, pixels.flip(-1))[: latents.views]:
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):

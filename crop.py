@@ -1,0 +1,45 @@
+"""From a picture's file to the square of RGB that ADM's preparation would make of it.
+
+Dhariwal & Nichol 2021 prepare ImageNet so, and their reference batches are made of such pictures.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import numpy as np
+from PIL import Image
+
+
+def read_rgb(content: bytes) -> Image.Image:
+    """Decode a JPEG, PNG or WebP file (its first frame) to 8-bit RGB.
+
+    As in ADM's preparation the pixels are taken as they are stored: an EXIF orientation is not
+    applied, alpha is dropped, grey and palette pictures are expanded, CMYK is converted.
+    Raises ValueError or OSError for what is not a whole picture of 8 bits.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of damaged EXIF data, which nobody needs here
+        try:
+            image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP"))
+            image.load()
+        except (SyntaxError, Image.DecompressionBombError) as error:  # SyntaxError is what Pillow says of broken PNGs
+            raise ValueError(str(error)) from error
+        if image.mode not in ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"):
+            raise ValueError(f"pixels are of mode {image.mode}; convert the picture to 8 bits a channel")
+        return image.convert("RGB")
+
+
+def centre_crop(image: Image.Image, size: int) -> np.ndarray:
+    """ADM's centre crop: (size, size, 3) uint8.
+
+    Halved by averaging 2×2 boxes while the shorter side is at least twice `size`, then resized
+    bicubically so that it equals `size` (enlarged, if it was shorter), then cropped at the centre.
+    """
+    while min(image.size) >= 2 * size:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    scale = size / min(image.size)
+    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
+    left, top = (image.width - size) // 2, (image.height - size) // 2
+    return np.asarray(image)[top : top + size, left : left + size]

@@ -1,0 +1,91 @@
+"""Pictures in parquet files, as Hugging Face's `datasets` writes them: an Image and a ClassLabel column."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclass
+class Rows:
+    """index → file content. Reads a row group at a time and keeps the last one, as pictures come in order."""
+
+    paths: list[Path]
+    column: str
+    groups: list[tuple[int, int, int]]  # first picture, file, row group
+    _kept: tuple[int, list[dict]] | None = field(default=None, repr=False)
+
+    def __call__(self, index: int) -> bytes:
+        group = int(np.searchsorted([first for first, _, _ in self.groups], index, side="right")) - 1
+        first, file, number = self.groups[group]
+        if self._kept is None or self._kept[0] != group:
+            rows = _open(self.paths[file]).read_row_group(number, columns=[self.column])[self.column]
+            self._kept = group, rows.to_pylist()
+        content = self._kept[1][index - first]
+        if not content or not content.get("bytes"):
+            raise OSError("the row holds no picture, or names a file that is not in the parquet")
+        return content["bytes"]
+
+
+def _open(path: Path):
+    try:
+        from pyarrow import ArrowInvalid
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise ValueError(f"{path}: parquet needs pyarrow; pip install -r requirements-import.txt") from error
+    try:
+        return ParquetFile(path)
+    except (ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path} is damaged or no parquet file: {error}") from error
+
+
+def parquet_files(source: Path) -> list[Path]:
+    """The file itself, or the parquet files of a folder or of data/ in it; [] if there are none."""
+    if source.is_file():
+        return [source] if source.suffix == ".parquet" else []
+    return sorted(path for place in (source, source / "data") for path in place.glob("*.parquet"))
+
+
+def open_pictures(source: Path, paths: list[Path], split: str | None) -> tuple[list[str], np.ndarray, list[str], Rows]:
+    """Names, labels (n,), classes and reader of the pictures in parquet files.
+
+    split  of several (train-00000-of-…, validation-…) the one to take.
+
+    Raises ValueError if the split or the columns are not clear.
+    """
+    splits = sorted({path.stem.split("-")[0] for path in paths})
+    if split is not None:
+        paths = [path for path in paths if path.stem.split("-")[0] == split]
+    elif len(splits) > 1:
+        paths = []
+    if not paths:
+        raise ValueError(f"{source} holds the splits {', '.join(splits)}; choose one by root=…")
+    schema = _open(paths[0]).schema_arrow
+    info = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    features = info.get("info", {}).get("features", {})
+    image = _column(source, schema.names, features, "Image", "image")
+    label = _column(source, schema.names, features, "ClassLabel", "label")
+    groups, labels, names, first = [], [], [], 0
+    for file, path in enumerate(paths):
+        opened = _open(path)
+        for number in range(opened.metadata.num_row_groups):
+            groups.append((first, file, number))
+            first += opened.metadata.row_group(number).num_rows
+        names += [f"{path.name}:{row}" for row in range(opened.metadata.num_rows)]
+        labels.append(opened.read(columns=[label])[label].to_numpy())
+    numbers = np.concatenate(labels).astype(np.int64)
+    classes = features.get(label, {}).get("names") or [str(n) for n in range(int(numbers.max(initial=-1)) + 1)]
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(classes):
+        raise ValueError(f"{source}: labels lie in {numbers.min()}..{numbers.max()}, with {len(classes)} classes")
+    return names, numbers, list(classes), Rows(paths, image, groups)
+
+
+def _column(source: Path, names: list[str], features: dict, kind: str, usual: str) -> str:
+    found = [name for name, feature in features.items() if isinstance(feature, dict) and feature.get("_type") == kind]
+    found = found if len(found) == 1 else [name for name in names if name == usual]
+    if not found:
+        raise ValueError(f"{source} has the columns {', '.join(names)}, but needs one {kind} column, or {usual!r}")
+    return found[0]

@@ -1,0 +1,260 @@
+"""Where pictures and their classes come from: folders, tars, parquet files.
+
+    class folders     train/n01440764/1.jpg, in a folder or a tar; classes are the sorted folder names
+    a labels file     beside pictures in a flat folder or tar: JSON, JSON lines or CSV, see label_table
+    parquet           as Hugging Face writes picture datasets, see parquet.py
+
+Nothing is decoded here; crop.py does.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from parquet import open_pictures, parquet_files
+from tars import Tar
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+LABEL_FILES = ("labels.json", "labels.csv", "dataset.json", "metadata.csv", "metadata.jsonl")
+FILE_COLUMNS = ("file_name", "filename", "file", "path", "image", "name")
+LABEL_COLUMNS = ("label", "class", "cls", "class_id", "target", "wnid")
+
+
+@dataclass
+class Photos:
+    """Pictures in a fixed order.
+
+    names    of the pictures, for messages and the work's plan.
+    labels   (n,) int64, indices into classes.
+    read     index → the picture's file content; raises OSError.
+    refused  (name, why) of files that lie among the pictures and are none.
+    """
+
+    where: str
+    names: list[str]
+    labels: np.ndarray
+    classes: tuple[str, ...]
+    read: Callable[[int], bytes]
+    refused: list[tuple[str, str]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def check_classes(self, allow_empty: bool = False) -> None:
+        """Raise ValueError if there is no picture, or, unless allow_empty, none of some class."""
+        if not self.names:
+            other = f"; it holds {self.refused[0][0]}" if self.refused else ""
+            raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){other}")
+        if allow_empty:
+            return
+        counts = np.bincount(self.labels, minlength=len(self.classes))
+        if empty := [self.classes[i] for i in np.flatnonzero(counts == 0)]:
+            raise ValueError(
+                f"{self.where}: {_some(empty, 'class', 'classes')} without a picture. "
+                "Remove what is empty, or set allow_empty=true to keep the class"
+            )
+
+
+class Folder:
+    """A folder's files, with the same attributes as a Tar; hidden ones are left out."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.names, self.folders = Path(path), [], []
+        for folder, inner, files in os.walk(path, followlinks=True, onerror=_raise):
+            inside = PurePosixPath(os.path.relpath(folder, path).replace(os.sep, "/"))
+            self.names += [str(inside / name) for name in files]
+            self.folders += [str(inside / name) for name in inner]
+        self.names.sort()
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def find_photos(source: Path, root: str | None = None, labels: str | None = None) -> Photos:
+    """The pictures of a folder, a tar, or a parquet file or folder of such.
+
+    root    a folder inside the source (of parquet files: a split) that holds the pictures; None: the
+            outermost that does.
+    labels  a labels file, beside the source or inside it; None: one of LABEL_FILES if it lies beside
+            the pictures, else class folders.
+
+    Raises FileNotFoundError, or ValueError that says what was found instead.
+    """
+    source = Path(source)
+    if not source.exists():
+        raise FileNotFoundError(f"{source} is not there; source must be a folder, a tar or parquet files")
+    if paths := parquet_files(source):
+        names, numbers, classes, read = open_pictures(source, paths, root)
+        return Photos(str(source), names, numbers, tuple(classes), read)
+    store = Folder(source) if source.is_dir() else Tar(source)
+    names = [name for name in store.names if not _hidden(name)]
+    folders = {str(parent) for name in names for parent in PurePosixPath(name).parents} | set(store.folders)
+    inside = _inside(source, names, {folder for folder in folders if not _hidden(folder)} - {"."}, root)
+    prefix = f"{inside}/" if inside else ""
+    names = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    where = f"{source}:{inside}" if inside else str(source)
+
+    beside = [name for name in LABEL_FILES if name in names]
+    if labels is not None or beside:
+        chosen = labels or beside[0]
+        content = store.read(prefix + chosen) if chosen in names else Path(chosen).read_bytes()
+        names = [name for name in names if name not in (chosen, *LABEL_FILES)]
+        names, numbers, classes, refused = _by_table(where, names, label_table(chosen, content))
+    else:
+        classes = sorted({f.removeprefix(prefix).split("/")[0] for f in folders if f.startswith(prefix)} - {".", ""})
+        classes = [name for name in classes if not _hidden(name)]
+        names, numbers, refused = _by_folder(where, names, classes)
+    read = Reader(store, [prefix + name for name in names])
+    return Photos(where, names, np.array(numbers, dtype=np.int64), tuple(classes), read, refused)
+
+
+@dataclass
+class Reader:
+    """index → file content."""
+
+    store: Folder | Tar
+    names: list[str]
+
+    def __call__(self, index: int) -> bytes:
+        return self.store.read(self.names[index])
+
+
+def _hidden(name: str) -> bool:
+    return any(part.startswith(".") and part != "." or part == "__MACOSX" for part in name.split("/"))
+
+
+def _is_picture(name: str) -> bool:
+    return name.lower().endswith(SUFFIXES)
+
+
+def _inside(source: Path, names: list[str], folders: set[str], root: str | None) -> str:
+    """The folder that `root` means, "" for the source itself."""
+    if root is not None:
+        root = str(PurePosixPath(root))
+        found = sorted((f for f in folders if f == root or f.endswith(f"/{root}")), key=lambda f: (f.count("/"), f))
+        if not found:
+            listed = ", ".join(sorted(folders, key=lambda f: (f.count("/"), f))[:8]) or "none"
+            raise ValueError(f"{source} has no folder {root}; its folders are {listed}, …")
+        return found[0]
+    inside = ""
+    while True:
+        prefix = f"{inside}/" if inside else ""
+        below = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        tops = {name.split("/")[0] for name in below}
+        if len(tops) != 1 or "/" not in (below or [""])[0]:
+            return inside
+        lower = [name.split("/", 1)[1] for name in below]
+        if any("/" not in name and name not in LABEL_FILES for name in lower) and not set(lower) & set(LABEL_FILES):
+            return inside  # the only folder holds pictures: it is a class
+        inside = prefix + tops.pop()
+
+
+def _by_folder(where: str, names: list[str], classes: list[str]) -> tuple[list, list, list]:
+    """Pictures, labels and refused files of class folders."""
+    index = {name: number for number, name in enumerate(classes)}
+    kept, numbers, refused = [], [], []
+    for name in names:
+        folder, _, file = name.rpartition("/")
+        if not folder and _is_picture(name):
+            raise ValueError(
+                f"{where}: {name} lies in no class folder. Use class folders (train/<class>/<picture>), or labels=… "
+                f"with a labels file (JSON or CSV; {', '.join(LABEL_FILES)} are found by themselves)"
+            )
+        if "/" in folder:
+            tops = ", ".join(f"root={top}" for top in classes[:4])
+            raise ValueError(
+                f"{where}: {name} lies deeper than <class>/<picture>; choose the folder of classes: {tops}"
+            )
+        if _is_picture(name):
+            kept.append(name)
+            numbers.append(index[folder])
+        else:
+            refused.append((name, "its name is not a picture's"))
+    return kept, numbers, refused
+
+
+def _by_table(where: str, names: list[str], table: dict[str, tuple[int | str, str | None]]) -> tuple:
+    """Pictures, labels, classes and refused files, as a labels file has them."""
+    pictures = {name for name in names if _is_picture(name)}
+    refused = [(name, "its name is not a picture's") for name in names if name not in pictures and name not in table]
+    for missing, what in (
+        (set(table) - set(names), "is labelled, but not there"),
+        (pictures - set(table), "has no label"),
+    ):
+        if missing:
+            raise ValueError(f"{where}: {_some(sorted(missing), 'picture', 'pictures')} {what}")
+    kept = sorted(table)
+    labels = [table[name][0] for name in kept]
+    if all(isinstance(label, int) for label in labels):
+        if min(labels, default=0) < 0:
+            raise ValueError(
+                f"{where}: {kept[labels.index(min(labels))]} has label {min(labels)}; it must not be negative"
+            )
+        classes = [str(number) for number in range(max(labels, default=-1) + 1)]
+        for number, name in table.values():
+            classes[number] = name or classes[number]
+        return kept, labels, classes, refused
+    if not all(isinstance(label, str) for label in labels):
+        raise ValueError(f"{where}: some labels are numbers and some are names; use one of both")
+    classes = sorted(set(labels))
+    return kept, [classes.index(label) for label in labels], classes, refused
+
+
+def label_table(name: str, content: bytes) -> dict[str, tuple[int | str, str | None]]:
+    """A labels file as {picture: (number or name of its class, name that belongs to a number)}.
+
+    JSON: {picture: label}, {"labels": {…}}, or lists of [picture, label] or of objects; JSON lines of
+    objects; CSV with a header. Objects and headers name the picture by one of FILE_COLUMNS and the
+    class by one of LABEL_COLUMNS. A label is a number, a name, or a list [number, name, …].
+    """
+    try:
+        text = content.decode("utf-8-sig")
+        if name.endswith(".csv"):
+            rows = [_pair(row) for row in csv.DictReader(io.StringIO(text))]
+            if all(label.strip().isdecimal() for _, label in rows):
+                rows = [(picture, int(label)) for picture, label in rows]
+        elif name.endswith(".jsonl"):
+            rows = [_pair(json.loads(line)) for line in text.splitlines() if line.strip()]
+        else:
+            tree = json.loads(text)
+            tree = tree.get("labels", tree) if isinstance(tree, dict) else tree
+            rows = tree.items() if isinstance(tree, dict) else [_pair(row) for row in tree]
+        table = {}
+        for picture, label in rows:
+            number, *names = label if isinstance(label, list) else [label]
+            if not isinstance(number, (int, str)) or isinstance(number, bool):
+                raise ValueError(f"the label of {picture} is {label!r}")
+            if picture in table:
+                raise ValueError(f"{picture} comes twice")
+            table[picture] = number, str(names[0]) if names else None
+        return table
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"labels file {name} can't be read: {error}") from error
+
+
+def _pair(row: dict | Iterable) -> tuple:
+    if not isinstance(row, dict):
+        picture, label = row
+        return picture, label
+    for columns in (FILE_COLUMNS, LABEL_COLUMNS):
+        if not any(column in row for column in columns):
+            raise ValueError(f"it has {list(row)}, but needs one of {', '.join(columns)}")
+    return tuple(next(row[c] for c in columns if c in row) for columns in (FILE_COLUMNS, LABEL_COLUMNS))
+
+
+def _some(names: list[str], one: str, many: str) -> str:
+    """ "class a", "classes a, b, c and 5 more"."""
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{one if len(names) == 1 else many} {shown}"

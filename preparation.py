@@ -1,0 +1,134 @@
+"""From photos to shards of latents: read, crop, encode, write.
+
+Pictures are read and cropped by worker processes while the autoencoder runs. A shard is a fixed
+range of pictures, encoded in batches that never cross it; so what a shard holds depends on the
+pictures, the autoencoder and the batch size alone, and not on who makes it or what was done before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from autoencoder import Encoder
+from crop import centre_crop, read_rgb
+from photos import Photos
+from shards import DatasetWriter
+
+STAGES = ("read", "decode", "crop", "encode", "write")
+
+
+@dataclass
+class Crops(Dataset):
+    """index → (pixels (3, size, size) uint8 or None, why it could not be read, its size, seconds of three stages)."""
+
+    photos: Photos
+    size: int
+
+    def __getitem__(self, index: int) -> tuple[Tensor | None, str, tuple[int, int], tuple[float, float, float]]:
+        times = [time.thread_time()]
+        try:
+            content = self.photos.read(index)
+            times.append(time.thread_time())
+            image = read_rgb(content)
+            times.append(time.thread_time())
+            pixels = torch.from_numpy(centre_crop(image, self.size).transpose(2, 0, 1).copy())
+            times.append(time.thread_time())
+        except (OSError, ValueError) as error:
+            return None, f"{type(error).__name__}: {error}", (0, 0), (0.0, 0.0, 0.0)
+        return pixels, "", image.size, tuple(after - before for before, after in zip(times, times[1:]))
+
+    def __len__(self) -> int:
+        return len(self.photos)
+
+
+@dataclass
+class Progress:
+    """What `make_shards` has done: pictures, and CPU seconds in each stage (encode and write: wall clock)."""
+
+    pictures: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    waited: float = 0.0  # seconds that the encoder had no pictures
+
+
+def shard_ranges(count: int, shard_size: int) -> list[range]:
+    """The pictures of each shard."""
+    return [range(first, min(first + shard_size, count)) for first in range(0, count, shard_size)]
+
+
+def source_hash(photos: Photos) -> str:
+    """Hex sha256 of the pictures' names, labels and classes: what an unfinished dataset was begun with."""
+    digest = hashlib.sha256("\0".join((*photos.classes, *photos.names)).encode(errors="surrogateescape"))
+    digest.update(photos.labels.tobytes())
+    return digest.hexdigest()
+
+
+def check_sizes(photos: Photos, resolution: int, probes: int = 32) -> None:
+    """Raise ValueError if most of some pictures, spread over all, are smaller than the resolution asked for."""
+    crops = Crops(photos, resolution)
+    numbers = np.unique(np.linspace(0, len(photos) - 1, probes).round().astype(int))
+    sizes = [min(size) for _, why, size, _ in (crops[int(number)] for number in numbers) if not why]
+    if sizes and np.median(sizes) < resolution:
+        raise ValueError(
+            f"the pictures of {photos.where} are smaller ({int(np.median(sizes))} pixels along the shorter side, the "
+            f"median of {len(sizes)}) than resolution={resolution}; choose a lower one, or enlarge=true"
+        )
+
+
+def make_shards(
+    photos: Photos,
+    writer: DatasetWriter,
+    encode: Encoder,
+    shards: Sequence[tuple[int, range]],
+    resolution: int,
+    batch_size: int,
+    workers: int,
+    skip_damaged: bool,
+) -> Iterator[Progress]:
+    """Write shards (number, its pictures); yields after each batch.
+
+    Notes for each shard which pictures were left out and how many enlarged. Raises ValueError for a
+    damaged picture, unless skip_damaged.
+    """
+    batches = [list(part[i : i + batch_size]) for _, part in shards for i in range(0, len(part), batch_size)]
+    loader = DataLoader(Crops(photos, resolution), batch_sampler=batches, num_workers=workers, collate_fn=list)
+    coming, progress = iter(loader), Progress()
+    for number, part in shards:
+        stored, labels, left_out, enlarged = [], [], [], 0
+        for first in range(0, len(part), batch_size):
+            indices = part[first : first + batch_size]
+            began = time.perf_counter()
+            crops = next(coming)
+            progress.waited += time.perf_counter() - began
+            good = []
+            for index, (pixels, why, size, seconds) in zip(indices, crops):
+                if why and not skip_damaged:
+                    raise ValueError(
+                        f"{photos.where}: {photos.names[index]} can't be read as a picture ({why}). "
+                        "Replace or remove it, or leave such pictures out with on_error=skip"
+                    )
+                if why:
+                    left_out.append((photos.names[index], why))
+                    continue
+                good.append(pixels)
+                labels.append(photos.labels[index])
+                enlarged += min(size) < resolution
+                for stage, spent in zip(STAGES, seconds):
+                    progress.seconds[stage] += spent
+            began = time.perf_counter()
+            if good:
+                stored.append(encode(torch.stack(good)))
+            progress.seconds["encode"] += time.perf_counter() - began
+            progress.pictures += len(indices)
+            yield progress
+        began = time.perf_counter()
+        whole = np.concatenate(stored) if stored else np.zeros((0, *writer.latents.stored_shape), np.float32)
+        writer.write(number, whole, np.array(labels, dtype=np.int64), left_out=left_out, enlarged=enlarged)
+        progress.seconds["write"] += time.perf_counter() - began

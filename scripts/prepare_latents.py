@@ -1,0 +1,218 @@
+"""Photos → a dataset of latents: accelerate launch scripts/prepare_latents.py source=… out=…
+
+All options: configs/prepare_latents.yaml. Start it again after it was stopped, with any number of
+processes, and it goes on with the shards that are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import hydra
+import numpy as np
+from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from processes import Processes  # noqa: E402
+
+import autoencoder  # noqa: E402
+import report  # noqa: E402
+import settings  # noqa: E402
+from files import write_whole  # noqa: E402
+from latents import LatentDataset  # noqa: E402
+from photos import Photos, find_photos  # noqa: E402
+from preparation import Crops, check_sizes, make_shards, shard_ranges, source_hash  # noqa: E402
+from shards import DatasetWriter  # noqa: E402
+
+PLANNED = ("resolution", "precision", "batch_size", "shard_size", "on_error")  # what changes the dataset's bytes
+
+
+@dataclass(frozen=True)
+class Options:
+    """configs/prepare_latents.yaml."""
+
+    source: str
+    root: str | None
+    labels: str | None
+    out: str
+    resolution: int
+    flip: bool
+    autoencoder: str
+    store: str
+    dtype: str
+    precision: str
+    batch_size: int | None
+    device: str | None
+    workers: int | None
+    shard_size: int
+    on_error: str
+    enlarge: bool
+    allow_empty: bool
+    verify: int
+
+    def __post_init__(self) -> None:
+        for key in ("resolution", "batch_size", "shard_size"):
+            if (getattr(self, key) or 1) < 1:
+                raise ValueError(f"{key} is {getattr(self, key)}, but must be positive")
+        for key in ("workers", "verify"):
+            if (getattr(self, key) or 0) < 0:
+                raise ValueError(f"{key} is {getattr(self, key)}, but must not be negative")
+        for key, allowed in (("precision", ("fp32", "bf16")), ("on_error", ("stop", "skip"))):
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"{key} is {getattr(self, key)!r}, but must be {' or '.join(allowed)}")
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="prepare_latents")
+def main(composed: DictConfig) -> None:
+    try:
+        options = settings.read(OmegaConf.to_container(composed, throw_on_missing=True), Options)
+        processes = Processes(options.device)
+        batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
+        prepare(replace(options, batch_size=batch_size), processes)
+    except (ValueError, OSError, MissingMandatoryValue) as error:
+        sys.exit(f"error: {error}")
+
+
+def prepare(options: Options, processes: Processes) -> None:
+    out = Path(options.out)
+    photos = find_photos(Path(options.source), options.root, options.labels)
+    photos.check_classes(options.allow_empty)
+    if photos.refused and options.on_error == "stop":
+        name, why = photos.refused[0]
+        raise ValueError(
+            f"{photos.where}: {name} is no picture ({why}), nor are {len(photos.refused) - 1} others; remove them, or "
+            "leave them out with on_error=skip"
+        )
+    if not options.enlarge:
+        check_sizes(photos, options.resolution)
+    model = autoencoder.load_autoencoder(options.autoencoder, processes.device)
+    latents = autoencoder.encoded(
+        model,
+        options.autoencoder,
+        options.resolution,
+        photos.classes,
+        options.store,
+        dtype=options.dtype,
+        views=2 if options.flip else 1,
+    )
+    ranges = shard_ranges(len(photos), options.shard_size)
+    plan = {key: getattr(options, key) for key in PLANNED} | {"pictures": source_hash(photos)}
+    if is_finished(out, asdict(latents) | plan):
+        processes.say(f"{out} is finished")
+        return
+    with processes.main_first():
+        writer = DatasetWriter(out, latents, plan, processes.main)
+        missing = writer.missing(len(ranges))
+    if processes.main:
+        writer.check_space(sum(len(ranges[number]) for number in missing))
+    processes.say(describe(photos, options, latents, len(ranges), len(missing), processes))
+    mine = [(number, ranges[number]) for number in missing[processes.rank :: processes.count]]
+    encode_shards(photos, writer, autoencoder.encoder(model, latents, options.precision), mine, options, processes)
+    processes.wait()
+    if processes.main:
+        finish(photos, writer, len(ranges), plan, options, processes)
+
+
+def is_finished(out: Path, plan: dict) -> bool:
+    """Whether the dataset is there already, made by the same plan."""
+    made = out / "report.json"
+    return made.is_file() and json.loads(made.read_text()).get("plan") == json.loads(json.dumps(plan))
+
+
+def describe(photos: Photos, options: Options, latents, shards: int, missing: int, processes: Processes) -> str:
+    content = latents.content + (f" (mean, {latents.spread})" if latents.spread else "")
+    stored = len(photos) * latents.sample_bytes / 1e9
+    return "\n".join(
+        (
+            f"  pictures  {len(photos):,} in {len(photos.classes):,} classes, {photos.where}",
+            f"  crop      {options.resolution}², {'with' if options.flip else 'without'} flipped copies",
+            f"  encoder   {latents.autoencoder}, {options.precision}",
+            f"  stores    {content} {latents.stored_shape[1:]} {latents.dtype}, {stored:.2f} GB; "
+            f"network latents are (z − {latents.shift:g})·{latents.scale:g}",
+            f"  work      {missing} of {shards} shards, {processes.count} processes on {processes.device}",
+        )
+    )
+
+
+def encode_shards(photos, writer, encode, mine, options: Options, processes: Processes) -> None:
+    """This process's share, with a progress bar and the shares of time at the end."""
+    workers = min(16, processes.cores) if options.workers is None else options.workers
+    total = sum(len(part) for _, part in mine)
+    began, progress = time.perf_counter(), None
+    label = f"process 1 of {processes.count}" if processes.count > 1 else "encoding"
+    pace = 0.5 if sys.stderr.isatty() else 20  # seconds between updates of the bar
+    with tqdm(
+        total=total, desc=label, unit="image", disable=not processes.main, mininterval=pace, smoothing=0.1
+    ) as bar:
+        for progress in make_shards(
+            photos,
+            writer,
+            encode,
+            mine,
+            options.resolution,
+            options.batch_size,
+            workers,
+            options.on_error == "skip",
+        ):
+            bar.update(progress.pictures - bar.n)
+    if progress is None:
+        return
+    wall = time.perf_counter() - began
+    shares = {"encoding": progress.seconds["encode"], "waiting for pictures": progress.waited}
+    shares["writing"] = progress.seconds["write"]
+    each = ", ".join(f"{stage} {1000 * progress.seconds[stage] / total:.2f}" for stage in ("read", "decode", "crop"))
+    processes.say(
+        f"  speed     {total / wall:.1f} images/s a process, of whose time "
+        + ", ".join(f"{100 * seconds / wall:.1f}% {what}" for what, seconds in shares.items())
+        + f"; CPU ms a picture in {workers} reading processes: {each}"
+    )
+
+
+def finish(
+    photos: Photos, writer: DatasetWriter, shards: int, plan: dict, options: Options, processes: Processes
+) -> None:
+    """Assemble the dataset, look at it, write its report, and give it its name."""
+    folder = writer.assemble(shards)
+    data, notes = LatentDataset(folder), writer.notes(shards)
+    empty = [name for name, count in report.numbers(data)["class_counts"].items() if not count]
+    if empty and not options.allow_empty:
+        raise ValueError(
+            f"no picture of {', '.join(empty[:5])} could be read; repair some of {photos.where} and remove "
+            f"{writer.work}, or set allow_empty=true"
+        )
+    left_out = [*photos.refused, *(tuple(one) for note in notes for one in note["left_out"])]
+    made = report.numbers(data) | {
+        "enlarged": sum(note["enlarged"] for note in notes),
+        "left_out": left_out,
+        "plan": asdict(writer.latents) | plan,
+    }
+    if options.verify:
+        chosen = report.spread(len(data), options.verify)
+        skipped = {name for name, _ in left_out}
+        kept = [index for index, name in enumerate(photos.names) if name not in skipped]
+        crops = Crops(photos, options.resolution)
+        before = np.stack([crops[kept[index]][0].numpy() for index in chosen])
+        decoder = autoencoder.load_decoder(data.latents, processes.device)
+        after = report.decode(data, chosen, decoder, processes.device)
+        made["psnr"] = [report.psnr(*pair) for pair in zip(before, after)]
+        report.side_by_side(folder / "report.png", before, after)
+    write_whole(folder / "report.json", json.dumps(made, indent=1) + "\n")
+    writer.publish()
+    print(report.text(made))
+    if options.verify:
+        print(f"  pictures  {writer.folder / 'report.png'}: photo, decoded latents")
+    print(f"  dataset   {writer.folder}: train with dataset=folder dataset.path={writer.folder}")
+
+
+if __name__ == "__main__":
+    try:
+        settings.check_overrides(sys.argv[1:], settings.known_keys(Options))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    main()

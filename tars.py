@@ -1,0 +1,56 @@
+"""Files inside a tar, read in any order and by several processes without unpacking it."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import tarfile
+from pathlib import Path
+
+
+class Tar:
+    """The files of an uncompressed tar; opening it reads the headers of all.
+
+    names    of the files, sorted, without a leading "./".
+    folders  names of the folders that have an entry of their own.
+
+    Raises ValueError if it is compressed, damaged or truncated.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self._at: dict[str, tuple[int, int]] = {}
+        self.folders, links = [], {}
+        try:
+            with tarfile.open(self.path, "r:") as tar:
+                for member in tar:
+                    name = posixpath.normpath(member.name)
+                    if member.isfile():
+                        self._at[name] = member.offset_data, member.size
+                    elif member.isdir():
+                        self.folders.append(name)
+                    elif member.islnk() or member.issym():
+                        folder = posixpath.dirname(name) if member.issym() else ""
+                        links[name] = posixpath.normpath(posixpath.join(folder, member.linkname))
+                    tar.members = []  # tarfile would keep all of them
+        except tarfile.TarError as error:
+            raise ValueError(
+                f"{self.path} is damaged, truncated or compressed ({error}); a compressed tar must be unpacked first, "
+                "for pictures are read from it in any order"
+            ) from error
+        for name, target in links.items():
+            if target not in self._at:
+                raise ValueError(f"{self.path}: {name} is a link to {target}, which is not a file in the tar")
+            self._at[name] = self._at[target]
+        size = self.path.stat().st_size
+        if any(offset + length > size for offset, length in self._at.values()):
+            raise ValueError(f"{self.path} is truncated: its last file ends beyond its {size} bytes")
+        self.names = sorted(self._at)
+        self._open: tuple[int, int] | None = None  # process and file descriptor
+
+    def read(self, name: str) -> bytes:
+        """The content of a file."""
+        if self._open is None or self._open[0] != os.getpid():
+            self._open = os.getpid(), os.open(self.path, os.O_RDONLY)
+        offset, size = self._at[name]
+        return os.pread(self._open[1], size, offset)
