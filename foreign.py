@@ -1,0 +1,230 @@
+"""Other people's latents: what each kind of source means, and how to read it.
+
+    maskdit_lmdb  MaskDiT's LMDB. z-i: float32 (8, S, S), mean and log-variance of the Stable Diffusion
+                  autoencoder's posterior, unscaled; y-i: the label in decimal; length. Of 2N entries
+                  the second N are the flipped copies, i + N that of i.
+    tread_tar     webdataset tars as TREAD trains on. latent.npy: (4, S, S), samples of the posterior;
+                  cls: the label. Whether they are scaled can't be seen: whoever imports them says so.
+    repa_npy      REPA's folders. .npy files float32 (8, S, S), mean and standard deviation, unscaled;
+                  dataset.json: {"labels": [[file, label], …]}.
+
+A kind's meaning is fixed here and goes into the dataset's index; nothing is guessed from the numbers.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from latents import Latents
+from tars import Tar
+
+SD_SCALE = 0.18215  # of the Stable Diffusion 1 autoencoders
+KINDS = ("maskdit_lmdb", "tread_tar", "repa_npy")
+
+
+@dataclass
+class Foreign:
+    """Latents of someone else, in the source's order.
+
+    latents  what they mean; dtype is the source's.
+    labels   (n,) int64.
+    read     index → (views, C or 2C, S, S), as stored in the source.
+    name     index → what to call a sample in a message.
+    """
+
+    latents: Latents
+    labels: np.ndarray
+    read: Callable[[int], np.ndarray]
+    name: Callable[[int], str]
+
+
+def open_foreign(
+    kind: str,
+    source: Path,
+    autoencoder: str,
+    flipped: bool = True,
+    scale: float = SD_SCALE,
+    scale_applied: bool | None = None,
+    num_classes: int | None = None,
+) -> Foreign:
+    """Open a source of one of KINDS.
+
+    autoencoder    what decodes the latents, to be written into the index.
+    flipped        maskdit_lmdb: whether the second half are flipped copies.
+    scale          network latents = z·scale.
+    scale_applied  tread_tar: whether the stored numbers already are z·scale; must be said.
+    num_classes    None: the largest label + 1.
+
+    Raises FileNotFoundError, or ValueError for a source that is not what its kind says.
+    """
+    source = Path(source)
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}, but must be one of {', '.join(KINDS)}; pictures: prepare_latents.py")
+    if kind != "tread_tar" and scale_applied:
+        raise ValueError(f"scale_applied=true, but {kind} holds unscaled moments; leave scale_applied out")
+    if kind == "tread_tar" and scale_applied is None:
+        raise ValueError(
+            "tread_tar holds samples whose scale can't be seen: say scale_applied=true if they were multiplied by "
+            f"scale={scale} before they were written (standard deviation near 1), else scale_applied=false (near 5)"
+        )
+    if kind == "maskdit_lmdb":
+        labels, read, name = _maskdit(source, flipped)
+    elif kind == "tread_tar":
+        labels, read, name = _tread(source)
+    else:
+        labels, read, name = _repa(source)
+    if not len(labels):
+        raise ValueError(f"{source} holds no sample")
+    classes = num_classes or int(labels.max()) + 1
+    if not 0 <= labels.min() <= labels.max() < classes:
+        raise ValueError(f"{source}: labels lie in {labels.min()}..{labels.max()}, but num_classes is {classes}")
+    first = read(0)
+    views, channels, *size = first.shape
+    moments = kind != "tread_tar"
+    latents = Latents(
+        shape=(channels // 2 if moments else channels, *size),
+        classes=tuple(str(number) for number in range(classes)),
+        autoencoder=autoencoder,
+        content="moments" if moments else "latents",
+        spread={"maskdit_lmdb": "logvar", "repa_npy": "std"}.get(kind),
+        scale=scale,
+        scale_applied=bool(scale_applied),
+        dtype=str(first.dtype),
+        views=views,
+    )
+    return Foreign(latents, labels, read, name)
+
+
+def _maskdit(source: Path, flipped: bool):
+    try:
+        import lmdb  # imported here because it is asked for by this kind alone
+    except ImportError as error:
+        raise ValueError("LMDB needs the package lmdb; pip install -r requirements-import.txt") from error
+    if not source.exists():
+        raise FileNotFoundError(f"{source} is not there; source must be an LMDB's folder or file")
+    try:
+        opened = lmdb.open(
+            str(source), subdir=source.is_dir(), readonly=True, lock=False, readahead=False, create=False
+        )
+    except lmdb.Error as error:
+        raise ValueError(f"{source} can't be opened as an LMDB: {error}") from error
+    transaction = opened.begin(buffers=True)
+
+    def get(key: str) -> bytes:
+        found = transaction.get(key.encode())
+        if found is None:
+            raise ValueError(f"{source} has no entry {key}: it is truncated, or no MaskDiT LMDB (z-i, y-i, length)")
+        return found
+
+    length = int(bytes(get("length")))
+    if flipped and length % 2:
+        raise ValueError(f"{source} has length {length}, which is odd: its second half can't be flipped copies")
+    count = length // 2 if flipped else length
+    labels = np.array([int(bytes(get(f"y-{index}"))) for index in range(length)], dtype=np.int64)
+    if flipped and not np.array_equal(labels[:count], labels[count:]):
+        at = int(np.flatnonzero(labels[:count] != labels[count:])[0])
+        raise ValueError(
+            f"{source}: entry {at} has label {labels[at]}, but {at + count} has {labels[at + count]}: the second half "
+            "are not the flipped copies; if it has none, say flipped=false"
+        )
+
+    def read(index: int) -> np.ndarray:
+        views = [np.frombuffer(get(f"z-{at}"), np.float32) for at in ((index, index + count) if flipped else (index,))]
+        size = int(round((views[0].size / 8) ** 0.5))
+        if any(view.size != 8 * size * size for view in views):
+            raise ValueError(f"{source}: entry z-{index} holds {views[0].size} numbers, not (8, S, S) moments")
+        return np.stack([view.reshape(8, size, size) for view in views])
+
+    return labels[:count], read, lambda index: f"z-{index}"
+
+
+def _tread(source: Path):
+    if source.is_dir():
+        paths = sorted(source.glob("*.tar"))
+    else:
+        paths = sorted(source.parent.glob(source.name)) if "*" in source.name else [source]
+    if not paths or not all(path.is_file() for path in paths):
+        raise FileNotFoundError(f"{source} is not there; source must be a tar, a folder of tars or a pattern (*.tar)")
+    tars, samples, labels = [Tar(path) for path in paths], [], []
+    for number, tar in enumerate(tars):
+        parts: dict[str, dict[str, str]] = {}
+        for name in tar.names:
+            folder, _, file = name.rpartition("/")
+            key, _, extension = file.partition(".")
+            parts.setdefault(f"{folder}/{key}", {})[extension] = name
+        for key, sample in parts.items():
+            if "latent.npy" not in sample or "cls" not in sample:
+                raise ValueError(
+                    f"{tar.path}: sample {key.lstrip('/')} has {', '.join(sorted(sample))}, but must have latent.npy "
+                    "and cls." + _PICKLED * ("latent" in sample)
+                )
+            samples.append((number, sample["latent.npy"]))
+            labels.append(int(tar.read(sample["cls"])))
+
+    def read(index: int) -> np.ndarray:
+        number, name = samples[index]
+        try:
+            array = np.load(io.BytesIO(tars[number].read(name)), allow_pickle=False)
+        except ValueError as error:
+            raise ValueError(f"{tars[number].path}: {name} is no plain array ({error})." + _PICKLED) from error
+        if array.ndim != 3 or array.shape[0] != 4:
+            hint = " Those with 8 channels are moments: import the LMDB they were made from" * (array.shape[0] == 8)
+            raise ValueError(f"{tars[number].path}: {name} has shape {array.shape}, but must be (4, S, S).{hint}")
+        return _float(array)[None]
+
+    return np.array(labels, dtype=np.int64), read, lambda index: samples[index][1]
+
+
+_PICKLED = (
+    " MaskDiT's own tars hold pickled objects, which run code when they are read and are refused here; import the "
+    "LMDB they were made from (kind=maskdit_lmdb)"
+)
+
+
+def _repa(source: Path):
+    listed = source / "dataset.json"
+    if not listed.is_file():
+        raise FileNotFoundError(f"{listed} is not there; source must be the folder that holds it and the .npy files")
+    try:
+        table = json.loads(listed.read_text())["labels"]
+        rows = sorted((str(name), int(label)) for name, label in table)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f'{listed} holds no {{"labels": [[file, label], …]}}: {type(error).__name__}: {error}'
+        ) from error
+    there = {
+        os.path.relpath(os.path.join(folder, name), source).replace(os.sep, "/")
+        for folder, _, files in os.walk(source, followlinks=True)
+        for name in files
+        if name.endswith(".npy")
+    }
+    named = {name for name, _ in rows}
+    for names, what in ((named - there, "is named in dataset.json, but not there"), (there - named, "has no label")):
+        if names:
+            raise ValueError(f"{source}: {min(names)} {what} ({len(names)} such)")
+
+    def read(index: int) -> np.ndarray:
+        path = source / rows[index][0]
+        try:
+            array = np.load(path, allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{path} is damaged or no .npy file: {error}") from error
+        if array.ndim != 3 or array.shape[0] != 8:
+            raise ValueError(f"{path} has shape {array.shape}, but must be (8, S, S): mean and standard deviation")
+        if (array[4:] < 0).any():
+            raise ValueError(f"{path} has standard deviations below 0: these are not REPA's moments (mean, std)")
+        return _float(array)[None]
+
+    return np.array([label for _, label in rows], dtype=np.int64), read, lambda index: rows[index][0]
+
+
+def _float(array: np.ndarray) -> np.ndarray:
+    """float16 as it is, everything else as float32."""
+    return array if array.dtype == np.float16 else array.astype(np.float32)

@@ -1,0 +1,152 @@
+"""Other people's latents → a dataset: python scripts/import_latents.py kind=… source=… out=…
+
+All options: configs/import_latents.yaml; what each kind means: foreign.py. Start it again after it
+was stopped, and it goes on with the shards that are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import hydra
+import numpy as np
+import torch
+from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import autoencoder  # noqa: E402
+import report  # noqa: E402
+import settings  # noqa: E402
+from files import write_whole  # noqa: E402
+from foreign import Foreign, open_foreign  # noqa: E402
+from latents import LatentDataset, Latents  # noqa: E402
+from pictures import save_grid  # noqa: E402
+from preparation import shard_ranges  # noqa: E402
+from shards import DatasetWriter  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Options:
+    """configs/import_latents.yaml."""
+
+    kind: str
+    source: str
+    out: str
+    autoencoder: str
+    scale: float
+    scale_applied: bool | None
+    flipped: bool
+    num_classes: int | None
+    classes: str | None
+    dtype: str
+    shard_size: int
+    decode: int
+
+    def __post_init__(self) -> None:
+        if self.shard_size < 1 or self.decode < 0:
+            raise ValueError(f"shard_size {self.shard_size} must be positive, decode {self.decode} not negative")
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="import_latents")
+def main(composed: DictConfig) -> None:
+    try:
+        options = settings.read(OmegaConf.to_container(composed, throw_on_missing=True), Options)
+        import_all(options)
+    except (ValueError, OSError, MissingMandatoryValue) as error:
+        sys.exit(f"error: {error}")
+
+
+def import_all(options: Options) -> None:
+    foreign = open_foreign(
+        options.kind,
+        Path(options.source),
+        options.autoencoder,
+        options.flipped,
+        options.scale,
+        options.scale_applied,
+        options.num_classes,
+    )
+    latents = replace(foreign.latents, dtype=options.dtype, classes=class_names(options, foreign.latents))
+    ranges = shard_ranges(len(foreign.labels), options.shard_size)
+    plan = {"kind": options.kind, "source": str(Path(options.source).resolve()), "shard_size": options.shard_size}
+    made = Path(options.out) / "report.json"
+    if made.is_file() and json.loads(made.read_text()).get("plan") == json.loads(json.dumps(asdict(latents) | plan)):
+        print(f"{options.out} is finished")
+        return
+    writer = DatasetWriter(Path(options.out), latents, plan)
+    missing = writer.missing(len(ranges))
+    writer.check_space(sum(len(ranges[number]) for number in missing))
+    print(f"  source    {options.kind}, {len(foreign.labels):,} samples, {latents.views} views, {options.source}")
+    print(f"  holds     {meaning(latents)}")
+    print(f"  classes   {len(latents.classes)}{'' if options.num_classes else ', from the largest label'}")
+    print(f"  work      {len(missing)} of {len(ranges)} shards")
+    pace = 0.5 if sys.stderr.isatty() else 20  # seconds between updates of the bar
+    with tqdm(total=sum(len(ranges[n]) for n in missing), unit="sample", mininterval=pace) as bar:
+        for number in missing:
+            stored = np.stack([read(foreign, index, bar) for index in ranges[number]])
+            writer.write(number, stored, foreign.labels[ranges[number].start : ranges[number].stop])
+    finish(writer, len(ranges), plan, options)
+
+
+def class_names(options: Options, latents: Latents) -> tuple[str, ...]:
+    """The names in the file `classes`, or the numbers."""
+    if options.classes is None:
+        return latents.classes
+    names = tuple(Path(options.classes).read_text().split("\n"))
+    names = names[:-1] if names[-1] == "" else names
+    if len(names) < len(latents.classes):
+        raise ValueError(f"{options.classes} names {len(names)} classes, but the labels need {len(latents.classes)}")
+    return names
+
+
+def meaning(latents: Latents) -> str:
+    """What the stored numbers are, in words."""
+    if latents.content == "moments":
+        spread = {"logvar": "log-variance", "std": "standard deviation"}[latents.spread]
+        return f"posterior mean and {spread}, unscaled; network latents are z·{latents.scale:g}"
+    if latents.scale_applied:
+        return f"samples, multiplied by {latents.scale:g} before"
+    return f"samples, unscaled; network latents are z·{latents.scale:g}"
+
+
+def read(foreign: Foreign, index: int, bar: tqdm) -> np.ndarray:
+    """One sample, checked against the first."""
+    sample, expected = foreign.read(index), foreign.latents.stored_shape
+    if sample.shape != expected:
+        raise ValueError(f"{foreign.name(index)} has shape {sample.shape}, but the first sample has {expected}")
+    bar.update()
+    return sample
+
+
+def finish(writer: DatasetWriter, shards: int, plan: dict, options: Options) -> None:
+    """Assemble the dataset, look at it, write its report, and give it its name."""
+    folder = writer.assemble(shards)
+    data = LatentDataset(folder)
+    made = report.numbers(data) | {"plan": asdict(writer.latents) | plan}
+    write_whole(folder / "report.json", json.dumps(made, indent=1) + "\n")
+    pictures = f"  pictures  {writer.folder / 'report.png'}: decoded samples; look whether they are whole"
+    if options.decode:
+        chosen = report.spread(len(data), options.decode)
+        try:
+            decoder = autoencoder.load_decoder(data.latents)
+            save_grid(folder / "report.png", report.decode(data, chosen, decoder, torch.device("cpu")), columns=4)
+        except (ValueError, RuntimeError) as error:
+            pictures = f"  pictures  none, so nobody has seen whether the scale is right: {error}"
+    writer.publish()
+    print(report.text(made))
+    if options.decode:
+        print(pictures)
+    print(f"  dataset   {writer.folder}: train with dataset=folder dataset.path={writer.folder}")
+
+
+if __name__ == "__main__":
+    try:
+        settings.check_overrides(sys.argv[1:], settings.known_keys(Options))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    main()
