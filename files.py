@@ -59,9 +59,25 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 def write_whole(path: Path, text: str) -> None:
     """Write a text file in one piece: readers see the old content or the new."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    sync(partial)
-    os.replace(partial, path)
+    try:
+        partial.write_text(text)
+        sync(partial)
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def explain_failure(path: Path) -> Iterator[None]:
+    """Let an OSError in the block name the path that could not be written, and the likely reason."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{path} could not be written ({error}): is the disk full, or a file size limit set? "
+            "What was done before is kept"
+        ) from error
 
 
 def point_to(link: Path, target: str) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from autoencoder import channel_sums
-from files import Lock, free_bytes, sha256, sync, write_whole
+from files import Lock, explain_failure, free_bytes, sha256, sync, write_whole
 from latents import VERSION, Latents, check_labels
 
 
@@ -64,7 +64,8 @@ class DatasetWriter:
                 f"{self.work} holds unfinished work of another kind; continue it as it was begun, "
                 f"or remove it to start anew\n{listed}"
             )
-        write_whole(path, json.dumps(self._plan, indent=1) + "\n")
+        with explain_failure(path):
+            write_whole(path, json.dumps(self._plan, indent=1) + "\n")
 
     def missing(self, shards: int) -> list[int]:
         """The shards among 0..shards−1 that are still to be written."""
@@ -107,7 +108,8 @@ class DatasetWriter:
         entry, sizes = {"count": len(labels)}, {}
         for key, (name, array) in files.items() if len(labels) else ():
             path = self.data / name
-            _save(path, array.astype(np.int64) if key == "labels" else array)
+            with explain_failure(path):
+                _save(path, array.astype(np.int64) if key == "labels" else array)
             entry[key], entry[f"{key}_sha256"], sizes[name] = name, sha256(path), path.stat().st_size
         done = {
             "entry": entry,
@@ -116,7 +118,8 @@ class DatasetWriter:
             "sums": [part.tolist() for part in channel_sums(stored, self.latents)],
             "note": note,
         }
-        write_whole(self._done / f"{number:05d}.json", json.dumps(done) + "\n")
+        with explain_failure(self._done):
+            write_whole(self._done / f"{number:05d}.json", json.dumps(done) + "\n")
 
     def notes(self, shards: int) -> list[dict]:
         """What was noted of each shard written."""
@@ -147,7 +150,8 @@ class DatasetWriter:
             "channel_std": np.sqrt(np.maximum(squares / numbers - mean**2, 0)).tolist(),
             "shards": [one["entry"] for one in done if one["entry"]["count"]],
         }
-        write_whole(self.data / "index.json", json.dumps(index, indent=1) + "\n")
+        with explain_failure(self.data / "index.json"):
+            write_whole(self.data / "index.json", json.dumps(index, indent=1) + "\n")
         return self.data
 
     def publish(self) -> None:
@@ -164,19 +168,16 @@ class DatasetWriter:
 
 
 def _save(path: Path, array: np.ndarray) -> None:
-    """np.save in one piece; OSError that names the file and the likely reason."""
+    """np.save in one piece."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
             np.save(file, array, allow_pickle=False)
         sync(partial)
         partial.replace(path)
-    except OSError as error:
+    except OSError:
         partial.unlink(missing_ok=True)
-        raise OSError(
-            f"{path} could not be written ({array.nbytes / 1e6:.1f} MB; {error}): is the disk full, or a file size "
-            "limit set? What was done before is kept"
-        ) from error
+        raise
 
 
 def write_dataset(folder: Path, latents: Latents, shards: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:

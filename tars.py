@@ -33,11 +33,16 @@ class Tar:
                         folder = posixpath.dirname(name) if member.issym() else ""
                         links[name] = posixpath.normpath(posixpath.join(folder, member.linkname))
                     tar.members = []  # tarfile would keep all of them
+                end = tar.offset
         except tarfile.TarError as error:
             raise ValueError(
                 f"{self.path} is damaged, truncated or compressed ({error}); a compressed tar must be unpacked first, "
                 "for pictures are read from it in any order"
             ) from error
+        with self.path.open("rb") as file:  # tarfile takes a header that is cut short or damaged for the end
+            file.seek(end)
+            if file.read(512) != bytes(512):
+                raise ValueError(f"{self.path} is truncated or damaged after {end} bytes: a tar ends with zeros")
         for name, target in links.items():
             if target not in self._at:
                 raise ValueError(f"{self.path}: {name} is a link to {target}, which is not a file in the tar")

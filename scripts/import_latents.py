@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import autoencoder  # noqa: E402
 import report  # noqa: E402
 import settings  # noqa: E402
-from files import write_whole  # noqa: E402
+from files import explain_failure, write_whole  # noqa: E402
 from foreign import Foreign, open_foreign  # noqa: E402
 from latents import LatentDataset, Latents  # noqa: E402
 from pictures import save_grid  # noqa: E402
@@ -128,7 +128,8 @@ def finish(writer: DatasetWriter, shards: int, plan: dict, options: Options) -> 
     folder = writer.assemble(shards)
     data = LatentDataset(folder)
     made = report.numbers(data) | {"plan": asdict(writer.latents) | plan}
-    write_whole(folder / "report.json", json.dumps(made, indent=1) + "\n")
+    with explain_failure(folder / "report.json"):
+        write_whole(folder / "report.json", json.dumps(made, indent=1) + "\n")
     pictures = f"  pictures  {writer.folder / 'report.png'}: decoded samples; look whether they are whole"
     if options.decode:
         chosen = report.spread(len(data), options.decode)
@@ -139,6 +140,11 @@ def finish(writer: DatasetWriter, shards: int, plan: dict, options: Options) -> 
             pictures = f"  pictures  none, so nobody has seen whether the scale is right: {error}"
     writer.publish()
     print(report.text(made))
+    if not 0.2 < np.mean(made["channel_std"]) < 2.5:
+        print(
+            f"warning: network latents of standard deviation {np.mean(made['channel_std']):.2f} are unusual (Stable "
+            "Diffusion's have 0.6 to 1.1): are scale and scale_applied right?"
+        )
     if options.decode:
         print(pictures)
     print(f"  dataset   {writer.folder}: train with dataset=folder dataset.path={writer.folder}")

@@ -24,7 +24,7 @@ from processes import Processes  # noqa: E402
 import autoencoder  # noqa: E402
 import report  # noqa: E402
 import settings  # noqa: E402
-from files import write_whole  # noqa: E402
+from files import explain_failure, write_whole  # noqa: E402
 from latents import LatentDataset  # noqa: E402
 from photos import Photos, find_photos  # noqa: E402
 from preparation import Crops, check_sizes, make_shards, shard_ranges, source_hash  # noqa: E402
@@ -201,8 +201,10 @@ def finish(
         decoder = autoencoder.load_decoder(data.latents, processes.device)
         after = report.decode(data, chosen, decoder, processes.device)
         made["psnr"] = [report.psnr(*pair) for pair in zip(before, after)]
-        report.side_by_side(folder / "report.png", before, after)
-    write_whole(folder / "report.json", json.dumps(made, indent=1) + "\n")
+        with explain_failure(folder / "report.png"):
+            report.side_by_side(folder / "report.png", before, after)
+    with explain_failure(folder / "report.json"):
+        write_whole(folder / "report.json", json.dumps(made, indent=1) + "\n")
     writer.publish()
     print(report.text(made))
     if options.verify:

@@ -1,0 +1,446 @@
+"""From photos to a dataset, against the autoencoder run by hand, and against the same work done in one go.
+
+What goes wrong on the way must end in a clear error, and in nothing half-written that looks whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+
+import diffusers
+import numpy as np
+import prepare_latents
+import pytest
+import torch
+from conftest import ROOT
+from PIL import Image
+from processes import Processes
+
+import autoencoder
+import settings
+from crop import centre_crop, read_rgb
+from latents import LatentDataset
+from photos import find_photos
+from shards import DatasetWriter
+
+SIZES = {"ant": 7, "bee": 5, "cow": 9}
+CORES = sorted(os.sched_getaffinity(0))
+TINY = {
+    "block_out_channels": (8, 8),
+    "norm_num_groups": 4,
+    "down_block_types": ["DownEncoderBlock2D"] * 2,
+    "up_block_types": ["UpDecoderBlock2D"] * 2,
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """21 photos in class folders, an AutoencoderKL (×2) and an AutoencoderTiny (×8), both of random weights."""
+    folder = tmp_path_factory.mktemp("place")
+    rng = np.random.default_rng(0)
+    for name, count in SIZES.items():
+        (folder / "photos" / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).resize((40, 30 + number)).save(folder / "photos" / name / f"{number}.png")
+    torch.manual_seed(0)
+    diffusers.AutoencoderKL(**TINY, scaling_factor=0.5, shift_factor=0.1).save_pretrained(folder / "kl")
+    diffusers.AutoencoderKL(**TINY).save_pretrained(folder / "other")
+    diffusers.AutoencoderTiny().save_pretrained(folder / "tiny")
+    return folder
+
+
+@pytest.fixture
+def prepare(place, tmp_path, composed, capsys):
+    """A function from overrides to what the script prints; the dataset is tmp_path/data."""
+
+    def run(*overrides: str) -> str:
+        values = {"source": place / "photos", "out": tmp_path / "data", "autoencoder": place / "kl", "resolution": 16}
+        values |= {"workers": 0, "shard_size": 4, "verify": 2} | dict(o.split("=", 1) for o in overrides)
+        tree = composed(*(f"{key}={value}" for key, value in values.items()), name="prepare_latents")
+        before = torch.get_num_threads()
+        try:
+            prepare_latents.prepare(options(tree), Processes("cpu"))
+        finally:
+            torch.set_num_threads(before)
+        return capsys.readouterr().out
+
+    return run
+
+
+def options(tree):
+    return settings.read({**tree, "batch_size": tree["batch_size"] or 2}, prepare_latents.Options)
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# --------------------------------------------------------------------------------- what is prepared
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_moments_are_the_autoencoders_own(place, prepare, tmp_path, flip):
+    text = prepare(f"flip={str(flip).lower()}")
+    data = LatentDataset(tmp_path / "data", verify="full")
+    photos = find_photos(place / "photos")
+    assert data.latents.classes == tuple(SIZES) and data.labels.tolist() == photos.labels.tolist()
+    assert (data.latents.content, data.latents.spread, data.latents.views) == ("moments", "logvar", 1 + flip)
+    assert (data.latents.scale, data.latents.shift, data.latents.scale_applied) == (0.5, 0.1, False)
+    model = diffusers.AutoencoderKL.from_pretrained(place / "kl").eval()
+    for index in range(len(photos)):
+        pixels = torch.from_numpy(centre_crop(read_rgb(photos.read(index)), 16).copy()).permute(2, 0, 1) / 127.5 - 1
+        for view in range(1 + flip):
+            with torch.no_grad():
+                expected = model.encode((pixels.flip(-1) if view else pixels)[None]).latent_dist.parameters[0]
+            found = data.read(np.array([index]), view).stored[0].float()
+            torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)  # float16
+    assert "21 in 3 classes" in text and "ant 7, bee 5, cow 9" in text and "6 of 6 shards" in text
+    assert {path.name for path in tmp_path.iterdir()} == {"data"}
+    assert Image.open(tmp_path / "data" / "report.png").size == (2 * 64 + 2, 2 * 64 + 2)
+
+
+def test_plain_latents_of_both_kinds(place, prepare, tmp_path):
+    for kind, size, given in (("kl", 8, ["store=latents"]), ("tiny", 2, [])):
+        prepare(f"autoencoder={place / kind}", f"out={tmp_path / kind}", "dtype=float32", *given)
+        data = LatentDataset(tmp_path / kind)
+        assert (data.latents.content, data.latents.shape) == ("latents", (4, size, size))
+        pixels = torch.from_numpy(centre_crop(read_rgb(find_photos(place / "photos").read(3)), 16).copy())
+        model = autoencoder.load_autoencoder(str(place / kind))
+        with torch.no_grad():
+            out = model.encode(pixels.permute(2, 0, 1)[None] / 127.5 - 1)
+        expected = out.latents if kind == "tiny" else out.latent_dist.mode()
+        torch.testing.assert_close(data.read(np.array([3])).stored, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_statistics_are_those_of_what_the_network_sees(prepare, tmp_path):
+    """Against the samples themselves, drawn 400 times."""
+    prepare("flip=true")
+    data = LatentDataset(tmp_path / "data")
+    stored = torch.cat([data.read(np.arange(len(data)), view).stored for view in (0, 1)])
+    shape = (len(stored), *data.latents.shape)
+    samples = torch.stack([autoencoder.to_network(stored, data.latents, torch.randn(shape)) for _ in range(400)])
+    mean, std = (torch.tensor(values) for values in data.statistics)
+    torch.testing.assert_close(samples.mean(dim=(0, 1, 3, 4)), mean, rtol=0, atol=0.01)
+    torch.testing.assert_close(samples.std(dim=(0, 1, 3, 4)), std, rtol=0.01, atol=0)
+    data.normalize(0.5)
+    samples = torch.stack([autoencoder.to_network(stored, data.latents, torch.randn(shape)) for _ in range(400)])
+    torch.testing.assert_close(samples.mean(dim=(0, 1, 3, 4)), torch.zeros(4), rtol=0, atol=0.01)
+    torch.testing.assert_close(samples.std(dim=(0, 1, 3, 4)), torch.full((4,), 0.5), rtol=0.01, atol=0)
+    x = autoencoder.to_network(stored, data.latents)
+    plain = data.latents.__class__(**{**data.latents.__dict__, "channel_shift": (), "channel_scale": ()})
+    before = autoencoder.load_decoder(plain)(autoencoder.to_network(stored, plain))
+    assert (autoencoder.load_decoder(data.latents)(x).int() - before.int()).abs().max() <= 1
+
+
+def test_worker_processes_and_batches_change_nothing(prepare, tmp_path):
+    prepare("batch_size=1")
+    prepare("batch_size=1", "workers=2", f"out={tmp_path / 'again'}")
+    assert files(tmp_path / "data") == files(tmp_path / "again")
+
+
+def test_made_again_it_is_finished(prepare, tmp_path):
+    prepare()
+    before = files(tmp_path / "data")
+    assert prepare() == f"{tmp_path / 'data'} is finished\n"
+    assert files(tmp_path / "data") == before
+    with pytest.raises(FileExistsError, match="exists already; remove it or choose another"):
+        prepare("resolution=24")
+
+
+# ------------------------------------------------------------------------------------ interruptions
+
+
+def work(tree, limit=None):
+    """One attempt, in a process of its own, that prints nothing."""
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    os.sched_setaffinity(0, CORES[:1])
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+        try:
+            prepare_latents.prepare(options(tree), Processes("cpu"))
+        except OSError as error:
+            sys.exit(0 if "is the disk full" in str(error) else repr(error))
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Starts processes by forking one that has everything imported."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / name) for name in (".", "scripts", "tests"))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test_preparation"])
+    yield context
+    del os.environ["PYTHONPATH"]
+
+
+@pytest.fixture
+def tree(place, composed, tmp_path):
+    values = {"source": place / "photos", "out": tmp_path / "data", "autoencoder": place / "kl", "resolution": 16}
+    values |= {"workers": 0, "shard_size": 2, "verify": 2, "flip": "true"}
+    return composed(*(f"{key}={value}" for key, value in values.items()), name="prepare_latents")
+
+
+def test_two_processes_make_the_same_dataset(tree, processes, tmp_path):
+    """From the command line, under torchrun, against one process; each has one thread."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
+    command += ["--rdzv_endpoint=localhost:0", str(ROOT / "scripts" / "prepare_latents.py")]
+    given = ("source", "autoencoder", "resolution", "shard_size", "verify", "flip", "workers")
+    command += [f"{key}={tree[key]}" for key in given] + ["out=both"]
+    cores = {"preexec_fn": lambda: os.sched_setaffinity(0, CORES[:2])}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, **cores)
+    assert done.returncode == 0 and "2 processes on cpu" in done.stdout, done.stdout + done.stderr
+    attempt = processes.Process(target=work, args=(tree,))
+    attempt.start()
+    attempt.join()
+    assert files(tmp_path / "both") == files(tmp_path / "data")
+
+
+def test_killed_at_any_point_it_ends_the_same(tree, processes, tmp_path):
+    """20 kills, at random points of the work, the next attempt going on from what is there."""
+    for expected in ("first", "expected"):  # the first start of the forkserver takes longer
+        attempt = processes.Process(target=work, args=({**tree, "out": str(tmp_path / expected)},))
+        began = time.perf_counter()
+        attempt.start()
+        attempt.join()
+        took = time.perf_counter() - began
+        assert attempt.exitcode == 0
+    reference, kills, continued, rng = files(tmp_path / "expected"), 0, 0, random.Random(0)
+    done = tmp_path / ".data.unfinished" / "done"
+    while kills < 20:
+        attempt = processes.Process(target=work, args=(tree,))
+        attempt.start()
+        attempt.join(timeout=rng.uniform(0, 1.1 * took))
+        attempt.kill()
+        attempt.join()
+        kills += attempt.exitcode == -9
+        continued += len(list(done.glob("*.json"))) in range(1, 11) if done.is_dir() else 0
+        if (tmp_path / "data").exists():  # whatever is there under its name is whole
+            assert files(tmp_path / "data") == reference
+            shutil.rmtree(tmp_path / "data")
+    finish = processes.Process(target=work, args=(tree,))
+    finish.start()
+    finish.join()
+    assert files(tmp_path / "data") == reference
+    assert continued >= 3, "kills did not fall into the work"
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "expected", "data"}
+
+
+def test_a_full_disk_stops_the_work_and_it_goes_on(tree, processes, tmp_path):
+    def attempt(out, limit=None):
+        process = processes.Process(target=work, args=({**tree, "out": str(tmp_path / out)}, limit))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+
+    attempt("expected")
+    sizes = {name: len(content) for name, content in files(tmp_path / "expected").items()}
+    shard = sizes["shard-00000.npy"]
+    assert 600 < shard < sizes["report.png"]
+    for limit in (100, 600, shard):  # fails at the plan, at a shard, at the report's pictures
+        attempt("data", limit)
+        assert not (tmp_path / "data").exists()
+        data = tmp_path / ".data.unfinished" / "data"
+        assert not list(data.glob(".*")) and (data / "index.json").exists() == (limit == shard)
+    attempt("data")
+    assert files(tmp_path / "data") == files(tmp_path / "expected")
+
+
+def test_too_small_a_disk_is_seen_before_the_work(prepare, monkeypatch):
+    monkeypatch.setattr("shards.free_bytes", lambda folder: 10_000)
+    with pytest.raises(OSError, match="21 samples take 0.0 GB.*free"):
+        prepare()
+
+
+def test_two_at_once_are_refused(prepare, tmp_path):
+    prepare(f"out={tmp_path / 'other'}")
+    latents = LatentDataset(tmp_path / "other").latents
+    writer = DatasetWriter(tmp_path / "data", latents, {})
+    with pytest.raises(FileExistsError, match="another process is writing"):
+        prepare()
+    writer.discard()
+    prepare()
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ("resolution=24", "resolution: 16 there, 24 here"),
+        ("autoencoder=other", "autoencoder: .*kl there, .*other here.*fingerprint"),
+        ("flip=true", "views: 1 there, 2 here"),
+        ("root=bee", "pictures"),
+    ],
+)
+def test_unfinished_work_of_another_kind_is_not_continued(place, prepare, monkeypatch, tmp_path, change, shown):
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare_latents, "finish", stop)
+    with pytest.raises(KeyboardInterrupt):
+        prepare()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / ".data.unfinished" / "data").iterdir()}
+    if change == "root=bee":
+        (tmp_path / "photos" / "bee").mkdir(parents=True)
+        shutil.copytree(place / "photos" / "ant", tmp_path / "photos" / "bee" / "one")
+        change, given = f"source={tmp_path / 'photos'}", ["root=bee"]
+    else:
+        change, given = change.replace("=other", f"={place / 'other'}"), []
+    with pytest.raises(ValueError, match=f"(?s)unfinished work of another kind.*{shown}"):
+        prepare(change, *given)
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / ".data.unfinished" / "data").iterdir()}
+    monkeypatch.undo()
+
+
+# ------------------------------------------------------------------------------------------- faults
+
+
+@pytest.fixture
+def photos(place, tmp_path):
+    return shutil.copytree(place / "photos", tmp_path / "photos")
+
+
+DAMAGE = {
+    "words": (lambda path: path.write_text("words"), "UnidentifiedImageError"),
+    "cut short": (lambda path: path.write_bytes(path.read_bytes()[:100]), "OSError|ValueError"),
+    "unreadable": (lambda path: (path.unlink(), path.symlink_to("nowhere")), "FileNotFoundError"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_picture_stops_or_is_left_out(photos, prepare, tmp_path, damage):
+    act, shown = DAMAGE[damage]
+    act(photos / "bee" / "2.png")
+    with pytest.raises(ValueError, match=rf"bee/2.png can't be read as a picture \(({shown}).*on_error=skip"):
+        prepare(f"source={photos}")
+    assert not (tmp_path / "data").exists()
+    shutil.rmtree(tmp_path / ".data.unfinished")
+    text = prepare(f"source={photos}", "on_error=skip", "verify=21")
+    data = LatentDataset(tmp_path / "data")
+    made = json.loads((tmp_path / "data" / "report.json").read_text())
+    assert [name for name, _ in made["left_out"]] == ["bee/2.png"] and "bee/2.png" in text
+    assert data.labels.tolist() == [0] * 7 + [1] * 4 + [2] * 9
+    (photos / "bee" / "2.png").unlink()
+    prepare(f"source={photos}", f"out={tmp_path / 'without'}", "verify=21")
+    expected = LatentDataset(tmp_path / "without")
+    assert torch.allclose(data.read(np.arange(20)).stored, expected.read(np.arange(20)).stored, rtol=2e-3, atol=2e-3)
+    assert np.allclose(made["psnr"], json.loads((tmp_path / "without" / "report.json").read_text())["psnr"], rtol=1e-2)
+
+
+def test_a_file_that_is_no_picture_is_named(photos, prepare, tmp_path):
+    (photos / "ant" / "notes.txt").write_text("words")
+    with pytest.raises(ValueError, match="ant/notes.txt is no picture.*on_error=skip"):
+        prepare(f"source={photos}")
+    prepare(f"source={photos}", "on_error=skip")
+    assert json.loads((tmp_path / "data" / "report.json").read_text())["left_out"][0][0] == "ant/notes.txt"
+
+
+def test_a_class_whose_pictures_are_all_damaged_is_named(photos, prepare, tmp_path):
+    for path in (photos / "bee").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match="no picture of bee could be read"):
+        prepare(f"source={photos}", "on_error=skip")
+    assert not (tmp_path / "data").exists()
+    prepare(f"source={photos}", "on_error=skip", "allow_empty=true")
+    assert LatentDataset(tmp_path / "data").labels.tolist() == [0] * 7 + [2] * 9
+
+
+WRONG = {
+    "resolution=17": "resolution 17 comes back as 16",
+    "resolution=64": r"smaller \(3\d pixels.*enlarge=true",
+    "autoencoder=nowhere": "'.*nowhere' could not be loaded",
+    "autoencoder=stabilityai/sd-vae-ft-ema": "'stabilityai/sd-vae-ft-ema' could not be loaded",
+    "autoencoder=unet": "it is a UNet2DModel",
+    "autoencoder=labels.txt": "labels.txt' could not be loaded",
+    "store=moment": "store is 'moment'",
+    "precision=fp16": "precision is 'fp16'",
+    "batch_size=-1": "batch_size is -1",
+}
+
+
+@pytest.mark.parametrize("given", WRONG)
+def test_what_can_not_be_is_refused_before_the_work(place, prepare, tmp_path, given, composed, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    if given.endswith("unet"):
+        shape = {"block_out_channels": (8,), "norm_num_groups": 4, "down_block_types": ("DownBlock2D",)}
+        diffusers.UNet2DModel(**shape, up_block_types=("UpBlock2D",)).save_pretrained(tmp_path / "unet")
+    (tmp_path / "labels.txt").write_text("words")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"(?s){WRONG[given]}"):
+        prepare(given)
+    assert not (tmp_path / "data").exists() and not (tmp_path / ".data.unfinished").exists()
+
+
+def test_a_device_that_is_not_there_is_named():
+    for device in ("tpu", "meta:x"):
+        with pytest.raises(ValueError, match=f"device '{device}' can't be used"):
+            Processes(device)
+
+
+def test_small_pictures_are_enlarged_when_that_is_asked_for(prepare):
+    assert "21 pictures were smaller than the resolution" in prepare("resolution=64", "enlarge=true")
+
+
+def test_the_command_line_names_what_is_wrong(tmp_path):
+    script = str(ROOT / "scripts" / "prepare_latents.py")
+    for given, shown in (
+        (["sourc=a", "out=b"], "unknown setting 'sourc'; the nearest known one is 'source'"),
+        (["out=b"], "Missing mandatory value: source"),
+        (["source=a", "out=b"], "a is not there; source must be"),
+    ):
+        done = subprocess.run([sys.executable, script, *given], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 1 and f"error: {shown}" in done.stderr and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------- autoencoders
+
+
+def test_weight_files_of_every_kind_give_the_same_autoencoder(tmp_path, monkeypatch):
+    """A folder, diffusers' names and Stable Diffusion's names; SD's size is cut down, for it takes a while."""
+    small = {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1}
+    monkeypatch.setattr(autoencoder, "SD_CONFIG", autoencoder.SD_CONFIG | small)
+    from safetensors.torch import save_file
+
+    model = diffusers.AutoencoderKL.from_config(autoencoder.SD_CONFIG)
+    model.save_pretrained(tmp_path / "folder")
+    save_file(model.state_dict(), tmp_path / "file.safetensors")
+    torch.save(model.state_dict(), tmp_path / "file.pt")
+    names = [str(tmp_path / name) for name in ("folder", "file.safetensors", "file.pt")]
+    found = {autoencoder.fingerprint(autoencoder.load_autoencoder(name)) for name in names}
+    assert found == {autoencoder.fingerprint(model)}
+
+
+def test_the_real_taesd_gives_photos_back(asset):
+    name, tar = str(asset("weights/taesd.fp8.safetensors")), asset("data/imagenet1000_adm256.tar")
+    photos, model = find_photos(tar), autoencoder.load_autoencoder(name)
+    latents = autoencoder.encoded(model, name, 256, photos.classes, "auto", dtype="float16", views=1)
+    assert (latents.shape, latents.content, latents.scale) == ((4, 32, 32), "latents", 1.0)
+    chosen = [read_rgb(photos.read(index)) for index in (0, 300, 700)]
+    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in chosen])).permute(0, 3, 1, 2)
+    stored = torch.from_numpy(autoencoder.encoder(model, latents)(pixels)[:, 0].astype(np.float16))
+    back = autoencoder.load_decoder(latents)(autoencoder.to_network(stored, latents))
+    errors = ((back.double() - pixels.double()) ** 2).mean(dim=(1, 2, 3))
+    assert 18 < (10 * torch.log10(255**2 / errors)).mean() < 28  # 22.5 dB in the mean over all thousand
+
+
+def test_another_autoencoder_than_the_latents_own_is_refused(place, prepare, tmp_path):
+    moved = shutil.copytree(place / "kl", tmp_path / "vae")
+    prepare(f"autoencoder={moved}")
+    latents = LatentDataset(tmp_path / "data").latents
+    shutil.rmtree(moved)
+    with pytest.raises(ValueError, match="(?s)could not be loaded.*autoencoder="):
+        autoencoder.load_decoder(latents)
+    shutil.copytree(place / "other", moved)
+    with pytest.raises(ValueError, match="another autoencoder than the one that made the latents"):
+        autoencoder.load_decoder(latents)
+    x = torch.zeros(1, 4, 8, 8)
+    own, other = (autoencoder.load_decoder(latents, autoencoder=str(place / name)) for name in ("kl", "other"))
+    assert not torch.equal(own(x), other(x))
