@@ -28,7 +28,7 @@ import checkpoint
 import train as door
 from build import build_network, build_optimizer, open_dataset
 from ema import EMA
-from latents import Latents
+from latents import LatentDataset, Latents
 from loading import Loader
 from routing_module import Route, draw_ids
 from runlog import RunLog, claim, differences
@@ -432,3 +432,83 @@ def test_routed_training_on_a_gpu(tiny):
         loss = network(x, torch.zeros(8, device=device), y, routes=[(Route(1, 4), ids)]).float().square().mean()
     loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in network.parameters())
+
+
+def folder_of_latents(path, seed=0, **meaning):
+    rng = np.random.default_rng(seed)
+    latents = Latents(shape=(2, 8, 8), classes=("ant", "bee"), autoencoder="pixels", scale_applied=True, **meaning)
+    write_dataset(path, latents, [(3 * rng.standard_normal((20, latents.views, 2, 8, 8)) + 1, np.arange(20) % 2)])
+    return path
+
+
+def test_a_folder_brings_its_own_shape(tmp_path):
+    """dataset=folder against the same data described by hand."""
+    folder_of_latents(tmp_path / "latents", views=2)
+    common = ["dataset=folder", "dataset.path=latents", "dataset.heldout=latents", "sampling.decode=false"]
+    launch(tmp_path, *common, "name=read")
+    launch(tmp_path, *common, "name=given", "dataset.channels=2", "dataset.size=8", "dataset.num_classes=2")
+    assert records(tmp_path / "results" / "read") == records(tmp_path / "results" / "given")
+    config = checkpoint.find(tmp_path / "results" / "read").info["config"]
+    assert [config["dataset"][key] for key in ("channels", "size", "num_classes")] == [2, 8, 2]
+    assert "is finished" in launch(tmp_path, *common, "name=read")
+    for given, shown in (
+        ([], "dataset.path is null.*dataset.path=<folder>"),
+        (["dataset.path=nowhere"], "no dataset at nowhere"),
+        (
+            ["dataset.path=latents", "dataset.size=4"],
+            r"\(2, 8, 8\), but dataset.channels and dataset.size say \(2, 4, 4\)",
+        ),
+        (["dataset.path=latents", "dataset.placement=disk"], "dataset.placement is 'disk'"),
+    ):
+        with pytest.raises(SystemExit, match=shown):
+            launch(tmp_path, "dataset=folder", *given, "name=other")
+
+
+def test_placement_changes_nothing_and_waiting_is_logged(straight, tmp_path):
+    for placement in ("ram", "device"):
+        launch(tmp_path, f"dataset.placement={placement}", f"name={placement}")
+        run, reference = tmp_path / "results" / placement, straight[0] / "results" / "digits-tread"
+        assert records(run) == records(reference)
+        expected = state(reference)
+        assert all(torch.equal(value, expected[key]) for key, value in state(run).items())
+    waits = [record["data_wait"] for record in RunLog(run).records() if "loss" in record]
+    assert len(waits) == 6 and all(0 < wait < 1 for wait in waits)
+
+
+def test_normalisation_is_recorded_and_undone_in_pictures(tmp_path):
+    """The network sees what it would see of data that was normalised before it was written."""
+    folder_of_latents(tmp_path / "latents")
+    data = LatentDataset(tmp_path / "latents")
+    mean, std = (np.array(values)[:, None, None] for values in data.statistics)
+    before = data.read(np.arange(20)).stored.numpy().astype(np.float64)
+    done = Latents(shape=(2, 8, 8), classes=("ant", "bee"), autoencoder="pixels", scale_applied=True, dtype="float32")
+    write_dataset(tmp_path / "done", done, [(((before - mean) / std * 0.5)[:, None], data.labels)])
+    common = ["dataset=folder", "dataset.heldout=${dataset.path}", "sampling.decode=false", "train.steps=3"]
+    launch(tmp_path, *common, "dataset.path=latents", "dataset.normalize=true", "name=a")
+    launch(tmp_path, *common, "dataset.path=done", "name=b")
+    for a, b in zip(records(tmp_path / "results" / "a"), records(tmp_path / "results" / "b"), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+    latents = Latents.from_json(checkpoint.find(tmp_path / "results" / "a").info["latents"])
+    assert np.allclose(latents.channel_shift, mean.ravel()) and np.allclose(latents.channel_scale, 0.5 / std.ravel())
+    with pytest.raises(SystemExit, match="is not the data that"):
+        launch(tmp_path, *common, "dataset.path=latents", "name=a", "train.steps=6")
+    with pytest.raises(SystemExit, match="is not the data that"):
+        launch(tmp_path, *common, "dataset.path=latents", "dataset.normalize=true", "name=b", "train.steps=6")
+
+
+def test_a_checkpoint_from_before_normalisation_and_placement_is_read(straight, tmp_path):
+    """What the first checkpoints lack: keys of the dataset, of the latents' meaning."""
+    shutil.copytree(straight[0], tmp_path, symlinks=True, dirs_exist_ok=True)
+    run = tmp_path / "results" / "digits-tread"
+    shutil.rmtree(run / "step_0000006")
+    (run / "latest").unlink()
+    (run / "latest").symlink_to("step_0000003")
+    info = json.loads((run / "latest" / "info.json").read_text())
+    for key in ("placement", "normalize"):
+        del info["config"]["dataset"][key]
+    for key in ("fingerprint", "channel_shift", "channel_scale"):
+        del info["latents"][key]
+    (run / "latest" / "info.json").write_text(json.dumps(info))
+    assert "goes on at step 3" in launch(tmp_path)
+    expected = state(straight[0] / "results" / "digits-tread")
+    assert all(torch.equal(value, expected[key]) for key, value in state(run).items())
