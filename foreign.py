@@ -82,7 +82,7 @@ def open_foreign(
         labels, read, name = _repa(source)
     if not len(labels):
         raise ValueError(f"{source} holds no sample")
-    classes = num_classes or int(labels.max()) + 1
+    classes = int(labels.max()) + 1 if num_classes is None else num_classes
     if not 0 <= labels.min() <= labels.max() < classes:
         raise ValueError(f"{source}: labels lie in {labels.min()}..{labels.max()}, but num_classes is {classes}")
     first = read(0)
@@ -115,6 +115,10 @@ def _maskdit(source: Path, flipped: bool):
         )
     except lmdb.Error as error:
         raise ValueError(f"{source} can't be opened as an LMDB: {error}") from error
+    file = source / "data.mdb" if source.is_dir() else source
+    needed, size = (opened.info()["last_pgno"] + 1) * opened.stat()["psize"], file.stat().st_size
+    if size < needed:  # to read beyond the end of a mapped file would end the process
+        raise ValueError(f"{source} is truncated: it has {size} bytes of {needed}")
     transaction = opened.begin(buffers=True)
 
     def get(key: str) -> bytes:
@@ -123,11 +127,18 @@ def _maskdit(source: Path, flipped: bool):
             raise ValueError(f"{source} has no entry {key}: it is truncated, or no MaskDiT LMDB (z-i, y-i, length)")
         return found
 
-    length = int(bytes(get("length")))
+    def number(key: str) -> int:
+        content = bytes(get(key))
+        try:
+            return int(content)
+        except ValueError as error:
+            raise ValueError(f"{source}: entry {key} is {content[:20]!r}, but must be a number") from error
+
+    length = number("length")
     if flipped and length % 2:
         raise ValueError(f"{source} has length {length}, which is odd: its second half can't be flipped copies")
     count = length // 2 if flipped else length
-    labels = np.array([int(bytes(get(f"y-{index}"))) for index in range(length)], dtype=np.int64)
+    labels = np.array([number(f"y-{index}") for index in range(length)], dtype=np.int64)
     if flipped and not np.array_equal(labels[:count], labels[count:]):
         at = int(np.flatnonzero(labels[:count] != labels[count:])[0])
         raise ValueError(
@@ -136,11 +147,16 @@ def _maskdit(source: Path, flipped: bool):
         )
 
     def read(index: int) -> np.ndarray:
-        views = [np.frombuffer(get(f"z-{at}"), np.float32) for at in ((index, index + count) if flipped else (index,))]
-        size = int(round((views[0].size / 8) ** 0.5))
-        if any(view.size != 8 * size * size for view in views):
-            raise ValueError(f"{source}: entry z-{index} holds {views[0].size} numbers, not (8, S, S) moments")
-        return np.stack([view.reshape(8, size, size) for view in views])
+        views = []
+        for at in (index, index + count) if flipped else (index,):
+            content = get(f"z-{at}")
+            size = round((len(content) / 32) ** 0.5)
+            if not size or len(content) != 32 * size * size:
+                raise ValueError(f"{source}: entry z-{at} has {len(content)} bytes, not float32 (8, S, S) moments")
+            views.append(np.frombuffer(content, np.float32).reshape(8, size, size))
+        if len({view.shape for view in views}) > 1:
+            raise ValueError(f"{source}: entry z-{index} and its flipped copy have different shapes")
+        return np.stack(views)
 
     return labels[:count], read, lambda index: f"z-{index}"
 
@@ -163,19 +179,30 @@ def _tread(source: Path):
             if "latent.npy" not in sample or "cls" not in sample:
                 raise ValueError(
                     f"{tar.path}: sample {key.lstrip('/')} has {', '.join(sorted(sample))}, but must have latent.npy "
-                    "and cls." + _PICKLED * ("latent" in sample)
+                    "and cls." + _PICKLED * any(name.split(".")[0] == "latent" for name in sample)
                 )
             samples.append((number, sample["latent.npy"]))
-            labels.append(int(tar.read(sample["cls"])))
+            content = tar.read(sample["cls"])
+            try:
+                labels.append(int(content))
+            except ValueError as error:
+                raise ValueError(f"{tar.path}: {sample['cls']} is {content[:20]!r}, but must be a number") from error
+        tar.close()
+
+    last = tars[0]
 
     def read(index: int) -> np.ndarray:
+        nonlocal last
         number, name = samples[index]
+        if tars[number] is not last:
+            last.close()  # there may be thousands of them
+            last = tars[number]
         try:
-            array = np.load(io.BytesIO(tars[number].read(name)), allow_pickle=False)
-        except ValueError as error:
+            array = np.lib.format.read_array(io.BytesIO(tars[number].read(name)), allow_pickle=False)
+        except (ValueError, EOFError) as error:
             raise ValueError(f"{tars[number].path}: {name} is no plain array ({error})." + _PICKLED) from error
         if array.ndim != 3 or array.shape[0] != 4:
-            hint = " Those with 8 channels are moments: import the LMDB they were made from" * (array.shape[0] == 8)
+            hint = " Those with 8 channels are moments: import the LMDB they were made from" * (array.shape[:1] == (8,))
             raise ValueError(f"{tars[number].path}: {name} has shape {array.shape}, but must be (4, S, S).{hint}")
         return _float(array)[None]
 
@@ -194,11 +221,17 @@ def _repa(source: Path):
         raise FileNotFoundError(f"{listed} is not there; source must be the folder that holds it and the .npy files")
     try:
         table = json.loads(listed.read_text())["labels"]
-        rows = sorted((str(name), int(label)) for name, label in table)
+        rows = sorted((str(name), label) for name, label in table)
+        for name, label in rows:
+            if type(label) is not int:
+                raise ValueError(f"the label of {name} is {label!r}")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f'{listed} holds no {{"labels": [[file, label], …]}}: {type(error).__name__}: {error}'
         ) from error
+    if len({name for name, _ in rows}) < len(rows):
+        twice = next(one for (one, _), (other, _) in zip(rows, rows[1:]) if one == other)
+        raise ValueError(f"{listed}: {twice} comes twice")
     there = {
         os.path.relpath(os.path.join(folder, name), source).replace(os.sep, "/")
         for folder, _, files in os.walk(source, followlinks=True)
@@ -213,7 +246,8 @@ def _repa(source: Path):
     def read(index: int) -> np.ndarray:
         path = source / rows[index][0]
         try:
-            array = np.load(path, allow_pickle=False)
+            with path.open("rb") as file:
+                array = np.lib.format.read_array(file, allow_pickle=False)
         except (ValueError, EOFError) as error:
             raise ValueError(f"{path} is damaged or no .npy file: {error}") from error
         if array.ndim != 3 or array.shape[0] != 8:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +26,7 @@ class Rows:
             rows = _open(self.paths[file]).read_row_group(number, columns=[self.column])[self.column]
             self._kept = group, rows.to_pylist()
         content = self._kept[1][index - first]
-        if not content or not content.get("bytes"):
+        if not isinstance(content, dict) or not content.get("bytes"):
             raise OSError("the row holds no picture, or names a file that is not in the parquet")
         return content["bytes"]
 
@@ -56,31 +57,49 @@ def open_pictures(source: Path, paths: list[Path], split: str | None) -> tuple[l
 
     Raises ValueError if the split or the columns are not clear.
     """
-    splits = sorted({path.stem.split("-")[0] for path in paths})
+    splits = sorted({_split(path) for path in paths})
     if split is not None:
-        paths = [path for path in paths if path.stem.split("-")[0] == split]
+        paths = [path for path in paths if _split(path) == split]
     elif len(splits) > 1:
         paths = []
     if not paths:
         raise ValueError(f"{source} holds the splits {', '.join(splits)}; choose one by root=…")
     schema = _open(paths[0]).schema_arrow
-    info = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    features = info.get("info", {}).get("features", {})
+    features = _features(schema)
     image = _column(source, schema.names, features, "Image", "image")
     label = _column(source, schema.names, features, "ClassLabel", "label")
     groups, labels, names, first = [], [], [], 0
     for file, path in enumerate(paths):
         opened = _open(path)
+        if not opened.schema_arrow.equals(schema) or _features(opened.schema_arrow) != features:
+            raise ValueError(f"{path} has other columns or classes than {paths[0].name}")
         for number in range(opened.metadata.num_row_groups):
             groups.append((first, file, number))
             first += opened.metadata.row_group(number).num_rows
         names += [f"{path.name}:{row}" for row in range(opened.metadata.num_rows)]
-        labels.append(opened.read(columns=[label])[label].to_numpy())
+        column = opened.read(columns=[label])[label]
+        if column.null_count or not str(column.type).startswith(("int", "uint")):
+            raise ValueError(
+                f"{path}: the column {label} is of {column.type} with {column.null_count} empty rows, but must "
+                "hold a class's number in each"
+            )
+        labels.append(column.to_numpy())
     numbers = np.concatenate(labels).astype(np.int64)
     classes = features.get(label, {}).get("names") or [str(n) for n in range(int(numbers.max(initial=-1)) + 1)]
     if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(classes):
         raise ValueError(f"{source}: labels lie in {numbers.min()}..{numbers.max()}, with {len(classes)} classes")
     return names, numbers, list(classes), Rows(paths, image, groups)
+
+
+def _features(schema) -> dict:
+    """What `datasets` notes of the columns: {} in files of another origin."""
+    noted = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    return noted.get("info", {}).get("features", {})
+
+
+def _split(path: Path) -> str:
+    """train of train-00000-of-00002; "" of a bare number, as the Hub names converted files."""
+    return re.sub(r"^\d+$|-\d+-of-\d+$", "", path.stem)
 
 
 def _column(source: Path, names: list[str], features: dict, kind: str, usual: str) -> str:

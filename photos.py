@@ -177,6 +177,8 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> tuple[list, 
             raise ValueError(
                 f"{where}: {name} lies deeper than <class>/<picture>; choose the folder of classes: {tops}"
             )
+        if file in LABEL_FILES:
+            raise ValueError(f"{where}: {name} is a labels file in a folder of its own; choose it by root={folder}")
         if _is_picture(name):
             kept.append(name)
             numbers.append(index[folder])

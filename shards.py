@@ -101,8 +101,8 @@ class DatasetWriter:
             stored = stored.astype(self.latents.dtype)
         if not np.isfinite(stored).all():
             raise ValueError(
-                f"shard {number} holds numbers that are not finite in {self.latents.dtype}: the autoencoder "
-                "failed (try precision=fp32), or dtype=float32 is needed"
+                f"shard {number} holds numbers that are not finite in {self.latents.dtype}: they are too large for it "
+                "(dtype=float32), or were not finite before (an autoencoder in low precision: precision=fp32)"
             )
         files = {"file": (f"shard-{number:05d}.npy", stored), "labels": (f"shard-{number:05d}.labels.npy", labels)}
         entry, sizes = {"count": len(labels)}, {}

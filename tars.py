@@ -37,7 +37,7 @@ class Tar:
         except tarfile.TarError as error:
             raise ValueError(
                 f"{self.path} is damaged, truncated or compressed ({error}); a compressed tar must be unpacked first, "
-                "for pictures are read from it in any order"
+                "for its files are read in any order"
             ) from error
         with self.path.open("rb") as file:  # tarfile takes a header that is cut short or damaged for the end
             file.seek(end)
@@ -59,3 +59,9 @@ class Tar:
             self._open = os.getpid(), os.open(self.path, os.O_RDONLY)
         offset, size = self._at[name]
         return os.pread(self._open[1], size, offset)
+
+    def close(self) -> None:
+        """Give the file descriptor back; the next read opens the tar again."""
+        if self._open is not None and self._open[0] == os.getpid():
+            os.close(self._open[1])
+        self._open = None

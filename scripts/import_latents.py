@@ -6,6 +6,7 @@ was stopped, and it goes on with the shards that are missing.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -74,6 +75,7 @@ def import_all(options: Options) -> None:
     latents = replace(foreign.latents, dtype=options.dtype, classes=class_names(options, foreign.latents))
     ranges = shard_ranges(len(foreign.labels), options.shard_size)
     plan = {"kind": options.kind, "source": str(Path(options.source).resolve()), "shard_size": options.shard_size}
+    plan["labels_sha256"] = hashlib.sha256(foreign.labels.tobytes()).hexdigest()
     made = Path(options.out) / "report.json"
     if made.is_file() and json.loads(made.read_text()).get("plan") == json.loads(json.dumps(asdict(latents) | plan)):
         print(f"{options.out} is finished")
@@ -81,9 +83,11 @@ def import_all(options: Options) -> None:
     writer = DatasetWriter(Path(options.out), latents, plan)
     missing = writer.missing(len(ranges))
     writer.check_space(sum(len(ranges[number]) for number in missing))
-    print(f"  source    {options.kind}, {len(foreign.labels):,} samples, {latents.views} views, {options.source}")
+    views = "with flipped copies" if latents.views == 2 else "one view"
+    print(f"  source    {options.kind}, {len(foreign.labels):,} samples, {views}, {options.source}")
     print(f"  holds     {meaning(latents)}")
-    print(f"  classes   {len(latents.classes)}{'' if options.num_classes else ', from the largest label'}")
+    guessed = options.num_classes is None and options.classes is None
+    print(f"  classes   {len(latents.classes)}{', from the largest label' * guessed}")
     print(f"  work      {len(missing)} of {len(ranges)} shards")
     pace = 0.5 if sys.stderr.isatty() else 20  # seconds between updates of the bar
     with tqdm(total=sum(len(ranges[n]) for n in missing), unit="sample", mininterval=pace) as bar:
