@@ -273,10 +273,7 @@ WRONG = {
     "truncated": (truncated, "truncated"),
     "labelled, not there": (labelled('{"0.png": 0, "1.png": 0, "2.png": 1, "7.png": 1}'), "7.png is labelled, but not"),
     "not labelled": (labelled('{"0.png": 0, "2.png": 1}'), "picture 1.png has no label"),
-    "splits taken for classes": (
-        lambda tree: [(tree / p / "metadata.csv").write_text("file_name,label\n") for p in ("train", "val")] and tree,
-        "labels file in a folder of its own; choose it by root=train",
-    ),
+    "splits like classes": (lambda tree: labelled("", "metadata.csv")(tree).parent, "labels file.*root=ant"),
     "hole in the classes": (labelled('{"0.png": 0, "1.png": 0, "2.png": 2}'), "class 1 without a picture"),
     "negative": (labelled('{"0.png": -1, "1.png": 0, "2.png": 0}'), "has label -1"),
     "names and numbers": (labelled('{"0.png": "a", "1.png": 0, "2.png": 0}'), "some are names"),
