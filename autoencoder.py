@@ -51,10 +51,9 @@ def to_network(stored: Tensor, latents: Latents, posterior: Tensor | None = None
     posterior  standard normal (B, C, S, S), which moments are sampled with: mean + std·posterior.
                Without it their mean is taken.
     """
-    z, std = _mean_and_std(stored, latents)
+    x, std = _mean_and_std(stored, latents)
     if posterior is not None and std is not None:
-        z = z + std * posterior
-    x = z if latents.scale_applied else (z - latents.shift) * latents.scale
+        x = x + std * posterior
     if latents.channel_scale:
         shift, scale = _per_channel(latents, x.device)
         x = (x - shift) * scale
@@ -62,11 +61,17 @@ def to_network(stored: Tensor, latents: Latents, posterior: Tensor | None = None
 
 
 def _mean_and_std(stored: Tensor, latents: Latents) -> tuple[Tensor, Tensor | None]:
+    """Network latents' mean and standard deviation, (…, C, S, S) fp32 each; None where latents are plain.
+
+    The one place where stored numbers meet scale and shift.
+    """
+    scale, shift = (1.0, 0.0) if latents.scale_applied else (latents.scale, latents.shift)
     if latents.content == "latents":
-        return stored.float(), None
+        return (stored.float() - shift) * scale, None
     mean, spread = stored.float().chunk(2, dim=-3)
     # log-variances are clamped as AutoencoderKL clamps them
-    return mean, spread if latents.spread == "std" else (0.5 * spread.clamp(-30.0, 20.0)).exp()
+    std = spread if latents.spread == "std" else (0.5 * spread.clamp(-30.0, 20.0)).exp()
+    return (mean - shift) * scale, std * scale
 
 
 def _per_channel(latents: Latents, device: torch.device) -> Tensor:
@@ -90,14 +95,13 @@ def channel_sums(stored: np.ndarray, latents: Latents) -> tuple[np.ndarray, np.n
     E[x²] = mean² + std².
     """
     channels = latents.shape[0]
-    total, squares, gain = np.zeros(channels), np.zeros(channels), 1.0 if latents.scale_applied else latents.scale
+    total, squares = np.zeros(channels), np.zeros(channels)
     for part in torch.from_numpy(stored).split(256):
-        z, std = _mean_and_std(part, latents)
-        x = (z if latents.scale_applied else (z - latents.shift) * gain).double()
-        total += x.sum(dim=(0, 1, 3, 4)).numpy()
-        spread = 0.0 if std is None else (std.double() * gain).square()
-        squares += (x.square() + spread).sum(dim=(0, 1, 3, 4)).numpy()
-    return np.array(float(stored.size // stored.shape[2])) if stored.size else np.array(0.0), total, squares
+        mean, std = _mean_and_std(part, latents)
+        total += mean.double().sum(dim=(0, 1, 3, 4)).numpy()
+        square = mean.double().square() + (0.0 if std is None else std.double().square())
+        squares += square.sum(dim=(0, 1, 3, 4)).numpy()
+    return np.array(float(stored.size // stored.shape[2])), total, squares
 
 
 def to_uint8(pixels: Tensor) -> Tensor:
