@@ -71,11 +71,11 @@ class Loader:
         return list(zip(stored.split(self.sizes), labels.split(self.sizes)))
 
     def _read(self, step: int) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
-        pin = self._stream is not None and self.data.placement != "device"
-        batch = self.data.batch(self.seed, step, self.batch_size, self.rows, pin)
         if self._stream is None:
+            batch = self.data.batch(self.seed, step, self.batch_size, self.rows)
             return batch.stored.to(self.device), batch.labels.to(self.device), None
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):  # all of it: the gather, where the dataset lies on the device, too
+            batch = self.data.batch(self.seed, step, self.batch_size, self.rows, pin=self.data.placement != "device")
             stored = batch.stored.to(self.device, non_blocking=True)
             labels = batch.labels.pin_memory().to(self.device, non_blocking=True)
             return stored, labels, self._stream.record_event()
