@@ -10,6 +10,7 @@ with 0..255 mapped to −1..1.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import tempfile
@@ -55,7 +56,7 @@ def to_network(stored: Tensor, latents: Latents, posterior: Tensor | None = None
     if posterior is not None and std is not None:
         x = x + std * posterior
     if latents.channel_scale:
-        shift, scale = _per_channel(latents, x.device)
+        shift, scale = _per_channel(latents.channel_shift, latents.channel_scale, x.device)
         x = (x - shift) * scale
     return x
 
@@ -74,16 +75,17 @@ def _mean_and_std(stored: Tensor, latents: Latents) -> tuple[Tensor, Tensor | No
     return (mean - shift) * scale, std * scale
 
 
-def _per_channel(latents: Latents, device: torch.device) -> Tensor:
-    """(2, C, 1, 1): channel_shift and channel_scale."""
-    return torch.tensor([latents.channel_shift, latents.channel_scale], device=device)[..., None, None]
+@functools.lru_cache(maxsize=8)  # copied to a GPU once, for a copy makes the CPU wait
+def _per_channel(shift: tuple[float, ...], scale: tuple[float, ...], device: torch.device) -> Tensor:
+    """(2, C, 1, 1)"""
+    return torch.tensor([shift, scale], device=device)[..., None, None]
 
 
 def from_network(x: Tensor, latents: Latents) -> Tensor:
     """Network latents (B, C, S, S) → the autoencoder's z."""
     x = x.float()
     if latents.channel_scale:
-        shift, scale = _per_channel(latents, x.device)
+        shift, scale = _per_channel(latents.channel_shift, latents.channel_scale, x.device)
         x = x / scale + shift
     return x / latents.scale + latents.shift
 
@@ -167,7 +169,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ...], store: str, **kept) -> Latents:
-    """What `load_encoder` will store of pictures of this size: shape, content and scale.
+    """What `encoder` will store of pictures of this size: shape, content and scale.
 
     store  "moments" of an AutoencoderKL's posterior, "latents" (its mean, or an AutoencoderTiny's
            latents), or "auto": moments where there is a posterior.

@@ -87,8 +87,12 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
         return data, None
     heldout = open_dataset(cfg, cfg.dataset.heldout, "heldout")
     for key in ("classes", "autoencoder", "fingerprint", "scale", "shift"):
-        if getattr(heldout.latents, key) != getattr(data.latents, key):
-            raise ValueError(f"{cfg.dataset.heldout} and {cfg.dataset.path} differ in {key}: prepare both alike")
+        ours, theirs = getattr(data.latents, key), getattr(heldout.latents, key)
+        if ours != theirs and not (key == "fingerprint" and None in (ours, theirs)):  # imports do not know it
+            raise ValueError(
+                f"{cfg.dataset.heldout} and {cfg.dataset.path} differ in {key}: prepare both alike, or set "
+                f"dataset.heldout=null\n  {str(theirs)[:100]}\n  {str(ours)[:100]}"
+            )
     normalization = {key: getattr(data.latents, key) for key in ("channel_shift", "channel_scale")}
     heldout.latents = replace(heldout.latents, **normalization)
     return data, heldout

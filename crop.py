@@ -9,7 +9,7 @@ import io
 import warnings
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 
 def read_rgb(content: bytes) -> Image.Image:
@@ -24,6 +24,8 @@ def read_rgb(content: bytes) -> Image.Image:
         try:
             image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP"))
             image.load()
+        except UnidentifiedImageError as error:
+            raise ValueError("it is no JPEG, PNG or WebP") from error
         except (SyntaxError, Image.DecompressionBombError) as error:  # SyntaxError is what Pillow says of broken PNGs
             raise ValueError(str(error)) from error
         if image.mode not in ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"):

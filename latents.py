@@ -12,12 +12,10 @@ A second view, where stored, is the horizontally flipped picture. shards.py writ
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
 import mmap
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +25,7 @@ import torch
 from torch import Tensor
 
 from files import sha256
+from mapped import open_array, rows_in_place, torch_dtype
 from randomness import generator
 
 VERSION = 1
@@ -110,41 +109,6 @@ def check_labels(labels: np.ndarray, num_classes: int, where: object) -> None:
         raise ValueError(f"{where}: labels lie in {labels.min()}..{labels.max()}, but there are {num_classes} classes")
 
 
-def _open_array(path: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Memory-map an .npy file after checking its existence, dtype, shape and size."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing, though index.json names it; prepare the dataset again")
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{path} is truncated or not an .npy file ({path.stat().st_size} bytes): {error}") from error
-    if array.dtype != dtype or array.shape != shape:
-        raise ValueError(f"{path} holds {array.dtype} {array.shape}, but index.json says {dtype} {shape}")
-    if array.offset + array.nbytes != path.stat().st_size:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, but its array takes {array.offset + array.nbytes}")
-    if hasattr(mmap, "MADV_RANDOM"):
-        array._mmap.madvise(mmap.MADV_RANDOM)  # samples are read in random order: reading ahead would be wasted
-    return array
-
-
-def _rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, list[int]]:
-    """Memory-mapped shards as one matrix, without a copy, so that one gather reads from all of them.
-
-    The matrix spans the addresses from the first shard to the last. Its row i holds the `width`
-    numbers that start at the i-th address, so rows overlap, and most lie between the shards: only
-    rows within a shard may be read. Returns it with the row at which each shard starts.
-    """
-    size = shards[0].itemsize
-    starts = [shard.ctypes.data for shard in shards]
-    base, end = min(starts), max(start + shard.nbytes for start, shard in zip(starts, shards))
-    flat = torch.frombuffer((ctypes.c_char * (end - base)).from_address(base), dtype=_torch_dtype(shards[0]))
-    return flat.as_strided(((end - base) // size - width + 1, width), (1, 1)), [(s - base) // size for s in starts]
-
-
-def _torch_dtype(array: np.ndarray) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, array.dtype)).dtype
-
-
 @functools.lru_cache(maxsize=2)  # two: batches are prepared ahead, across the end of an epoch
 def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
     return torch.randperm(count, generator=generator(seed, epoch, "order")).numpy()
@@ -157,7 +121,7 @@ class LatentDataset:
     verify     "open" checks headers and sizes of all files and the hashes of the labels; "full" hashes
                the latents as well.
     placement  "mmap": memory-mapped, the operating system keeps in memory what it can; "ram": read
-               into memory at once; "device": read into the memory of `device`.
+               into this process's memory at once; "device": read into the memory of `device`.
 
     Raises FileNotFoundError or ValueError that says which file and why, or what does not fit.
     """
@@ -189,8 +153,8 @@ class LatentDataset:
         labels = []
         for shard in shards:
             file, label_file = self.folder / shard["file"], self.folder / shard["labels"]
-            self._shards.append(_open_array(file, self.latents.dtype, (shard["count"], *self.latents.stored_shape)))
-            labels.append(np.array(_open_array(label_file, "int64", (shard["count"],))))
+            self._shards.append(open_array(file, self.latents.dtype, (shard["count"], *self.latents.stored_shape)))
+            labels.append(np.array(open_array(label_file, "int64", (shard["count"],))))
             hashed = [(label_file, "labels_sha256")] + [(file, "file_sha256")] * (self.verify == "full")
             for checked, key in hashed:
                 if (found := sha256(checked)) != shard[key]:
@@ -210,8 +174,13 @@ class LatentDataset:
         views, *shape = self.latents.stored_shape
         width = int(np.prod(shape))
         counts = [len(shard) for shard in self._shards]
-        if self.placement == "mmap" and counts:
-            self._rows, starts = _rows_in_place(self._shards, width)
+        self._firsts = np.cumsum([0, *counts])[:-1]  # of each shard, the first sample
+        in_place = self.placement == "mmap"
+        if hasattr(mmap, "MADV_RANDOM"):
+            for shard in self._shards:  # the kernel's reading ahead would be wasted on samples in random order
+                shard._mmap.madvise(mmap.MADV_RANDOM if in_place else mmap.MADV_SEQUENTIAL)
+        if in_place and counts:
+            self._rows, starts = rows_in_place(self._shards, width)
             self._next_view, self._next_sample = width, views * width
         else:
             starts = (np.cumsum([0, *counts]) * views).tolist()
@@ -231,7 +200,7 @@ class LatentDataset:
                 f"{self.folder} takes {needed / 1e9:.1f} GB, but {device} has {free / 1e9:.1f} GB of memory free: "
                 f"dataset.placement={self.placement} needs more; mmap does not"
             )
-        rows = torch.empty(starts[-1], width, dtype=_torch_dtype(np.empty(0, self.latents.dtype)), device=device)
+        rows = torch.empty(starts[-1], width, dtype=torch_dtype(self.latents.dtype), device=device)
         for shard, start in zip(self._shards, starts):
             flat = shard.reshape(-1, width)
             for first in range(0, len(flat), 4096):
@@ -274,12 +243,32 @@ class LatentDataset:
 
         No sample comes twice in a batch or an epoch. The view is drawn by (seed, step).
         """
+        return self.read(*self._chosen(seed, step, batch_size, rows), pin)
+
+    def _chosen(self, seed: int, step: int, batch_size: int, rows: slice) -> tuple[np.ndarray, np.ndarray | int]:
+        """Indices and views of rows of the global batch of a step."""
         epoch, number = divmod(step, self.steps_per_epoch(batch_size))
-        indices = self.order(seed, epoch)[number * batch_size : (number + 1) * batch_size]
+        indices = self.order(seed, epoch)[number * batch_size : (number + 1) * batch_size][rows]
         if self.latents.views == 1:
-            return self.read(indices[rows], pin=pin)
+            return indices, 0
         views = torch.randint(self.latents.views, (batch_size,), generator=generator(seed, step, "view")).numpy()
-        return self.read(indices[rows], views[rows], pin)
+        return indices, views[rows]
+
+    def expect(self, seed: int, step: int, batch_size: int, rows: slice = slice(None)) -> None:
+        """Have the operating system read what `batch` will need, all at once; memory-mapped data only.
+
+        A gather alone would meet the disk's latency page after page.
+        """
+        if self.placement != "mmap" or not hasattr(mmap, "MADV_WILLNEED"):
+            return
+        indices, views = self._chosen(seed, step, batch_size, rows)
+        size = int(np.prod(self.latents.stored_shape[1:])) * np.dtype(self.latents.dtype).itemsize
+        shards = np.searchsorted(self._firsts, indices, side="right") - 1
+        samples = indices - self._firsts[shards]
+        for shard, start in zip(shards.tolist(), ((samples * self.latents.views + views) * size).tolist()):
+            array = self._shards[shard]
+            first = (array.offset + start) // mmap.PAGESIZE * mmap.PAGESIZE
+            array._mmap.madvise(mmap.MADV_WILLNEED, first, array.offset + start + size - first)
 
     def read(self, indices: np.ndarray, views: np.ndarray | int = 0, pin: bool = False) -> Batch:
         """Samples by index, in the order given; views chooses the stored view of each.
@@ -304,7 +293,7 @@ def read_index(folder: Path) -> dict:
     """The parsed index.json of a dataset. Raises FileNotFoundError or ValueError."""
     path = Path(folder) / "index.json"
     if not path.is_file():
-        raise FileNotFoundError(f"no dataset at {folder}: it has no index.json; check dataset.path")
+        raise FileNotFoundError(f"no dataset at {folder}: it has no index.json; prepare or import one there")
     try:
         index = json.loads(path.read_text())
         found = index["version"]
@@ -320,7 +309,11 @@ def _damaged(path: Path, error: Exception) -> ValueError:
 
 
 def _free_memory(device: torch.device) -> int:
-    """Bytes that could be taken: of a GPU what is free, of the CPU all there are."""
+    """Bytes that could be taken of a GPU's memory, or of the CPU's: where that is not told, all it has."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    known = Path("/proc/meminfo")
+    for line in known.read_text().splitlines() if known.exists() else []:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

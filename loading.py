@@ -48,7 +48,9 @@ class Loader:
         self.ahead = (0 if self.device.type == "cpu" else 4) if ahead is None else ahead
         self.waited = 0.0  # seconds that `batches` has waited for samples; its user sets it back
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="loader")
+        # a thread of its own would begin on GPU 0, and open a context there
+        start = {"initializer": torch.cuda.set_device, "initargs": (self._stream.device,)} if self._stream else {}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="loader", **start)
         self._coming: dict[int, Future] = {}
 
     def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
@@ -71,6 +73,8 @@ class Loader:
         return list(zip(stored.split(self.sizes), labels.split(self.sizes)))
 
     def _read(self, step: int) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
+        if self.ahead:
+            self.data.expect(self.seed, step, self.batch_size, self.rows)
         if self._stream is None:
             batch = self.data.batch(self.seed, step, self.batch_size, self.rows)
             return batch.stored.to(self.device), batch.labels.to(self.device), None

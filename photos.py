@@ -100,8 +100,9 @@ def find_photos(source: Path, root: str | None = None, labels: str | None = None
         return Photos(str(source), names, numbers, tuple(classes), read)
     store = Folder(source) if source.is_dir() else Tar(source)
     names = [name for name in store.names if not _hidden(name)]
-    folders = {str(parent) for name in names for parent in PurePosixPath(name).parents} | set(store.folders)
-    inside = _inside(source, names, {folder for folder in folders if not _hidden(folder)} - {"."}, root)
+    folders = set(store.folders) | {name.rpartition("/")[0] for name in names}
+    folders |= {str(parent) for folder in folders for parent in PurePosixPath(folder).parents}
+    inside = _inside(source, names, {folder for folder in folders if not _hidden(folder)} - {"", "."}, root)
     prefix = f"{inside}/" if inside else ""
     names = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     where = f"{source}:{inside}" if inside else str(source)
@@ -109,6 +110,8 @@ def find_photos(source: Path, root: str | None = None, labels: str | None = None
     beside = [name for name in LABEL_FILES if name in names]
     if labels is not None or beside:
         chosen = labels or beside[0]
+        if chosen not in names and not Path(chosen).is_file():
+            raise FileNotFoundError(f"labels file {chosen} is neither in {where} nor a file of that path")
         content = store.read(prefix + chosen) if chosen in names else Path(chosen).read_bytes()
         names = [name for name in names if name not in (chosen, *LABEL_FILES)]
         names, numbers, classes, refused = _by_table(where, names, label_table(chosen, content))
@@ -206,12 +209,15 @@ def _by_table(where: str, names: list[str], table: dict[str, tuple[int | str, st
             )
         classes = [str(number) for number in range(max(labels, default=-1) + 1)]
         for number, name in table.values():
+            if name is not None and classes[number] not in (str(number), name):
+                raise ValueError(f"{where}: class {number} has two names, {classes[number]} and {name}")
             classes[number] = name or classes[number]
         return kept, labels, classes, refused
     if not all(isinstance(label, str) for label in labels):
         raise ValueError(f"{where}: some labels are numbers and some are names; use one of both")
     classes = sorted(set(labels))
-    return kept, [classes.index(label) for label in labels], classes, refused
+    index = {name: number for number, name in enumerate(classes)}
+    return kept, [index[label] for label in labels], classes, refused
 
 
 def label_table(name: str, content: bytes) -> dict[str, tuple[int | str, str | None]]:
@@ -225,14 +231,14 @@ def label_table(name: str, content: bytes) -> dict[str, tuple[int | str, str | N
         text = content.decode("utf-8-sig")
         if name.endswith(".csv"):
             rows = [_pair(row) for row in csv.DictReader(io.StringIO(text))]
-            if all(label.strip().isdecimal() for _, label in rows):
-                rows = [(picture, int(label)) for picture, label in rows]
         elif name.endswith(".jsonl"):
             rows = [_pair(json.loads(line)) for line in text.splitlines() if line.strip()]
         else:
             tree = json.loads(text)
             tree = tree.get("labels", tree) if isinstance(tree, dict) else tree
-            rows = tree.items() if isinstance(tree, dict) else [_pair(row) for row in tree]
+            rows = list(tree.items()) if isinstance(tree, dict) else [_pair(row) for row in tree]
+        if all(isinstance(label, str) and label.strip().isdecimal() for _, label in rows):
+            rows = [(picture, int(label)) for picture, label in rows]
         table = {}
         for picture, label in rows:
             number, *names = label if isinstance(label, list) else [label]

@@ -49,6 +49,12 @@ class Crops(Dataset):
         return len(self.photos)
 
 
+def _collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
+    """One tensor for a batch, as each tensor that a worker hands over takes a file descriptor."""
+    good = [pixels for pixels, *_ in crops if pixels is not None]
+    return torch.stack(good) if good else None, [rest for _, *rest in crops]
+
+
 @dataclass
 class Progress:
     """What `make_shards` has done: pictures, and CPU seconds in each stage (encode and write: wall clock)."""
@@ -98,17 +104,22 @@ def make_shards(
     damaged picture, unless skip_damaged.
     """
     batches = [list(part[i : i + batch_size]) for _, part in shards for i in range(0, len(part), batch_size)]
-    loader = DataLoader(Crops(photos, resolution), batch_sampler=batches, num_workers=workers, collate_fn=list)
+    loader = DataLoader(Crops(photos, resolution), batch_sampler=batches, num_workers=workers, collate_fn=_collate)
     coming, progress = iter(loader), Progress()
     for number, part in shards:
         stored, labels, left_out, enlarged = [], [], [], 0
         for first in range(0, len(part), batch_size):
             indices = part[first : first + batch_size]
             began = time.perf_counter()
-            crops = next(coming)
+            try:
+                pixels, notes = next(coming)
+            except RuntimeError as error:  # of PyTorch, where a worker died
+                raise OSError(
+                    f"a reading process ended: {error}\nIt may have had too little (shared) memory: try fewer workers "
+                    "or a smaller batch_size. What was done before is kept"
+                ) from error
             progress.waited += time.perf_counter() - began
-            good = []
-            for index, (pixels, why, size, seconds) in zip(indices, crops):
+            for index, (why, size, seconds) in zip(indices, notes):
                 if why and not skip_damaged:
                     raise ValueError(
                         f"{photos.where}: {photos.names[index]} can't be read as a picture ({why}). "
@@ -117,14 +128,13 @@ def make_shards(
                 if why:
                     left_out.append((photos.names[index], why))
                     continue
-                good.append(pixels)
                 labels.append(photos.labels[index])
                 enlarged += min(size) < resolution
                 for stage, spent in zip(STAGES, seconds):
                     progress.seconds[stage] += spent
             began = time.perf_counter()
-            if good:
-                stored.append(encode(torch.stack(good)))
+            if pixels is not None:
+                stored.append(encode(pixels))
             progress.seconds["encode"] += time.perf_counter() - began
             progress.pictures += len(indices)
             yield progress

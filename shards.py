@@ -38,18 +38,20 @@ class DatasetWriter:
 
     def __init__(self, folder: Path, latents: Latents, plan: dict, main: bool = True) -> None:
         self.folder, self.latents = Path(folder), latents
-        self.work = self.folder.with_name(f".{self.folder.name}.unfinished")
+        if self.folder.name in ("", ".."):
+            raise ValueError(f"{folder} must be the name of a new folder")
+        self.work = _work(self.folder)
         self.data, self._done = self.work / "data", self.work / "done"
         self._plan = json.loads(json.dumps({**asdict(latents), **plan}))
         if main:
             self._begin()
 
     def _begin(self) -> None:
-        if self.folder.exists():
-            raise FileExistsError(f"{self.folder} exists already; remove it or choose another folder")
+        self._check_free()
         for folder in (self.data, self._done):
             folder.mkdir(parents=True, exist_ok=True)
         self._lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
+        self._check_free()  # from now on it stays so
         for partial in (*self.data.glob(".*.partial"), *self._done.glob(".*.partial")):
             partial.unlink()  # of a process that was killed
         path = self.work / "plan.json"
@@ -66,6 +68,10 @@ class DatasetWriter:
             )
         with explain_failure(path):
             write_whole(path, json.dumps(self._plan, indent=1) + "\n")
+
+    def _check_free(self) -> None:
+        if self.folder.exists():
+            raise FileExistsError(f"{self.folder} exists already; remove it or choose another folder")
 
     def missing(self, shards: int) -> list[int]:
         """The shards among 0..shards−1 that are still to be written."""
@@ -165,6 +171,15 @@ class DatasetWriter:
         """Remove the unfinished work."""
         shutil.rmtree(self.work, ignore_errors=True)
         self._lock.release()
+
+
+def _work(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.unfinished")
+
+
+def forget_work(folder: Path) -> None:
+    """Remove what is left of the work on a dataset that is finished, if a process was killed just then."""
+    shutil.rmtree(_work(Path(folder)), ignore_errors=True)
 
 
 def _save(path: Path, array: np.ndarray) -> None:

@@ -36,8 +36,8 @@ class Tar:
                 end = tar.offset
         except tarfile.TarError as error:
             raise ValueError(
-                f"{self.path} is damaged, truncated or compressed ({error}); a compressed tar must be unpacked first, "
-                "for its files are read in any order"
+                f"{self.path} is no tar, or damaged, truncated or compressed ({error}); a compressed tar must be "
+                "unpacked first, for its files are read in any order"
             ) from error
         with self.path.open("rb") as file:  # tarfile takes a header that is cut short or damaged for the end
             file.seek(end)

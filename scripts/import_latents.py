@@ -28,7 +28,7 @@ from foreign import Foreign, open_foreign  # noqa: E402
 from latents import LatentDataset, Latents  # noqa: E402
 from pictures import save_grid  # noqa: E402
 from preparation import shard_ranges  # noqa: E402
-from shards import DatasetWriter  # noqa: E402
+from shards import DatasetWriter, forget_work  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ def main(composed: DictConfig) -> None:
         import_all(options)
     except (ValueError, OSError, MissingMandatoryValue) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("stopped; start it again to go on with the shards that are missing")
 
 
 def import_all(options: Options) -> None:
@@ -78,6 +80,7 @@ def import_all(options: Options) -> None:
     plan["labels_sha256"] = hashlib.sha256(foreign.labels.tobytes()).hexdigest()
     made = Path(options.out) / "report.json"
     if made.is_file() and json.loads(made.read_text()).get("plan") == json.loads(json.dumps(asdict(latents) | plan)):
+        forget_work(Path(options.out))
         print(f"{options.out} is finished")
         return
     writer = DatasetWriter(Path(options.out), latents, plan)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import hydra
 import numpy as np
+import torch
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from tqdm import tqdm
 
@@ -24,13 +25,14 @@ from processes import Processes  # noqa: E402
 import autoencoder  # noqa: E402
 import report  # noqa: E402
 import settings  # noqa: E402
+from compute import use_precision  # noqa: E402
 from files import explain_failure, write_whole  # noqa: E402
 from latents import LatentDataset  # noqa: E402
 from photos import Photos, find_photos  # noqa: E402
 from preparation import Crops, check_sizes, make_shards, shard_ranges, source_hash  # noqa: E402
-from shards import DatasetWriter  # noqa: E402
+from shards import DatasetWriter, forget_work  # noqa: E402
 
-PLANNED = ("resolution", "precision", "batch_size", "shard_size", "on_error")  # what changes the dataset's bytes
+PLANNED = ("resolution", "precision", "shard_size")  # with the pictures and the latents, what a dataset is made of
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,13 @@ class Options:
     on_error: str
     enlarge: bool
     allow_empty: bool
-    verify: int
+    decode: int
 
     def __post_init__(self) -> None:
         for key in ("resolution", "batch_size", "shard_size"):
             if (getattr(self, key) or 1) < 1:
                 raise ValueError(f"{key} is {getattr(self, key)}, but must be positive")
-        for key in ("workers", "verify"):
+        for key in ("workers", "decode"):
             if (getattr(self, key) or 0) < 0:
                 raise ValueError(f"{key} is {getattr(self, key)}, but must not be negative")
         for key, allowed in (("precision", ("fp32", "bf16")), ("on_error", ("stop", "skip"))):
@@ -77,20 +79,27 @@ def main(composed: DictConfig) -> None:
         prepare(replace(options, batch_size=batch_size), processes)
     except (ValueError, OSError, MissingMandatoryValue) as error:
         sys.exit(f"error: {error}")
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"error: {error}\nA smaller batch_size needs less; what was done before is kept")
+    except KeyboardInterrupt:
+        sys.exit("stopped; start it again to go on with the shards that are missing")
 
 
 def prepare(options: Options, processes: Processes) -> None:
-    out = Path(options.out)
-    photos = find_photos(Path(options.source), options.root, options.labels)
+    out, source = Path(options.out), Path(options.source)
+    if source.is_dir() and source.resolve() in (out.resolve(), *out.resolve().parents):
+        raise ValueError(
+            f"out {out} lies inside source {source}, whose pictures it would be among; choose another place"
+        )
+    photos = find_photos(source, options.root, options.labels)
     photos.check_classes(options.allow_empty)
     if photos.refused and options.on_error == "stop":
         name, why = photos.refused[0]
-        raise ValueError(
-            f"{photos.where}: {name} is no picture ({why}), nor are {len(photos.refused) - 1} others; remove them, or "
-            "leave them out with on_error=skip"
-        )
+        more = f" ({len(photos.refused)} such files)" if len(photos.refused) > 1 else ""
+        raise ValueError(f"{photos.where}: {name} is no picture: {why}{more}; remove it, or set on_error=skip")
     if not options.enlarge:
         check_sizes(photos, options.resolution)
+    use_precision(options.precision, processes.device)
     model = autoencoder.load_autoencoder(options.autoencoder, processes.device)
     latents = autoencoder.encoded(
         model,
@@ -104,11 +113,13 @@ def prepare(options: Options, processes: Processes) -> None:
     ranges = shard_ranges(len(photos), options.shard_size)
     plan = {key: getattr(options, key) for key in PLANNED} | {"pictures": source_hash(photos)}
     if is_finished(out, asdict(latents) | plan):
+        forget_work(out)
         processes.say(f"{out} is finished")
         return
     with processes.main_first():
         writer = DatasetWriter(out, latents, plan, processes.main)
         missing = writer.missing(len(ranges))
+    processes.wait()  # nobody writes before all have seen the same list
     if processes.main:
         writer.check_space(sum(len(ranges[number]) for number in missing))
     processes.say(describe(photos, options, latents, len(ranges), len(missing), processes))
@@ -192,8 +203,8 @@ def finish(
         "left_out": left_out,
         "plan": asdict(writer.latents) | plan,
     }
-    if options.verify:
-        chosen = report.spread(len(data), options.verify)
+    if options.decode:
+        chosen = report.spread(len(data), options.decode)
         skipped = {name for name, _ in left_out}
         kept = [index for index, name in enumerate(photos.names) if name not in skipped]
         crops = Crops(photos, options.resolution)
@@ -207,7 +218,7 @@ def finish(
         write_whole(folder / "report.json", json.dumps(made, indent=1) + "\n")
     writer.publish()
     print(report.text(made))
-    if options.verify:
+    if options.decode:
         print(f"  pictures  {writer.folder / 'report.png'}: photo, decoded latents")
     print(f"  dataset   {writer.folder}: train with dataset=folder dataset.path={writer.folder}")
 

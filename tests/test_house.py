@@ -11,7 +11,7 @@ from conftest import ROOT
 DOORS = {"train", "fid", "sample"}
 DOOR_ONLY = {"hydra", "omegaconf", "accelerate", "wandb"}
 LAYERS = [  # a file imports from layers above its own; the leaves come first
-    {"files", "tars", "crop", "parquet"},
+    {"files", "tars", "crop", "parquet", "mapped"},
     {"routing_module", "randomness", "metrics", "ema", "pictures", "photos"},
     {"edm", "latents", "checkpoint"},
     {"autoencoder", "runlog", "foreign"},

@@ -120,6 +120,11 @@ def swap(folder):
     np.save(folder / "shard-00002.npy", stored[::-1])
 
 
+def fortran(folder):
+    path = folder / "shard-00000.npy"
+    np.save(path, np.asfortranarray(np.load(path)))
+
+
 DAMAGE = {
     "no index": (lambda f: (f / "index.json").unlink(), FileNotFoundError, "no dataset at"),
     "broken index": (lambda f: (f / "index.json").write_text('{"version": 1'), ValueError, "index.json is damaged or"),
@@ -134,6 +139,7 @@ DAMAGE = {
     "wrong channels": (lambda f: edit_index(f, shape=[4, 4, 4]), ValueError, r"\(20, 2, 2, 4, 4\).*\(20, 2, 4, 4, 4\)"),
     "edited label": (relabel, ValueError, "labels.npy was changed"),
     "label out of range": (lambda f: relabel(f, 3, rehash=True), ValueError, "3..3, but there are 3 classes"),
+    "Fortran order": (fortran, ValueError, "shard-00000.npy is stored in Fortran order"),
     "bytes too many": (lambda f: (f / "shard-00001.npy").open("ab").write(b"more"), ValueError, "shard-00001.npy has"),
     "shard without hash": (lambda f: edit_index(f, shards=[{"count": 1}]), ValueError, "damaged.*KeyError: 'file'"),
     "fewer classes": (lambda f: edit_index(f, classes=["ant", "bee"]), ValueError, "0..2.*2 classes"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import pickle
 
 import numpy as np
@@ -89,6 +90,29 @@ def test_an_error_while_reading_ahead_reaches_the_step(folder, monkeypatch):
     loader.close()
 
 
+def test_what_is_expected_covers_what_is_read(folder):
+    """The pages announced to the operating system, against where each number lies in its file."""
+
+    class Announced(list):
+        def madvise(self, option, start, length):
+            self.append((option, start, start + length))
+
+    data = LatentDataset(folder)
+    batch = data.batch(3, 5, 8, slice(2, 8))
+    for shard in data._shards:
+        shard._mmap = Announced()
+    data.expect(3, 5, 8, slice(2, 8))
+    announced = [(number, *range_) for number, shard in enumerate(data._shards) for range_ in shard._mmap]
+    assert len(announced) == 6 and all(option == mmap.MADV_WILLNEED for _, option, _, _ in announced)
+    assert all(start % mmap.PAGESIZE == 0 for _, _, start, _ in announced)
+    for index, stored in zip(batch.indices, batch.stored):
+        shard = int(np.searchsorted([20, 53], index, side="right"))
+        content = (folder / f"shard-{shard:05d}.npy").read_bytes()
+        assert any(
+            number == shard and stored.numpy().tobytes() in content[start:end] for number, _, start, end in announced
+        )
+
+
 def test_waiting_is_counted(folder):
     loader = Loader(LatentDataset(folder), 0, 8, [slice(0, 8)], CPU)
     loader.batches(0)
@@ -134,12 +158,12 @@ def test_a_gpu_gets_the_batches_of_each_step(folder, placement):
     """Copies overlap with work on the GPU, whose results must be those of the right samples."""
     device = torch.device("cuda")
     loader = Loader(LatentDataset(folder, placement=placement, device=device), 0, 8, [slice(0, 4), slice(4, 8)], device)
+    busy = torch.randn(4096, 4096, device=device)
     for step in range(50):
         expected = LatentDataset(folder).batch(0, step, 8)
-        parts = loader.batches(step)
-        busy = torch.randn(512, 512, device=device)
         for _ in range(20):
-            busy = busy @ busy / 512
+            busy = busy @ busy / 4096  # a step's work is still queued when the next batch is asked for
+        parts = loader.batches(step)
         assert all(stored.is_cuda for stored, _ in parts)
         assert torch.equal(torch.cat([stored for stored, _ in parts]).cpu(), expected.stored)
         assert torch.equal(torch.cat([labels for _, labels in parts]).cpu(), expected.labels)

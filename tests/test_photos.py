@@ -43,6 +43,7 @@ def encoded(mode="RGB", kind="PNG", **options) -> bytes:
         ("RGBA", "WEBP"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Palette images")
 def test_pictures_are_what_pillow_converts_to_rgb(mode, kind):
     content = encoded(mode, kind)
     expected = Image.open(io.BytesIO(content)).convert("RGB")
@@ -72,11 +73,11 @@ def sixteen_bits() -> bytes:
 
 
 BROKEN = {
-    "no picture": (b"these are words", "cannot identify"),
-    "nothing": (b"", "cannot identify"),
+    "no picture": (b"these are words", "no JPEG, PNG or WebP"),
+    "nothing": (b"", "no JPEG, PNG or WebP"),
     "truncated": (encoded("RGB", "JPEG")[:-200], "truncated"),
     "truncated PNG": (encoded("RGB", "PNG")[:-200], "truncated|broken"),
-    "a GIF": (encoded("P", "GIF"), "cannot identify"),
+    "a GIF": (encoded("P", "GIF"), "no JPEG, PNG or WebP"),
     "16 bits": (sixteen_bits(), "8 bits"),
 }
 
@@ -207,6 +208,7 @@ def test_a_flat_source_has_the_classes_of_its_labels_file(tmp_path, table, how):
 
 def test_numbers_without_names_are_their_own_names():
     assert label_table("a.csv", b"filename,class\na.png,3\nb.png,0\n") == {"a.png": (3, None), "b.png": (0, None)}
+    assert label_table("a.json", b'{"a": "10", "b": "9"}') == {"a": (10, None), "b": (9, None)}
     assert label_table("a.csv", b"filename,class\na.png,n03\nb.png,0\n") == {
         "a.png": ("n03", None),
         "b.png": ("0", None),
@@ -280,6 +282,13 @@ WRONG = {
     "fractions": (labelled('{"0.png": 0.5}'), "can't be read: the label of 0.png is 0.5"),
     "broken JSON": (labelled('{"0.png": 0'), "labels.json can't be read"),
     "unknown columns": (labelled("a,b\n1,2\n", "labels.csv"), "needs one of file_name"),
+    "no label in a row": (labelled("file,label\n0.png\n", "labels.csv"), "the label of 0.png is None"),
+    "no labels": (labelled('{"labels": null}', "dataset.json"), "dataset.json can't be read"),
+    "two names": (
+        labelled('{"0.png": [0, "a"], "1.png": [0, "b"], "2.png": [0, "a"]}'),
+        "class 0 has two names, a and b",
+    ),
+    "a picture for a tar": (lambda tree: tree / "train" / "ant" / "0.png", "is no tar"),
     "twice": (labelled("file,label\n0.png,1\n0.png,2\n", "labels.csv"), "0.png comes twice"),
 }
 
@@ -289,6 +298,11 @@ def test_a_source_that_is_not_clear_is_refused(tree, source):
     make, shown = WRONG[source]
     with pytest.raises((ValueError, FileNotFoundError), match=f"(?s){shown}"):
         find_photos(make(tree)).check_classes()
+
+
+def test_a_labels_file_that_is_nowhere_is_named(tree):
+    with pytest.raises(FileNotFoundError, match="mine.csv is neither in .*train nor a file"):
+        find_photos(tree / "train", labels="mine.csv")
 
 
 def test_an_unknown_root_lists_the_folders(tree):

@@ -65,7 +65,7 @@ def prepare(place, tmp_path, composed, capsys):
 
     def run(*overrides: str) -> str:
         values = {"source": place / "photos", "out": tmp_path / "data", "autoencoder": place / "kl", "resolution": 16}
-        values |= {"workers": 0, "shard_size": 4, "verify": 2} | dict(o.split("=", 1) for o in overrides)
+        values |= {"workers": 0, "shard_size": 4, "decode": 2} | dict(o.split("=", 1) for o in overrides)
         tree = composed(*(f"{key}={value}" for key, value in values.items()), name="prepare_latents")
         before = torch.get_num_threads()
         try:
@@ -104,6 +104,7 @@ def test_moments_are_the_autoencoders_own(place, prepare, tmp_path, flip):
                 expected = model.encode((pixels.flip(-1) if view else pixels)[None]).latent_dist.parameters[0]
             found = data.read(np.array([index]), view).stored[0].float()
             torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)  # float16
+    assert (tmp_path / "data" / "report.json").is_file()
     assert "21 in 3 classes" in text and "ant 7, bee 5, cow 9" in text and "6 of 6 shards" in text
     assert {path.name for path in tmp_path.iterdir()} == {"data"}
     assert Image.open(tmp_path / "data" / "report.png").size == (2 * 64 + 2, 2 * 64 + 2)
@@ -151,7 +152,9 @@ def test_worker_processes_and_batches_change_nothing(prepare, tmp_path):
 def test_made_again_it_is_finished(prepare, tmp_path):
     prepare()
     before = files(tmp_path / "data")
+    (tmp_path / ".data.unfinished" / "done").mkdir(parents=True)  # as a process leaves it that is killed at the end
     assert prepare() == f"{tmp_path / 'data'} is finished\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"data"}
     assert files(tmp_path / "data") == before
     with pytest.raises(FileExistsError, match="exists already; remove it or choose another"):
         prepare("resolution=24")
@@ -160,8 +163,10 @@ def test_made_again_it_is_finished(prepare, tmp_path):
 # ------------------------------------------------------------------------------------ interruptions
 
 
-def work(tree, limit=None):
+def work(tree, limit=None, descriptors=None):
     """One attempt, in a process of its own, that prints nothing."""
+    if descriptors is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     os.sched_setaffinity(0, CORES[:1])
@@ -185,7 +190,7 @@ def processes():
 @pytest.fixture
 def tree(place, composed, tmp_path):
     values = {"source": place / "photos", "out": tmp_path / "data", "autoencoder": place / "kl", "resolution": 16}
-    values |= {"workers": 0, "shard_size": 2, "verify": 2, "flip": "true"}
+    values |= {"workers": 0, "shard_size": 2, "decode": 2, "flip": "true"}
     return composed(*(f"{key}={value}" for key, value in values.items()), name="prepare_latents")
 
 
@@ -193,7 +198,7 @@ def test_two_processes_make_the_same_dataset(tree, processes, tmp_path):
     """From the command line, under torchrun, against one process; each has one thread."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
     command += ["--rdzv_endpoint=localhost:0", str(ROOT / "scripts" / "prepare_latents.py")]
-    given = ("source", "autoencoder", "resolution", "shard_size", "verify", "flip", "workers")
+    given = ("source", "autoencoder", "resolution", "shard_size", "decode", "flip", "workers")
     command += [f"{key}={tree[key]}" for key in given] + ["out=both"]
     cores = {"preexec_fn": lambda: os.sched_setaffinity(0, CORES[:2])}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, **cores)
@@ -254,6 +259,16 @@ def test_a_full_disk_stops_the_work_and_it_goes_on(tree, processes, tmp_path):
     assert files(tmp_path / "data") == files(tmp_path / "expected")
 
 
+def test_few_file_descriptors_are_enough(tree, processes, tmp_path):
+    """A batch of 21 pictures, with 40 descriptors for all that a process opens."""
+    few = {**tree, "batch_size": 21, "shard_size": 21, "workers": 1}
+    attempt = processes.Process(target=work, args=(few, None, 40))
+    attempt.start()
+    attempt.join(timeout=60)
+    attempt.kill()
+    assert attempt.exitcode == 0 and (tmp_path / "data").exists()
+
+
 def test_too_small_a_disk_is_seen_before_the_work(prepare, monkeypatch):
     monkeypatch.setattr("shards.free_bytes", lambda folder: 10_000)
     with pytest.raises(OSError, match="21 samples take 0.0 GB.*free"):
@@ -308,7 +323,7 @@ def photos(place, tmp_path):
 
 
 DAMAGE = {
-    "words": (lambda path: path.write_text("words"), "UnidentifiedImageError"),
+    "words": (lambda path: path.write_text("words"), "ValueError: it is no JPEG, PNG or WebP"),
     "cut short": (lambda path: path.write_bytes(path.read_bytes()[:100]), "OSError|ValueError"),
     "unreadable": (lambda path: (path.unlink(), path.symlink_to("nowhere")), "FileNotFoundError"),
 }
@@ -321,14 +336,14 @@ def test_a_damaged_picture_stops_or_is_left_out(photos, prepare, tmp_path, damag
     with pytest.raises(ValueError, match=rf"bee/2.png can't be read as a picture \(({shown}).*on_error=skip"):
         prepare(f"source={photos}")
     assert not (tmp_path / "data").exists()
-    shutil.rmtree(tmp_path / ".data.unfinished")
-    text = prepare(f"source={photos}", "on_error=skip", "verify=21")
+    assert len(list((tmp_path / ".data.unfinished" / "done").iterdir())) == 2
+    text = prepare(f"source={photos}", "on_error=skip", "decode=21")
     data = LatentDataset(tmp_path / "data")
     made = json.loads((tmp_path / "data" / "report.json").read_text())
     assert [name for name, _ in made["left_out"]] == ["bee/2.png"] and "bee/2.png" in text
     assert data.labels.tolist() == [0] * 7 + [1] * 4 + [2] * 9
     (photos / "bee" / "2.png").unlink()
-    prepare(f"source={photos}", f"out={tmp_path / 'without'}", "verify=21")
+    prepare(f"source={photos}", f"out={tmp_path / 'without'}", "decode=21")
     expected = LatentDataset(tmp_path / "without")
     assert torch.allclose(data.read(np.arange(20)).stored, expected.read(np.arange(20)).stored, rtol=2e-3, atol=2e-3)
     assert np.allclose(made["psnr"], json.loads((tmp_path / "without" / "report.json").read_text())["psnr"], rtol=1e-2)
@@ -376,6 +391,14 @@ def test_what_can_not_be_is_refused_before_the_work(place, prepare, tmp_path, gi
     with pytest.raises(ValueError, match=f"(?s){WRONG[given]}"):
         prepare(given)
     assert not (tmp_path / "data").exists() and not (tmp_path / ".data.unfinished").exists()
+
+
+def test_a_dataset_among_its_own_pictures_is_refused(place, prepare):
+    for out in (place / "photos" / "latents", place / "photos"):
+        with pytest.raises(ValueError, match="lies inside source"):
+            prepare(f"out={out}")
+    with pytest.raises(ValueError, match="must be the name of a new folder"):
+        prepare("out=..")
 
 
 def test_a_device_that_is_not_there_is_named():

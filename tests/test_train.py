@@ -312,6 +312,14 @@ def test_moments_with_flipped_views_and_an_autoencoder(tmp_path):
         shutil.rmtree(tmp_path / "latents" / "val")
         write_dataset(tmp_path / "latents" / "val", replace(meaning, scale=1.0), shards)
         launch(tmp_path, "dataset=imagenet256", *overrides, "name=other")
+    with pytest.raises(SystemExit, match="(?s)differ in fingerprint.*def.*abc"):
+        for part, known in (("train", "abc"), ("val", "def")):
+            shutil.rmtree(tmp_path / "latents" / part)
+            write_dataset(tmp_path / "latents" / part, replace(meaning, fingerprint=known), shards)
+        launch(tmp_path, "dataset=imagenet256", *overrides, "name=other")
+    shutil.rmtree(tmp_path / "latents" / "train")  # imported, so that nobody knows
+    write_dataset(tmp_path / "latents" / "train", meaning, shards)
+    launch(tmp_path, "dataset=imagenet256", *overrides, "name=imported", "sampling.decode=false", "train.steps=1")
     with pytest.raises(SystemExit, match="could not be loaded"):
         overrides[1] = "dataset.heldout=null"
         (tmp_path / "vae").rename(tmp_path / "moved")
