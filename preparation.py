@@ -2,7 +2,8 @@
 
 Pictures are read and cropped by worker processes while the autoencoder runs. A shard is a fixed
 range of pictures, encoded in batches that never cross it; so what a shard holds depends on the
-pictures, the autoencoder and the batch size alone, and not on who makes it or what was done before.
+pictures, the autoencoder, the device and the batch size alone, and not on who makes it or what was
+done before. (The last bits of a CPU's results depend on its number of threads, too.)
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def make_shards(
                 if why and not skip_damaged:
                     raise ValueError(
                         f"{photos.where}: {photos.names[index]} can't be read as a picture ({why}). "
-                        "Replace or remove it, or leave such pictures out with on_error=skip"
+                        "Replace it, or leave such pictures out with on_error=skip; without it in the source the work "
+                        "would have to begin anew"
                     )
                 if why:
                     left_out.append((photos.names[index], why))

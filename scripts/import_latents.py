@@ -65,6 +65,7 @@ def main(composed: DictConfig) -> None:
 
 
 def import_all(options: Options) -> None:
+    """Open the source, write the shards that are missing, and make the dataset of all."""
     foreign = open_foreign(
         options.kind,
         Path(options.source),

@@ -27,7 +27,7 @@ import report  # noqa: E402
 import settings  # noqa: E402
 from compute import use_precision  # noqa: E402
 from files import explain_failure, write_whole  # noqa: E402
-from latents import LatentDataset  # noqa: E402
+from latents import LatentDataset, Latents  # noqa: E402
 from photos import Photos, find_photos  # noqa: E402
 from preparation import Crops, check_sizes, make_shards, shard_ranges, source_hash  # noqa: E402
 from shards import DatasetWriter, forget_work  # noqa: E402
@@ -86,6 +86,7 @@ def main(composed: DictConfig) -> None:
 
 
 def prepare(options: Options, processes: Processes) -> None:
+    """Check everything, make this process's shards, and, in the main process, the dataset of all."""
     out, source = Path(options.out), Path(options.source)
     if source.is_dir() and source.resolve() in (out.resolve(), *out.resolve().parents):
         raise ValueError(
@@ -136,7 +137,10 @@ def is_finished(out: Path, plan: dict) -> bool:
     return made.is_file() and json.loads(made.read_text()).get("plan") == json.loads(json.dumps(plan))
 
 
-def describe(photos: Photos, options: Options, latents, shards: int, missing: int, processes: Processes) -> str:
+def describe(
+    photos: Photos, options: Options, latents: Latents, shards: int, missing: int, processes: Processes
+) -> str:
+    """What will be done: one line each."""
     content = latents.content + (f" (mean, {latents.spread})" if latents.spread else "")
     stored = len(photos) * latents.sample_bytes / 1e9
     return "\n".join(
@@ -151,7 +155,14 @@ def describe(photos: Photos, options: Options, latents, shards: int, missing: in
     )
 
 
-def encode_shards(photos, writer, encode, mine, options: Options, processes: Processes) -> None:
+def encode_shards(
+    photos: Photos,
+    writer: DatasetWriter,
+    encode: autoencoder.Encoder,
+    mine: list[tuple[int, range]],
+    options: Options,
+    processes: Processes,
+) -> None:
     """This process's share, with a progress bar and the shares of time at the end."""
     workers = min(16, processes.cores) if options.workers is None else options.workers
     total = sum(len(part) for _, part in mine)
