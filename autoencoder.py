@@ -145,6 +145,11 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
     return model.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
 
 
+def located(name: str) -> str:
+    """The name of an autoencoder that holds from any folder: hub ids as they are, paths in full."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
 def _from_file(path: Path, diffusers) -> nn.Module:
     state = read_weights(path)
     if any(key.startswith("encoder.layers.") for key in state):
@@ -193,7 +198,7 @@ def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ..
     return Latents(
         shape=tuple(z.shape[1:]),
         classes=classes,
-        autoencoder=str(Path(name).resolve()) if Path(name).exists() else name,
+        autoencoder=located(name),
         content="moments" if moments else "latents",
         spread="logvar" if moments else None,
         scale=float(model.config.scaling_factor),

@@ -69,7 +69,7 @@ def import_all(options: Options) -> None:
     foreign = open_foreign(
         options.kind,
         Path(options.source),
-        options.autoencoder,
+        autoencoder.located(options.autoencoder),
         options.flipped,
         options.scale,
         options.scale_applied,

@@ -437,8 +437,37 @@ def test_weight_files_of_every_kind_give_the_same_autoencoder(tmp_path, monkeypa
     save_file(model.state_dict(), tmp_path / "file.safetensors")
     torch.save(model.state_dict(), tmp_path / "file.pt")
     names = [str(tmp_path / name) for name in ("folder", "file.safetensors", "file.pt")]
-    found = {autoencoder.fingerprint(autoencoder.load_autoencoder(name)) for name in names}
-    assert found == {autoencoder.fingerprint(model)}
+    save_file(stable_diffusion_names(model.state_dict()), tmp_path / "sd.safetensors")
+    names += [str(tmp_path / "sd.safetensors")]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    found = [autoencoder.fingerprint(autoencoder.load_autoencoder(name)) for name in names]
+    assert found == [autoencoder.fingerprint(model)] * 4
+
+
+def stable_diffusion_names(state):
+    """diffusers' names and shapes of an AutoencoderKL's weights → those of Stable Diffusion's own files."""
+    changed = {}
+    for key, value in state.items():
+        if key.startswith("decoder.up_blocks."):
+            number = int(key.split(".")[2])
+            key = key.replace(f"up_blocks.{number}.", f"up.{3 - number}.")
+        for theirs, ours in (
+            ("down_blocks.", "down."),
+            ("mid_block.resnets.0.", "mid.block_1."),
+            ("mid_block.resnets.1.", "mid.block_2."),
+            ("mid_block.attentions.0.group_norm.", "mid.attn_1.norm."),
+            ("mid_block.attentions.0.to_out.0.", "mid.attn_1.proj_out."),
+            ("mid_block.attentions.0.to_", "mid.attn_1."),
+            ("resnets.", "block."),
+            ("downsamplers.0.", "downsample."),
+            ("upsamplers.0.", "upsample."),
+            ("conv_shortcut.", "nin_shortcut."),
+            ("conv_norm_out.", "norm_out."),
+        ):
+            key = key.replace(theirs, ours)
+        attention = ".attn_1." in key and key.endswith("weight") and value.dim() == 2
+        changed[key] = (value[:, :, None, None] if attention else value).contiguous()
+    return changed
 
 
 def test_the_real_taesd_gives_photos_back(asset):
