@@ -9,7 +9,7 @@ in one process, each round all of them:
   npy files   (b) one .npy a sample through a PyTorch DataLoader, in one process and with 2 workers
   memcpy      (c) one array to an equally large one, one thread
 
-Files are in the page cache and their pages were touched. (a) and (b) are slow, so they read a part
+Needs requirements-test.txt. Files are in the page cache. (a) and (b) are slow, so they read a part
 of the samples. Prints the median of the rounds and its ratio to memcpy and to webdataset, whichever of
 its two is faster.
 """
