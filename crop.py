@@ -17,7 +17,8 @@ def read_rgb(content: bytes) -> Image.Image:
 
     As in ADM's preparation the pixels are taken as they are stored: an EXIF orientation is not
     applied, alpha is dropped, grey and palette pictures are expanded, CMYK is converted.
-    Raises ValueError or OSError for what is not a whole picture of 8 bits.
+    Raises ValueError or OSError for what is not a whole picture, or is grey of more than 8 bits; of 16-bit
+    colours the upper 8 bits are taken, as Pillow does.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of damaged EXIF data, which nobody needs here

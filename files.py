@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,6 +94,18 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _forget_inherited_locks() -> None:
+    """Close a forked child's copies, with which it would hold its parent's locks beyond the parent's end."""
+    for lock in _locks:
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_forget_inherited_locks)
+
+
 class Lock:
     """Held by one process at a time, until it is released or the process ends.
 
@@ -101,6 +114,7 @@ class Lock:
 
     def __init__(self, path: Path, busy: str) -> None:
         self._file = path.open("w")
+        _locks.add(self)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -13,9 +13,12 @@ A kind's meaning is fixed here and goes into the dataset's index; nothing is gue
 
 from __future__ import annotations
 
+import glob
 import io
 import json
 import os
+import posixpath
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +29,7 @@ from latents import Latents
 from tars import Tar
 
 SD_SCALE = 0.18215  # of the Stable Diffusion 1 autoencoders
+MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake
 KINDS = ("maskdit_lmdb", "tread_tar", "repa_npy")
 
 
@@ -83,7 +87,7 @@ def open_foreign(
     if not len(labels):
         raise ValueError(f"{source} holds no sample")
     classes = int(labels.max()) + 1 if num_classes is None else num_classes
-    if not 0 <= labels.min() <= labels.max() < classes:
+    if not 0 <= labels.min() <= labels.max() < classes <= MOST_CLASSES:
         raise ValueError(f"{source}: labels lie in {labels.min()}..{labels.max()}, but num_classes is {classes}")
     first = read(0)
     views, channels, *size = first.shape
@@ -164,10 +168,15 @@ def _maskdit(source: Path, flipped: bool):
 def _tread(source: Path):
     if source.is_dir():
         paths = sorted(source.glob("*.tar"))
+    elif braces := re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", str(source)):
+        before, first, last, after = braces.groups()
+        paths = [Path(f"{before}{n:0{len(first)}d}{after}") for n in range(int(first), int(last) + 1)]
     else:
-        paths = sorted(source.parent.glob(source.name)) if "*" in source.name else [source]
+        paths = [Path(name) for name in sorted(glob.glob(str(source)))] if glob.has_magic(str(source)) else [source]
     if not paths or not all(path.is_file() for path in paths):
-        raise FileNotFoundError(f"{source} is not there; source must be a tar, a folder of tars or a pattern (*.tar)")
+        raise FileNotFoundError(
+            f"{source} is not there; source must be a tar, a folder of tars or a pattern (*.tar, {{00..99}}.tar)"
+        )
     tars, samples, labels = [Tar(path) for path in paths], [], []
     for number, tar in enumerate(tars):
         parts: dict[str, dict[str, str]] = {}
@@ -201,9 +210,11 @@ def _tread(source: Path):
             array = np.lib.format.read_array(io.BytesIO(tars[number].read(name)), allow_pickle=False)
         except (ValueError, EOFError) as error:
             raise ValueError(f"{tars[number].path}: {name} is no plain array ({error})." + _PICKLED) from error
-        if array.ndim != 3 or array.shape[0] != 4:
+        if not _is_square(array, 4):
             hint = " Those with 8 channels are moments: import the LMDB they were made from" * (array.shape[:1] == (8,))
-            raise ValueError(f"{tars[number].path}: {name} has shape {array.shape}, but must be (4, S, S).{hint}")
+            raise ValueError(
+                f"{tars[number].path}: {name} has shape {array.shape} of {array.dtype}, but must be (4, S, S).{hint}"
+            )
         return _float(array)[None]
 
     return np.array(labels, dtype=np.int64), read, lambda index: samples[index][1]
@@ -221,7 +232,7 @@ def _repa(source: Path):
         raise FileNotFoundError(f"{listed} is not there; source must be the folder that holds it and the .npy files")
     try:
         table = json.loads(listed.read_text())["labels"]
-        rows = sorted((str(name), label) for name, label in table)
+        rows = sorted((posixpath.normpath(name), label) for name, label in table)
         for name, label in rows:
             if type(label) is not int:
                 raise ValueError(f"the label of {name} is {label!r}")
@@ -250,13 +261,20 @@ def _repa(source: Path):
                 array = np.lib.format.read_array(file, allow_pickle=False)
         except (ValueError, EOFError) as error:
             raise ValueError(f"{path} is damaged or no .npy file: {error}") from error
-        if array.ndim != 3 or array.shape[0] != 8:
-            raise ValueError(f"{path} has shape {array.shape}, but must be (8, S, S): mean and standard deviation")
+        if not _is_square(array, 8):
+            raise ValueError(
+                f"{path} has shape {array.shape} of {array.dtype}, but must be (8, S, S): mean and standard deviation"
+            )
         if (array[4:] < 0).any():
             raise ValueError(f"{path} has standard deviations below 0: these are not REPA's moments (mean, std)")
         return _float(array)[None]
 
     return np.array([label for _, label in rows], dtype=np.int64), read, lambda index: rows[index][0]
+
+
+def _is_square(array: np.ndarray, channels: int) -> bool:
+    """Whether it holds real numbers (channels, S, S)."""
+    return array.ndim == 3 and array.shape == (channels, array.shape[2], array.shape[2]) and array.dtype.kind in "fiu"
 
 
 def _float(array: np.ndarray) -> np.ndarray:

@@ -13,6 +13,8 @@ import csv
 import io
 import json
 import os
+import posixpath
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -24,6 +26,7 @@ from tars import Tar
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 LABEL_FILES = ("labels.json", "labels.csv", "dataset.json", "metadata.csv", "metadata.jsonl")
+MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake
 FILE_COLUMNS = ("file_name", "filename", "file", "path", "image", "name")
 LABEL_COLUMNS = ("label", "class", "cls", "class_id", "target", "wnid")
 
@@ -102,7 +105,7 @@ def find_photos(source: Path, root: str | None = None, labels: str | None = None
     names = [name for name in store.names if not _hidden(name)]
     folders = set(store.folders) | {name.rpartition("/")[0] for name in names}
     folders |= {str(parent) for folder in folders for parent in PurePosixPath(folder).parents}
-    inside = _inside(source, names, {folder for folder in folders if not _hidden(folder)} - {"", "."}, root)
+    inside = _inside(source, names, {folder for folder in folders if not _hidden(folder)} - {"", "."}, root, labels)
     prefix = f"{inside}/" if inside else ""
     names = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     where = f"{source}:{inside}" if inside else str(source)
@@ -142,8 +145,9 @@ def _is_picture(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
 
 
-def _inside(source: Path, names: list[str], folders: set[str], root: str | None) -> str:
-    """The folder that `root` means, "" for the source itself."""
+def _inside(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
+    """The folder that `root` means, or the outermost that has more in it than a folder; "" for the source itself."""
+    tables = {*LABEL_FILES, labels}
     if root is not None:
         root = str(PurePosixPath(root))
         found = sorted((f for f in folders if f == root or f.endswith(f"/{root}")), key=lambda f: (f.count("/"), f))
@@ -159,7 +163,7 @@ def _inside(source: Path, names: list[str], folders: set[str], root: str | None)
         if len(tops) != 1 or "/" not in (below or [""])[0]:
             return inside
         lower = [name.split("/", 1)[1] for name in below]
-        if any("/" not in name and name not in LABEL_FILES for name in lower) and not set(lower) & set(LABEL_FILES):
+        if any("/" not in name for name in lower) and not set(lower) & tables:
             return inside  # the only folder holds pictures: it is a class
         inside = prefix + tops.pop()
 
@@ -207,6 +211,8 @@ def _by_table(where: str, names: list[str], table: dict[str, tuple[int | str, st
             raise ValueError(
                 f"{where}: {kept[labels.index(min(labels))]} has label {min(labels)}; it must not be negative"
             )
+        if max(labels, default=0) >= MOST_CLASSES:
+            raise ValueError(f"{where}: {kept[labels.index(max(labels))]} has label {max(labels)}: no class's number")
         classes = [str(number) for number in range(max(labels, default=-1) + 1)]
         for number, name in table.values():
             if name is not None and classes[number] not in (str(number), name):
@@ -223,32 +229,36 @@ def _by_table(where: str, names: list[str], table: dict[str, tuple[int | str, st
 def label_table(name: str, content: bytes) -> dict[str, tuple[int | str, str | None]]:
     """A labels file as {picture: (number or name of its class, name that belongs to a number)}.
 
-    JSON: {picture: label}, {"labels": {…}}, or lists of [picture, label] or of objects; JSON lines of
-    objects; CSV with a header. Objects and headers name the picture by one of FILE_COLUMNS and the
+    JSON: {picture: label}, {"labels": {…}, "classes": [names]}, or lists of [picture, label] or of objects;
+    JSON lines of objects; CSV with a header. Objects and headers name the picture by one of FILE_COLUMNS and the
     class by one of LABEL_COLUMNS. A label is a number, a name, or a list [number, name, …].
     """
     try:
-        text = content.decode("utf-8-sig")
+        text, classes = content.decode("utf-8-sig"), None
         if name.endswith(".csv"):
             rows = [_pair(row) for row in csv.DictReader(io.StringIO(text))]
         elif name.endswith(".jsonl"):
             rows = [_pair(json.loads(line)) for line in text.splitlines() if line.strip()]
         else:
             tree = json.loads(text)
+            classes = tree.get("classes") if isinstance(tree, dict) and "labels" in tree else None
             tree = tree.get("labels", tree) if isinstance(tree, dict) else tree
             rows = list(tree.items()) if isinstance(tree, dict) else [_pair(row) for row in tree]
-        if all(isinstance(label, str) and label.strip().isdecimal() for _, label in rows):
+        rows = [(posixpath.normpath(p), label.strip() if isinstance(label, str) else label) for p, label in rows]
+        if all(isinstance(label, str) and label.isdecimal() for _, label in rows):
             rows = [(picture, int(label)) for picture, label in rows]
         table = {}
         for picture, label in rows:
             number, *names = label if isinstance(label, list) else [label]
-            if not isinstance(number, (int, str)) or isinstance(number, bool):
-                raise ValueError(f"the label of {picture} is {label!r}")
+            if isinstance(number, bool) or not isinstance(number, (int, str)) or re.fullmatch(r"\d+\.\d*", str(number)):
+                raise ValueError(f"the label of {picture} is {label!r}, but must be a whole number or a name")
+            if classes and isinstance(number, int) and not names:
+                names = [classes[number]]
             if picture in table:
                 raise ValueError(f"{picture} comes twice")
             table[picture] = number, str(names[0]) if names else None
         return table
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"labels file {name} can't be read: {error}") from error
 
 

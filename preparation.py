@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from autoencoder import Encoder
 from crop import centre_crop, read_rgb
@@ -53,7 +53,10 @@ class Crops(Dataset):
 def _collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
     """One tensor for a batch, as each tensor that a worker hands over takes a file descriptor."""
     good = [pixels for pixels, *_ in crops if pixels is not None]
-    return torch.stack(good) if good else None, [rest for _, *rest in crops]
+    batch = torch.stack(good) if good else None
+    if good and get_worker_info() is not None:
+        batch.share_memory_()  # here, where a failure is raised: the queue's own thread would lose the batch
+    return batch, [rest for _, *rest in crops]
 
 
 @dataclass
@@ -116,8 +119,8 @@ def make_shards(
                 pixels, notes = next(coming)
             except RuntimeError as error:  # of PyTorch, where a worker died
                 raise OSError(
-                    f"a reading process ended: {error}\nIt may have had too little (shared) memory: try fewer workers "
-                    "or a smaller batch_size. What was done before is kept"
+                    f"a reading process ended: {error}\nIt may have had too little (shared) memory, or a file size "
+                    "limit: try fewer workers, or a smaller batch_size. What was done before is kept"
                 ) from error
             progress.waited += time.perf_counter() - began
             for index, (why, size, seconds) in zip(indices, notes):

@@ -25,6 +25,8 @@ class Tar:
             with tarfile.open(self.path, "r:") as tar:
                 for member in tar:
                     name = posixpath.normpath(member.name)
+                    if member.issparse():
+                        raise ValueError(f"{self.path}: {name} is stored as a sparse file; pack the tar without -S")
                     if member.isfile():
                         self._at[name] = member.offset_data, member.size
                     elif member.isdir():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -41,13 +43,21 @@ class Processes:
             raise ValueError(f"device {device!r} can't be used: {error}") from error
         self.cores = use_cores(None, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
-    def main_first(self):
+    @contextlib.contextmanager
+    def main_first(self) -> Iterator[None]:
         """A context that the main process goes through before the others."""
-        return self._state.main_process_first()
+        if not self.main:
+            self.wait()
+        yield
+        if self.main:
+            self.wait()
 
     def wait(self) -> None:
-        """Until all processes are here."""
-        self._state.wait_for_everyone()
+        """Until all processes are here. Raises OSError if another one has ended."""
+        try:
+            self._state.wait_for_everyone()
+        except RuntimeError as error:  # of torch.distributed
+            raise OSError("another process stopped; see its message") from error
 
     def say(self, text: str) -> None:
         """Print a line, from the main process alone."""

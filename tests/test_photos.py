@@ -182,6 +182,9 @@ FLAT = [("0.png", 1, "bee"), ("1.png", 0, "ant"), ("2.png", 2, "cow")]
 TABLES = {
     "labels.json": json.dumps({file: [number, name, "an animal"] for file, number, name in FLAT}),
     "dataset.json": json.dumps({"labels": [[file, name] for file, _, name in FLAT]}),
+    "mine.json": json.dumps(
+        {"labels": {f"./{file}": number for file, number, _ in FLAT}, "classes": ["ant", "bee", "cow"]}
+    ),
     "labels.csv": "file_name,label\n" + "".join(f"{file},{name}\n" for file, _, name in FLAT),
     "metadata.jsonl": "".join(json.dumps({"file_name": file, "label": name}) + "\n" for file, _, name in FLAT),
 }
@@ -195,11 +198,10 @@ def test_a_flat_source_has_the_classes_of_its_labels_file(tmp_path, table, how):
     for number, (file, _, _) in enumerate(FLAT):
         (flat / file).write_bytes(picture(number))
     (flat / table).write_text(TABLES[table])
-    if how == "named":
-        (flat / table).rename(flat / "mine.json") if table.endswith(".json") else None
-        labels = "mine.json" if table.endswith(".json") else table
-    elif how == "beside":
-        labels = str(shutil.move(flat / table, tmp_path / table))
+    if how == "named" or table == "mine.json":
+        labels = table
+    if how == "beside":
+        labels = str(shutil.move(flat / table, tmp_path / f"our {table}"))
     source = pack(flat, tmp_path / "flat.tar", "pictures/") if how == "tar" else flat
     photos = find_photos(source, labels=labels)
     assert photos.classes == ("ant", "bee", "cow")
@@ -289,6 +291,8 @@ WRONG = {
         "class 0 has two names, a and b",
     ),
     "a picture for a tar": (lambda tree: tree / "train" / "ant" / "0.png", "is no tar"),
+    "fractions in a table": (labelled("file,label\n0.png,1.0\n", "labels.csv"), "the label of 0.png is '1.0'"),
+    "too large": (labelled('{"0.png": 0, "1.png": 100000000, "2.png": 0}'), "1.png has label 100000000"),
     "twice": (labelled("file,label\n0.png,1\n0.png,2\n", "labels.csv"), "0.png comes twice"),
 }
 

@@ -174,7 +174,7 @@ def work(tree, limit=None, descriptors=None):
         try:
             prepare_latents.prepare(options(tree), Processes("cpu"))
         except OSError as error:
-            sys.exit(0 if "is the disk full" in str(error) else repr(error))
+            sys.exit(0 if "What was done before is kept" in str(error) else repr(error))
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +237,30 @@ def test_killed_at_any_point_it_ends_the_same(tree, processes, tmp_path):
     assert files(tmp_path / "data") == reference
     assert continued >= 3, "kills did not fall into the work"
     assert {path.name for path in tmp_path.iterdir()} == {"first", "expected", "data"}
+
+
+def test_killed_beside_its_reading_processes_it_can_go_on_at_once(tree, processes, tmp_path):
+    """Its children, which outlive it for some seconds, do not hold what it held."""
+    tree = {**tree, "workers": 2, "shard_size": 1}
+    for ends in (-9, -9, 0):
+        attempt = processes.Process(target=work, args=(tree,))
+        attempt.start()
+        before = len(list(tmp_path.glob(".data.unfinished/done/*.json")))
+        while ends and len(list(tmp_path.glob(".data.unfinished/done/*.json"))) == before and attempt.is_alive():
+            time.sleep(0.01)
+        if ends:
+            attempt.kill()
+        attempt.join(timeout=60)
+        assert attempt.exitcode == ends
+    assert len(LatentDataset(tmp_path / "data", verify="full")) == 21
+
+
+def test_reading_processes_without_shared_memory_end_the_work(tree, processes, tmp_path):
+    attempt = processes.Process(target=work, args=({**tree, "workers": 2}, 1024))
+    attempt.start()
+    attempt.join(timeout=60)
+    attempt.kill()
+    assert attempt.exitcode == 0 and not (tmp_path / "data").exists()
 
 
 def test_a_full_disk_stops_the_work_and_it_goes_on(tree, processes, tmp_path):
