@@ -210,32 +210,40 @@ def test_two_processes_make_the_same_dataset(tree, processes, tmp_path):
 
 
 def test_killed_at_any_point_it_ends_the_same(tree, processes, tmp_path):
-    """20 kills, at random points of the work, the next attempt going on from what is there."""
-    for expected in ("first", "expected"):  # the first start of the forkserver takes longer
-        attempt = processes.Process(target=work, args=({**tree, "out": str(tmp_path / expected)},))
+    """20 kills at random points of the work, before, between and in its 11 shards and while it is being finished."""
+    tree = {**tree, "resolution": 64, "enlarge": True}  # a shard takes some 30 ms
+    for out in ("first", "expected"):  # the first start takes longer
         began = time.perf_counter()
+        attempt = processes.Process(target=work, args=({**tree, "out": str(tmp_path / out)},))
         attempt.start()
         attempt.join()
         took = time.perf_counter() - began
-        assert attempt.exitcode == 0
-    reference, kills, continued, rng = files(tmp_path / "expected"), 0, 0, random.Random(0)
-    done = tmp_path / ".data.unfinished" / "done"
+    reference, kills, midway, rng = files(tmp_path / "expected"), 0, 0, random.Random(0)
+
+    def done() -> int:
+        return len(list(tmp_path.glob(".data.unfinished/done/*.json")))
+
     while kills < 20:
-        attempt = processes.Process(target=work, args=(tree,))
+        attempt, before = processes.Process(target=work, args=(tree,)), done()
         attempt.start()
-        attempt.join(timeout=rng.uniform(0, 1.1 * took))
+        if kills % 2:  # anywhere
+            attempt.join(timeout=rng.uniform(0, took))
+        else:  # soon after another shard
+            while done() <= before and attempt.is_alive():
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.03))
         attempt.kill()
         attempt.join()
         kills += attempt.exitcode == -9
-        continued += len(list(done.glob("*.json"))) in range(1, 11) if done.is_dir() else 0
+        midway += 0 < done() < 11
         if (tmp_path / "data").exists():  # whatever is there under its name is whole
             assert files(tmp_path / "data") == reference
             shutil.rmtree(tmp_path / "data")
-    finish = processes.Process(target=work, args=(tree,))
-    finish.start()
-    finish.join()
+    attempt = processes.Process(target=work, args=(tree,))
+    attempt.start()
+    attempt.join()
     assert files(tmp_path / "data") == reference
-    assert continued >= 3, "kills did not fall into the work"
+    assert midway >= 5, "too few kills fell between the first shard and the last"
     assert {path.name for path in tmp_path.iterdir()} == {"first", "expected", "data"}
 
 
