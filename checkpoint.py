@@ -56,11 +56,18 @@ class Checkpoint:
     def step(self) -> int:
         return self.info["step"]
 
+    def sha256(self, name: str) -> str:
+        """The hash that info.json states of one part. Raises ValueError if it does not hold the part."""
+        file = f"{name}.safetensors"
+        if file not in self.info["files"]:
+            raw = "; weights=model takes the weights that are not averaged" if name == "ema" else ""
+            raise ValueError(f"{self.folder} holds no {name} part, only {', '.join(self.info['files'])}{raw}")
+        return self.info["files"][file]["sha256"]
+
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one part on the CPU. Raises FileNotFoundError or ValueError if it is damaged."""
         path = self.folder / f"{name}.safetensors"
-        if path.name not in self.info["files"]:
-            raise ValueError(f"{self.folder} holds no {name} part, only {', '.join(self.info['files'])}")
+        self.sha256(name)
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path} is missing, though info.json names it; remove {self.folder} to go on from the one before"

@@ -39,3 +39,8 @@ def use_cores(threads: int | None, processes: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(threads or max(1, cores // processes))
     return torch.get_num_threads()
+
+
+def device_name(device: torch.device) -> str:
+    """For people: a GPU's model, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

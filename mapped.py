@@ -1,14 +1,22 @@
-"""Memory-mapped .npy files, checked, and seen as one matrix."""
+"""Memory-mapped .npy files: written, checked, and seen as one matrix."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+def write_array(file: BinaryIO, array: np.ndarray) -> None:
+    """What np.save does, by the file's own write: NumPy's does not notice when the disk is full."""
+    array = np.ascontiguousarray(array)
+    np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+    file.write(array.reshape(-1).view(np.uint8).data)
 
 
 def open_array(path: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -1,30 +1,184 @@
-"""Distances between sets of pictures, as pure functions of arrays."""
+"""Distances between sets of pictures, as pure functions of their features.
+
+The numbers are those of ADM's evaluator (Dhariwal & Nichol 2021, arXiv 2105.05233): FID and sFID are
+`frechet_distance` of two kinds of features, then Inception Score, precision and recall; KID is an extra.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
 import numpy as np
+import torch
+from torch import Tensor
+
+NEIGHBOURS = 3  # k of precision and recall
+SPLIT = 5000  # pictures of an Inception Score's split
+BLOCK_NUMBERS = 2**26  # numbers in a block of distances: 256 MB in fp32
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and covariance of features that come in parts, in float64.
+
+    count    features seen.
+    mean     (D,)
+    scatter  (D, D), the sum of (x − mean)(x − mean)ᵀ.
+    """
+
+    count: int
+    mean: np.ndarray
+    scatter: np.ndarray
+
+    @classmethod
+    def of(cls, features: np.ndarray) -> Moments:
+        """Of one part (n, D), n at least 1."""
+        if features.ndim != 2 or not len(features):
+            raise ValueError(f"features have shape {features.shape}, but must be (n, D) with n at least 1")
+        features = features.astype(np.float64)
+        mean = features.mean(axis=0)
+        centred = torch.from_numpy(features - mean)  # torch's threads, which launchers do not take away
+        return cls(len(features), mean, (centred.T @ centred).numpy())
+
+    @classmethod
+    def of_parts(cls, parts: Iterable[np.ndarray]) -> Moments:
+        """Of all parts (n, D) together, holding one at a time."""
+        total = None
+        for part in parts:
+            total = cls.of(part) if total is None else total.merge(cls.of(part))
+        if total is None:
+            raise ValueError("there are no features")
+        return total
+
+    def merge(self, other: Moments) -> Moments:
+        """Of both sets together, to rounding whatever the order (Chan, Golub & LeVeque 1983)."""
+        count, offset = self.count + other.count, other.mean - self.mean
+        scatter = self.scatter + other.scatter + np.outer(offset, offset) * (self.count * other.count / count)
+        return Moments(count, self.mean + offset * (other.count / count), scatter)
+
+    def pack(self) -> Tensor:
+        """As one row of numbers (1 + D + D·D,) float64, to be sent to another process."""
+        return torch.from_numpy(np.concatenate([[self.count], self.mean, self.scatter.ravel()]))
+
+    @classmethod
+    def unpack(cls, row: Tensor) -> Moments:
+        """What `pack` gave."""
+        numbers = row.cpu().numpy()
+        size = (math.isqrt(4 * len(numbers) - 3) - 1) // 2  # of 1 + D + D·D
+        return cls(int(numbers[0]), numbers[1 : 1 + size], numbers[1 + size :].reshape(size, size))
+
+    @property
+    def covariance(self) -> np.ndarray:
+        """(D, D), unbiased. Raises ValueError for fewer than 2 features."""
+        if self.count < 2:
+            raise ValueError("the covariance of 1 feature is not defined: a Fréchet distance needs at least 2 pictures")
+        return self.scatter / (self.count - 1)
 
 
 def mean_and_covariance(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean (D,) and unbiased covariance (D, D) of features (n, D), in float64; n must be at least 2."""
-    if features.ndim != 2 or len(features) < 2:
-        raise ValueError(f"features have shape {features.shape}, but must be (n, D) with n at least 2")
-    features = features.astype(np.float64)
-    return features.mean(axis=0), np.cov(features, rowvar=False)
+    moments = Moments.of(features)
+    return moments.mean, moments.covariance
 
 
-def _root(covariance: np.ndarray) -> np.ndarray:
-    """Symmetric square root of a positive semi-definite matrix."""
-    values, vectors = np.linalg.eigh(covariance)
-    return (vectors * np.sqrt(values.clip(min=0))) @ vectors.T
+def _factor(covariance: np.ndarray) -> Tensor:
+    """A with A·Aᵀ = a positive semi-definite matrix, of any rank."""
+    values, vectors = torch.linalg.eigh(torch.from_numpy(np.asarray(covariance, np.float64)))
+    return vectors * values.clamp(min=0).sqrt()
 
 
 def frechet_distance(mean1: np.ndarray, covariance1: np.ndarray, mean2: np.ndarray, covariance2: np.ndarray) -> float:
     """Squared Fréchet distance of two Gaussians (Heusel et al. 2017, arXiv 1706.08500).
 
-    |μ₁−μ₂|² + tr Σ₁ + tr Σ₂ − 2·tr (Σ₁Σ₂)^½, where the last trace is the sum of the singular values
-    of Σ₁^½·Σ₂^½: real by construction, and exact on rank-deficient input too.
+    |μ₁−μ₂|² + tr Σ₁ + tr Σ₂ − 2·tr (Σ₁Σ₂)^½. With Σ = A·Aᵀ the last trace is the sum of the singular
+    values of A₁ᵀ·A₂: real by construction, and exact on rank-deficient input, where roots of the
+    eigenvalues of Σ₁Σ₂ lose half the digits. Raises ValueError for other shapes or numbers that are not finite.
     """
-    singular = np.linalg.svd(_root(covariance1) @ _root(covariance2), compute_uv=False)
-    offset = mean1 - mean2
-    return float(offset @ offset + np.trace(covariance1) + np.trace(covariance2) - 2 * singular.sum())
+    if not mean1.shape == mean2.shape or not covariance1.shape == covariance2.shape == 2 * mean1.shape:
+        shapes = ", ".join(str(array.shape) for array in (mean1, covariance1, mean2, covariance2))
+        raise ValueError(f"means and covariances have shapes {shapes}, but must be (D,), (D, D), (D,), (D, D)")
+    if not all(np.isfinite(array).all() for array in (mean1, covariance1, mean2, covariance2)):
+        raise ValueError("means or covariances hold numbers that are not finite")
+    offset = np.asarray(mean1, np.float64) - mean2
+    overlap = torch.linalg.svdvals(_factor(covariance1).T @ _factor(covariance2)).sum().item()
+    return float(offset @ offset + np.trace(covariance1) + np.trace(covariance2) - 2 * overlap)
+
+
+def inception_score(probabilities: np.ndarray, split: int = SPLIT) -> float:
+    """exp(mean KL(p(y|x) ‖ p(y))) (Salimans et al. 2016, arXiv 1606.03498), averaged over splits.
+
+    probabilities  (n, classes), rows that sum to 1, in the pictures' order: each `split` of them is a
+                   score of its own, the rest that is left over too, as ADM has it.
+    """
+    scores = []
+    for start in range(0, len(probabilities), split):
+        p = torch.from_numpy(probabilities[start : start + split].astype(np.float64))
+        divergence = torch.special.xlogy(p, p) - torch.special.xlogy(p, p.mean(dim=0))
+        scores.append(divergence.sum(dim=1).mean().exp().item())
+    return float(np.mean(scores))
+
+
+def precision_recall(
+    reference: Tensor, samples: Tensor, k: int = NEIGHBOURS, block_numbers: int = BLOCK_NUMBERS
+) -> tuple[float, float]:
+    """Improved precision and recall (Kynkäänniemi et al. 2019, arXiv 1904.06991) of features (n, D), (m, D) fp32.
+
+    Precision is the share of samples that lie within the reference's manifold, recall the share of
+    the reference within the samples'. A manifold is the union of balls around its points up to the
+    k-th neighbour, the point itself not counted; a point on a ball's edge lies within.
+
+    Both sets must lie on one device; `block_numbers` distances are held at a time. Raises ValueError
+    for sets of fewer than k+1.
+    """
+    if min(len(reference), len(samples)) <= k:
+        raise ValueError(
+            f"precision and recall need more than {k} pictures in each set, but there are {len(samples)} samples and "
+            f"{len(reference)} in the reference"
+        )
+    precision = _inside(samples, reference, _radii(reference, k, block_numbers), block_numbers)
+    recall = _inside(reference, samples, _radii(samples, k, block_numbers), block_numbers)
+    return precision, recall
+
+
+def _distances(rows: Tensor, columns: Tensor, block_numbers: int) -> Iterator[Tensor]:
+    """Squared distances (block, len(columns)) of rows to columns, a block of rows after the other."""
+    norms = columns.square().sum(dim=1)
+    for part in rows.split(max(1, block_numbers // len(columns))):
+        yield torch.addmm(norms, part, columns.T, alpha=-2).add_(part.square().sum(dim=1, keepdim=True)).clamp_(min=0)
+
+
+def _radii(features: Tensor, k: int, block_numbers: int) -> Tensor:
+    """(n,) squared distance of each to its k-th neighbour: the k+1 nearest hold the point itself."""
+    blocks = _distances(features, features, block_numbers)
+    return torch.cat([block.topk(k + 1, dim=1, largest=False).values[:, -1] for block in blocks])
+
+
+def _inside(points: Tensor, centres: Tensor, radii: Tensor, block_numbers: int) -> float:
+    """Share of the points that lie within a ball."""
+    inside = sum((block <= radii).any(dim=1).sum() for block in _distances(points, centres, block_numbers))
+    return inside.item() / len(points)
+
+
+def kernel_distance(reference: Tensor, samples: Tensor, block_numbers: int = BLOCK_NUMBERS) -> float:
+    """KID, the unbiased squared MMD under (x·y/D + 1)³ (Bińkowski et al. 2018, arXiv 1801.01401).
+
+    Of all pairs of features (n, D), (m, D) fp32: what the customary mean over random subsets estimates.
+    """
+
+    def kernel(rows: Tensor, columns: Tensor) -> Iterator[Tensor]:
+        for part in rows.split(max(1, block_numbers // len(columns))):
+            yield (part @ columns.T).div_(rows.shape[1]).add_(1).pow_(3)
+
+    def total(blocks: Iterable[Tensor]) -> float:
+        return sum(block.sum(dtype=torch.float64).item() for block in blocks)
+
+    def own(features: Tensor) -> float:
+        diagonal = ((features.square().sum(dim=1) / features.shape[1] + 1) ** 3).double().sum().item()
+        return (total(kernel(features, features)) - diagonal) / (len(features) * (len(features) - 1))
+
+    if min(len(reference), len(samples)) < 2:
+        raise ValueError("KID needs at least 2 pictures in each set")
+    across = total(kernel(samples, reference)) / (len(samples) * len(reference))
+    return own(reference) + own(samples) - 2 * across

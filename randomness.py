@@ -97,3 +97,8 @@ def draw_step(
 def seeded_normal(seeds: list[int], shape: tuple[int, ...], stream: str = "noise") -> Tensor:
     """(len(seeds), *shape) standard normal on the CPU; row i depends on seeds[i] alone."""
     return torch.stack([torch.randn(shape, generator=generator(seed, stream)) for seed in seeds])
+
+
+def seeded_uniform(seeds: list[int], shape: tuple[int, ...], stream: str) -> Tensor:
+    """(len(seeds), *shape) uniform in [0, 1) on the CPU; row i depends on seeds[i] alone."""
+    return torch.stack([torch.rand(shape, generator=generator(seed, stream)) for seed in seeds])

@@ -1,14 +1,15 @@
 """Draw samples from a checkpoint: python sample.py checkpoint=results/digits-tread/latest
 
-The functions are what train.py uses for its grids: seeds and labels in, network latents out.
+The functions are those of train.py's grids and of fid.py: seeds and labels in, a stream of pictures out.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hydra
@@ -23,30 +24,51 @@ import settings
 from build import build_network
 from compute import autocast, use_precision
 from edm import EDM, heun
+from guidance import Guidance, Routes, guided
 from latents import Latents
 from pictures import save_grid
-from randomness import seeded_normal
+from randomness import generator, seeded_normal, seeded_uniform
+from routing_module import Route, draw_ids
+
+LABELS = ("random", "balanced")
 
 
-def generate(
-    edm: EDM,
-    network: nn.Module,
-    seeds: Sequence[int],
-    labels: Tensor,
-    steps: int = 40,
-    batch_size: int = 64,
-    precision: str = "fp32",
-    progress: bool = False,
-) -> Tensor:
-    """Class-conditional samples by Heun's method, all tokens, no guidance.
+@dataclass(frozen=True)
+class Sampler:
+    """How samples are drawn: all that decides about them beside network, seed and label.
 
-    seeds   one for each sample; its initial noise depends on it alone.
+    steps       of Heun's method, N; a denoiser is called 2N−1 times.
+    batch_size  samples at once. The last batch is padded to it, so that all have one shape.
+    routes      those that the network was trained with, which sparse guidance needs.
+    """
+
+    steps: int = 40
+    batch_size: int = 64
+    precision: str = "fp32"
+    guidance: Guidance = Guidance()
+    routes: tuple[Route, ...] = ()
+
+    @property
+    def calls(self) -> int:
+        """Times that the denoiser is called for a sample."""
+        return 2 * self.steps - 1
+
+    @property
+    def nfe(self) -> int:
+        """Network function evaluations a sample, each branch of a guidance counted."""
+        return self.calls * len(self.guidance.branches)
+
+
+def draw(edm: EDM, network: nn.Module, seeds: Sequence[int], labels: Tensor, sampler: Sampler) -> Iterator[Tensor]:
+    """Class-conditional samples by Heun's method, a batch after the other.
+
+    seeds   one for each sample; its noise and route ids depend on it alone.
     labels  (n,) int64 classes, on the CPU.
 
-    Returns network latents (n, C, S, S) fp32 on the CPU, in the order of the seeds.
+    Yields network latents (b, C, S, S) fp32 on the network's device, in the order of the seeds. A
+    sample's numbers do not depend on what else is drawn, where batches have one shape; in other
+    batches they differ by rounding.
     """
-    device = next(network.parameters()).device
-    shape = (network.in_channels, network.input_size, network.input_size)
     if len(seeds) != len(labels) or not len(seeds):
         raise ValueError(f"{len(seeds)} seeds for {len(labels)} labels: each sample needs one of both")
     if not 0 <= int(labels.min()) <= int(labels.max()) <= network.num_classes:
@@ -54,22 +76,67 @@ def generate(
             f"classes lie in {int(labels.min())}..{int(labels.max())}, but must lie in 0..{network.num_classes - 1}, "
             f"or be {network.num_classes} for no class"
         )
-    sigmas, done = edm.schedule(steps), []
-    for start in tqdm(range(0, len(seeds), batch_size), desc="sampling", unit="batch", disable=not progress):
-        y = labels[start : start + batch_size].to(device)
-        noise = seeded_normal(list(seeds[start : start + batch_size]), shape).to(device)
-
-        def denoiser(x: Tensor, sigma: Tensor, y: Tensor = y) -> Tensor:
-            with autocast(device, precision):
-                return edm.denoise(network, x, sigma, y)
-
-        done.append(heun(denoiser, noise, sigmas).float().cpu())
-    return torch.cat(done)
+    sigmas = edm.schedule(sampler.steps)
+    for start in range(0, len(seeds), sampler.batch_size):
+        part, y = list(seeds[start : start + sampler.batch_size]), labels[start : start + sampler.batch_size]
+        missing = sampler.batch_size - len(part)
+        padded, y = part + part[-1:] * missing, torch.cat([y, y[-1:].expand(missing)])
+        yield _draw_batch(edm, network, padded, y, sampler, sigmas)[: len(part)]
 
 
-def to_pictures(x: Tensor, decoder: autoencoder.Decoder, device: torch.device, batch_size: int = 16) -> Tensor:
+def _draw_batch(
+    edm: EDM, network: nn.Module, seeds: list[int], labels: Tensor, sampler: Sampler, sigmas: Tensor
+) -> Tensor:
+    device = next(network.parameters()).device
+    shape = (network.in_channels, network.input_size, network.input_size)
+    calls = {branch: itertools.count() for branch in sampler.guidance.branches}
+    uniform = {  # one draw for each pass and route
+        (branch, number): seeded_uniform(seeds, (sampler.calls, network.num_tokens), f"route {number} {branch}")
+        for branch, ratio in sampler.guidance.branches.items()
+        for number in range(len(sampler.routes) if ratio else 0)
+    }
+    uniform = {key: value.to(device) for key, value in uniform.items()}
+
+    def routes(branch: str) -> list[tuple[Route, Tensor]]:
+        call, ratio = next(calls[branch]), sampler.guidance.branches[branch]
+        return [
+            (replace(route, selection_ratio=ratio), draw_ids(uniform[branch, number][:, call], ratio))
+            for number, route in enumerate(sampler.routes if ratio else ())
+        ]
+
+    def denoise(x: Tensor, sigma: Tensor, y: Tensor, routes: Routes) -> Tensor:
+        with autocast(device, sampler.precision):
+            return edm.denoise(network, x, sigma, y, routes)
+
+    denoiser = guided(denoise, labels.to(device), network.num_classes, sampler.guidance, routes)
+    return heun(denoiser, seeded_normal(seeds, shape).to(device), sigmas).float()
+
+
+def draw_pictures(
+    edm: EDM, network: nn.Module, decoder: autoencoder.Decoder, seeds: Sequence[int], labels: Tensor, sampler: Sampler
+) -> Iterator[Tensor]:
+    """`draw`, decoded: yields pictures (b, 1 or 3, H, W) uint8 on the CPU."""
+    for x in draw(edm, network, seeds, labels, sampler):
+        padding = x[-1:].expand(sampler.batch_size - len(x), -1, -1, -1)  # one shape for the decoder too
+        yield to_pictures(torch.cat([x, padding]), decoder)[: len(x)]
+
+
+def to_pictures(x: Tensor, decoder: autoencoder.Decoder, batch_size: int = 16) -> Tensor:
     """Network latents (n, C, S, S) → pictures (n, 1 or 3, H, W) uint8 on the CPU."""
-    return torch.cat([decoder(part.to(device)).cpu() for part in x.split(batch_size)])
+    return torch.cat([decoder(part).cpu() for part in x.split(batch_size)])
+
+
+def seeded_labels(seeds: Sequence[int], num_classes: int, mode: str) -> Tensor:
+    """(n,) int64 classes, each given by its seed alone.
+
+    mode  "random", uniform over the classes, as reference batches are scored; or "balanced", the
+          seed's remainder, so that seeds in a row have each class equally often.
+    """
+    if mode not in LABELS:
+        raise ValueError(f"labels is {mode!r}, but must be one of {', '.join(LABELS)}")
+    if mode == "balanced":
+        return torch.tensor([seed % num_classes for seed in seeds])
+    return torch.tensor([int(torch.randint(num_classes, (), generator=generator(seed, "label"))) for seed in seeds])
 
 
 def spread_classes(num_classes: int, count: int) -> list[int]:
@@ -109,6 +176,7 @@ class Options:
     batch_size: int
     precision: str
     weights: str
+    guidance: Guidance
     decode: bool
     autoencoder: str | None
     out: str
@@ -137,22 +205,20 @@ def main(composed: DictConfig) -> None:
         if options.decode:
             decoder = autoencoder.load_decoder(latents, device, options.autoencoder)
         classes = options.classes or spread_classes(cfg.dataset.num_classes, 10)
-        x = generate(
-            cfg.edm,
-            network,
-            seeds * len(classes),
-            torch.tensor(classes).repeat_interleave(len(seeds)),
-            steps=options.steps,
-            batch_size=options.batch_size,
-            precision=precision,
-            progress=True,
-        )
-        save_grid(Path(options.out), to_pictures(x, decoder, device).numpy(), columns=len(seeds))
+        options.guidance.check(cfg.model.routes, found.info["config"]["train"]["label_drop"])
+        all_seeds, labels = seeds * len(classes), torch.tensor(classes).repeat_interleave(len(seeds))
+        batch_size = min(options.batch_size, len(all_seeds))
+        sampler = Sampler(options.steps, batch_size, precision, options.guidance, cfg.model.routes)
+        stream = draw_pictures(cfg.edm, network, decoder, all_seeds, labels, sampler)
+        batches = -(-len(all_seeds) // sampler.batch_size)
+        pictures = torch.cat(list(tqdm(stream, desc="sampling", total=batches, unit="batch")))
+        save_grid(Path(options.out), pictures.numpy(), columns=len(seeds))
     except (ValueError, OSError, MissingMandatoryValue) as error:
         sys.exit(f"error: {error}")
     print(
         f"{options.out}: rows are classes {list(classes)}, columns seeds {options.seeds}; "
-        f"step {found.step}, {options.weights} weights, Heun with {options.steps} steps, {precision} on {device.type}"
+        f"step {found.step}, {options.weights} weights, Heun with {options.steps} steps, NFE {sampler.nfe}, "
+        f"guidance {options.guidance.describe()}, {precision} on {device.type}"
     )
 
 

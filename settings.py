@@ -134,11 +134,23 @@ class Evaluation:
     batch_size: int
     noise_levels: int
     demo_samples: int
+    fid_every: int | None
+    fid_samples: int
+    fid_reference: str | None
+    inception: str | None
 
     def __post_init__(self) -> None:
-        _positive("evaluation", points=self.points, batch_size=self.batch_size, noise_levels=self.noise_levels)
+        _positive("eval", points=self.points, batch_size=self.batch_size, noise_levels=self.noise_levels)
+        _positive("eval", fid_every=self.fid_every)
+        if self.fid_samples < 2:
+            raise ValueError(f"eval.fid_samples is {self.fid_samples}, but a Fréchet distance needs at least 2")
+        if self.fid_every and self.fid_reference is None:
+            raise ValueError(
+                "eval.fid_every needs eval.fid_reference: an .npz with mu and sigma, as ADM's references have and "
+                "python fid.py reference=<folder> save_reference=stats.npz makes"
+            )
         if self.demo_samples < 0 or self.demo_samples == 1:
-            raise ValueError(f"evaluation.demo_samples is {self.demo_samples}, but must be 0 (none) or at least 2")
+            raise ValueError(f"eval.demo_samples is {self.demo_samples}, but must be 0 (none) or at least 2")
 
 
 @dataclass(frozen=True)
@@ -206,7 +218,7 @@ class Settings:
     optim: Optim
     ema: Ema
     every: Every
-    evaluation: Evaluation
+    eval: Evaluation
     sampling: Sampling
     wandb: Wandb
     recipe: Recipe
@@ -216,9 +228,9 @@ class Settings:
             raise ValueError(f"resume is {self.resume!r}, but must be auto, true or false")
         if "/" in self.name or self.name in ("", ".", ".."):
             raise ValueError(f"name is {self.name!r}, but must be the name of one folder; see also results=…")
-        if self.evaluation.demo_samples and self.dataset.embedded is None:
+        if self.eval.demo_samples and self.dataset.embedded is None:
             raise ValueError(
-                f"evaluation.demo_samples is {self.evaluation.demo_samples}, but only the embedded digits can be "
+                f"eval.demo_samples is {self.eval.demo_samples}, but only the embedded digits can be "
                 f"judged that way, not {self.dataset.name}; set it to 0"
             )
 

@@ -22,6 +22,7 @@ import numpy as np
 from autoencoder import channel_sums
 from files import Lock, explain_failure, free_bytes, sha256, sync, write_whole
 from latents import VERSION, Latents, check_labels
+from mapped import write_array
 
 
 class DatasetWriter:
@@ -183,12 +184,11 @@ def forget_work(folder: Path) -> None:
 
 
 def _save(path: Path, array: np.ndarray) -> None:
-    """np.save in one piece; NumPy's own does not notice when the disk is full."""
+    """An .npy file, in one piece."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
-            np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
-            file.write(np.ascontiguousarray(array).view(np.uint8).data)
+            write_array(file, array)
         sync(partial)
         partial.replace(path)
     except OSError:

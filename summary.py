@@ -47,9 +47,10 @@ def describe(
 def outcome(folder: Path, step: int, records: list[dict]) -> str:
     """The last evaluation and demo metrics, and where everything is: one line each."""
     lines = []
-    for name in ("eval_loss", *METRICS):
-        values = [record[name] for record in records if name in record]
-        lines += [f"  {name:<21} {values[-1]:.4f}"] if values else []
+    for name in ("eval_loss", "fid", *METRICS):
+        found = [record for record in records if name in record]
+        count = f" of {found[-1]['fid_samples']:,} samples" if found and name == "fid" else ""
+        lines += [f"  {name:<21} {found[-1][name]:.4f}{count}"] if found else []
     for name, path in (
         ("samples", f"samples/step_{step:07d}.png"),
         ("loss curve", "loss.png"),

@@ -7,8 +7,8 @@ All that is random in a step follows from (seed, step, position in the global ba
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-import os
 import sys
 import time
 import uuid
@@ -27,17 +27,20 @@ import checkpoint
 import digits
 import settings
 from build import build_network, build_optimizer, complete, load_weights, open_datasets
-from compute import autocast, use_cores, use_precision
+from compute import autocast
 from ema import EMA
 from evaluation import heldout_loss
 from files import write_whole
 from latents import LatentDataset, Latents
 from loading import Loader
+from metrics import Moments
 from objective import step_draws, training_loss
 from pictures import save_curve, save_grid
+from probe import Probe, open_probe
+from processes import open_accelerator
 from randomness import generator, split_batch
 from runlog import RunLog, claim
-from sample import generate, spread_classes, to_pictures
+from sample import Sampler, draw_pictures, spread_classes
 from summary import describe, outcome
 
 
@@ -59,6 +62,7 @@ class Run:
     ema: EMA
     optimizer: torch.optim.Optimizer
     decoder: autoencoder.Decoder
+    probe: Probe | None  # of eval.fid_every
     log: RunLog
     step: int  # steps done
     loss_sum: Tensor  # 0-d on the device: losses since the last log, over loss_count steps
@@ -100,7 +104,7 @@ def main(composed: DictConfig) -> None:
 
 def start(cfg: settings.Settings, config: dict) -> Run:
     """Open or continue a run. Raises ValueError or OSError for bad input."""
-    accelerator, precision = open_accelerator(cfg)
+    accelerator, precision = open_accelerator(cfg.train.precision, cfg.train.cpu_threads)
     device, main_process = accelerator.device, accelerator.is_main_process
     micro_batches = split_batch(
         cfg.train.batch_size, accelerator.num_processes, accelerator.process_index, cfg.train.micro_batch_size
@@ -116,9 +120,12 @@ def start(cfg: settings.Settings, config: dict) -> Run:
         data, heldout = open_datasets(cfg, device)
     if found and (Latents.from_json(found.info["latents"]), found.info["samples"]) != (data.latents, len(data)):
         raise ValueError(f"{cfg.dataset.path} is not the data that {folder} was trained on; name=… starts another run")
-    decoder = autoencoder.preview
-    if main_process and cfg.sampling.decode:
+    decoder, probe = autoencoder.preview, None
+    if (main_process and cfg.sampling.decode) or cfg.eval.fid_every:
         decoder = autoencoder.load_decoder(data.latents, device, cfg.sampling.autoencoder)
+    if cfg.eval.fid_every:
+        with accelerator.main_process_first():  # one process fetches the weights
+            probe = open_probe(cfg.eval, data.latents, decoder, device, accelerator.num_processes)
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
@@ -145,6 +152,7 @@ def start(cfg: settings.Settings, config: dict) -> Run:
         ema=ema,
         optimizer=optimizer,
         decoder=decoder,
+        probe=probe,
         log=log,
         step=found.step if found else 0,
         loss_sum=torch.tensor(found.info["loss_sum"] if found else 0.0, device=device),
@@ -160,24 +168,6 @@ def start(cfg: settings.Settings, config: dict) -> Run:
         if cfg.wandb.enabled:
             run.wandb = start_wandb(cfg, config, folder)
     return run
-
-
-def open_accelerator(cfg: settings.Settings) -> tuple[Accelerator, str]:
-    """The device and the other processes, and the precision settled. Raises ValueError for a launch we do not serve."""
-    # Autocast is compute.autocast, in training as in sampling. Without cpu=True, torchrun on CPUs would be one process.
-    accelerator = Accelerator(mixed_precision="no", cpu=not torch.accelerator.is_available())
-    kind, launched = accelerator.distributed_type.value, int(os.environ.get("WORLD_SIZE", 1))
-    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
-        raise ValueError(f"accelerate is set to {kind}, but this code runs on one device or by DDP")
-    if launched != accelerator.num_processes:
-        raise ValueError(f"{launched} processes were launched, but accelerate runs {accelerator.num_processes}")
-    if accelerator.device.type == "cpu":
-        use_cores(cfg.train.cpu_threads, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    precision = use_precision(cfg.train.precision, accelerator.device)
-    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if accelerator.is_main_process and asked not in ("no", precision):
-        print(f"warning: accelerate's config says {asked}, train.precision decides: {precision}", file=sys.stderr)
-    return accelerator, precision
 
 
 def start_wandb(cfg: settings.Settings, config: dict, folder: Path) -> object:
@@ -225,8 +215,10 @@ def train(run: Run) -> None:
             pause = time.perf_counter()
             if run.heldout is not None and (run.step % cfg.every.evaluate == 0 or last):
                 run.record(eval_loss=evaluate(run))
+            if run.probe is not None and (run.step % cfg.eval.fid_every == 0 or last):
+                log_fid(run)
             if run.step % cfg.every.sample == 0 or last:
-                draw_pictures(run)
+                draw_grid(run)
             if run.step % cfg.every.save == 0 or last:
                 save(run)
             paused += time.perf_counter() - pause
@@ -272,7 +264,7 @@ def reduced_loss_sum(run: Run) -> float:
 
 def evaluate(run: Run) -> float:
     """Full-token loss of the EMA weights on held-out data, see evaluation.py."""
-    options, edm, network, accelerator = run.cfg.evaluation, run.cfg.edm, run.ema.network, run.accelerator
+    options, edm, network, accelerator = run.cfg.eval, run.cfg.edm, run.ema.network, run.accelerator
     ranks, total = accelerator.num_processes, torch.zeros_like(run.loss_sum)
     mine = torch.arange(options.points)[accelerator.process_index :: ranks]
     for numbers in mine.split(max(1, options.batch_size // ranks)) if len(mine) else ():
@@ -281,7 +273,20 @@ def evaluate(run: Run) -> float:
     return accelerator.reduce(total, "sum").item() / options.points
 
 
-def draw_pictures(run: Run) -> None:
+def log_fid(run: Run) -> None:
+    """FID of a few EMA samples, for a trend: the same seeds each time, each process its share."""
+    began, accelerator, sampling = time.perf_counter(), run.accelerator, run.cfg.sampling
+    seeds = range(run.cfg.eval.fid_samples)[accelerator.process_index :: accelerator.num_processes]
+    sampler = Sampler(sampling.steps, min(64, len(seeds)), run.precision)
+    mine = run.probe.moments(run.cfg.edm, run.ema.network, seeds, sampler).pack().to(accelerator.device)
+    total = functools.reduce(Moments.merge, map(Moments.unpack, accelerator.gather(mine[None])))
+    value = run.probe.fid(total)
+    seconds = time.perf_counter() - began
+    run.record(fid=value, fid_samples=total.count, fid_seconds=round(seconds, 1))
+    run.say(f"  FID      {value:.2f} of {total.count:,} samples at step {run.step}, took {seconds:.0f} s")
+
+
+def draw_grid(run: Run) -> None:
     """The loss curve, and a grid of EMA samples: a row a class, the same noise each time."""
     if run.main:
         cfg = run.cfg
@@ -295,10 +300,9 @@ def draw_pictures(run: Run) -> None:
 
 def draw_samples(run: Run, labels: Tensor) -> Tensor:
     """EMA samples of the classes asked for, with seeds 0, 1, …: pictures (n, 1 or 3, H, W) uint8."""
-    x = generate(
-        run.cfg.edm, run.ema.network, range(len(labels)), labels, run.cfg.sampling.steps, precision=run.precision
-    )
-    return to_pictures(x, run.decoder, run.accelerator.device)
+    sampler = Sampler(run.cfg.sampling.steps, min(64, len(labels)), run.precision)
+    stream = draw_pictures(run.cfg.edm, run.ema.network, run.decoder, range(len(labels)), labels, sampler)
+    return torch.cat(list(stream))
 
 
 def save(run: Run) -> None:
@@ -325,7 +329,7 @@ def save(run: Run) -> None:
 def finish(run: Run) -> None:
     """Judge the demo's samples, and say where everything is."""
     if run.main:
-        count = run.cfg.evaluation.demo_samples
+        count = run.cfg.eval.demo_samples
         if count and not any(r["step"] == run.step and "label_agreement" in r for r in run.log.records()):
             labels = torch.arange(count) % run.cfg.dataset.num_classes
             run.record(**digits.judge(draw_samples(run, labels).numpy(), labels.numpy()), demo_samples=count)

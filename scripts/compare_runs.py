@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import checkpoint  # noqa: E402
 from runlog import RunLog  # noqa: E402
 
-COLUMNS = ("eval_loss", "label_agreement", "frechet_pixels", "images_per_s")
+COLUMNS = ("eval_loss", "fid", "label_agreement", "frechet_pixels", "images_per_s")
 
 
 def main() -> None:

@@ -6,13 +6,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 
 import settings
 from dit import DiT
+from inception import Inception
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = Path(os.environ.get("TREAD_ASSETS", ROOT.parent / "shared"))
@@ -56,3 +59,29 @@ def tiny():
         for parameter in network.parameters():
             torch.nn.init.normal_(parameter, std=0.05)
     return network
+
+
+@pytest.fixture(scope="session")
+def inception_file(tmp_path_factory):
+    """Weights of the Inception, fc included, that are random: for what does not depend on what they know."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = Inception(with_classes=True)
+        for parameter in network.parameters():
+            if parameter.ndim == 4:
+                torch.nn.init.kaiming_normal_(parameter)
+    path = tmp_path_factory.mktemp("inception") / "random.safetensors"
+    save_file(network.state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def pictures_of():
+    """A function (n, size, seed) → smooth random pictures (n, size, size, 3) uint8."""
+
+    def draw(count: int, size: int, seed: int) -> np.ndarray:
+        coarse = torch.rand(count, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
+        fine = torch.nn.functional.interpolate(coarse, size=size, mode="bilinear")
+        return (fine * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+
+    return draw

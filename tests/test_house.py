@@ -8,19 +8,23 @@ import sys
 import pytest
 from conftest import ROOT
 
-DOORS = {"train", "fid", "sample"}
+DOORS = {"train", "fid", "sample", "processes"}  # the last is the doors' own way to accelerate
 DOOR_ONLY = {"hydra", "omegaconf", "accelerate", "wandb"}
 LAYERS = [  # a file imports from layers above its own; the leaves come first
     {"files", "tars", "crop", "parquet", "mapped"},
-    {"routing_module", "randomness", "metrics", "ema", "pictures", "photos"},
-    {"edm", "latents", "checkpoint"},
-    {"autoencoder", "runlog", "foreign"},
+    {"routing_module", "randomness", "metrics", "ema", "pictures", "photos", "parts"},
+    {"edm", "latents", "checkpoint", "guidance", "picture_sets"},
+    {"autoencoder", "runlog", "foreign", "inception"},
+    {"reference"},
+    {"scoring"},
     {"shards", "evaluation"},
     {"digits", "loading", "preparation", "report"},
     {"dit"},
     {"settings"},
     {"build", "summary", "objective", "compute"},
-    {"sample"},
+    {"processes", "sample", "scorelog"},
+    {"judge", "job", "probe"},
+    {"fid"},
     {"train"},
 ]
 FILES = {path.stem: path for path in ROOT.glob("*.py")}

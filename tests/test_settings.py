@@ -66,7 +66,7 @@ def test_finetuning_stage(read_config):
 
 def test_a_dataset_alone_brings_its_recipe(read_config):
     alone, experiment = read_config("dataset=imagenet256"), read_config("experiment=imagenet256_b2")
-    for section in ("model", "dataset", "train", "optim", "ema", "every", "evaluation"):
+    for section in ("model", "dataset", "train", "optim", "ema", "every", "eval"):
         assert getattr(alone, section) == getattr(experiment, section)
 
 
@@ -131,8 +131,8 @@ def test_good_overrides_pass():
         ("train", 3, "train is 3"),
         ("model.num_heads", 0, "model.num_heads is 0"),
         ("ema.decay", 1.0, "ema.decay is 1.0"),
-        ("evaluation.points", 0, "evaluation.points is 0"),
-        ("evaluation.demo_samples", 1, "demo_samples is 1, but must be 0"),
+        ("eval.points", 0, "eval.points is 0"),
+        ("eval.demo_samples", 1, "demo_samples is 1, but must be 0"),
         ("model.architecture", "unet", "unet"),
         ("model.routes", [{"start": 2, "end": 99}], "99.*8 blocks"),
         ("model.routes", [{"start": 2}], "model.routes.0.end"),
@@ -180,7 +180,7 @@ def test_every_key_is_read_somewhere():
         ):
             continue
         section, _, name = key.rpartition(".")
-        ends = (f".{key}", f"options.{name}") if section == "evaluation" else (f".{key}",)
+        ends = (f".{key}", f"options.{name}") if section == "eval" else (f".{key}",)
         assert any(f".{chain}".endswith(ends) for chain in used), f"no file reads {key}"
 
 

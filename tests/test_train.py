@@ -45,8 +45,8 @@ TINY = [
     "every.evaluate=3",
     "every.sample=3",
     "every.save=3",
-    "evaluation.points=64",
-    "evaluation.demo_samples=0",
+    "eval.points=64",
+    "eval.demo_samples=0",
     "sampling.steps=2",
     "sampling.per_class=1",
 ]
@@ -279,7 +279,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_spares_the_checkpoints(tmp_p
 def test_the_demo_is_judged_once(tmp_path):
     """At the end, into the metrics; the judge itself is tested in test_digits.py."""
     for _ in range(2):
-        text = launch(tmp_path, "train.steps=2", "evaluation.demo_samples=20")
+        text = launch(tmp_path, "train.steps=2", "eval.demo_samples=20")
         judged = [r for r in RunLog(tmp_path / "results" / "digits-tread").records() if "label_agreement" in r]
         assert len(judged) == 1 and judged[0]["demo_samples"] == 20 and judged[0]["step"] == 2
         assert f"label_agreement       {judged[0]['label_agreement']:.4f}" in text

@@ -30,7 +30,7 @@ SMALL += [
     "every.sample=6",
     "every.save=6",
     "sampling.steps=4",
-    "evaluation.points=64",
+    "eval.points=64",
 ]
 
 

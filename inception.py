@@ -1,0 +1,275 @@
+"""The Inception-v3 of 2015-12-05 whose features define FID, in plain torch.
+
+The graph that the TTUR code and ADM's evaluator run in TensorFlow. It differs from later Inception-v3s:
+average pools leave the padding out, the last block's pool takes the maximum, batch norm has no scale,
+and there are 1,008 classes. Parameter names are those of the weight file of pytorch-fid, which `load_inception`
+fetches once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+from urllib.error import URLError
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from checkpoint import read_weights
+from files import sha256
+
+URL = "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth"
+SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
+VARIABLE = "TREAD_INCEPTION"
+
+SIZE = 299
+POOL_FEATURES, SPATIAL_CHANNELS, SPATIAL_FEATURES, CLASSES = 2048, 7, 7 * 17 * 17, 1008
+
+
+class Features(NamedTuple):
+    """Of n pictures, float32: pool (n, 2048), spatial (n, 2023), probabilities (n, 1008) or None without fc."""
+
+    pool: np.ndarray
+    spatial: np.ndarray
+    probabilities: np.ndarray | None
+
+
+class Conv(nn.Module):
+    """Convolution without bias, batch norm, ReLU."""
+
+    def __init__(self, inputs: int, outputs: int, size: int | tuple[int, int], stride: int = 1, pad: bool = True):
+        super().__init__()
+        size = (size, size) if isinstance(size, int) else size
+        padding = (size[0] // 2, size[1] // 2) if pad else 0
+        self.conv = nn.Conv2d(inputs, outputs, size, stride, padding, bias=False)
+        self.bn = nn.BatchNorm2d(outputs, eps=1e-3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn(self.conv(x)))
+
+
+def average(x: Tensor) -> Tensor:
+    """3×3 average pool at stride 1; the padding does not count."""
+    return F.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False)
+
+
+class Mixed5(nn.Module):
+    """35×35; 192, 256 or 288 channels → 256 or 288."""
+
+    def __init__(self, inputs: int, pooled: int) -> None:
+        super().__init__()
+        self.branch1x1 = Conv(inputs, 64, 1)
+        self.branch5x5_1, self.branch5x5_2 = Conv(inputs, 48, 1), Conv(48, 64, 5)
+        self.branch3x3dbl_1, self.branch3x3dbl_2 = Conv(inputs, 64, 1), Conv(64, 96, 3)
+        self.branch3x3dbl_3 = Conv(96, 96, 3)
+        self.branch_pool = Conv(inputs, pooled, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat(
+            [
+                self.branch1x1(x),
+                self.branch5x5_2(self.branch5x5_1(x)),
+                self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x))),
+                self.branch_pool(average(x)),
+            ],
+            dim=1,
+        )
+
+
+class Mixed6a(nn.Module):
+    """35×35, 288 channels → 17×17, 768."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch3x3 = Conv(288, 384, 3, stride=2, pad=False)
+        self.branch3x3dbl_1, self.branch3x3dbl_2 = Conv(288, 64, 1), Conv(64, 96, 3)
+        self.branch3x3dbl_3 = Conv(96, 96, 3, stride=2, pad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        double = self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x)))
+        return torch.cat([self.branch3x3(x), double, F.max_pool2d(x, 3, stride=2)], dim=1)
+
+
+class Mixed6(nn.Module):
+    """17×17, 768 channels → 768."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.branch1x1 = Conv(768, 192, 1)
+        self.branch7x7_1 = Conv(768, width, 1)
+        self.branch7x7_2, self.branch7x7_3 = Conv(width, width, (1, 7)), Conv(width, 192, (7, 1))
+        self.branch7x7dbl_1 = Conv(768, width, 1)
+        self.branch7x7dbl_2, self.branch7x7dbl_3 = Conv(width, width, (7, 1)), Conv(width, width, (1, 7))
+        self.branch7x7dbl_4, self.branch7x7dbl_5 = Conv(width, width, (7, 1)), Conv(width, 192, (1, 7))
+        self.branch_pool = Conv(768, 192, 1)
+
+    def forward(self, x: Tensor, first: Tensor | None = None) -> Tensor:
+        """first is branch1x1's output, where the caller has it already."""
+        double = self.branch7x7dbl_3(self.branch7x7dbl_2(self.branch7x7dbl_1(x)))
+        return torch.cat(
+            [
+                self.branch1x1(x) if first is None else first,
+                self.branch7x7_3(self.branch7x7_2(self.branch7x7_1(x))),
+                self.branch7x7dbl_5(self.branch7x7dbl_4(double)),
+                self.branch_pool(average(x)),
+            ],
+            dim=1,
+        )
+
+
+class Mixed7a(nn.Module):
+    """17×17, 768 channels → 8×8, 1280."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch3x3_1, self.branch3x3_2 = Conv(768, 192, 1), Conv(192, 320, 3, stride=2, pad=False)
+        self.branch7x7x3_1 = Conv(768, 192, 1)
+        self.branch7x7x3_2, self.branch7x7x3_3 = Conv(192, 192, (1, 7)), Conv(192, 192, (7, 1))
+        self.branch7x7x3_4 = Conv(192, 192, 3, stride=2, pad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        long = self.branch7x7x3_3(self.branch7x7x3_2(self.branch7x7x3_1(x)))
+        pool = F.max_pool2d(x, 3, stride=2)
+        return torch.cat([self.branch3x3_2(self.branch3x3_1(x)), self.branch7x7x3_4(long), pool], dim=1)
+
+
+class Mixed7(nn.Module):
+    """8×8; 1280 or 2048 channels → 2048. The last block's pool takes the maximum."""
+
+    def __init__(self, inputs: int, maximum: bool) -> None:
+        super().__init__()
+        self.branch1x1 = Conv(inputs, 320, 1)
+        self.branch3x3_1 = Conv(inputs, 384, 1)
+        self.branch3x3_2a, self.branch3x3_2b = Conv(384, 384, (1, 3)), Conv(384, 384, (3, 1))
+        self.branch3x3dbl_1, self.branch3x3dbl_2 = Conv(inputs, 448, 1), Conv(448, 384, 3)
+        self.branch3x3dbl_3a, self.branch3x3dbl_3b = Conv(384, 384, (1, 3)), Conv(384, 384, (3, 1))
+        self.branch_pool = Conv(inputs, 192, 1)
+        self.maximum = maximum
+
+    def forward(self, x: Tensor) -> Tensor:
+        single, double = self.branch3x3_1(x), self.branch3x3dbl_2(self.branch3x3dbl_1(x))
+        pool = F.max_pool2d(x, 3, stride=1, padding=1) if self.maximum else average(x)
+        parts = [self.branch1x1(x), self.branch3x3_2a(single), self.branch3x3_2b(single)]
+        parts += [self.branch3x3dbl_3a(double), self.branch3x3dbl_3b(double), self.branch_pool(pool)]
+        return torch.cat(parts, dim=1)
+
+
+class Inception(nn.Module):
+    """The graph from normalised pixels to features. fc is left out where a weight file lacks it."""
+
+    def __init__(self, with_classes: bool) -> None:
+        super().__init__()
+        self.Conv2d_1a_3x3 = Conv(3, 32, 3, stride=2, pad=False)
+        self.Conv2d_2a_3x3 = Conv(32, 32, 3, pad=False)
+        self.Conv2d_2b_3x3 = Conv(32, 64, 3)
+        self.Conv2d_3b_1x1 = Conv(64, 80, 1)
+        self.Conv2d_4a_3x3 = Conv(80, 192, 3, pad=False)
+        self.Mixed_5b, self.Mixed_5c, self.Mixed_5d = Mixed5(192, 32), Mixed5(256, 64), Mixed5(288, 64)
+        self.Mixed_6a = Mixed6a()
+        self.Mixed_6b, self.Mixed_6c, self.Mixed_6d, self.Mixed_6e = Mixed6(128), Mixed6(160), Mixed6(160), Mixed6(192)
+        self.Mixed_7a = Mixed7a()
+        self.Mixed_7b, self.Mixed_7c = Mixed7(1280, maximum=False), Mixed7(2048, maximum=True)
+        self.fc = nn.Linear(POOL_FEATURES, CLASSES) if with_classes else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x (n, 3, 299, 299) in about −1..1 → pool (n, 2048), spatial (n, 2023), probabilities (n, 1008) or None.
+
+        spatial is TensorFlow's mixed_6/conv, its first 7 channels, flattened as (H, W, C). The
+        probabilities are those of the logits without their bias, which is what ADM's evaluator takes.
+        """
+        x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))
+        x = F.max_pool2d(x, 3, stride=2)
+        x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(x))
+        x = F.max_pool2d(x, 3, stride=2)
+        x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(x)))  # (n, 288, 35, 35)
+        x = self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x)))  # (n, 768, 17, 17)
+        first = self.Mixed_6d.branch1x1(x)
+        spatial = first[:, :SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1)
+        x = self.Mixed_6e(self.Mixed_6d(x, first))
+        x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(x)))  # (n, 2048, 8, 8)
+        pool = x.mean(dim=(2, 3))
+        return pool, spatial, None if self.fc is None else F.linear(pool, self.fc.weight).softmax(dim=1)
+
+
+def resize(x: Tensor) -> Tensor:
+    """(n, C, H, W) → (n, C, 299, 299), bilinear as TensorFlow 1 has it: pixel i lies at i·(size / 299)."""
+    for dim in (2, 3):
+        size = x.shape[dim]
+        at = torch.arange(SIZE, device=x.device, dtype=torch.float32) * (size / SIZE)
+        low = at.floor().long().clamp(max=size - 1)
+        high = (low + 1).clamp(max=size - 1)
+        weight = (at - low).view((1, 1, SIZE, 1) if dim == 2 else (1, 1, 1, SIZE))
+        x = x.index_select(dim, low).lerp(x.index_select(dim, high), weight)
+    return x
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """fp32 without TF32, whatever training has set."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+@torch.no_grad()
+def extract(network: Inception, pictures: Tensor) -> Features:
+    """Features of pictures (n, 3, H, W) uint8, on the network's device and back, always in fp32."""
+    if pictures.dtype != torch.uint8 or pictures.ndim != 4 or pictures.shape[1] != 3:
+        raise ValueError(f"pictures are {pictures.dtype} {tuple(pictures.shape)}, but must be uint8 (n, 3, H, W)")
+    x = resize((pictures.to(next(network.parameters()).device).float() - 128) / 128)
+    with exact(), torch.autocast(x.device.type, enabled=False):
+        found = network(x.contiguous(memory_format=torch.channels_last))
+    return Features(*(None if part is None else part.cpu().numpy() for part in found))
+
+
+# ---------------------------------------------------------------------------------------- weights
+
+
+def find_weights(path: str | None = None) -> Path:
+    """The weight file: `path`, else $TREAD_INCEPTION, else pytorch-fid's file in torch's cache, fetched if needed.
+
+    Fetching shows a progress bar; the file gets its name when its hash was found right. Raises
+    FileNotFoundError or ValueError.
+    """
+    if given := path or os.environ.get(VARIABLE):
+        if not Path(given).is_file():
+            raise FileNotFoundError(f"{given} is not there; inception=… or {VARIABLE} must name the Inception weights")
+        return Path(given)
+    kept = Path(torch.hub.get_dir()) / "checkpoints" / URL.rpartition("/")[2]
+    if not kept.is_file():
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(URL, str(kept), hash_prefix=SHA256)
+        except (URLError, RuntimeError, OSError) as error:
+            raise FileNotFoundError(
+                f"the Inception weights could not be fetched ({error}). On a machine without internet, fetch {URL} "
+                f"elsewhere and name the file by inception=… or {VARIABLE}=/path"
+            ) from error
+    if sha256(kept) != SHA256:
+        raise ValueError(f"{kept} is damaged: its sha256 is not {SHA256}; remove it to fetch it again")
+    return kept
+
+
+def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
+    """The network in eval mode, of a file in pytorch-fid's parameter names (.pth or .safetensors), with fc or without.
+
+    Raises ValueError for other weights.
+    """
+    state = read_weights(path)
+    network = Inception(with_classes="fc.weight" in state)
+    try:
+        network.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path} holds other weights than those of the FID Inception of 2015-12-05 ({URL}): {error}"
+        ) from error
+    return network.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)

@@ -1,0 +1,131 @@
+"""A checkpoint to be scored: what decides about its numbers, settled and checked before any work."""
+
+from __future__ import annotations
+
+import glob
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import autoencoder
+import checkpoint
+import settings
+from guidance import Guidance
+from latents import Latents
+from sample import LABELS, Sampler
+
+COUNT, EMBEDDED_COUNT = 50_000, 1000  # samples, unless a number is asked for
+
+
+@dataclass(frozen=True)
+class Options:
+    """configs/fid.yaml."""
+
+    checkpoint: str | None
+    samples: str | None
+    reference: str | None
+    save_reference: str | None
+    num_samples: int | None
+    first_seed: int
+    labels: str
+    steps: int
+    batch_size: int
+    precision: str
+    weights: str
+    guidance: Guidance
+    autoencoder: str | None
+    inception: str | None
+    crop: int | None
+    cache: str
+    save_samples: bool
+    out: str | None
+
+    def __post_init__(self) -> None:
+        if (self.checkpoint is None) == (self.samples is None) and not (self.samples is None and self.save_reference):
+            raise ValueError("name one of checkpoint=… and samples=… to score, or reference=… save_reference=stats.npz")
+        if self.reference is None and (self.samples or self.save_reference):
+            raise ValueError("reference=… is needed: ADM's .npz, an .npz with mu and sigma, a folder or a tar")
+        if self.save_reference and Path(self.save_reference).suffix != ".npz":
+            raise ValueError(f"save_reference is {self.save_reference!r}, but must end in .npz")
+        for key in ("batch_size", "crop"):
+            if (getattr(self, key) or 1) < 1:
+                raise ValueError(f"{key} is {getattr(self, key)}, but must be positive")
+        if self.steps < 2:
+            raise ValueError(f"steps is {self.steps}, but Heun's schedule needs at least 2")
+        if self.num_samples is not None and self.num_samples < 2:
+            raise ValueError(f"num_samples is {self.num_samples}, but at least 2 are needed")
+        if self.first_seed < 0:
+            raise ValueError(f"first_seed is {self.first_seed}, but must not be negative")
+        if self.labels not in LABELS:
+            raise ValueError(f"labels is {self.labels!r}, but must be one of {', '.join(LABELS)}")
+        if self.weights not in ("ema", "model"):
+            raise ValueError(f"weights is {self.weights!r}, but must be ema or model")
+        settings.check_precision("precision", self.precision)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What scoring a checkpoint means.
+
+    embedded  the dataset whose own judge scores it, where there is no reference.
+    settings  all that decides about the numbers: what was scored by equal settings need not be scored again.
+    """
+
+    found: checkpoint.Checkpoint
+    latents: Latents
+    sampler: Sampler
+    count: int
+    embedded: str | None
+    settings: dict
+
+    @property
+    def seeds(self) -> range:
+        return range(self.settings["first_seed"], self.settings["first_seed"] + self.count)
+
+
+def find_checkpoints(pattern: str) -> list[checkpoint.Checkpoint]:
+    """Those that a path, or a pattern with *, names, each once, by step. Raises FileNotFoundError or ValueError."""
+    paths = sorted(glob.glob(pattern)) if any(sign in pattern for sign in "*?[") else [pattern]
+    if not paths:
+        raise FileNotFoundError(f"no checkpoint matches {pattern}")
+    found = {one.folder: one for one in (checkpoint.find(Path(path)) for path in paths)}
+    return sorted(found.values(), key=lambda one: (str(one.folder.parent), one.step))
+
+
+def plan_job(options: Options, found: checkpoint.Checkpoint, hashes: dict[str, str | None], precision: str) -> Job:
+    """Settle what scoring a checkpoint means.
+
+    hashes     sha256 of "reference" and "inception", None without them.
+    precision  of sampling, settled.
+
+    Raises ValueError if it can't be scored so.
+    """
+    config = found.info["config"]
+    cfg = settings.read({key: config[key] for key in ("model", "dataset", "edm")}, settings.Network)
+    options.guidance.check(cfg.model.routes, config["train"]["label_drop"])
+    embedded = cfg.dataset.embedded if hashes["reference"] is None else None
+    if not options.save_samples and hashes["reference"] is None and embedded is None:
+        raise ValueError(
+            f"{found.folder} is of dataset {cfg.dataset.name}, which needs reference=…: ADM's .npz, an .npz with mu "
+            "and sigma, a folder or a tar of pictures (save_samples=true draws without scoring)"
+        )
+    count = options.num_samples or (EMBEDDED_COUNT if embedded else COUNT)
+    sampler = Sampler(options.steps, min(options.batch_size, count), precision, options.guidance, cfg.model.routes)
+    latents = Latents.from_json(found.info["latents"])
+    plan = {
+        "step": found.step,
+        "checkpoint": found.sha256(options.weights),
+        "weights": options.weights,
+        "num_samples": count,
+        "first_seed": options.first_seed,
+        "labels": options.labels,
+        "sampler": "heun",
+        "steps": options.steps,
+        "nfe": sampler.nfe,
+        "guidance": options.guidance.describe(),
+        "dtype": precision,
+        "batch_size": sampler.batch_size,
+        "autoencoder": autoencoder.located(options.autoencoder or latents.autoencoder),
+        "edm": asdict(cfg.edm),
+        **hashes,
+    }
+    return Job(found, latents, sampler, count, embedded, plan)

@@ -1,0 +1,85 @@
+"""Long work in parts that are kept on disk, so that it can be stopped, and shared by processes.
+
+<folder>/plan.json          what the work is
+<folder>/part-00003/        arrays of one part, name.npy, and info.json with the sha256 of each
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from files import explain_failure, sha256, whole_folder, write_whole
+from mapped import write_array
+
+
+class Parts:
+    """Numbers 0..count−1, cut into parts of `size` (the last one may be shorter), whatever process does which.
+
+    plan  what decides about the result, anything JSON can hold. Work of another plan in the folder
+          is begun anew.
+    """
+
+    def __init__(self, folder: Path, plan: Mapping, count: int, size: int) -> None:
+        self.folder, self.plan = folder, json.loads(json.dumps({**plan, "count": count, "size": size}))
+        self.ranges = [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+    def begin(self) -> None:
+        """Take the folder; one process does this before any of them goes on."""
+        kept = self.folder / "plan.json"
+        try:
+            fits = json.loads(kept.read_text()) == self.plan
+        except (OSError, ValueError):
+            fits = False
+        if not fits:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            with explain_failure(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_whole(kept, json.dumps(self.plan, indent=1) + "\n")
+
+    def _part(self, number: int) -> Path:
+        return self.folder / f"part-{number:05d}"
+
+    def done(self, number: int) -> bool:
+        """Whether a part is there and its files are what was written."""
+        try:
+            files = self.info(number)["files"]
+            return all(sha256(self._part(number) / name) == value for name, value in files.items())
+        except (OSError, ValueError, KeyError):
+            return False
+
+    def missing(self, first: int = 0, step: int = 1) -> list[int]:
+        """Parts first, first+step, … that are not done: the share of one process."""
+        return [number for number in range(first, len(self.ranges), step) if not self.done(number)]
+
+    def write(self, number: int, arrays: Mapping[str, np.ndarray], **facts: object) -> None:
+        """Keep a part, whole or not at all. Raises OSError that names the folder."""
+        with explain_failure(self._part(number)), whole_folder(self._part(number)) as partial:
+            files = {}
+            for name, array in arrays.items():
+                path = partial / f"{name}.npy"
+                with path.open("wb") as file:
+                    write_array(file, array)
+                files[path.name] = sha256(path)
+            (partial / "info.json").write_text(json.dumps({"files": files, **facts}) + "\n")
+
+    def info(self, number: int) -> dict:
+        """A finished part's facts."""
+        return json.loads((self._part(number) / "info.json").read_text())
+
+    def arrays(self, name: str) -> Iterator[np.ndarray]:
+        """An array of each part, in order, by memory map."""
+        for number in range(len(self.ranges)):
+            yield np.load(self._part(number) / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+
+    def has(self, name: str) -> bool:
+        """Whether the parts hold an array of this name."""
+        return (self._part(0) / f"{name}.npy").is_file()
+
+    def remove(self) -> None:
+        """Forget the work."""
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,239 @@
+"""Sets of pictures to be scored: ADM's .npz batches, folders and tars, read a part at a time.
+
+batch.npz        arr_0 (n, H, W, 3) uint8, as ADM's evaluator reads and writes it
+folder or tar    JPEG, PNG or WebP files of one size, sorted by name, subfolders included; photos.tar/val
+                 is a folder inside a tar
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from crop import centre_crop, read_rgb
+from files import sha256
+from mapped import write_array
+from photos import SUFFIXES, Folder
+from tars import Tar
+
+THREADS = 8  # that decode a folder's pictures
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures in a fixed order.
+
+    where       their file or folder, for messages.
+    resolution  (H, W)
+    sha256      of the file, or of a folder's names and contents.
+    read        (start, stop) → (n, 3, H, W) uint8; fastest when it goes forward. Raises ValueError.
+    """
+
+    where: str
+    count: int
+    resolution: tuple[int, int]
+    sha256: str
+    read: Callable[[int, int], np.ndarray]
+
+
+def open_pictures(path: Path, crop: int | None = None) -> Pictures:
+    """Open a set of pictures and check all that can be checked without decoding it.
+
+    crop  prepare a folder's photos as ADM does: converted to RGB, its centre crop to so many pixels.
+          None: they must be RGB of 8 bits and of one size.
+
+    Raises FileNotFoundError, or ValueError that names what is wrong.
+    """
+    inside = None
+    if not path.exists():
+        tar = next((parent for parent in path.parents if parent.is_file()), None)
+        if tar is None:
+            raise FileNotFoundError(f"{path} is not there: an .npz with arr_0, a folder or a tar of pictures is needed")
+        path, inside = tar, f"{path.relative_to(tar)}/"
+    if path.suffix == ".npz":
+        if crop is not None:
+            raise ValueError(f"crop={crop} is for folders of photos; the pictures in {path} are taken as they are")
+        return _open_npz(path)
+    return _open_files(path, inside, crop)
+
+
+# -------------------------------------------------------------------------------------------- npz
+
+
+class Npz:
+    """Arrays of an .npz, whose large ones are read by rows. Never unpickles."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._zip = zipfile.ZipFile(path)
+        except (zipfile.BadZipFile, OSError) as error:
+            raise ValueError(f"{path} is damaged or no .npz: {error}") from error
+        self.names = [name.removesuffix(".npy") for name in self._zip.namelist()]
+
+    def header(self, name: str) -> tuple[tuple[int, ...], np.dtype]:
+        """Shape and dtype of an array."""
+        return self._open(name)[1:]
+
+    def _open(self, name: str) -> tuple[io.BufferedIOBase, tuple[int, ...], np.dtype]:
+        try:
+            file = self._zip.open(f"{name}.npy")
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, fortran, dtype = read(file)
+        except (zipfile.BadZipFile, ValueError, EOFError, OSError, zlib.error) as error:
+            raise ValueError(f"{self.path} is damaged: {name}: {error}") from error
+        if fortran and len(shape) > 1 or dtype.hasobject:
+            raise ValueError(f"{self.path}: {name} is stored column by column or as objects, which is not read")
+        return file, shape, dtype
+
+    def rows(self, name: str) -> Callable[[int, int], np.ndarray]:
+        """A function (start, stop) → those rows of an array; it goes back to the start where it must."""
+        file, shape, dtype = self._open(name)
+        size, at = int(np.prod(shape[1:])) * dtype.itemsize, 0
+
+        def read(start: int, stop: int) -> np.ndarray:
+            nonlocal file, at
+            try:
+                if start < at:
+                    file, at = self._open(name)[0], 0
+                while at < start:
+                    at += len(self._exactly(file, min(start - at, max(1, 2**24 // size)) * size)) // size
+                content = self._exactly(file, (stop - start) * size)
+            except (zipfile.BadZipFile, EOFError, OSError, zlib.error) as error:
+                raise ValueError(f"{self.path} is damaged: {name} could not be read: {error}") from error
+            at = stop
+            return np.frombuffer(content, dtype).reshape(stop - start, *shape[1:])
+
+        return read
+
+    @staticmethod
+    def _exactly(file: io.BufferedIOBase, size: int) -> bytes:
+        content = file.read(size)
+        if len(content) != size:
+            raise EOFError(f"{size - len(content)} bytes are missing")
+        return content
+
+    def read(self, name: str) -> np.ndarray:
+        """A whole array."""
+        shape, _ = self.header(name)
+        return self.rows(name)(0, shape[0]) if shape else self.rows(name)(0, 1)
+
+
+def check_pictures(where: object, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    """Raise ValueError unless an array is (n, H, W, 3) uint8 with n at least 2."""
+    if len(shape) == 3 or (len(shape) == 4 and shape[-1] == 1):
+        raise ValueError(f"{where}: arr_0 {shape} holds grey pictures, but RGB is scored: repeat them to 3 channels")
+    if len(shape) == 4 and shape[-1] == 4:
+        raise ValueError(f"{where}: arr_0 {shape} holds pictures with alpha; leave out the fourth channel")
+    if len(shape) != 4 or shape[-1] != 3 or 0 in shape[1:]:
+        raise ValueError(f"{where}: arr_0 has shape {shape}, but must be (n, H, W, 3)")
+    if dtype != np.uint8:
+        raise ValueError(
+            f"{where}: arr_0 is {dtype}, but must be uint8 in 0..255: look for NaN, bring them to 0..255, round and "
+            "clip before you save them"
+        )
+    check_count(where, shape[0])
+
+
+def check_count(where: object, count: int) -> None:
+    if count < 2:
+        raise ValueError(f"{where} holds {count} pictures, but at least 2 are needed")
+
+
+def _open_npz(path: Path) -> Pictures:
+    npz = Npz(path)
+    if "arr_0" not in npz.names:
+        raise ValueError(f"{path} holds {', '.join(npz.names) or 'nothing'}, but no pictures (arr_0)")
+    shape, dtype = npz.header("arr_0")
+    check_pictures(path, shape, dtype)
+    rows = npz.rows("arr_0")
+    return Pictures(
+        str(path), shape[0], shape[1:3], sha256(path), lambda start, stop: rows(start, stop).transpose(0, 3, 1, 2)
+    )
+
+
+# ------------------------------------------------------------------------------------------ files
+
+
+def _open_files(path: Path, inside: str | None, crop: int | None) -> Pictures:
+    store = Folder(path) if path.is_dir() else Tar(path)
+    names = [name for name in store.names if name.lower().endswith(SUFFIXES) and name.startswith(inside or "")]
+    names = [name for name in names if not any(part.startswith(".") for part in name.split("/") if part != ".")]
+    if inside and not names:
+        folders = sorted({name.rpartition("/")[0] for name in store.names})
+        raise ValueError(f"{path} has no pictures in {inside}, but folders like {', '.join(folders[:3])}")
+    check_count(path / (inside or ""), len(names))
+    digest, sizes = hashlib.sha256(f"crop {crop}".encode()), {}
+    for name in names:
+        content = store.read(name)
+        digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
+        size = (crop, crop) if crop else _plain_size(content, f"{path}: {name}")
+        sizes.setdefault(size, name)
+    if len(sizes) > 1:
+        (one, first), (two, second), *_ = sizes.items()
+        raise ValueError(
+            f"{path}: pictures differ in size, {first} is {one[1]}×{one[0]}, {second} is {two[1]}×{two[0]}; "
+            "crop=256 takes ADM's centre crop of each"
+        )
+
+    def decode(name: str) -> np.ndarray:
+        try:
+            image = read_rgb(store.read(name))
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{path}: {name} can't be read: {error}") from error
+        return centre_crop(image, crop) if crop else np.asarray(image)
+
+    def read(start: int, stop: int) -> np.ndarray:
+        with ThreadPoolExecutor(THREADS) as pool:
+            return np.stack(list(pool.map(decode, names[start:stop]))).transpose(0, 3, 1, 2)
+
+    return Pictures(str(path), len(names), next(iter(sizes)), digest.hexdigest(), read)
+
+
+def _plain_size(content: bytes, where: str) -> tuple[int, int]:
+    """(H, W) of an RGB picture file, from its head. Raises ValueError for other pictures."""
+    try:
+        image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP"))
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        raise ValueError(f"{where} is no JPEG, PNG or WebP: {error}") from error
+    if image.mode != "RGB":
+        kind = {"L": "grey", "1": "black and white", "RGBA": "RGB with alpha", "LA": "grey with alpha"}
+        raise ValueError(
+            f"{where} is {kind.get(image.mode, f'of mode {image.mode}')}, but RGB is scored: convert it, or set "
+            "crop=256 for photos that are to be prepared as ADM does"
+        )
+    return image.height, image.width
+
+
+def save_npz(path: Path, pictures: Iterable[np.ndarray], labels: np.ndarray) -> None:
+    """Write pictures, given in parts (b, C, H, W) uint8, as ADM's evaluator reads them: arr_0 (n, H, W, C).
+
+    labels  (n,) int64, one for each picture, written as arr_1.
+    """
+    partial, pictures = path.with_name(f".{path.name}.partial"), iter(pictures)
+    first = next(pictures)
+    shape = (len(labels), *first.shape[2:], first.shape[1])
+    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+    try:
+        with zipfile.ZipFile(partial, "w") as archive:
+            with archive.open("arr_0.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array_header_1_0(file, header)
+                for part in itertools.chain([first], pictures):
+                    file.write(np.ascontiguousarray(part.transpose(0, 2, 3, 1)).data)
+            with archive.open("arr_1.npy", "w") as file:
+                write_array(file, labels)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,58 @@
+"""FID of a few samples while a network trains: a trend, by the functions that fid.py scores with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from autoencoder import Decoder
+from edm import EDM
+from inception import Inception, find_weights, load_inception
+from latents import Latents
+from metrics import Moments, frechet_distance
+from reference import Statistics, check_size, open_reference
+from sample import Sampler, draw_pictures, seeded_labels
+from scoring import pool_moments
+from settings import Evaluation
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What FID in training needs: the Inception, the reference's statistics, and how latents become pictures."""
+
+    inception: Inception
+    statistics: Statistics
+    decoder: Decoder
+
+    def moments(self, edm: EDM, network: nn.Module, seeds: Sequence[int], sampler: Sampler) -> Moments:
+        """Mean and covariance of the features of samples, one for each seed, which gives its label too."""
+        labels = seeded_labels(seeds, network.num_classes, "random")
+        return pool_moments(self.inception, draw_pictures(edm, network, self.decoder, seeds, labels, sampler))
+
+    def fid(self, samples: Moments) -> float:
+        """FID of samples, of which `moments` may have come from several processes."""
+        return frechet_distance(samples.mean, samples.covariance, *self.statistics)
+
+
+def open_probe(
+    options: Evaluation, latents: Latents, decoder: Decoder, device: torch.device | str, processes: int
+) -> Probe:
+    """Open a reference with mu and sigma, and the Inception.
+
+    Raises FileNotFoundError, or ValueError, also if the decoder's pictures are not of the reference's size.
+    """
+    reference = options.fid_reference
+    if options.fid_samples < processes:
+        raise ValueError(f"eval.fid_samples is {options.fid_samples}, which is less than one for each process")
+    found = open_reference(Path(reference))
+    if found.pool is None:
+        raise ValueError(
+            f"{reference} has no mu and sigma: python fid.py reference={reference} save_reference=stats.npz"
+        )
+    pictures = decoder(torch.zeros(1, *latents.shape, device=device))
+    check_size("what this run's autoencoder decodes", tuple(pictures.shape[1:]), found)
+    return Probe(load_inception(find_weights(options.inception), device), found.pool, decoder)

@@ -1,0 +1,103 @@
+"""The processes of a launch, by accelerate: training's, and those that share a work of independent parts."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, PartialState
+from tqdm import tqdm
+
+from compute import use_cores, use_precision
+from files import Lock, explain_failure
+
+
+def open_accelerator(precision: str, cpu_threads: int | None) -> tuple[Accelerator, str]:
+    """Training's device and processes, and the precision settled. Raises ValueError for a launch we do not serve."""
+    # Autocast is compute.autocast, in training as in sampling. Without cpu=True, torchrun on CPUs would be one process.
+    accelerator = Accelerator(mixed_precision="no", cpu=not torch.accelerator.is_available())
+    kind, launched = accelerator.distributed_type.value, int(os.environ.get("WORLD_SIZE", 1))
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        raise ValueError(f"accelerate is set to {kind}, but this code runs on one device or by DDP")
+    if launched != accelerator.num_processes:
+        raise ValueError(f"{launched} processes were launched, but accelerate runs {accelerator.num_processes}")
+    if accelerator.device.type == "cpu":
+        use_cores(cpu_threads, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    precision = use_precision(precision, accelerator.device)
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if accelerator.is_main_process and asked not in ("no", precision):
+        print(f"warning: accelerate's config says {asked}, train.precision decides: {precision}", file=sys.stderr)
+    return accelerator, precision
+
+
+class Processes:
+    """This process among those that `accelerate launch` or torchrun started, or the only one.
+
+    They talk through gloo, whatever the device: all they say is that they are done, and the others
+    may take hours. device None is the GPU that belongs to this process, else the CPU.
+    """
+
+    def __init__(self, device: str | None) -> None:
+        self._state = PartialState(cpu=True, timeout=datetime.timedelta(days=7))
+        self.rank, self.count, self.main = (
+            self._state.process_index,
+            self._state.num_processes,
+            self._state.is_main_process,
+        )
+        if int(os.environ.get("WORLD_SIZE", 1)) != self.count:
+            raise ValueError(f"{os.environ['WORLD_SIZE']} processes were launched, but accelerate runs {self.count}")
+        if device is None:
+            device = f"cuda:{self._state.local_process_index}" if torch.cuda.is_available() else "cpu"
+        try:
+            self.device = torch.device(device)
+            torch.zeros(1, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"device {device!r} can't be used: {error}") from error
+        self.cores = use_cores(None, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+    @contextlib.contextmanager
+    def main_first(self) -> Iterator[None]:
+        """A context that the main process goes through before the others."""
+        if not self.main:
+            self.wait()
+        yield
+        if self.main:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until all processes are here. Raises OSError if another one has ended."""
+        try:
+            self._state.wait_for_everyone()
+        except RuntimeError as error:  # of torch.distributed
+            raise OSError("another process stopped; see its message") from error
+
+    def say(self, text: str) -> None:
+        """Print a line, from the main process alone."""
+        if self.main:
+            tqdm.write(text)
+
+    def bar(self, what: str, total: int, unit: str = "image") -> tqdm:
+        """A progress bar over this process's share of a work, shown by the main process."""
+        share = f" (process 1 of {self.count})" if self.count > 1 else ""
+        pace = 0.5 if sys.stderr.isatty() else 20  # seconds between updates
+        hidden = not self.main or not total
+        return tqdm(total=total, desc=what + share, unit=unit, disable=hidden, mininterval=pace, smoothing=0.1)
+
+    def lock(self, path: Path) -> Lock:
+        """A lock, as soon as whoever holds it gives it back."""
+        with explain_failure(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        for attempt in itertools.count():
+            try:
+                return Lock(path, "busy")
+            except FileExistsError:
+                if attempt == 0:
+                    self.say(f"another process is making {path.with_suffix('')}; waiting for it")
+                time.sleep(2)

@@ -1,0 +1,122 @@
+"""What samples are scored against: ADM's reference batches, statistics, or pictures of one's own.
+
+    .npz with mu, sigma      mean and covariance of pool features, for FID (EDM's and TTUR's files)
+    .npz with mu_s, sigma_s  of spatial features too, for sFID
+    .npz with arr_0          pictures, as in ADM's batches, which have all of these
+    folder or tar            pictures, see picture_sets.py
+
+Where a file has both, its statistics decide about FID and sFID and its pictures about precision, recall
+and KID, as in ADM's evaluator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from files import sha256
+from inception import POOL_FEATURES, SPATIAL_FEATURES
+from metrics import Moments
+from parts import Parts
+from picture_sets import Npz, Pictures, open_pictures
+
+Statistics = tuple[np.ndarray, np.ndarray]  # mean (D,), covariance (D, D)
+KEYS = {"pool": ("mu", "sigma", POOL_FEATURES), "spatial": ("mu_s", "sigma_s", SPATIAL_FEATURES)}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A reference as far as it goes.
+
+    pool, spatial  statistics of features, None where it has none.
+    pictures       whose features complete it, None where it has none.
+    resolution     (H, W), None where nobody knows.
+    """
+
+    where: str
+    sha256: str
+    pool: Statistics | None
+    spatial: Statistics | None
+    pictures: Pictures | None
+    resolution: tuple[int, int] | None
+
+    @property
+    def statistics_from(self) -> str:
+        """Where its statistics for FID come from: "file", of a count nobody states, or "pictures"."""
+        return "pictures" if self.pool is None else "file"
+
+    @property
+    def count(self) -> int | None:
+        """Pictures it holds."""
+        return self.pictures and self.pictures.count
+
+
+def open_reference(path: Path, crop: int | None = None) -> Reference:
+    """Open a reference; the pictures of it are not looked at yet. crop as in open_pictures.
+
+    Raises FileNotFoundError, or ValueError for what is damaged, of another network, or no reference.
+    """
+    if path.suffix in (".pkl", ".pt", ".pth"):
+        raise ValueError(f"{path} may hold pickled objects, which are not read: convert it to an .npz with mu, sigma")
+    if path.suffix != ".npz" or not path.is_file():
+        pictures = open_pictures(path, crop)
+        return Reference(str(path), pictures.sha256, None, None, pictures, pictures.resolution)
+    npz = Npz(path)
+    found = {kind: _statistics(npz, *keys) for kind, keys in KEYS.items()}
+    pictures = open_pictures(path, crop) if "arr_0" in npz.names else None
+    if pictures is None and found["pool"] is None:
+        raise ValueError(f"{path} holds {', '.join(npz.names) or 'nothing'}: a reference has mu, sigma or arr_0")
+    resolution = pictures.resolution if pictures else None
+    if resolution is None and "resolution" in npz.names:
+        resolution = tuple(npz.read("resolution").tolist())
+    return Reference(
+        str(path), pictures.sha256 if pictures else sha256(path), **found, pictures=pictures, resolution=resolution
+    )
+
+
+def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int) -> Statistics | None:
+    if mean_key not in npz.names or covariance_key not in npz.names:
+        return None
+    mean, covariance = npz.read(mean_key), npz.read(covariance_key)
+    if mean.shape != (dimension,) or covariance.shape != (dimension, dimension):
+        raise ValueError(
+            f"{npz.path}: {mean_key} {mean.shape} and {covariance_key} {covariance.shape} are statistics of another "
+            f"network: the FID Inception gives {dimension} features"
+        )
+    if mean.dtype.kind != "f" or not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
+        raise ValueError(f"{npz.path}: {mean_key} or {covariance_key} holds numbers that are not finite, or no floats")
+    return mean.astype(np.float64), covariance.astype(np.float64)
+
+
+def statistics(features: Parts, kind: str) -> Statistics:
+    """Mean and covariance of the "pool" or "spatial" features of a set of pictures."""
+    moments = Moments.of_parts(features.arrays(kind))
+    return moments.mean, moments.covariance
+
+
+def save_statistics(path: Path, features: Parts, count: int, resolution: tuple[int, int]) -> None:
+    """Write mu, sigma, mu_s, sigma_s, and the pictures' count and resolution, as open_reference reads them."""
+    arrays = {}
+    for kind, (mean_key, covariance_key, _) in KEYS.items():
+        arrays[mean_key], arrays[covariance_key] = statistics(features, kind)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.stem}.partial.npz")
+    np.savez(partial, **arrays, count=np.array([count]), resolution=np.array(resolution))
+    partial.replace(path)
+
+
+def check_size(where: object, size: tuple[int, ...], reference: Reference) -> None:
+    """Raise ValueError unless pictures of this size (channels, H, W) can be compared with the reference."""
+    if size[0] != 3:
+        raise ValueError(
+            f"{where} gives grey pictures, but the Inception scores RGB; the embedded digits are scored without "
+            "reference=…"
+        )
+    if reference.resolution not in (None, size[1:]):
+        height, width = reference.resolution
+        raise ValueError(
+            f"{where} has pictures of {size[2]}×{size[1]}, but those of {reference.where} are {width}×{height}: only "
+            "equal sizes are compared"
+        )

@@ -1,0 +1,93 @@
+"""Scores of a set of pictures: its features in parts, then each metric that the reference allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from inception import POOL_FEATURES, Inception, exact, extract
+from metrics import Moments, frechet_distance, inception_score, kernel_distance, precision_recall
+from parts import Parts
+from picture_sets import Pictures
+from reference import Reference, statistics
+
+METRICS = ("fid", "sfid", "inception_score", "precision", "recall", "kid")
+PART = 256  # pictures of a part, at least
+BATCH = {"cpu": 8, "gpu": 128}  # pictures the Inception takes at once
+
+
+def feature_parts(folder: Path, pictures: Pictures, weights: str) -> Parts:
+    """Where the features of a set of pictures are kept: below `folder`, by the hashes of pictures and weights."""
+    plan = {"pictures": pictures.sha256, "inception": weights}
+    return Parts(folder / f"{pictures.sha256[:16]}-{weights[:16]}", plan, pictures.count, PART)
+
+
+def as_arrays(network: Inception, pictures: torch.Tensor) -> dict[str, np.ndarray]:
+    """Features of pictures (n, 3, H, W) uint8 by name: pool, spatial and, with fc, probabilities."""
+    batch_size = BATCH["cpu" if next(network.parameters()).device.type == "cpu" else "gpu"]
+    found = [extract(network, part) for part in pictures.split(batch_size)]
+    named = {name: [getattr(one, name) for one in found] for name in ("pool", "spatial", "probabilities")}
+    return {name: np.concatenate(arrays) for name, arrays in named.items() if arrays[0] is not None}
+
+
+def pool_moments(network: Inception, pictures: Iterable[torch.Tensor]) -> Moments:
+    """Mean and covariance of the pool features of pictures that come in batches (b, 3, H, W) uint8; none is kept."""
+    return Moments.of_parts(as_arrays(network, part)["pool"] for part in pictures)
+
+
+def extract_parts(network: Inception, pictures: Pictures, parts: Parts, mine: list[int]) -> Iterator[int]:
+    """Extract the features of some parts of a set of pictures; yields how many pictures each had, when it is kept."""
+    for number in mine:
+        rows = parts.ranges[number]
+        content = torch.from_numpy(pictures.read(rows.start, rows.stop))
+        parts.write(number, as_arrays(network, content))
+        yield len(rows)
+
+
+def score(
+    samples: Parts, reference: Reference, reference_features: Parts | None, device: torch.device | str = "cpu"
+) -> tuple[dict[str, float], dict[str, str]]:
+    """({metric: value}, {metric: why it is unavailable}) of samples' features; all METRICS are in one of them.
+
+    reference_features  of the reference's pictures; None where it has none.
+    """
+    values, unavailable = {}, {}
+    for metric, kind in (("fid", "pool"), ("sfid", "spatial")):
+        expected = getattr(reference, kind) or (reference_features and statistics(reference_features, kind))
+        if expected is None:
+            unavailable[metric] = "the reference has neither pictures (arr_0) nor mu_s, sigma_s"
+        else:
+            moments = Moments.of_parts(samples.arrays(kind))
+            values[metric] = frechet_distance(moments.mean, moments.covariance, *expected)
+    if samples.has("probabilities"):
+        values["inception_score"] = inception_score(np.concatenate(list(samples.arrays("probabilities"))))
+    else:
+        unavailable["inception_score"] = "the Inception weights have no fc layer"
+    if reference_features is None:
+        reason = "the reference has statistics, but no pictures (arr_0)"
+        return values, unavailable | dict.fromkeys(("precision", "recall", "kid"), reason)
+    ours, theirs = (
+        torch.from_numpy(np.concatenate(list(parts.arrays("pool")))).to(device)
+        for parts in (samples, reference_features)
+    )
+    with exact():
+        try:
+            values["precision"], values["recall"] = precision_recall(theirs, ours)
+        except ValueError as error:
+            unavailable |= dict.fromkeys(("precision", "recall"), str(error))
+        values["kid"] = kernel_distance(theirs, ours)
+    return values, unavailable
+
+
+def warnings(samples: int, reference: Reference) -> list[str]:
+    """What a reader of the numbers should know about their counts."""
+    counts = {"samples": samples, "pictures in the reference": None if reference.pool else reference.count}
+    return [
+        f"{count:,} {what} are fewer than the {POOL_FEATURES:,} dimensions of the features: their covariance is of "
+        "deficient rank, FID is biased upwards, and only comparable at the same counts"
+        for what, count in counts.items()
+        if count is not None and count <= POOL_FEATURES
+    ]

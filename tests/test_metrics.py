@@ -1,0 +1,146 @@
+"""Metrics against closed forms, sqrtm, and naive twins that follow the papers' definitions literally."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from conftest import ROOT
+
+from metrics import (
+    Moments,
+    frechet_distance,
+    inception_score,
+    kernel_distance,
+    mean_and_covariance,
+    precision_recall,
+)
+
+
+def test_frechet_distance_of_known_gaussians():
+    a, b = np.diag([1.0, 4.0, 9.0]), np.diag([4.0, 4.0, 1.0])
+    mean = np.array([1.0, 2.0, 2.0])
+    assert frechet_distance(mean, a, 0 * mean, b) == pytest.approx(9 + 1 + 0 + 4)  # |μ|² + Σ(σ₁−σ₂)²
+
+
+def test_frechet_distance_equals_the_square_root_way():
+    rng = np.random.default_rng(0)
+    sets = [rng.standard_normal((500, 30)) @ rng.standard_normal((30, 30)) + rng.standard_normal(30) for _ in range(2)]
+    (m1, c1), (m2, c2) = map(mean_and_covariance, sets)
+    root = scipy.linalg.sqrtm(c1 @ c2).real
+    expected = (m1 - m2) @ (m1 - m2) + np.trace(c1 + c2 - 2 * root)
+    assert frechet_distance(m1, c1, m2, c2) == pytest.approx(expected, rel=1e-9)
+
+
+def test_frechet_distance_on_rank_deficient_sets():
+    rng = np.random.default_rng(0)
+    few = rng.standard_normal((5, 30))
+    assert frechet_distance(*mean_and_covariance(few), *mean_and_covariance(few)) == pytest.approx(0, abs=1e-9)
+    with pytest.raises(ValueError, match="at least 2"):
+        mean_and_covariance(few[:1])
+
+
+def test_frechet_distance_of_wrong_shapes_and_numbers_is_refused():
+    mean, covariance = np.zeros(3), np.eye(3)
+    with pytest.raises(ValueError, match=r"\(4,\)"):
+        frechet_distance(mean, covariance, np.zeros(4), np.eye(4))
+    with pytest.raises(ValueError, match="not finite"):
+        frechet_distance(mean, covariance, mean, covariance * np.nan)
+
+
+def test_moments_merge_to_numpys_whatever_the_parts():
+    features = np.random.default_rng(0).standard_normal((100, 7)).astype(np.float32) * 3 + 1000
+    for cuts in ([50], [1, 2, 99], [10, 20, 30, 40, 97]):
+        found = Moments.of_parts(np.split(features, cuts))
+        assert found.count == 100
+        np.testing.assert_allclose(found.mean, features.astype(np.float64).mean(axis=0), rtol=1e-12)
+        np.testing.assert_allclose(found.covariance, np.cov(features.astype(np.float64), rowvar=False), rtol=1e-9)
+    back = Moments.unpack(found.pack())
+    assert back.count == 100 and np.array_equal(back.mean, found.mean) and np.array_equal(back.scatter, found.scatter)
+    with pytest.raises(ValueError, match="no features"):
+        Moments.of_parts([])
+
+
+def test_inception_score_of_known_distributions():
+    certain = np.eye(8)[np.arange(64) % 8]
+    assert inception_score(certain) == pytest.approx(8)  # certain and diverse: the number of classes
+    assert inception_score(np.full((64, 8), 1 / 8)) == pytest.approx(1)
+    assert inception_score(np.eye(8)[np.zeros(64, dtype=int)]) == pytest.approx(1)
+
+
+def test_inception_score_is_the_mean_over_splits_with_the_rest_as_one():
+    p = np.random.default_rng(0).dirichlet(np.ones(5) * 0.2, 25)
+
+    def naive(part):
+        return np.exp(
+            np.mean([sum(x * np.log(x / q) for x, q in zip(row, part.mean(axis=0)) if x > 0) for row in part])
+        )
+
+    assert inception_score(p, split=10) == pytest.approx(np.mean([naive(p[:10]), naive(p[10:20]), naive(p[20:])]))
+
+
+def naive_precision_recall(reference, samples, k):
+    def radius(points, i):
+        return sorted(np.linalg.norm(points - points[i], axis=1))[k]  # position 0 is the point itself
+
+    def share(points, centres):
+        radii = [radius(centres, i) for i in range(len(centres))]
+        return np.mean([any(np.linalg.norm(p - c) <= r for c, r in zip(centres, radii)) for p in points])
+
+    return share(samples, reference), share(reference, samples)
+
+
+@pytest.mark.parametrize("block", [7, 200, 10**6])
+def test_precision_and_recall_are_the_definition_s(block):
+    rng = np.random.default_rng(0)
+    reference, samples = rng.standard_normal((60, 5)), rng.standard_normal((45, 5)) * 0.6 + 0.5
+    expected = naive_precision_recall(reference, samples, 3)
+    assert 0.1 < expected[1] < expected[0] <= 1
+    found = precision_recall(*(torch.from_numpy(a).float() for a in (reference, samples)), block_numbers=block)
+    assert found == pytest.approx(expected)
+
+
+def test_precision_counts_a_ball_s_edge_but_not_the_point_itself():
+    """Two clusters of four: the third neighbour of 0 is 3, and of 3 is 0, so the balls reach from −3 to 6."""
+    cluster = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
+    reference = torch.cat([cluster, cluster + 1000])
+    samples = torch.tensor([[-3.0], [-3.1], [6.0], [6.1], [997.0], [996.9]])
+    assert precision_recall(reference, samples)[0] == pytest.approx(3 / 6)
+    with pytest.raises(ValueError, match="more than 3"):
+        precision_recall(reference[:3], samples)
+
+
+def test_kid_is_the_unbiased_estimate():
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((12, 4)), rng.standard_normal((9, 4)) + 0.3
+
+    def k(a, b):
+        return (a @ b / 4 + 1) ** 3
+
+    own = [np.mean([k(a, b) for i, a in enumerate(s) for j, b in enumerate(s) if i != j]) for s in (x, y)]
+    expected = sum(own) - 2 * np.mean([k(a, b) for a in x for b in y])
+    tensors = [torch.from_numpy(a).float() for a in (x, y)]
+    assert kernel_distance(*tensors) == pytest.approx(expected, rel=1e-5)
+    assert kernel_distance(*tensors, block_numbers=5) == pytest.approx(expected, rel=1e-5)
+
+
+def test_kid_of_two_sets_of_one_distribution_is_about_zero():
+    rng = np.random.default_rng(0)
+    sets = [torch.from_numpy(rng.standard_normal((400, 16))).float() for _ in range(2)]
+    assert abs(kernel_distance(*sets)) < 0.02 < kernel_distance(sets[0], sets[1] + 1)
+
+
+@pytest.mark.slow
+def test_large_sets_fit_in_two_gigabytes():
+    """50K × 10K × 2048, the issue's size, in a process of its own: resident memory is measured."""
+    code = (
+        "import resource, torch, metrics; torch.manual_seed(0); "
+        "x, y = torch.randn(10_000, 2048), torch.randn(50_000, 2048); "
+        "print(metrics.precision_recall(x, y)); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(done.stdout.split()[-1]) < 2.0
