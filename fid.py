@@ -23,7 +23,7 @@ import autoencoder
 import digits
 import settings
 from compute import device_name, use_precision
-from files import Lock, explain_failure, sha256
+from files import explain_failure, sha256
 from inception import find_weights
 from job import Job, Options, find_checkpoints, plan_job
 from judge import Judge, features_of, open_judge
@@ -35,7 +35,7 @@ from reference import check_size, open_reference, save_statistics
 from runlog import versions
 from sample import draw_pictures, load_network, seeded_labels
 from scorelog import ScoreFiles, add_line, table
-from scoring import PART, as_arrays, score, warnings
+from scoring import as_arrays, part_size, score, warnings
 
 GRID = 64  # pictures of fid.png
 
@@ -116,38 +116,39 @@ def score_checkpoint(
     job: Job, decoder: autoencoder.Decoder, judge: Judge | None, options: Options, processes: Processes
 ) -> None:
     """Draw, score, and write down; what is drawn is kept until the numbers are written."""
-    began, files, lock = time.perf_counter(), files_of(job, options), None
+    began, files = time.perf_counter(), files_of(job, options)
     drawn = {key: value for key, value in job.settings.items() if key != "reference"}
     name = hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]
-    batch = job.sampler.batch_size
-    parts = Parts(files.folder / f".fid-{name}", drawn, job.count, -(-PART // batch) * batch)
-    with processes.main_first():
+    size = part_size(job.count, job.sampler.batch_size)
+    parts = Parts(files.folder / f".fid-{name}", drawn, job.count, size)
+    with processes.lock(files.folder / ".fid.lock", f"another process is scoring in {files.folder}"):
+        with processes.main_first():
+            if processes.main:
+                parts.begin()
+        processes.say(f"{job.found.folder}: {job.count:,} samples, NFE {job.sampler.nfe}, {job.settings['dtype']}")
+        draw_parts(job, decoder, judge, parts, processes)
+        processes.wait()
         if processes.main:
-            with explain_failure(files.folder):
-                files.folder.mkdir(parents=True, exist_ok=True)
-            lock = Lock(files.folder / ".fid.lock", f"another process is scoring in {files.folder}")
-            parts.begin()
-    processes.say(f"{job.found.folder}: {job.count:,} samples, NFE {job.sampler.nfe}, {job.settings['dtype']}")
-    draw_parts(job, decoder, judge, parts, processes)
-    processes.wait()
-    if processes.main:
-        record = conclude(job, judge, parts, processes)
-        record["seconds"]["total"] = round(time.perf_counter() - began, 1)
-        with explain_failure(files.folder):
-            files.make_room(job.settings)
-            grid = next(parts.arrays("pictures"))[:GRID]
-            save_grid(files.path("fid.png"), grid, columns=8)
-            if options.save_samples:
-                labels = np.concatenate(list(parts.arrays("labels")))
-                save_npz(files.path("samples.npz"), parts.arrays("pictures"), labels)
-            where = files.write(record)
-            add_line(
-                (Path(options.out) if options.out else job.found.folder.parent) / "fid.csv", record | {"file": where}
-            )
-        parts.remove()
-        lock.release()
-        processes.say(f"{table(record)}\n  written   {where}")
-    processes.wait()
+            record = conclude(job, judge, parts, processes)
+            record["seconds"]["total"] = round(time.perf_counter() - began, 1)
+            write_down(job, record, parts, options)
+            parts.remove()
+        processes.wait()
+
+
+def write_down(job: Job, record: dict, parts: Parts, options: Options) -> None:
+    """fid.json, fid.png, a line in fid.csv, and samples.npz if asked for; then print the table."""
+    files = files_of(job, options)
+    with explain_failure(files.folder):
+        files.make_room(job.settings)
+        save_grid(files.path("fid.png"), parts.first("pictures", GRID), columns=8)
+        if options.save_samples:
+            labels = np.concatenate(list(parts.arrays("labels")))
+            save_npz(files.path("samples.npz"), parts.arrays("pictures"), labels)
+        where = files.write(record)
+        lines = (Path(options.out) if options.out else job.found.folder.parent) / "fid.csv"
+        add_line(lines, record | {"file": where})
+    print(f"{table(record)}\n  written   {where}")
 
 
 def draw_parts(job: Job, decoder: autoencoder.Decoder, judge: Judge | None, parts: Parts, processes: Processes) -> None:

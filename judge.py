@@ -38,17 +38,14 @@ def open_judge(reference: Reference, weights: Path, cache: Path, processes: Proc
 def features_of(pictures: Pictures, folder: Path, network: Inception, weights: str, processes: Processes) -> Parts:
     """Features of a set of pictures, kept below a folder; all processes extract their share of what is missing."""
     parts = feature_parts(folder, pictures, weights)
-    lock = None
-    with processes.main_first():
-        if processes.main:
-            lock = processes.lock(parts.folder.with_suffix(".lock"))
-            parts.begin()
-    mine = parts.missing(processes.rank, processes.count)
-    total = sum(len(parts.ranges[number]) for number in mine)
-    with processes.bar(f"features of {Path(pictures.where).name}", total) as progress:
-        for done in extract_parts(network, pictures, parts, mine):
-            progress.update(done)
-    processes.wait()
-    if lock is not None:
-        lock.release()
+    with processes.lock(parts.folder.with_suffix(".lock")):
+        with processes.main_first():
+            if processes.main:
+                parts.begin()
+        mine = parts.missing(processes.rank, processes.count)
+        total = sum(len(parts.ranges[number]) for number in mine)
+        with processes.bar(f"features of {Path(pictures.where).name}", total) as progress:
+            for done in extract_parts(network, pictures, parts, mine):
+                progress.update(done)
+        processes.wait()
     return parts

@@ -84,9 +84,10 @@ def mean_and_covariance(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _factor(covariance: np.ndarray) -> Tensor:
-    """A with A·Aᵀ = a positive semi-definite matrix, of any rank."""
+    """A (D, rank) with A·Aᵀ = a positive semi-definite matrix: eigenvalues that are rounding are left out."""
     values, vectors = torch.linalg.eigh(torch.from_numpy(np.asarray(covariance, np.float64)))
-    return vectors * values.clamp(min=0).sqrt()
+    kept = values > values[-1].clamp(min=0) * len(values) * torch.finfo(values.dtype).eps
+    return vectors[:, kept] * values[kept].sqrt()
 
 
 def frechet_distance(mean1: np.ndarray, covariance1: np.ndarray, mean2: np.ndarray, covariance2: np.ndarray) -> float:

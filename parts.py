@@ -76,6 +76,15 @@ class Parts:
         for number in range(len(self.ranges)):
             yield np.load(self._part(number) / f"{name}.npy", mmap_mode="r", allow_pickle=False)
 
+    def first(self, name: str, count: int) -> np.ndarray:
+        """The first rows of an array, at most `count`, over as many parts as they take."""
+        taken = []
+        for array in self.arrays(name):
+            taken.append(array[: count - sum(map(len, taken))])
+            if sum(map(len, taken)) == count:
+                break
+        return np.concatenate(taken)
+
     def has(self, name: str) -> bool:
         """Whether the parts hold an array of this name."""
         return (self._part(0) / f"{name}.npy").is_file()

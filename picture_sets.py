@@ -158,9 +158,11 @@ def _open_npz(path: Path) -> Pictures:
     shape, dtype = npz.header("arr_0")
     check_pictures(path, shape, dtype)
     rows = npz.rows("arr_0")
-    return Pictures(
-        str(path), shape[0], shape[1:3], sha256(path), lambda start, stop: rows(start, stop).transpose(0, 3, 1, 2)
-    )
+
+    def read(start: int, stop: int) -> np.ndarray:
+        return np.ascontiguousarray(rows(start, stop).transpose(0, 3, 1, 2))
+
+    return Pictures(str(path), shape[0], shape[1:3], sha256(path), read)
 
 
 # ------------------------------------------------------------------------------------------ files
@@ -196,7 +198,7 @@ def _open_files(path: Path, inside: str | None, crop: int | None) -> Pictures:
 
     def read(start: int, stop: int) -> np.ndarray:
         with ThreadPoolExecutor(THREADS) as pool:
-            return np.stack(list(pool.map(decode, names[start:stop]))).transpose(0, 3, 1, 2)
+            return np.ascontiguousarray(np.stack(list(pool.map(decode, names[start:stop]))).transpose(0, 3, 1, 2))
 
     return Pictures(str(path), len(names), next(iter(sizes)), digest.hexdigest(), read)
 

@@ -90,10 +90,24 @@ class Processes:
         hidden = not self.main or not total
         return tqdm(total=total, desc=what + share, unit=unit, disable=hidden, mininterval=pace, smoothing=0.1)
 
-    def lock(self, path: Path) -> Lock:
-        """A lock, as soon as whoever holds it gives it back."""
-        with explain_failure(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+    @contextlib.contextmanager
+    def lock(self, path: Path, busy: str | None = None) -> Iterator[None]:
+        """A context in which the main process holds a lock.
+
+        busy  what to raise FileExistsError with if another launch holds it; None waits for it.
+        """
+        held = None
+        if self.main:
+            with explain_failure(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            held = self._wait_for(path) if busy is None else Lock(path, busy)
+        try:
+            yield
+        finally:
+            if held is not None:
+                held.release()
+
+    def _wait_for(self, path: Path) -> Lock:
         for attempt in itertools.count():
             try:
                 return Lock(path, "busy")

@@ -81,7 +81,13 @@ def draw(edm: EDM, network: nn.Module, seeds: Sequence[int], labels: Tensor, sam
         part, y = list(seeds[start : start + sampler.batch_size]), labels[start : start + sampler.batch_size]
         missing = sampler.batch_size - len(part)
         padded, y = part + part[-1:] * missing, torch.cat([y, y[-1:].expand(missing)])
-        yield _draw_batch(edm, network, padded, y, sampler, sigmas)[: len(part)]
+        x = _draw_batch(edm, network, padded, y, sampler, sigmas)[: len(part)]
+        if not x.isfinite().all():
+            raise ValueError(
+                f"samples of seeds {', '.join(map(str, part[:4]))}, … are not finite: the network's weights are "
+                f"broken, or {sampler.precision} is too coarse for them"
+            )
+        yield x
 
 
 def _draw_batch(

@@ -15,14 +15,21 @@ from picture_sets import Pictures
 from reference import Reference, statistics
 
 METRICS = ("fid", "sfid", "inception_score", "precision", "recall", "kid")
-PART = 256  # pictures of a part, at least
+PART = 256  # pictures of a part, where there are enough of them
+PARTS = 64  # that there are at least, where a batch allows it, for the processes to share
 BATCH = {"cpu": 8, "gpu": 128}  # pictures the Inception takes at once
 
 
 def feature_parts(folder: Path, pictures: Pictures, weights: str) -> Parts:
     """Where the features of a set of pictures are kept: below `folder`, by the hashes of pictures and weights."""
     plan = {"pictures": pictures.sha256, "inception": weights}
-    return Parts(folder / f"{pictures.sha256[:16]}-{weights[:16]}", plan, pictures.count, PART)
+    name = f"{pictures.sha256[:16]}-{weights[:16]}"
+    return Parts(folder / name, plan, pictures.count, part_size(pictures.count, batch_size=32))
+
+
+def part_size(count: int, batch_size: int) -> int:
+    """Pictures of a part: whole batches, given by the count alone and not by the processes."""
+    return batch_size * max(1, min(-(-PART // batch_size), count // (batch_size * PARTS)))
 
 
 def as_arrays(network: Inception, pictures: torch.Tensor) -> dict[str, np.ndarray]:

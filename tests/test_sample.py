@@ -13,46 +13,112 @@ from conftest import ROOT
 from PIL import Image
 
 import checkpoint
+from autoencoder import to_uint8
 from compute import use_precision
+from dit import DiT
 from edm import EDM
+from guidance import Guidance
 from pictures import save_curve, save_grid
-from sample import generate, parse_seeds, spread_classes
+from randomness import generator
+from routing_module import Route
+from sample import Sampler, draw, draw_pictures, parse_seeds, seeded_labels, spread_classes
 
 
-def test_each_sample_depends_on_its_seed_and_label_alone(tiny):
+def latents_of(network, seeds, labels, **options):
+    return torch.cat(list(draw(EDM(), network, seeds, labels, Sampler(**{"steps": 4, **options}))))
+
+
+SPARSE = Guidance("sparse", 1.5, strong=0.25, weak=0.5)
+
+
+@pytest.mark.parametrize("guidance", [Guidance(), Guidance("cfg", 1.5), SPARSE], ids=lambda one: one.kind)
+def test_a_sample_is_the_same_bits_in_any_company(tiny, guidance):
+    """Order, position, neighbours, the start and the padding of the last batch; batches have one shape."""
+    options = {"batch_size": 4, "guidance": guidance, "routes": (Route(1, 3),)}
+    seeds, labels = [7, 3, 11, 5, 2, 13], torch.tensor([1, 1, 4, 0, 9, 3])
+    together = latents_of(tiny, seeds, labels, **options)
+    assert together.shape == (6, 4, 8, 8) and together.dtype == torch.float32
+    order = [5, 0, 3, 1, 4, 2]
+    assert torch.equal(latents_of(tiny, [seeds[i] for i in order], labels[order], **options), together[order])
+    assert torch.equal(latents_of(tiny, seeds[3:], labels[3:], **options), together[3:])
+    assert torch.equal(latents_of(tiny, seeds[1:2], labels[1:2], **options), together[1:2])
+
+
+@pytest.mark.parametrize("guidance", [Guidance(), Guidance("cfg", 1.5), SPARSE], ids=lambda one: one.kind)
+def test_pictures_hardly_depend_on_the_shape_of_the_batch(tiny, guidance):
+    """Within one grey level on at least 99.9% of the pixels, decoded as latents in −1..1."""
+    options = {"guidance": guidance, "routes": (Route(1, 3),), "steps": 10}
+    seeds, labels = range(32), torch.arange(32) % 10
+
+    def pictures(batch_size):
+        sampler = Sampler(batch_size=batch_size, **options)
+        return torch.cat(list(draw_pictures(EDM(), tiny, to_uint8, seeds, labels, sampler))).int()
+
+    reference = pictures(32)
+    assert reference.float().std() > 20
+    for batch_size in (1, 7, 16):
+        assert ((pictures(batch_size) - reference).abs() <= 1).float().mean() >= 0.999
+
+
+def test_a_label_counts_for_its_sample_alone(tiny):
     seeds, labels = [7, 3, 11], torch.tensor([1, 1, 4])
-    together = generate(EDM(), tiny, seeds, labels, steps=4, batch_size=3)
-    assert together.shape == (3, 4, 8, 8) and together.dtype == torch.float32
-    for i in range(3):
-        alone = generate(EDM(), tiny, seeds[i : i + 1], labels[i : i + 1], steps=4, batch_size=2)
-        torch.testing.assert_close(alone[0], together[i], rtol=1e-3, atol=1e-3)
-    other = generate(EDM(), tiny, seeds, torch.tensor([2, 1, 4]), steps=4)
-    assert not torch.isclose(other[0], together[0]).all()
-    torch.testing.assert_close(other[1:], together[1:], rtol=1e-3, atol=1e-3)
+    together, other = latents_of(tiny, seeds, labels), latents_of(tiny, seeds, torch.tensor([2, 1, 4]))
+    assert not torch.isclose(other[0], together[0]).all() and torch.equal(other[1:], together[1:])
+
+
+def test_route_ids_follow_from_the_seed_and_change_from_pass_to_pass(tiny):
+    """Ids are those of addressed draws, one for each pass and branch."""
+    seen = []
+
+    def spy(module, args, kwargs):
+        seen.extend(kwargs["routes"])
+
+    tiny.register_forward_pre_hook(spy, with_kwargs=True)
+    latents_of(tiny, [5, 8], torch.tensor([0, 1]), batch_size=2, steps=2, guidance=SPARSE, routes=(Route(1, 3),))
+    assert [route.selection_ratio for route, _ in seen] == [0.25, 0.5] * 3  # 2N − 1 calls of two branches
+    for row, seed in enumerate((5, 8)):
+        for branch, offset, kept in (("strong", 0, 12), ("weak", 1, 8)):
+            uniform = torch.rand(3, 16, generator=generator(seed, f"route 0 {branch}"))
+            for call in range(3):
+                expected = uniform[call].argsort()[:kept].sort().values
+                assert torch.equal(seen[2 * call + offset][1][row], expected)
+
+
+def test_guidance_without_effect(tiny):
+    seeds, labels, options = [0, 1], torch.tensor([3, 4]), {"batch_size": 2, "routes": (Route(1, 3),)}
+    plain = latents_of(tiny, seeds, labels, **options)
+    unit = latents_of(tiny, seeds, labels, guidance=Guidance("cfg", 1.0), **options)
+    torch.testing.assert_close(unit, plain, rtol=1e-3, atol=1e-3)
+    for guidance in (Guidance("cfg", 2.0), SPARSE):
+        assert not torch.isclose(latents_of(tiny, seeds, labels, guidance=guidance, **options), plain).all()
+    assert Sampler(40).nfe == 79 and Sampler(40, guidance=SPARSE).nfe == 158
 
 
 def test_an_untrained_network_gives_the_known_contraction():
     """F = 0 means D = c_skip·x, the denoiser of N(0, σ_data²): samples are noise of that size."""
-
-    class Zero(torch.nn.Module):
-        in_channels, input_size, num_classes = 1, 4, 3
-
-        def __init__(self):
-            super().__init__()
-            self.unused = torch.nn.Parameter(torch.zeros(1))
-
-        def forward(self, x, t, y, routes):
-            return torch.zeros_like(x)
-
-    x = generate(EDM(), Zero(), range(500), torch.zeros(500, dtype=torch.int64), steps=40, batch_size=500)
+    network = DiT(input_size=4, patch_size=2, in_channels=1, hidden_size=16, depth=1, num_heads=2, num_classes=3)
+    x = latents_of(network, range(500), torch.zeros(500, dtype=torch.int64), steps=40, batch_size=250)
     assert x.std() == pytest.approx(0.5, rel=0.03)
+
+
+def test_labels_follow_from_the_seed():
+    labels = seeded_labels(range(2000), 10, "random")
+    assert torch.equal(seeded_labels([7, 1999, 3], 10, "random"), labels[[7, 1999, 3]])
+    assert 150 < labels.bincount(minlength=10).min() and labels.bincount().max() < 250  # 200 ± 13.4
+    balanced = seeded_labels(range(5, 35), 10, "balanced")
+    assert balanced[:3].tolist() == [5, 6, 7] and balanced.bincount().tolist() == [3] * 10
+    with pytest.raises(ValueError, match="random, balanced"):
+        seeded_labels([0], 10, "sorted")
 
 
 def test_bad_requests_are_refused(tiny):
     with pytest.raises(ValueError, match="2 seeds for 1 labels"):
-        generate(EDM(), tiny, [0, 1], torch.tensor([0]))
+        latents_of(tiny, [0, 1], torch.tensor([0]))
     with pytest.raises(ValueError, match="11.*0..9"):
-        generate(EDM(), tiny, [0], torch.tensor([11]))
+        latents_of(tiny, [0], torch.tensor([11]))
+    tiny.final_layer.linear.bias.data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="seeds 4, 5.* not finite"):
+        latents_of(tiny, [4, 5], torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="fp16"):
         use_precision("fp16", torch.device("cpu"))
     assert use_precision("auto", torch.device("cpu")) == "fp32"

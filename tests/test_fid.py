@@ -1,0 +1,280 @@
+"""The door: python fid.py. The references are the same steps taken by hand, and other ways to the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from hydra import compose, initialize_config_dir
+from PIL import Image
+
+import checkpoint
+import digits
+import fid as door
+import judge
+from autoencoder import load_decoder
+from build import build_network
+from edm import EDM
+from inception import extract, load_inception
+from latents import Latents
+from metrics import frechet_distance, mean_and_covariance
+from picture_sets import open_pictures
+from processes import Processes
+from sample import Sampler, draw_pictures, seeded_labels
+from settings import Network, read
+
+RGB = Latents(shape=(3, 16, 16), classes=tuple("abcde"), autoencoder="pixels", scale_applied=True)
+OPTIONS = ["num_samples=10", "steps=2", "batch_size=4"]
+
+
+def save_checkpoint(run, composed, latents=RGB, step=3, parts=("model", "ema"), **dataset):
+    """A checkpoint of a network whose weights are random; returns it."""
+    facts = {"channels": latents.shape[0], "size": latents.shape[1], "num_classes": len(latents.classes)} | dataset
+    config = composed("dataset=folder", "dataset.path=data", "recipe.hidden_size=32", "recipe.depth=6")
+    config["dataset"] |= facts
+    config["model"] |= {"num_heads": 2, "patch_size": 4}
+    with torch.random.fork_rng():
+        torch.manual_seed(step)
+        network = build_network(read({key: config[key] for key in ("model", "dataset", "edm")}, Network))
+        for parameter in network.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+    info = {"config": config, "latents": asdict(latents), "samples": 10, "versions": {}}
+    folder = checkpoint.save(run, step, {part: network.state_dict() for part in parts}, info)
+    return network.eval(), folder
+
+
+def launch(folder, *overrides: str) -> str:
+    """Do in this process what `python fid.py` does in a folder; returns what it prints."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
+        config = compose("fid", overrides=[f"cache={folder}/cache", *map(str, overrides)])
+    before, threads, printed = Path.cwd(), torch.get_num_threads(), io.StringIO()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            door.main.__wrapped__(config)
+    finally:
+        os.chdir(before)
+        torch.set_num_threads(threads)
+    return printed.getvalue()
+
+
+def refusal(folder, *overrides: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        launch(folder, *overrides)
+    return str(stopped.value)
+
+
+def record(path):
+    return json.loads(Path(path).read_text())
+
+
+@pytest.fixture
+def run(tmp_path, composed, pictures_of):
+    """results/a with a checkpoint, and reference.npz, of 12 pictures."""
+    np.savez(tmp_path / "reference.npz", pictures_of(12, 16, 0))
+    network, _ = save_checkpoint(tmp_path / "results" / "a", composed)
+    return network
+
+
+def test_a_checkpoint_is_scored_by_its_samples(tmp_path, run, inception_file, pictures_of):
+    options = ["checkpoint=results/a", "reference=reference.npz", f"inception={inception_file}", *OPTIONS]
+    text = launch(tmp_path, *options, "save_samples=true")
+    folder = tmp_path / "results" / "a" / "step_0000003"
+
+    sampler, labels = Sampler(steps=2, batch_size=4), seeded_labels(range(10), 5, "random")
+    pictures = torch.cat(list(draw_pictures(EDM(), run, load_decoder(RGB), range(10), labels, sampler)))
+    with np.load(folder / "samples.npz") as samples:
+        assert np.array_equal(samples["arr_0"], pictures.permute(0, 2, 3, 1))
+        assert np.array_equal(samples["arr_1"], labels)
+    network = load_inception(inception_file)
+    ours = extract(network, pictures)
+    theirs = extract(network, torch.from_numpy(pictures_of(12, 16, 0).transpose(0, 3, 1, 2)))
+    found = record(folder / "fid.json")
+    for metric, kind in (("fid", "pool"), ("sfid", "spatial")):
+        a, b = (mean_and_covariance(getattr(features, kind)) for features in (ours, theirs))
+        assert found[metric] == pytest.approx(frechet_distance(*a, *b), rel=1e-4)
+    p = ours.probabilities.astype(np.float64)
+    score = np.exp((p * np.log(p / p.mean(axis=0))).sum(axis=1).mean())
+    assert found["inception_score"] == pytest.approx(score, rel=1e-4)
+
+    assert found["counts"] == dict.fromkeys(["fid", "sfid", "inception_score", "precision", "recall", "kid"], 10)
+    assert (found["step"], found["ema"], found["seeds"], found["reference_count"]) == (3, True, [0, 9], 12)
+    settings = found["settings"]
+    assert (settings["sampler"], settings["steps"], settings["nfe"], settings["guidance"]) == ("heun", 2, 3, "none")
+    assert (settings["labels"], settings["dtype"]) == ("random", "fp32")
+    assert settings["checkpoint"] == checkpoint.find(folder).sha256("ema") and len(settings["inception"]) == 64
+    assert {"git", "torch"} <= set(found["versions"])
+    assert set(found["seconds"]) == {"sampling", "features", "reference", "scoring", "total"}
+    assert "FID" in text and "10 samples against 12" in text and "biased upwards" in text
+    assert np.asarray(Image.open(folder / "fid.png")).shape == (2 * 66 - 2, 8 * 66 - 2, 3)
+    (line,) = csv.DictReader((tmp_path / "results" / "a" / "fid.csv").open())
+    assert float(line["fid"]) == found["fid"] and line["count"] == "10" and line["nfe"] == "3"
+    assert not list(folder.glob(".fid-*"))  # the parts are gone
+
+    assert "scored already" in launch(tmp_path, *options)
+    launch(tmp_path, *options, "guidance=cfg", "guidance.scale=2")
+    assert record(folder / "fid-1.json") == found and (folder / "samples-1.npz").exists()
+    guided = record(folder / "fid.json")
+    assert guided["settings"]["guidance"] == "cfg 2" and guided["settings"]["nfe"] == 6
+    assert guided["fid"] != found["fid"] and not (folder / "samples.npz").exists()
+    again = launch(tmp_path, *options)
+    assert "scored already" in again and "fid-1.json" in again
+    assert len(list(csv.DictReader((tmp_path / "results" / "a" / "fid.csv").open()))) == 2
+
+
+def test_the_number_of_processes_changes_nothing(tmp_path, run, inception_file):
+    options = ["checkpoint=results/a", "reference=reference.npz", f"inception={inception_file}", *OPTIONS]
+    launch(tmp_path, *options, "save_samples=true", "out=one")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
+    command += ["--rdzv_endpoint=localhost:0", str(ROOT / "fid.py"), *options, "save_samples=true", "out=two"]
+    command += [f"cache={tmp_path}/other_cache"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = record(tmp_path / "one" / "fid.json"), record(tmp_path / "two" / "fid.json")
+    assert two["processes"] == 2 and one["processes"] == 1
+    for metric in one["counts"]:
+        assert two[metric] == pytest.approx(one[metric], rel=1e-4, abs=1e-6)
+    with np.load(tmp_path / "one" / "samples.npz") as a, np.load(tmp_path / "two" / "samples.npz") as b:
+        assert np.array_equal(a["arr_1"], b["arr_1"])
+        assert (np.abs(a["arr_0"].astype(int) - b["arr_0"]) <= 1).mean() >= 0.999
+    assert done.stdout.count("  FID") == 1
+
+
+def test_stopped_work_goes_on_with_the_parts_that_are_missing(tmp_path, run, inception_file, monkeypatch):
+    options = ["checkpoint=results/a", "reference=reference.npz", f"inception={inception_file}", *OPTIONS]
+    launch(tmp_path, *options, "out=whole")
+    real, drawn = door.draw_pictures, []
+
+    def drawing(*arguments):
+        drawn.append(list(arguments[3]))
+        if len(drawn) == 3:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(door, "draw_pictures", drawing)
+    assert "go on" in refusal(tmp_path, *options)
+    work = next((tmp_path / "results/a/step_0000003").glob(".fid-*/part-00001"))
+    (work / "pictures.npy").write_bytes(b"damaged")
+    launch(tmp_path, *options)
+    assert drawn == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [4, 5, 6, 7], [8, 9]]
+    found, whole = record(tmp_path / "results/a/step_0000003/fid.json"), record(tmp_path / "whole/fid.json")
+    assert {key: found[key] for key in found["counts"]} == {key: whole[key] for key in whole["counts"]}
+
+
+def test_many_checkpoints_are_scored_and_the_done_ones_skipped(tmp_path, run, composed, inception_file):
+    options = ["reference=reference.npz", f"inception={inception_file}", *OPTIONS]
+    launch(tmp_path, "checkpoint=results/a/latest", *options)
+    save_checkpoint(tmp_path / "results" / "a", composed, step=12)
+    text = launch(tmp_path, "checkpoint='results/a/step_*'", *options)
+    assert text.count("scored already") == 1 and text.count("written") == 1
+    lines = list(csv.DictReader((tmp_path / "results" / "a" / "fid.csv").open()))
+    assert [line["step"] for line in lines] == ["3", "12"] and lines[0]["fid"] != lines[1]["fid"]
+    assert "no checkpoint matches" in refusal(tmp_path, "checkpoint='results/b/step_*'", *options)
+
+
+def test_pictures_made_elsewhere_and_statistics(tmp_path, inception_file, pictures_of):
+    weights = f"inception={inception_file}"
+    for name, count, seed in (("ours", 8, 1), ("theirs", 10, 0)):
+        np.savez(tmp_path / f"{name}.npz", pictures_of(count, 16, seed))
+        for i, picture in enumerate(pictures_of(count, 16, seed)):
+            (tmp_path / name).mkdir(exist_ok=True)
+            Image.fromarray(picture).save(tmp_path / name / f"{i:03d}.png")
+    launch(tmp_path, "samples=ours.npz", "reference=theirs.npz", weights)
+    launch(tmp_path, "samples=ours", "reference=theirs", weights, "out=folders")
+    text = launch(tmp_path, "reference=theirs", "save_reference=stats/theirs.npz", weights)
+    assert "statistics of 10 pictures" in text
+    launch(tmp_path, "samples=ours.npz", "reference=stats/theirs.npz", weights, "out=statistics")
+    npz, folders, statistics = (
+        record(tmp_path / name) for name in ("ours.fid.json", "folders/fid.json", "statistics/fid.json")
+    )
+    assert npz["count"] == 8 and npz["fid"] > 0.1
+    assert all(folders[metric] == npz[metric] for metric in npz["counts"])
+    assert [statistics[m] for m in ("fid", "sfid")] == pytest.approx([npz[m] for m in ("fid", "sfid")], rel=1e-9)
+    assert {"precision", "recall", "kid"} <= set(statistics["unavailable"])
+    launch(tmp_path, "samples=ours.npz", "reference=ours.npz", weights, "out=itself")
+    itself = record(tmp_path / "itself/fid.json")
+    assert abs(itself["fid"]) < 1e-6 and itself["precision"] == itself["recall"] == 1
+
+
+def test_features_are_kept_under_the_hash_of_their_pictures(tmp_path, inception_file, pictures_of, monkeypatch):
+    np.savez(tmp_path / "a.npz", pictures_of(3, 16, 0))
+    shutil.copy(tmp_path / "a.npz", tmp_path / "copy.npz")
+    np.savez(tmp_path / "b.npz", pictures_of(3, 16, 1))
+    extracted, real = [], judge.extract_parts
+    monkeypatch.setattr(judge, "extract_parts", lambda *given: extracted.append(given[3]) or real(*given))
+    network, processes = load_inception(inception_file), Processes(None)
+    kept = [
+        judge.features_of(open_pictures(tmp_path / f"{name}.npz"), tmp_path / "cache", network, weights, processes)
+        for name, weights in (("a", "one"), ("copy", "one"), ("b", "one"), ("a", "two"))
+    ]
+    assert extracted == [[0], [], [0], [0]]
+    pool = [np.concatenate(list(parts.arrays("pool"))) for parts in kept]
+    assert np.array_equal(pool[0], pool[1]) and not np.array_equal(pool[0], pool[2])
+
+
+def test_the_digits_are_judged_without_a_download(tmp_path, composed):
+    network, folder = save_checkpoint(tmp_path / "results/d", composed, digits.MEANING, embedded="digits")
+    text = launch(tmp_path, "checkpoint=results/d/latest", "steps=2", "num_samples=40", "labels=balanced")
+    labels, sampler = torch.arange(40) % 10, Sampler(steps=2, batch_size=40)
+    pictures = torch.cat(list(draw_pictures(EDM(), network, load_decoder(digits.MEANING), range(40), labels, sampler)))
+    expected, found = digits.judge(pictures.numpy(), labels.numpy()), record(folder / "fid.json")
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+    assert found["counts"] == dict.fromkeys(expected, 40) and "fid" in found["unavailable"]
+    assert "label_agreement" in text and "FID                  unavailable" in text
+    np.savez(tmp_path / "reference.npz", np.zeros((4, 8, 8, 3), np.uint8))
+    assert "grey" in refusal(
+        tmp_path, "checkpoint=results/d", "reference=reference.npz", f"inception={folder}/info.json"
+    )
+
+
+def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, inception_file, pictures_of, monkeypatch):
+    monkeypatch.setattr(door, "draw_pictures", None)
+    monkeypatch.setattr(judge, "extract_parts", None)
+    weights = f"inception={inception_file}"
+    np.savez(tmp_path / "large.npz", pictures_of(4, 32, 0))
+    np.savez(tmp_path / "float.npz", pictures_of(4, 16, 0) / 255)
+    save_checkpoint(tmp_path / "results" / "raw", composed, parts=("model",))
+    for overrides, message in (
+        ([], "name one of checkpoint"),
+        (["checkpoint=results/a", "samples=reference.npz"], "name one of checkpoint"),
+        (["checkpoint=results/a"], "needs reference=…"),
+        (["samples=reference.npz"], "reference=… is needed"),
+        (["checkpoint=results/nowhere", "reference=reference.npz", weights], "no checkpoint at"),
+        (["checkpoint=results/a", "reference=nowhere.npz", weights], "nowhere.npz is not there"),
+        (["checkpoint=results/a", "reference=large.npz", weights], "16×16, but those of large.npz are 32×32"),
+        (["samples=large.npz", "reference=reference.npz", weights], "32×32, but those of reference.npz are 16×16"),
+        (["samples=float.npz", "reference=reference.npz", weights], "float64, but must be uint8"),
+        (["checkpoint=results/raw", "reference=reference.npz", weights], "holds no ema part.*weights=model"),
+        (["checkpoint=results/a", "reference=reference.npz", "inception=nowhere"], "nowhere is not there"),
+        (["checkpoint=results/a", "reference=reference.npz", weights, "labels=sorted"], "random, balanced"),
+        (["checkpoint=results/a", "reference=reference.npz", weights, "num_samples=1"], "at least 2"),
+        (["checkpoint=results/a", "reference=reference.npz", weights, "steps=1"], "at least 2"),
+        (["checkpoint=results/a", "reference=reference.npz", weights, "crop=16"], "crop=16 is for folders"),
+        (["reference=reference.npz", "save_reference=stats.txt", weights], "must end in .npz"),
+    ):
+        assert re.search(message, refusal(tmp_path, *overrides)), overrides
+    assert not list((tmp_path / "results" / "a" / "step_0000003").glob("*fid*"))
+
+
+def test_the_command_names_a_misspelt_key_and_missing_weights(tmp_path, run):
+    environment = os.environ | {"TREAD_INCEPTION": str(tmp_path / "offline.pth")}
+    for arguments, shown in (
+        (["chekpoint=x"], "nearest known one is 'checkpoint'"),
+        (["checkpoint=results/a", "reference=reference.npz"], "offline.pth is not there"),
+    ):
+        command = [sys.executable, str(ROOT / "fid.py"), *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        assert done.returncode == 1 and "error: " in done.stderr and shown in done.stderr, done.stderr

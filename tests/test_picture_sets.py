@@ -1,0 +1,184 @@
+"""Reading sets of pictures and references; the reference is NumPy's and Pillow's own reading of the same files."""
+
+from __future__ import annotations
+
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from crop import centre_crop
+from parts import Parts
+from picture_sets import open_pictures, save_npz
+from reference import check_size, open_reference, save_statistics
+
+
+def write_folder(folder, pictures, suffix="png"):
+    for i, picture in enumerate(pictures):
+        path = folder / f"class{i % 2}" / f"{i:03d}.{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture).save(path)
+    return folder
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_an_npz_is_read_by_rows_forward_and_back(tmp_path, pictures_of, save):
+    pictures = pictures_of(9, 16, 0)
+    save(tmp_path / "a.npz", pictures)
+    found = open_pictures(tmp_path / "a.npz")
+    assert (found.count, found.resolution) == (9, (16, 16)) and len(found.sha256) == 64
+    for start, stop in ((0, 4), (4, 9), (7, 9), (2, 3), (8, 9), (0, 9)):
+        assert np.array_equal(found.read(start, stop), pictures[start:stop].transpose(0, 3, 1, 2))
+
+
+def test_what_is_saved_is_what_adm_reads(tmp_path, pictures_of):
+    pictures, labels = pictures_of(7, 8, 0), np.arange(7)
+    save_npz(tmp_path / "samples.npz", np.split(pictures.transpose(0, 3, 1, 2), [3, 6]), labels)
+    with np.load(tmp_path / "samples.npz") as found:
+        assert np.array_equal(found["arr_0"], pictures) and found["arr_0"].dtype == np.uint8
+        assert np.array_equal(found["arr_1"], labels)
+    assert [path.name for path in tmp_path.iterdir()] == ["samples.npz"]
+
+
+def test_folders_and_tars_hold_the_same_pictures(tmp_path, pictures_of):
+    pictures = pictures_of(6, 16, 0)
+    folder = write_folder(tmp_path / "photos" / "val", pictures)
+    (folder / "notes.txt").write_text("no picture")
+    (folder / ".hidden.png").write_text("no picture")
+    with tarfile.open(tmp_path / "photos.tar", "w") as tar:
+        tar.add(tmp_path / "photos", arcname="photos")
+    order = [0, 2, 4, 1, 3, 5]  # by name: class0 first
+    for path in (folder, tmp_path / "photos.tar", tmp_path / "photos.tar" / "photos" / "val"):
+        found = open_pictures(path)
+        assert found.count == 6 and found.resolution == (16, 16)
+        assert np.array_equal(found.read(1, 5), pictures[order][1:5].transpose(0, 3, 1, 2))
+    before = open_pictures(folder).sha256
+    Image.fromarray(pictures[0] // 2).save(folder / "class0" / "000.png")
+    assert open_pictures(folder).sha256 != before
+    with pytest.raises(ValueError, match="no pictures in nowhere/, but folders like photos/val"):
+        open_pictures(tmp_path / "photos.tar" / "nowhere")
+
+
+def test_photos_of_any_size_are_cropped_as_adm_does(tmp_path, pictures_of):
+    photos = [pictures_of(1, size, size)[0] for size in (40, 64, 100)]
+    folder = write_folder(tmp_path / "photos", photos)
+    Image.fromarray(photos[0][..., 0]).save(folder / "class0" / "grey.png")
+    with pytest.raises(ValueError, match=r"grey\.png is grey.*crop=256"):
+        open_pictures(folder)
+    found = open_pictures(folder, crop=32)
+    expected = [centre_crop(Image.fromarray(photo), 32) for photo in (photos[0], photos[2])]
+    assert found.count == 4 and np.array_equal(found.read(0, 2), np.stack(expected).transpose(0, 3, 1, 2))
+    (folder / "class0" / "grey.png").unlink()
+    with pytest.raises(ValueError, match=r"differ in size.*40×40.*100×100.*crop"):
+        open_pictures(folder)
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros((4, 8, 8, 3), np.float32), "float32, but must be uint8.*NaN"),
+        (np.full((4, 8, 8, 3), np.nan), "float64, but must be uint8"),
+        (np.zeros((4, 8, 8), np.uint8), "grey"),
+        (np.zeros((4, 8, 8, 1), np.uint8), "grey"),
+        (np.zeros((4, 8, 8, 4), np.uint8), "alpha"),
+        (np.zeros((4, 3, 8, 8), np.uint8), r"must be \(n, H, W, 3\)"),
+        (np.zeros((1, 8, 8, 3), np.uint8), "1 pictures, but at least 2"),
+        (np.zeros((0, 8, 8, 3), np.uint8), "0 pictures, but at least 2"),
+        (np.array([{}, {}]), "objects"),
+    ],
+)
+def test_wrong_arrays_are_refused(tmp_path, array, message):
+    np.savez(tmp_path / "a.npz", array)
+    with pytest.raises(ValueError, match=message):
+        open_pictures(tmp_path / "a.npz")
+
+
+def test_damaged_files_are_named(tmp_path, pictures_of):
+    path = tmp_path / "a.npz"
+    np.savez(path, pictures_of(20, 16, 0))
+    whole = path.read_bytes()
+    for content in (whole[: len(whole) // 2], b"", b"PK nothing"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="a.npz is damaged"):
+            open_pictures(path)
+    spoilt = bytearray(whole)
+    spoilt[len(whole) // 2] ^= 255
+    path.write_bytes(spoilt)
+    with pytest.raises(ValueError, match="damaged.*CRC"):
+        open_pictures(path).read(0, 20)
+    np.savez(path, images=pictures_of(20, 16, 0))
+    with pytest.raises(ValueError, match="holds images, but no pictures"):
+        open_pictures(path)
+    with pytest.raises(FileNotFoundError, match="nowhere.npz is not there"):
+        open_pictures(tmp_path / "nowhere.npz")
+    folder = write_folder(tmp_path / "photos", pictures_of(4, 16, 0))
+    content = (folder / "class0" / "002.png").read_bytes()
+    (folder / "class0" / "002.png").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match="002.png can't be read"):
+        open_pictures(folder).read(0, 4)
+    (folder / "class0" / "002.png").write_text("no picture")
+    with pytest.raises(ValueError, match="002.png is no JPEG"):
+        open_pictures(folder)
+    Image.new("RGBA", (16, 16)).save(folder / "class0" / "002.png")
+    with pytest.raises(ValueError, match="002.png is RGB with alpha"):
+        open_pictures(folder)
+
+
+# ------------------------------------------------------------------------------------- references
+
+
+def statistics(dimension, seed=0):
+    x = np.random.default_rng(seed).standard_normal((50, dimension))
+    return x.mean(axis=0), np.cov(x, rowvar=False)
+
+
+def test_references_say_what_they_have(tmp_path, pictures_of):
+    mu, sigma = statistics(2048)
+    mu_s, sigma_s = statistics(2023)
+    np.savez(tmp_path / "edm.npz", mu=mu, sigma=sigma)
+    np.savez(tmp_path / "adm.npz", pictures_of(4, 16, 0), mu=mu, sigma=sigma, mu_s=mu_s, sigma_s=sigma_s)
+    np.savez(tmp_path / "batch.npz", pictures_of(4, 16, 0))
+    edm, adm, batch = (open_reference(tmp_path / f"{name}.npz") for name in ("edm", "adm", "batch"))
+    assert np.array_equal(edm.pool[0], mu) and np.array_equal(edm.pool[1], sigma)
+    assert (edm.spatial, edm.pictures, edm.resolution, edm.count) == (None, None, None, None)
+    assert np.array_equal(adm.spatial[1], sigma_s) and adm.count == 4 and adm.resolution == (16, 16)
+    assert batch.pool is None and batch.count == 4 and batch.statistics_from == "pictures"
+    assert adm.sha256 != batch.sha256 and adm.statistics_from == "file"
+
+
+def test_wrong_references_are_refused(tmp_path):
+    def refused(message, **arrays):
+        np.savez(tmp_path / "a.npz", **arrays)
+        with pytest.raises(ValueError, match=message):
+            open_reference(tmp_path / "a.npz")
+
+    mu, sigma = statistics(64)
+    refused(r"mu \(64,\).*another network.*2048", mu=mu, sigma=sigma)
+    mu, sigma = statistics(2048)
+    refused("not finite", mu=mu * np.nan, sigma=sigma)
+    refused("mu, sigma or arr_0", labels=mu)
+    refused("objects", mu=np.array([{}]), sigma=sigma)
+    with pytest.raises(ValueError, match="pickled objects"):
+        open_reference(tmp_path / "imagenet.pkl")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        open_reference(tmp_path / "nowhere.npz")
+
+
+def test_statistics_that_are_saved_are_a_reference(tmp_path):
+    rng = np.random.default_rng(0)
+    parts = Parts(tmp_path / "work", {}, count=6, size=4)
+    parts.begin()
+    pool, spatial = rng.standard_normal((6, 2048)), rng.standard_normal((6, 2023))
+    for number, rows in enumerate(parts.ranges):
+        parts.write(number, {"pool": pool[rows.start : rows.stop], "spatial": spatial[rows.start : rows.stop]})
+    save_statistics(tmp_path / "out" / "stats.npz", parts, 6, (16, 16))
+    found = open_reference(tmp_path / "out" / "stats.npz")
+    np.testing.assert_allclose(found.pool[1], np.cov(pool, rowvar=False), atol=1e-12)
+    np.testing.assert_allclose(found.spatial[0], spatial.mean(axis=0), atol=1e-12)
+    assert found.resolution == (16, 16)
+    check_size("samples", (3, 16, 16), found)
+    with pytest.raises(ValueError, match="samples has pictures of 32×16, but those of .*stats.npz are 16×16"):
+        check_size("samples", (3, 16, 32), found)
+    with pytest.raises(ValueError, match="grey"):
+        check_size("samples", (1, 16, 16), found)

@@ -1,0 +1,113 @@
+"""The whole suite of metrics, against the definitions in NumPy and SciPy on the same features."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+
+from inception import extract, load_inception
+from parts import Parts
+from picture_sets import open_pictures
+from reference import open_reference
+from scoring import METRICS, extract_parts, feature_parts, score, warnings
+
+
+def parts_of(folder, arrays, size=7):
+    count = len(next(iter(arrays.values())))
+    parts = Parts(folder, {}, count, size)
+    parts.begin()
+    for number, rows in enumerate(parts.ranges):
+        parts.write(number, {name: array[rows.start : rows.stop] for name, array in arrays.items()})
+    return parts
+
+
+def features(count, seed, shift, sizes=(40, 35)):
+    rng = np.random.default_rng(seed)
+    mixed = rng.standard_normal((count, 30)) @ np.random.default_rng(9).standard_normal((30, 2048))
+    return {
+        "pool": (np.abs(mixed[:, : sizes[0]]) * 0.1 + shift).astype(np.float32),
+        "spatial": (np.abs(mixed[:, : sizes[1]]) * 0.2 + shift).astype(np.float32),
+        "probabilities": rng.dirichlet(np.ones(1008) * 0.01, count).astype(np.float32),
+    }
+
+
+def frechet(a, b):
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    ca, cb = np.cov(a, rowvar=False), np.cov(b, rowvar=False)
+    root = scipy.linalg.sqrtm(ca @ cb).real
+    return ((a.mean(axis=0) - b.mean(axis=0)) ** 2).sum() + np.trace(ca) + np.trace(cb) - 2 * np.trace(root)
+
+
+def test_every_metric_is_its_definition(tmp_path, pictures_of):
+    ours, theirs = features(90, 1, 0.02), features(70, 2, 0.0)
+    np.savez(tmp_path / "batch.npz", pictures_of(70, 8, 0))
+    reference = open_reference(tmp_path / "batch.npz")
+    values, unavailable = score(parts_of(tmp_path / "a", ours), reference, parts_of(tmp_path / "b", theirs, 33))
+    assert tuple(sorted(values)) == tuple(sorted(METRICS)) and not unavailable
+    assert values["fid"] == pytest.approx(frechet(ours["pool"], theirs["pool"]), rel=1e-6)
+    assert values["sfid"] == pytest.approx(frechet(ours["spatial"], theirs["spatial"]), rel=1e-6)
+    p = ours["probabilities"].astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        divergence = np.nan_to_num(p * (np.log(p) - np.log(p.mean(axis=0)))).sum(axis=1)
+    assert values["inception_score"] == pytest.approx(np.exp(divergence.mean()), rel=1e-5)
+    x, y = (torch.from_numpy(one["pool"]).double() for one in (ours, theirs))
+    radius_x, radius_y = (torch.cdist(z, z).sort(dim=1).values[:, 3] for z in (x, y))
+    across = torch.cdist(x, y)
+    assert values["precision"] == pytest.approx((across <= radius_y).any(dim=1).double().mean().item())
+    assert values["recall"] == pytest.approx((across.T <= radius_x).any(dim=1).double().mean().item())
+
+
+def test_a_set_against_itself(tmp_path, pictures_of):
+    same = features(60, 1, 0.0)
+    np.savez(tmp_path / "batch.npz", pictures_of(60, 8, 0))
+    reference = open_reference(tmp_path / "batch.npz")
+    values, _ = score(parts_of(tmp_path / "a", same, 13), reference, parts_of(tmp_path / "b", same, 60))
+    assert abs(values["fid"]) < 1e-6 and abs(values["sfid"]) < 1e-6
+    assert values["precision"] == values["recall"] == 1
+
+
+def test_what_can_t_be_scored_is_said(tmp_path, pictures_of):
+    ours = features(30, 1, 0.0, sizes=(2048, 35))
+    del ours["probabilities"]
+    mean, covariance = ours["pool"].mean(axis=0), np.cov(ours["pool"], rowvar=False)
+    np.savez(tmp_path / "edm.npz", mu=mean, sigma=covariance)
+    values, unavailable = score(parts_of(tmp_path / "a", ours), open_reference(tmp_path / "edm.npz"), None)
+    assert values.keys() == {"fid"} and values["fid"] == pytest.approx(0, abs=1e-4)
+    assert "mu_s" in unavailable["sfid"] and "fc" in unavailable["inception_score"] and "arr_0" in unavailable["recall"]
+    assert set(values) | set(unavailable) == set(METRICS)
+    np.savez(tmp_path / "three.npz", pictures_of(3, 8, 0))
+    three = parts_of(tmp_path / "b", {key: array[:3] for key, array in ours.items()})
+    values, unavailable = score(parts_of(tmp_path / "a", ours), open_reference(tmp_path / "three.npz"), three)
+    assert "more than 3" in unavailable["precision"] and "kid" in values and "fid" in values
+
+
+def test_statistics_in_the_file_decide_over_its_pictures(tmp_path, pictures_of):
+    ours, theirs = features(40, 1, 0.0, sizes=(2048, 35)), features(40, 2, 0.5, sizes=(2048, 35))
+    mu, sigma = ours["pool"].mean(axis=0), np.cov(ours["pool"].astype(np.float64), rowvar=False)
+    np.savez(tmp_path / "adm.npz", pictures_of(40, 8, 0), mu=mu, sigma=sigma)
+    reference = open_reference(tmp_path / "adm.npz")
+    values, _ = score(parts_of(tmp_path / "a", ours), reference, parts_of(tmp_path / "b", theirs))
+    assert values["fid"] == pytest.approx(0, abs=1e-4) and values["sfid"] > 5 and values["precision"] == 0
+
+
+def test_small_counts_are_warned_of(tmp_path, pictures_of):
+    np.savez(tmp_path / "batch.npz", pictures_of(5, 8, 0))
+    reference = open_reference(tmp_path / "batch.npz")
+    assert ["2,000 samples" in warnings(2000, reference)[0], "5 pictures" in warnings(2000, reference)[1]] == [True] * 2
+    assert len(warnings(50_000, reference)) == 1
+
+
+def test_extraction_in_parts_is_extraction_at_once(tmp_path, pictures_of, inception_file):
+    pictures = pictures_of(9, 32, 0)
+    np.savez(tmp_path / "a.npz", pictures)
+    network, opened = load_inception(inception_file), open_pictures(tmp_path / "a.npz")
+    parts = feature_parts(tmp_path / "cache", opened, "weights")
+    parts.ranges = [range(0, 4), range(4, 8), range(8, 9)]
+    parts.begin()
+    assert list(extract_parts(network, opened, parts, [0, 2])) == [4, 1]
+    assert list(extract_parts(network, opened, parts, parts.missing())) == [4]
+    whole = extract(network, torch.from_numpy(pictures.transpose(0, 3, 1, 2)))
+    for name in ("pool", "spatial", "probabilities"):
+        np.testing.assert_allclose(np.concatenate(list(parts.arrays(name))), getattr(whole, name), rtol=1e-4, atol=1e-5)
