@@ -1,0 +1,82 @@
+"""FID in training. The reference for its value is fid.py, for what it must not disturb a run without it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from test_fid import RGB
+from test_fid import launch as score
+from test_train import launch, launch_processes, records, state
+
+from shards import write_dataset
+
+DATA = ["dataset=folder", "dataset.path=data", "train.steps=4", "every.save=4", "every.sample=4", "name=rgb"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, pictures_of, inception_file):
+    """A folder with an RGB dataset, and statistics to score against."""
+    folder = tmp_path_factory.mktemp("probe")
+    pictures = pictures_of(24, 16, 0).transpose(0, 3, 1, 2)
+    write_dataset(folder / "data", RGB, [(pictures[:, None] / 127.5 - 1, np.arange(24) % 5)])
+    np.savez(folder / "pictures.npz", pictures_of(6, 16, 0))
+    score(folder, "reference=pictures.npz", "save_reference=stats.npz", f"inception={inception_file}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def probed(place, inception_file):
+    """The options that switch it on, and the run that has it."""
+    options = [
+        "eval.fid_every=2",
+        "eval.fid_samples=7",
+        "eval.fid_reference=stats.npz",
+        f"eval.inception={inception_file}",
+    ]
+    return options, launch(place, *DATA, *options, "results=with")
+
+
+def fids(run):
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["fid"], line["fid_samples"]) for line in lines if "fid" in line]
+
+
+def test_it_is_fid_pys_number_with_its_count_and_time(place, probed, inception_file):
+    found = fids(place / "with" / "rgb")
+    assert [(step, count) for step, _, count in found] == [(2, 7), (4, 7)]
+    assert "of 7 samples at step 4, took" in probed[1] and f"{found[-1][1]:.4f} of 7 samples" in probed[1]
+    options = ["checkpoint=with/rgb", "reference=stats.npz", "num_samples=7", "steps=2", "batch_size=7"]
+    score(place, *options, f"inception={inception_file}")
+    record = json.loads((place / "with" / "rgb" / "step_0000004" / "fid.json").read_text())
+    assert found[-1][1] == pytest.approx(record["fid"], rel=1e-6)
+
+
+def test_it_disturbs_nothing(place, probed):
+    launch(place, *DATA, "results=without")
+    a, b = state(place / "with" / "rgb"), state(place / "without" / "rgb")
+    assert all(torch.equal(a[key], b[key]) for key in b)
+    losses = [[r for r in records(place / name / "rgb") if "loss" in r] for name in ("with", "without")]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+def test_processes_share_it(place, probed):
+    launch_processes(place, *DATA, *probed[0], "results=two", processes=2)
+    for one, two in zip(fids(place / "with" / "rgb"), fids(place / "two" / "rgb"), strict=True):
+        assert two == pytest.approx(one, rel=1e-4)
+
+
+def test_what_it_needs_is_asked_for_before_the_first_step(place, probed):
+    for options, message in (
+        (["eval.fid_every=2"], "eval.fid_every needs eval.fid_reference"),
+        ([*probed[0], "eval.fid_reference=pictures.npz"], "has no mu and sigma: python fid.py"),
+        ([*probed[0], "eval.fid_reference=nowhere.npz"], "nowhere.npz is not there"),
+        ([*probed[0], "eval.inception=nowhere"], "nowhere is not there"),
+        ([*probed[0], "eval.fid_samples=1"], "at least 2"),
+        ([*probed[0], "dataset=digits", "dataset.path=digits"], "grey"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            launch(place, *DATA, *options, "results=never")
+    assert not (place / "never").exists()
