@@ -225,9 +225,9 @@ def extract(network: Inception, pictures: Tensor) -> Features:
     """Features of pictures (n, 3, H, W) uint8, on the network's device and back, always in fp32."""
     if pictures.dtype != torch.uint8 or pictures.ndim != 4 or pictures.shape[1] != 3:
         raise ValueError(f"pictures are {pictures.dtype} {tuple(pictures.shape)}, but must be uint8 (n, 3, H, W)")
-    x = resize((pictures.to(next(network.parameters()).device).float() - 128) / 128)
+    x = pictures.to(next(network.parameters()).device).contiguous(memory_format=torch.channels_last)
     with exact(), torch.autocast(x.device.type, enabled=False):
-        found = network(x.contiguous(memory_format=torch.channels_last))
+        found = network(resize(x.float().sub_(128).div_(128)))
     return Features(*(None if part is None else part.cpu().numpy() for part in found))
 
 

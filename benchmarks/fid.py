@@ -1,0 +1,208 @@
+"""Speed of scoring, each against its plain twin in the same run: python benchmarks/fid.py [parts] [overrides]
+
+    frechet    Fréchet distance at 2,048 dimensions, against scipy's sqrtm
+    precision  precision and recall of 10,000 × 10,000 × 2,048, against torch.cdist and sort: time, and the peak of
+               memory in a process of its own
+    features   Inception features of 256 px pictures, against the bare network on tensors that are ready
+    sampler    Heun's 40 steps, against the 79 network calls alone
+    chain      pictures/s from seeds to features: sampler, Stable Diffusion's decoder, Inception
+
+All of them if none is named. Networks have random weights: what they know takes no time. Overrides are train.py's and
+choose the network that samples, by default experiment=imagenet256_s2, on a GPU imagenet256_xl2; also batch=4 and
+repeats=5.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import scipy.linalg
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import autoencoder  # noqa: E402
+import metrics  # noqa: E402
+import settings  # noqa: E402
+from build import build_network  # noqa: E402
+from compute import autocast, device_name, use_cores, use_precision  # noqa: E402
+from inception import Inception, exact, extract, resize  # noqa: E402
+from sample import Sampler, draw, to_pictures  # noqa: E402
+
+PARTS = ("frechet", "precision", "features", "sampler", "chain")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SETS = "import sys, torch, metrics; torch.manual_seed(0); x, y = torch.rand(10_000, 2048), torch.rand(10_000, 2048);"
+MEMORY = "print(int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1e6)"
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """How long a call takes, the device's work included."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def compare(ours: Callable[[], object], plain: Callable[[], object], repeats: int) -> tuple[float, float, list[float]]:
+    """Medians of both in seconds, alternating, and the ratios plain/ours of the pairs, sorted."""
+    pairs = [(seconds(ours), seconds(plain)) for _ in range(repeats)]
+    a, b = (statistics.median(times) for times in zip(*pairs))
+    return a, b, sorted(second / first for first, second in pairs)
+
+
+def frechet(repeats: int) -> str:
+    rng = np.random.default_rng(0)
+    mixing = rng.standard_normal((2048, 2048)) * np.exp(-np.arange(2048) / 300)
+    sets = [metrics.mean_and_covariance(rng.standard_normal((5000, 2048)) @ mixing.T) for _ in range(2)]
+    found = {}
+
+    def ours() -> None:
+        found["ours"] = metrics.frechet_distance(*sets[0], *sets[1])
+
+    def plain() -> None:
+        (m1, c1), (m2, c2) = sets
+        root = scipy.linalg.sqrtm(c1 @ c2).real
+        found["plain"] = (m1 - m2) @ (m1 - m2) + np.trace(c1 + c2 - 2 * root)
+
+    a, b, ratios = compare(ours, plain, repeats)
+    difference = abs(found["ours"] - found["plain"]) / found["plain"]
+    return (
+        f"{a:.2f} s, sqrtm {b:.2f} s: {statistics.median(ratios):.1f} times faster "
+        f"({ratios[0]:.1f}..{ratios[-1]:.1f}), relative difference {difference:.0e}"
+    )
+
+
+def naive(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
+    """Precision and recall, with whole matrices of distances, sorted."""
+    radius_x, radius_y = (torch.cdist(z, z).sort(dim=1).values[:, 3] for z in (x, y))
+    across = torch.cdist(y, x)
+    return (across <= radius_x).any(dim=1).float().mean().item(), (across.T <= radius_y).any(
+        dim=1
+    ).float().mean().item()
+
+
+def precision(repeats: int) -> str:
+    torch.manual_seed(0)
+    x, y = (torch.rand(10_000, 2048, device=DEVICE) for _ in range(2))
+    with exact():
+        a, b, ratios = compare(lambda: metrics.precision_recall(x, y), lambda: naive(x, y), repeats)
+    peaks = []
+    for call in ("metrics.precision_recall(x, y)", "fid.naive(x, y)"):
+        if DEVICE.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            metrics.precision_recall(x, y) if "metrics" in call else naive(x, y)
+            peaks.append(torch.cuda.max_memory_allocated() / 1e9)
+        else:
+            code = f"{SETS} sys.path.insert(0, {str(Path(__file__).parent)!r}); import fid; {call}; {MEMORY}"
+            done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+            peaks.append(float(done.stdout))
+    return (
+        f"{a:.2f} s, cdist and sort {b:.2f} s: {statistics.median(ratios):.2f} times faster "
+        f"({ratios[0]:.2f}..{ratios[-1]:.2f}); peak memory {peaks[0]:.2f} GB, {peaks[1]:.2f} GB"
+    )
+
+
+def features(repeats: int) -> str:
+    network = Inception(with_classes=True).to(DEVICE, memory_format=torch.channels_last).eval()
+    count = 8 if DEVICE.type == "cpu" else 128
+    pictures = torch.randint(0, 256, (count, 3, 256, 256), dtype=torch.uint8)
+    ready = resize((pictures.to(DEVICE).float() - 128) / 128).contiguous(memory_format=torch.channels_last)
+
+    @torch.no_grad()
+    def bare() -> None:
+        with exact():
+            network(ready)
+
+    extract(network, pictures)
+    a, b, ratios = compare(lambda: extract(network, pictures), bare, 4 * repeats)
+    overhead = [100 * (1 / ratio - 1) for ratio in ratios]
+    return (
+        f"{count / a:.1f} pictures/s, bare network {count / b:.1f}: {statistics.median(overhead):.1f}% overhead "
+        f"({overhead[-1]:.1f}..{overhead[0]:.1f}%)"
+    )
+
+
+def sampler(cfg: settings.Settings, batch: int, repeats: int) -> str:
+    network = build_network(cfg).to(DEVICE).eval().requires_grad_(False)
+    precision = use_precision(cfg.train.precision, DEVICE)
+    options, labels = Sampler(40, batch, precision), torch.arange(batch) % cfg.dataset.num_classes
+    x = torch.randn(batch, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, device=DEVICE)
+    t, y = torch.zeros(batch, device=DEVICE), labels.to(DEVICE)
+
+    @torch.no_grad()
+    def calls() -> None:
+        with autocast(DEVICE, precision):
+            for _ in range(options.calls):
+                network(x, t, y)
+
+    def whole() -> None:
+        for _ in draw(cfg.edm, network, range(batch), labels, options):
+            pass
+
+    with torch.no_grad(), autocast(DEVICE, precision):
+        network(x, t, y)
+    a, b, ratios = compare(whole, calls, repeats)
+    overhead = [100 * (1 / ratio - 1) for ratio in ratios]
+    return (
+        f"{cfg.recipe.name}, batch {batch}, {precision}: {a:.2f} s, its {options.calls} network calls {b:.2f} s: "
+        f"{statistics.median(overhead):.1f}% overhead ({overhead[-1]:.1f}..{overhead[0]:.1f}%)"
+    )
+
+
+def chain(cfg: settings.Settings, batch: int) -> str:
+    import diffusers
+
+    network = build_network(cfg).to(DEVICE).eval().requires_grad_(False)
+    vae = (
+        diffusers.AutoencoderKL.from_config(autoencoder.SD_CONFIG).to(DEVICE, memory_format=torch.channels_last).eval()
+    )
+    inception = Inception(with_classes=True).to(DEVICE, memory_format=torch.channels_last).eval()
+    options = Sampler(40, batch, use_precision(cfg.train.precision, DEVICE))
+    labels, found = torch.arange(batch) % cfg.dataset.num_classes, {}
+
+    @torch.no_grad()
+    def decode(x: torch.Tensor) -> torch.Tensor:
+        return autoencoder.to_uint8(vae.decode(x / 0.18215).sample)
+
+    for _ in range(2):  # the first one warms up
+        stages = {
+            "sampling": lambda: found.update(x=next(draw(cfg.edm, network, range(batch), labels, options))),
+            "decoding": lambda: found.update(pictures=to_pictures(found["x"], decode)),
+            "features": lambda: extract(inception, found["pictures"]),
+        }
+        times = {name: seconds(stage) for name, stage in stages.items()}
+    total = sum(times.values())
+    shares = ", ".join(f"{name} {100 * value / total:.1f}%" for name, value in times.items())
+    return f"{cfg.recipe.name}, batch {batch}, {options.precision}: {batch / total:.2f} pictures/s ({shares})"
+
+
+def main() -> None:
+    named = [argument for argument in sys.argv[1:] if argument in PARTS] or PARTS
+    given = dict(argument.split("=", 1) for argument in sys.argv[1:] if argument not in PARTS)
+    repeats, gpu = int(given.pop("repeats", 5)), DEVICE.type == "cuda"
+    batch = int(given.pop("batch", 64 if gpu else 4))
+    given.setdefault("experiment", "imagenet256_xl2" if gpu else "imagenet256_s2")
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
+        config = compose("config", overrides=[f"{key}={value}" for key, value in given.items()])
+    cfg = settings.read(OmegaConf.to_container(config, resolve=True))
+    threads = "" if gpu else f", {use_cores(None, processes=1)} threads"
+    print(f"{device_name(DEVICE)}, torch {torch.__version__}{threads}, {repeats} repeats")
+    for name in named:
+        arguments = {"sampler": (cfg, batch, repeats), "chain": (cfg, batch)}.get(name, (repeats,))
+        print(f"  {name:<10}{globals()[name](*arguments)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
