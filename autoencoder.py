@@ -176,6 +176,15 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def decoder_hash(latents: Latents, autoencoder: str | None = None) -> str:
+    """What load_decoder's pictures depend on beside the latents: the fingerprint of the weights, or "pixels"."""
+    if latents.autoencoder == "pixels":
+        return "pixels"
+    if autoencoder is None and latents.fingerprint is not None:
+        return latents.fingerprint  # load_decoder takes no other
+    return fingerprint(load_autoencoder(autoencoder or latents.autoencoder))
+
+
 def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ...], store: str, **kept) -> Latents:
     """What `encoder` will store of pictures of this size: shape, content and scale.
 

@@ -64,6 +64,14 @@ class Checkpoint:
             raise ValueError(f"{self.folder} holds no {name} part, only {', '.join(self.info['files'])}{raw}")
         return self.info["files"][file]["sha256"]
 
+    def check(self, name: str) -> None:
+        """Raise FileNotFoundError or ValueError unless one part's file is there in the size that info.json states."""
+        self.sha256(name)
+        path = self.folder / f"{name}.safetensors"
+        size = path.stat().st_size if path.is_file() else 0
+        if size != self.info["files"][path.name]["bytes"]:
+            raise ValueError(f"{path} is damaged: {size} bytes instead of {self.info['files'][path.name]['bytes']}")
+
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one part on the CPU. Raises FileNotFoundError or ValueError if it is damaged."""
         path = self.folder / f"{name}.safetensors"

@@ -22,6 +22,7 @@ MEANING = Latents(
 )
 HELDOUT_EVERY = 5  # of each class, every fifth scan is held out: 355, which leaves 1,442 to train on
 NEIGHBOURS = 3
+REAL_COUNTS = {"label_agreement_real": 355, "frechet_pixels_real": 1442}  # scans that those values are of
 METRICS = ("label_agreement", "label_agreement_real", "frechet_pixels", "frechet_pixels_real")
 
 

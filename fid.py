@@ -12,7 +12,9 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import hydra
 import numpy as np
@@ -20,10 +22,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 import autoencoder
+import checkpoint
 import digits
 import settings
 from compute import device_name, use_precision
-from files import explain_failure, sha256
+from files import check_place, explain_failure, sha256
 from inception import find_weights
 from job import Job, Options, find_checkpoints, plan_job
 from judge import Judge, features_of, open_judge
@@ -31,13 +34,14 @@ from parts import Parts
 from picture_sets import Pictures, open_pictures, save_npz
 from pictures import save_grid
 from processes import Processes
-from reference import check_size, open_reference, save_statistics
+from reference import Reference, check_size, open_reference, save_statistics
 from runlog import versions
 from sample import draw_pictures, load_network, seeded_labels
 from scorelog import ScoreFiles, add_line, table
 from scoring import as_arrays, part_size, score, warnings
 
 GRID = 64  # pictures of fid.png
+Opened = TypeVar("Opened", Pictures, Reference)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="fid")
@@ -47,33 +51,41 @@ def main(composed: DictConfig) -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except torch.OutOfMemoryError as error:
-        sys.exit(f"error: {error}\nA smaller batch_size needs less; what was done before is kept")
+        sys.exit(
+            f"error: {error}\nA smaller batch_size needs less where samples are drawn; what was done before is kept"
+        )
     except KeyboardInterrupt:
         sys.exit("stopped; start it again to go on with the parts that are missing")
 
 
 def run(options: Options, processes: Processes) -> None:
     """Check everything that can be checked at once, then score one thing after the other."""
-    found = find_checkpoints(options.checkpoint) if options.checkpoint else []
-    samples = open_pictures(Path(options.samples)) if options.samples else None
+    paths = processes.from_main(lambda: [str(one.folder) for one in find_checkpoints(options.checkpoint)])
+    samples = open_set(open_pictures, options.samples, options.crop, processes)
     reference, weights = None, None
     if options.reference is not None:
         with processes.main_first():  # one process fetches the weights
             weights = find_weights(options.inception)
-        reference = open_reference(Path(options.reference), options.crop)
+        reference = open_set(open_reference, options.reference, options.crop, processes)
     hashes = {"reference": reference and reference.sha256, "inception": weights and sha256(weights)}
     precision = use_precision(options.precision, processes.device)
-    jobs = [plan_job(options, one, hashes, precision) for one in found]
-    jobs = [job for job in jobs if not is_scored(job, options, processes)]
+    jobs = [plan_job(options, checkpoint.find(Path(path)), hashes, precision) for path in paths]
+    done = processes.from_main(lambda: [is_scored(job, options) for job in jobs])
+    jobs = [job for job, scored in zip(jobs, done) if not scored]
     decoders = {}
     for job in jobs:
         if job.latents not in decoders:
             decoders[job.latents] = autoencoder.load_decoder(job.latents, processes.device, options.autoencoder)
+        picture = decoders[job.latents](torch.zeros(1, *job.latents.shape, device=processes.device))[0]
         if reference is not None:
-            probe = torch.zeros(1, *job.latents.shape, device=processes.device)
-            check_size(job.found.folder, tuple(decoders[job.latents](probe).shape[1:]), reference)
+            check_size(job.found.folder, tuple(picture.shape), reference)
+        if processes.main:
+            check_place(files_of(job, options).folder, job.count * picture.numel() * (1 + options.save_samples))
     if samples is not None:
         check_size(samples.where, (3, *samples.resolution), reference)
+        check_place(files_beside(options).folder, 0)
+    if options.save_reference:
+        check_target(Path(options.save_reference), reference, processes)
     judge = None
     if reference is not None and (jobs or samples or options.save_reference):
         judge = open_judge(reference, weights, Path(options.cache).expanduser(), processes)
@@ -85,23 +97,58 @@ def run(options: Options, processes: Processes) -> None:
         score_pictures(samples, judge, options, processes)
 
 
+def open_set(opener: Callable[..., Opened], path: str | None, crop: int | None, processes: Processes) -> Opened | None:
+    """Open pictures or a reference; of a folder's files the main process alone reads all, for their hash."""
+    if path is None:
+        return None
+    opened = None
+
+    def watch(names: list[str]) -> Iterable[str]:
+        with processes.bar(f"reading {path}", len(names)) as progress:
+            for name in names:
+                yield name
+                progress.update()
+
+    def read() -> tuple[str, tuple[int, int]]:
+        nonlocal opened
+        opened = opener(Path(path), crop, watch=watch)
+        return opened.sha256, opened.resolution
+
+    known = processes.from_main(read)
+    return opened if processes.main else opener(Path(path), crop, known)
+
+
 def files_of(job: Job, options: Options) -> ScoreFiles:
     return ScoreFiles(Path(options.out) if options.out else job.found.folder)
 
 
-def is_scored(job: Job, options: Options, processes: Processes) -> bool:
-    """Whether there is nothing left to do for a checkpoint; then says what was found before."""
-    before = files_of(job, options).find(job.settings)
-    if before is None or (options.save_samples and not before["has_samples"]):
-        return False
-    processes.say(f"{job.found.folder} is scored already by these settings: {before['file']}\n{table(before)}")
-    return True
+def files_beside(options: Options) -> ScoreFiles:
+    """Where the score of samples=… goes: beside them, with their name; of a folder inside a tar, beside the tar."""
+    path = Path(options.samples)
+    folder = next(parent for parent in path.parents if parent.is_dir())
+    return ScoreFiles(Path(options.out)) if options.out else ScoreFiles(folder, f"{path.stem}.")
+
+
+def is_scored(job: Job, options: Options) -> bool:
+    """Whether there is nothing left to do for a checkpoint; then prints what was found before."""
+    before = files_of(job, options).find(job.settings, with_samples=options.save_samples)
+    if before is not None:
+        print(f"{job.found.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
+    return before is not None
+
+
+def check_target(path: Path, reference: Reference, processes: Processes) -> None:
+    """Raise ValueError or OSError unless the reference's statistics can be written to a new file."""
+    if reference.pictures is None:
+        raise ValueError(f"{reference.where} holds no pictures to make statistics of")
+    with processes.main_first():
+        if path.exists():
+            raise FileExistsError(f"save_reference={path} is there already; remove it, or choose another name")
+        check_place(path.parent, 0)
 
 
 def keep_statistics(path: Path, judge: Judge, processes: Processes) -> None:
     """Write the reference's statistics."""
-    if judge.features is None:
-        raise ValueError(f"{judge.reference.where} holds no pictures to make statistics of")
     if processes.main:
         pictures = judge.reference.pictures
         with explain_failure(path):
@@ -118,44 +165,35 @@ def score_checkpoint(
     """Draw, score, and write down; what is drawn is kept until the numbers are written."""
     began, files = time.perf_counter(), files_of(job, options)
     drawn = {key: value for key, value in job.settings.items() if key != "reference"}
-    name = hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]
-    size = part_size(job.count, job.sampler.batch_size)
-    parts = Parts(files.folder / f".fid-{name}", drawn, job.count, size)
+    name = f".fid-{hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]}"
+    parts = Parts(files.folder / name, drawn, job.count, part_size(job.count, job.sampler.batch_size))
     with processes.lock(files.folder / ".fid.lock", f"another process is scoring in {files.folder}"):
         with processes.main_first():
             if processes.main:
                 parts.begin()
         processes.say(f"{job.found.folder}: {job.count:,} samples, NFE {job.sampler.nfe}, {job.settings['dtype']}")
-        draw_parts(job, decoder, judge, parts, processes)
+        for other in set(files.folder.glob(".fid-*")) - {parts.folder}:
+            processes.say(f"  note: {other} holds unfinished work by other settings; remove it if you do not want it")
+        for text in warnings(job.count, judge.reference) if judge else ():
+            processes.say(f"  note: {text}")
+        seconds = draw_parts(job, decoder, judge, parts, processes)
         processes.wait()
         if processes.main:
-            record = conclude(job, judge, parts, processes)
-            record["seconds"]["total"] = round(time.perf_counter() - began, 1)
+            record = conclude(job, judge, parts, seconds, processes)
+            record["seconds"]["total"] = time.perf_counter() - began
             write_down(job, record, parts, options)
             parts.remove()
         processes.wait()
 
 
-def write_down(job: Job, record: dict, parts: Parts, options: Options) -> None:
-    """fid.json, fid.png, a line in fid.csv, and samples.npz if asked for; then print the table."""
-    files = files_of(job, options)
-    with explain_failure(files.folder):
-        files.make_room(job.settings)
-        save_grid(files.path("fid.png"), parts.first("pictures", GRID), columns=8)
-        if options.save_samples:
-            labels = np.concatenate(list(parts.arrays("labels")))
-            save_npz(files.path("samples.npz"), parts.arrays("pictures"), labels)
-        where = files.write(record)
-        lines = (Path(options.out) if options.out else job.found.folder.parent) / "fid.csv"
-        add_line(lines, record | {"file": where})
-    print(f"{table(record)}\n  written   {where}")
-
-
-def draw_parts(job: Job, decoder: autoencoder.Decoder, judge: Judge | None, parts: Parts, processes: Processes) -> None:
-    """Draw this process's share of the parts that are missing, with their features."""
-    mine = parts.missing(processes.rank, processes.count)
+def draw_parts(
+    job: Job, decoder: autoencoder.Decoder, judge: Judge | None, parts: Parts, processes: Processes
+) -> dict[str, float]:
+    """Draw this process's share of the parts that are missing, with their features; seconds by stage."""
+    mine = processes.from_main(parts.missing)[processes.rank :: processes.count]
+    spent = {"sampling": 0.0, "features": 0.0}
     if not mine:
-        return
+        return spent
     network, cfg = load_network(job.found, job.settings["weights"], processes.device)
     with processes.bar("samples", sum(len(parts.ranges[number]) for number in mine)) as progress:
         for number in mine:
@@ -170,35 +208,41 @@ def draw_parts(job: Job, decoder: autoencoder.Decoder, judge: Judge | None, part
                 arrays = as_arrays(judge.network, pictures)
             seconds = {"sampling": sampled - began, "features": time.perf_counter() - sampled}
             parts.write(number, {"pictures": pictures.numpy(), "labels": labels.numpy(), **arrays}, seconds=seconds)
+            spent = {stage: spent[stage] + seconds[stage] for stage in spent}
+    return spent
 
 
-def conclude(job: Job, judge: Judge | None, parts: Parts, processes: Processes) -> dict:
-    """Score what was drawn: the content of fid.json."""
-    began, spent = time.perf_counter(), [parts.info(number)["seconds"] for number in range(len(parts.ranges))]
+def conclude(job: Job, judge: Judge | None, parts: Parts, seconds: dict[str, float], processes: Processes) -> dict:
+    """Score what was drawn: the content of fid.json. seconds are those of this launch in the main process."""
+    if missing := parts.missing():
+        raise OSError(f"parts {missing} of {parts.folder} are missing: all processes must share the folder")
+    began, counts = time.perf_counter(), {}
     if judge is not None:
         values, unavailable = score(parts, judge.reference, judge.features, processes.device)
     elif job.embedded is not None:
         pictures, labels = (np.concatenate(list(parts.arrays(name))) for name in ("pictures", "labels"))
         values, unavailable = digits.judge(pictures, labels), {"fid": "grey pictures of 8×8 are scored in raw pixels"}
+        counts = digits.REAL_COUNTS
     else:
         values, unavailable = {}, {"fid": "there is no reference"}
-    seconds = {key: round(sum(part[key] for part in spent), 1) for key in ("sampling", "features")}
-    seconds |= {
-        "reference": round(judge.seconds, 1) if judge else 0.0,
-        "scoring": round(time.perf_counter() - began, 1),
-    }
-    return {
-        **scored(values, unavailable, job.count, judge, processes),
+    spent = [parts.info(number)["seconds"] for number in range(len(parts.ranges))]
+    return common_record(values, unavailable, job.count, judge, processes) | {
+        "counts": dict.fromkeys(values, job.count) | counts,
         "checkpoint": str(job.found.folder),
         "step": job.found.step,
         "ema": job.settings["weights"] == "ema",
         "seeds": [job.seeds[0], job.seeds[-1]],
         "settings": job.settings,
-        "seconds": seconds,
+        "seconds": {
+            "reference": judge.seconds if judge else 0.0,
+            **seconds,
+            "scoring": time.perf_counter() - began,
+            "of_all_processes_and_launches": {stage: sum(part[stage] for part in spent) for stage in seconds},
+        },
     }
 
 
-def scored(values: dict, unavailable: dict, count: int, judge: Judge | None, processes: Processes) -> dict:
+def common_record(values: dict, unavailable: dict, count: int, judge: Judge | None, processes: Processes) -> dict:
     """What every fid.json has: each value with its count, and what it was made with."""
     return {
         **values,
@@ -217,31 +261,43 @@ def scored(values: dict, unavailable: dict, count: int, judge: Judge | None, pro
     }
 
 
+def write_down(job: Job, record: dict, parts: Parts, options: Options) -> None:
+    """fid.json, fid.png, a line in fid.csv, and samples.npz if asked for; then print the table."""
+    files = files_of(job, options)
+    with explain_failure(files.folder):
+        files.make_room(job.settings)
+        save_grid(files.path("fid.png"), parts.first("pictures", GRID), columns=8)
+        if options.save_samples:
+            labels = np.concatenate(list(parts.arrays("labels")))
+            save_npz(files.path("samples.npz"), parts.arrays("pictures"), labels)
+        add_line((Path(options.out) if options.out else job.found.folder.parent) / "fid.csv", record)
+        where = files.write(record)
+    print(f"{table(record)}\n  written   {where}")
+
+
 def score_pictures(samples: Pictures, judge: Judge, options: Options, processes: Processes) -> None:
-    """Score pictures made elsewhere: fid.json beside them, their name before it."""
-    began, path = time.perf_counter(), Path(options.samples)
-    folder = Path(options.cache).expanduser() / "samples"
-    features = features_of(samples, folder, judge.network, judge.weights, processes)
+    """Score pictures made elsewhere; their features are kept in the cache like a reference's."""
+    for text in warnings(samples.count, judge.reference):
+        processes.say(f"  note: {text}")
+    began = time.perf_counter()
+    features = features_of(samples, Path(options.cache).expanduser(), judge.network, judge.weights, processes)
     extracted = time.perf_counter()
     if processes.main:
         values, unavailable = score(features, judge.reference, judge.features, processes.device)
-        seconds = {
-            "reference": judge.seconds,
-            "features": extracted - began,
-            "scoring": time.perf_counter() - extracted,
-        }
-        record = scored(values, unavailable, samples.count, judge, processes) | {
-            "samples": str(path),
+        record = common_record(values, unavailable, samples.count, judge, processes) | {
+            "samples": options.samples,
             "settings": {"samples": samples.sha256, "reference": judge.reference.sha256, "inception": judge.weights},
-            "seconds": {key: round(value, 1) for key, value in seconds.items()},
+            "seconds": {
+                "reference": judge.seconds,
+                "features": extracted - began,
+                "scoring": time.perf_counter() - extracted,
+            },
         }
-        files = ScoreFiles(Path(options.out)) if options.out else ScoreFiles(path.parent, f"{path.stem}.")
+        files = files_beside(options)
         with explain_failure(files.folder):
-            files.folder.mkdir(parents=True, exist_ok=True)
             files.make_room(record["settings"])
             where = files.write(record)
-        features.remove()
-        processes.say(f"{table(record)}\n  written   {where}")
+        print(f"{table(record)}\n  written   {where}")
     processes.wait()
 
 

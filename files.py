@@ -89,6 +89,17 @@ def point_to(link: Path, target: str) -> None:
     os.replace(partial, link)
 
 
+def check_place(folder: Path, needed: int) -> None:
+    """Raise OSError unless files of so many bytes can be written in a folder, which is made if it is not there."""
+    with explain_failure(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    if needed > free_bytes(folder):
+        raise OSError(f"{folder} has {free_bytes(folder) / 1e9:.1f} GB free, but {needed / 1e9:.1f} GB are needed")
+
+
 def free_bytes(folder: Path) -> int:
     """What the disk below a folder can still take."""
     return shutil.disk_usage(folder).free

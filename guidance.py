@@ -58,8 +58,8 @@ class Guidance:
 
     def describe(self) -> str:
         """For people: "cfg 1.5"."""
-        sparse = f" with ratios {self.strong:g} and {self.weak:g}" if self.kind == "sparse" else ""
-        return "none" if self.kind == "none" else f"{self.kind} {self.scale:g}{sparse}"
+        sparse = f" with ratios {self.strong:.12g} and {self.weak:.12g}" if self.kind == "sparse" else ""
+        return "none" if self.kind == "none" else f"{self.kind} {self.scale:.12g}{sparse}"
 
     def check(self, routes: Sequence[Route], label_drop: float) -> None:
         """Raise ValueError unless a network trained with these routes and this label drop can be guided so."""

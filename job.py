@@ -46,6 +46,9 @@ class Options:
             raise ValueError("reference=… is needed: ADM's .npz, an .npz with mu and sigma, a folder or a tar")
         if self.save_reference and Path(self.save_reference).suffix != ".npz":
             raise ValueError(f"save_reference is {self.save_reference!r}, but must end in .npz")
+        paths = [Path(path) for path in (self.samples, self.reference) if path]
+        if self.crop and all(path.suffix == ".npz" for path in paths):
+            raise ValueError(f"crop={self.crop} is for folders and tars of photos, but none is named")
         for key in ("batch_size", "crop"):
             if (getattr(self, key) or 1) < 1:
                 raise ValueError(f"{key} is {getattr(self, key)}, but must be positive")
@@ -82,8 +85,10 @@ class Job:
         return range(self.settings["first_seed"], self.settings["first_seed"] + self.count)
 
 
-def find_checkpoints(pattern: str) -> list[checkpoint.Checkpoint]:
+def find_checkpoints(pattern: str | None) -> list[checkpoint.Checkpoint]:
     """Those that a path, or a pattern with *, names, each once, by step. Raises FileNotFoundError or ValueError."""
+    if pattern is None:
+        return []
     paths = sorted(glob.glob(pattern)) if any(sign in pattern for sign in "*?[") else [pattern]
     if not paths:
         raise FileNotFoundError(f"no checkpoint matches {pattern}")
@@ -108,6 +113,7 @@ def plan_job(options: Options, found: checkpoint.Checkpoint, hashes: dict[str, s
             f"{found.folder} is of dataset {cfg.dataset.name}, which needs reference=…: ADM's .npz, an .npz with mu "
             "and sigma, a folder or a tar of pictures (save_samples=true draws without scoring)"
         )
+    found.check(options.weights)
     count = options.num_samples or (EMBEDDED_COUNT if embedded else COUNT)
     sampler = Sampler(options.steps, min(options.batch_size, count), precision, options.guidance, cfg.model.routes)
     latents = Latents.from_json(found.info["latents"])
@@ -124,7 +130,8 @@ def plan_job(options: Options, found: checkpoint.Checkpoint, hashes: dict[str, s
         "guidance": options.guidance.describe(),
         "dtype": precision,
         "batch_size": sampler.batch_size,
-        "autoencoder": autoencoder.located(options.autoencoder or latents.autoencoder),
+        "decoder": autoencoder.decoder_hash(latents, options.autoencoder),
+        "latents": {key: getattr(latents, key) for key in ("scale", "shift", "channel_shift", "channel_scale")},
         "edm": asdict(cfg.edm),
         **hashes,
     }

@@ -31,7 +31,7 @@ def open_judge(reference: Reference, weights: Path, cache: Path, processes: Proc
     network, digest, features = load_inception(weights, processes.device), sha256(weights), None
     began = time.perf_counter()
     if reference.pictures is not None:
-        features = features_of(reference.pictures, cache / "references", network, digest, processes)
+        features = features_of(reference.pictures, cache, network, digest, processes)
     return Judge(reference, network, digest, features, time.perf_counter() - began)
 
 

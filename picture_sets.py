@@ -27,6 +27,8 @@ from photos import SUFFIXES, Folder
 from tars import Tar
 
 THREADS = 8  # that decode a folder's pictures
+Known = tuple[str, tuple[int, int]]  # sha256 and resolution
+Watch = Callable[[list[str]], Iterable[str]]
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,18 @@ class Pictures:
     read: Callable[[int, int], np.ndarray]
 
 
-def open_pictures(path: Path, crop: int | None = None) -> Pictures:
+def open_pictures(
+    path: Path,
+    crop: int | None = None,
+    known: Known | None = None,
+    watch: Watch = iter,
+) -> Pictures:
     """Open a set of pictures and check all that can be checked without decoding it.
 
-    crop  prepare a folder's photos as ADM does: converted to RGB, its centre crop to so many pixels.
-          None: they must be RGB of 8 bits and of one size.
+    crop   prepare photos of a folder or tar as ADM does: converted to RGB, its centre crop to so many
+           pixels. None: they must be RGB of 8 bits and of one size.
+    known  sha256 and resolution, where another process has read all the files for them.
+    watch  what a folder's names go through while its files are read: a progress bar.
 
     Raises FileNotFoundError, or ValueError that names what is wrong.
     """
@@ -61,10 +70,8 @@ def open_pictures(path: Path, crop: int | None = None) -> Pictures:
             raise FileNotFoundError(f"{path} is not there: an .npz with arr_0, a folder or a tar of pictures is needed")
         path, inside = tar, f"{path.relative_to(tar)}/"
     if path.suffix == ".npz":
-        if crop is not None:
-            raise ValueError(f"crop={crop} is for folders of photos; the pictures in {path} are taken as they are")
-        return _open_npz(path)
-    return _open_files(path, inside, crop)
+        return _open_npz(path, known)
+    return _open_files(path, inside, crop, known, watch)
 
 
 # -------------------------------------------------------------------------------------------- npz
@@ -83,9 +90,10 @@ class Npz:
 
     def header(self, name: str) -> tuple[tuple[int, ...], np.dtype]:
         """Shape and dtype of an array."""
-        return self._open(name)[1:]
+        return self._open(name)[1:3]
 
-    def _open(self, name: str) -> tuple[io.BufferedIOBase, tuple[int, ...], np.dtype]:
+    def _open(self, name: str) -> tuple[io.BufferedIOBase, tuple[int, ...], np.dtype, bool]:
+        """An array's file after its head; shape, dtype, and whether it is stored column by column."""
         try:
             file = self._zip.open(f"{name}.npy")
             version = np.lib.format.read_magic(file)
@@ -93,41 +101,45 @@ class Npz:
             shape, fortran, dtype = read(file)
         except (zipfile.BadZipFile, ValueError, EOFError, OSError, zlib.error) as error:
             raise ValueError(f"{self.path} is damaged: {name}: {error}") from error
-        if fortran and len(shape) > 1 or dtype.hasobject:
-            raise ValueError(f"{self.path}: {name} is stored column by column or as objects, which is not read")
-        return file, shape, dtype
+        if dtype.hasobject:
+            raise ValueError(f"{self.path}: {name} is stored as objects, which are not read")
+        if file.tell() + int(np.prod(shape)) * dtype.itemsize != self._zip.getinfo(f"{name}.npy").file_size:
+            raise ValueError(f"{self.path} is damaged: {name} is not {shape} of {dtype}, as its head says")
+        return file, shape, dtype, fortran and len(shape) > 1
 
     def rows(self, name: str) -> Callable[[int, int], np.ndarray]:
         """A function (start, stop) → those rows of an array; it goes back to the start where it must."""
-        file, shape, dtype = self._open(name)
+        file, shape, dtype, columns = self._open(name)
+        if columns:
+            raise ValueError(f"{self.path}: {name} is stored column by column; save it as np.ascontiguousarray(…)")
         size, at = int(np.prod(shape[1:])) * dtype.itemsize, 0
 
         def read(start: int, stop: int) -> np.ndarray:
             nonlocal file, at
-            try:
-                if start < at:
-                    file, at = self._open(name)[0], 0
-                while at < start:
-                    at += len(self._exactly(file, min(start - at, max(1, 2**24 // size)) * size)) // size
-                content = self._exactly(file, (stop - start) * size)
-            except (zipfile.BadZipFile, EOFError, OSError, zlib.error) as error:
-                raise ValueError(f"{self.path} is damaged: {name} could not be read: {error}") from error
+            if start < at:
+                file, at = self._open(name)[0], 0
+            while at < start:
+                at += len(self._exactly(file, min(start - at, max(1, 2**24 // size)) * size)) // size
+            content = self._exactly(file, (stop - start) * size)
             at = stop
             return np.frombuffer(content, dtype).reshape(stop - start, *shape[1:])
 
         return read
 
-    @staticmethod
-    def _exactly(file: io.BufferedIOBase, size: int) -> bytes:
-        content = file.read(size)
+    def _exactly(self, file: io.BufferedIOBase, size: int) -> bytes:
+        try:
+            content = file.read(size)
+        except (zipfile.BadZipFile, EOFError, OSError, zlib.error) as error:
+            raise ValueError(f"{self.path} is damaged: {error}") from error
         if len(content) != size:
-            raise EOFError(f"{size - len(content)} bytes are missing")
+            raise ValueError(f"{self.path} is damaged: {size - len(content)} bytes are missing")
         return content
 
     def read(self, name: str) -> np.ndarray:
         """A whole array."""
-        shape, _ = self.header(name)
-        return self.rows(name)(0, shape[0]) if shape else self.rows(name)(0, 1)
+        file, shape, dtype, columns = self._open(name)
+        content = self._exactly(file, int(np.prod(shape)) * dtype.itemsize)
+        return np.frombuffer(content, dtype).reshape(shape, order="F" if columns else "C")
 
 
 def check_pictures(where: object, shape: tuple[int, ...], dtype: np.dtype) -> None:
@@ -151,7 +163,7 @@ def check_count(where: object, count: int) -> None:
         raise ValueError(f"{where} holds {count} pictures, but at least 2 are needed")
 
 
-def _open_npz(path: Path) -> Pictures:
+def _open_npz(path: Path, known: Known | None) -> Pictures:
     npz = Npz(path)
     if "arr_0" not in npz.names:
         raise ValueError(f"{path} holds {', '.join(npz.names) or 'nothing'}, but no pictures (arr_0)")
@@ -162,13 +174,19 @@ def _open_npz(path: Path) -> Pictures:
     def read(start: int, stop: int) -> np.ndarray:
         return np.ascontiguousarray(rows(start, stop).transpose(0, 3, 1, 2))
 
-    return Pictures(str(path), shape[0], shape[1:3], sha256(path), read)
+    return Pictures(str(path), shape[0], shape[1:3], known[0] if known else sha256(path), read)
 
 
 # ------------------------------------------------------------------------------------------ files
 
 
-def _open_files(path: Path, inside: str | None, crop: int | None) -> Pictures:
+def _open_files(
+    path: Path,
+    inside: str | None,
+    crop: int | None,
+    known: Known | None,
+    watch: Watch,
+) -> Pictures:
     store = Folder(path) if path.is_dir() else Tar(path)
     names = [name for name in store.names if name.lower().endswith(SUFFIXES) and name.startswith(inside or "")]
     names = [name for name in names if not any(part.startswith(".") for part in name.split("/") if part != ".")]
@@ -177,7 +195,7 @@ def _open_files(path: Path, inside: str | None, crop: int | None) -> Pictures:
         raise ValueError(f"{path} has no pictures in {inside}, but folders like {', '.join(folders[:3])}")
     check_count(path / (inside or ""), len(names))
     digest, sizes = hashlib.sha256(f"crop {crop}".encode()), {}
-    for name in names:
+    for name in watch(names) if known is None else ():
         content = store.read(name)
         digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
         size = (crop, crop) if crop else _plain_size(content, f"{path}: {name}")
@@ -200,7 +218,8 @@ def _open_files(path: Path, inside: str | None, crop: int | None) -> Pictures:
         with ThreadPoolExecutor(THREADS) as pool:
             return np.ascontiguousarray(np.stack(list(pool.map(decode, names[start:stop]))).transpose(0, 3, 1, 2))
 
-    return Pictures(str(path), len(names), next(iter(sizes)), digest.hexdigest(), read)
+    found, size = known or (digest.hexdigest(), next(iter(sizes)))
+    return Pictures(str(path / (inside or "")), len(names), size, found, read)
 
 
 def _plain_size(content: bytes, where: str) -> tuple[int, int]:

@@ -8,8 +8,9 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -17,6 +18,8 @@ from tqdm import tqdm
 
 from compute import use_cores, use_precision
 from files import Lock, explain_failure
+
+T = TypeVar("T")
 
 
 def open_accelerator(precision: str, cpu_threads: int | None) -> tuple[Accelerator, str]:
@@ -58,6 +61,8 @@ class Processes:
         try:
             self.device = torch.device(device)
             torch.zeros(1, device=self.device)
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"device {device!r} can't be used: {error}") from error
         self.cores = use_cores(None, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -77,6 +82,16 @@ class Processes:
             self._state.wait_for_everyone()
         except RuntimeError as error:  # of torch.distributed
             raise OSError("another process stopped; see its message") from error
+
+    def from_main(self, decide: Callable[[], T]) -> T:
+        """What the main process decides, for all: others do not look at files that may change meanwhile."""
+        decided = [decide() if self.main else None]
+        if self.count > 1:
+            try:
+                torch.distributed.broadcast_object_list(decided, src=0)
+            except RuntimeError as error:
+                raise OSError("another process stopped; see its message") from error
+        return decided[0]
 
     def say(self, text: str) -> None:
         """Print a line, from the main process alone."""

@@ -11,6 +11,7 @@ and KID, as in ADM's evaluator.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from files import sha256
 from inception import POOL_FEATURES, SPATIAL_FEATURES
 from metrics import Moments
 from parts import Parts
-from picture_sets import Npz, Pictures, open_pictures
+from picture_sets import Known, Npz, Pictures, Watch, open_pictures
 
+STATED = ("resolution", "count")  # what save_statistics writes beside the statistics
 Statistics = tuple[np.ndarray, np.ndarray]  # mean (D,), covariance (D, D)
 KEYS = {"pool": ("mu", "sigma", POOL_FEATURES), "spatial": ("mu_s", "sigma_s", SPATIAL_FEATURES)}
 
@@ -33,6 +35,7 @@ class Reference:
     pool, spatial  statistics of features, None where it has none.
     pictures       whose features complete it, None where it has none.
     resolution     (H, W), None where nobody knows.
+    count          pictures it holds, or that its statistics were made of; None where nobody knows.
     """
 
     where: str
@@ -41,38 +44,38 @@ class Reference:
     spatial: Statistics | None
     pictures: Pictures | None
     resolution: tuple[int, int] | None
+    count: int | None
 
     @property
     def statistics_from(self) -> str:
-        """Where its statistics for FID come from: "file", of a count nobody states, or "pictures"."""
+        """Where its statistics for FID come from: "file", or "pictures"."""
         return "pictures" if self.pool is None else "file"
 
-    @property
-    def count(self) -> int | None:
-        """Pictures it holds."""
-        return self.pictures and self.pictures.count
 
-
-def open_reference(path: Path, crop: int | None = None) -> Reference:
-    """Open a reference; the pictures of it are not looked at yet. crop as in open_pictures.
+def open_reference(path: Path, crop: int | None = None, known: Known | None = None, watch: Watch = iter) -> Reference:
+    """Open a reference; the pictures of it are not looked at yet. Arguments are those of open_pictures.
 
     Raises FileNotFoundError, or ValueError for what is damaged, of another network, or no reference.
     """
     if path.suffix in (".pkl", ".pt", ".pth"):
         raise ValueError(f"{path} may hold pickled objects, which are not read: convert it to an .npz with mu, sigma")
-    if path.suffix != ".npz" or not path.is_file():
-        pictures = open_pictures(path, crop)
-        return Reference(str(path), pictures.sha256, None, None, pictures, pictures.resolution)
-    npz = Npz(path)
-    found = {kind: _statistics(npz, *keys) for kind, keys in KEYS.items()}
-    pictures = open_pictures(path, crop) if "arr_0" in npz.names else None
-    if pictures is None and found["pool"] is None:
+    npz = Npz(path) if path.suffix == ".npz" and path.is_file() else None
+    found = {kind: npz and _statistics(npz, *keys) for kind, keys in KEYS.items()}
+    if npz is None or "arr_0" in npz.names:
+        pictures = open_pictures(path, crop, known, watch)
+        return Reference(
+            str(path), pictures.sha256, **found, pictures=pictures, resolution=pictures.resolution, count=pictures.count
+        )
+    if found["pool"] is None:
         raise ValueError(f"{path} holds {', '.join(npz.names) or 'nothing'}: a reference has mu, sigma or arr_0")
-    resolution = pictures.resolution if pictures else None
-    if resolution is None and "resolution" in npz.names:
-        resolution = tuple(npz.read("resolution").tolist())
+    resolution, count = (npz.read(name).ravel().tolist() if name in npz.names else [] for name in STATED)
     return Reference(
-        str(path), pictures.sha256 if pictures else sha256(path), **found, pictures=pictures, resolution=resolution
+        str(path),
+        sha256(path),
+        **found,
+        pictures=None,
+        resolution=tuple(resolution) if len(resolution) == 2 else None,
+        count=count[0] if len(count) == 1 else None,
     )
 
 
@@ -90,6 +93,7 @@ def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int) ->
     return mean.astype(np.float64), covariance.astype(np.float64)
 
 
+@functools.lru_cache(maxsize=4)  # a reference's are wanted for each checkpoint
 def statistics(features: Parts, kind: str) -> Statistics:
     """Mean and covariance of the "pool" or "spatial" features of a set of pictures."""
     moments = Moments.of_parts(features.arrays(kind))

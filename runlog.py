@@ -25,7 +25,7 @@ FIXED = (
     "train.batch_size",
     "train.label_drop",
 )
-PACKAGES = ("torch", "accelerate", "hydra-core", "diffusers", "numpy")
+PACKAGES = ("torch", "accelerate", "hydra-core", "diffusers", "numpy", "pillow", "scikit-learn", "safetensors")
 
 
 def versions() -> dict[str, str]:

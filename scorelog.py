@@ -6,6 +6,7 @@ fid.json holds the newest scoring; older ones by other settings keep their files
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,10 @@ from files import write_whole
 from scoring import METRICS
 
 COLUMNS = ("time", "step", "count", *METRICS, "label_agreement", "frechet_pixels", "reference", "reference_count")
-COLUMNS += ("sampler", "steps", "nfe", "guidance", "labels", "first_seed", "weights", "dtype", "file")
+COLUMNS += ("sampler", "steps", "nfe", "guidance", "labels", "first_seed", "weights", "dtype", "checkpoint")
+
+
+NAMES = ("samples.npz", "fid.png", "fid.json")
 
 
 class ScoreFiles:
@@ -28,14 +32,15 @@ class ScoreFiles:
         head, _, suffix = name.rpartition(".")
         return self.folder / f"{self.stem}{head}{'' if number is None else f'-{number}'}.{suffix}"
 
-    def _numbers(self) -> Iterator[int | None]:
+    def _scorings(self) -> Iterator[int | None]:
         """None for the newest scoring that is there, then 1, 2, … for the others."""
-        if self.path("fid.json").exists():
-            yield None
-        number = 1
-        while self.path("fid.json", number).exists():
-            yield number
-            number += 1
+        for number in itertools.chain([None], range(1, self._free())):
+            if self.path("fid.json", number).exists():
+                yield number
+
+    def _free(self) -> int:
+        """The first number that none of the files has."""
+        return next(n for n in itertools.count(1) if not any(self.path(name, n).exists() for name in NAMES))
 
     def _is(self, number: int | None, settings: dict) -> dict | None:
         """A scoring's record, if it is by these settings."""
@@ -43,25 +48,24 @@ class ScoreFiles:
             record = json.loads(self.path("fid.json", number).read_text())
         except ValueError:
             return None
-        return record if record.get("settings") == json.loads(json.dumps(settings)) else None
+        same = isinstance(record, dict) and record.get("settings") == json.loads(json.dumps(settings))
+        return record if same else None
 
-    def find(self, settings: dict) -> dict | None:
-        """The record of a scoring by these settings, if it was done before; its "samples" says where they are."""
-        for number in self._numbers():
-            if record := self._is(number, settings):
-                return record | {
-                    "file": str(self.path("fid.json", number)),
-                    "has_samples": self.path("samples.npz", number).exists(),
-                }
+    def find(self, settings: dict, with_samples: bool = False) -> tuple[Path, dict] | None:
+        """fid.json and its content of a scoring by these settings; with_samples: one whose samples are there too."""
+        for number in self._scorings():
+            record = self._is(number, settings)
+            if record and (not with_samples or self.path("samples.npz", number).exists()):
+                return self.path("fid.json", number), record
         return None
 
     def make_room(self, settings: dict) -> None:
-        """Give the files of a scoring by other settings a number, so that a new one can have their names."""
-        if self.path("fid.json").exists() and not self._is(None, settings):
-            number = max((found for found in self._numbers() if found), default=0) + 1
-            for name in ("samples.npz", "fid.png", "fid.json"):
-                if self.path(name).exists():
-                    self.path(name).replace(self.path(name, number))
+        """Give files that are there a number, so that a new scoring can have their names; those of the same stay."""
+        there = [name for name in NAMES if self.path(name).exists()]
+        if there and not ("fid.json" in there and self._is(None, settings)):
+            number = self._free()
+            for name in there:
+                self.path(name).replace(self.path(name, number))
 
     def write(self, record: dict) -> Path:
         """Write fid.json and return its path."""
@@ -70,7 +74,7 @@ class ScoreFiles:
         return path
 
 
-NAMES = {"fid": "FID", "sfid": "sFID", "inception_score": "Inception Score", "kid": "KID"}
+SHOWN = {"fid": "FID", "sfid": "sFID", "inception_score": "Inception Score", "kid": "KID"}
 
 
 def table(record: dict) -> str:
@@ -79,15 +83,19 @@ def table(record: dict) -> str:
     statistics = pictures if record.get("reference_statistics") == "pictures" else ""
     against = {"fid": statistics, "sfid": statistics} | dict.fromkeys(("precision", "recall", "kid"), pictures)
     lines = [
-        f"  {NAMES.get(name, name):<21}{record[name]:<12.5g} {count:,} samples{against.get(name, '')}"
+        f"  {SHOWN.get(name, name):<21}{record[name]:<12.5g} {count:,} samples{against.get(name, '')}"
         for name, count in record["counts"].items()
     ]
-    lines += [f"  {NAMES.get(name, name):<21}unavailable: {why}" for name, why in record["unavailable"].items()]
+    lines += [f"  {SHOWN.get(name, name):<21}unavailable: {why}" for name, why in record["unavailable"].items()]
     return "\n".join(lines + [f"  note: {text}" for text in record["warnings"]])
 
 
 def add_line(path: Path, record: dict) -> None:
-    """Append a scoring to a .csv with COLUMNS, which is begun if it is not there."""
+    """Append a scoring to a .csv with COLUMNS; one with other columns keeps its lines under another name."""
+    head = ",".join(COLUMNS)
+    if path.exists() and path.read_text().partition("\n")[0].strip() != head:
+        number = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}-{n}.csv").exists())
+        path.replace(path.with_name(f"{path.stem}-{number}.csv"))
     new = not path.exists()
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")

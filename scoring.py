@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from inception import POOL_FEATURES, Inception, exact, extract
-from metrics import Moments, frechet_distance, inception_score, kernel_distance, precision_recall
+from metrics import NEIGHBOURS, Moments, frechet_distance, inception_score, kernel_distance, precision_recall
 from parts import Parts
 from picture_sets import Pictures
 from reference import Reference, statistics
@@ -77,21 +77,29 @@ def score(
         reason = "the reference has statistics, but no pictures (arr_0)"
         return values, unavailable | dict.fromkeys(("precision", "recall", "kid"), reason)
     ours, theirs = (
-        torch.from_numpy(np.concatenate(list(parts.arrays("pool")))).to(device)
-        for parts in (samples, reference_features)
+        torch.from_numpy(np.concatenate(list(parts.arrays("pool")))) for parts in (samples, reference_features)
     )
     with exact():
         try:
-            values["precision"], values["recall"] = precision_recall(theirs, ours)
-        except ValueError as error:
-            unavailable |= dict.fromkeys(("precision", "recall"), str(error))
-        values["kid"] = kernel_distance(theirs, ours)
+            found = _compare(theirs.to(device), ours.to(device))
+        except torch.OutOfMemoryError:
+            found = _compare(theirs, ours)
+    if found[0] is None:
+        unavailable |= dict.fromkeys(("precision", "recall"), f"each set must have more than {NEIGHBOURS} pictures")
+    values |= {name: value for name, value in zip(("precision", "recall", "kid"), found) if value is not None}
     return values, unavailable
+
+
+def _compare(reference: torch.Tensor, samples: torch.Tensor) -> tuple[float | None, float | None, float]:
+    """Precision and recall, None for too small sets, and KID."""
+    enough = min(len(reference), len(samples)) > NEIGHBOURS
+    precision, recall = precision_recall(reference, samples) if enough else (None, None)
+    return precision, recall, kernel_distance(reference, samples)
 
 
 def warnings(samples: int, reference: Reference) -> list[str]:
     """What a reader of the numbers should know about their counts."""
-    counts = {"samples": samples, "pictures in the reference": None if reference.pool else reference.count}
+    counts = {"samples": samples, "pictures in the reference": reference.count}
     return [
         f"{count:,} {what} are fewer than the {POOL_FEATURES:,} dimensions of the features: their covariance is of "
         "deficient rank, FID is biased upwards, and only comparable at the same counts"

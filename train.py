@@ -278,9 +278,11 @@ def log_fid(run: Run) -> None:
     began, accelerator, sampling = time.perf_counter(), run.accelerator, run.cfg.sampling
     seeds = range(run.cfg.eval.fid_samples)[accelerator.process_index :: accelerator.num_processes]
     sampler = Sampler(sampling.steps, min(64, len(seeds)), run.precision)
-    mine = run.probe.moments(run.cfg.edm, run.ema.network, seeds, sampler).pack().to(accelerator.device)
-    total = functools.reduce(Moments.merge, map(Moments.unpack, accelerator.gather(mine[None])))
-    value = run.probe.fid(total)
+    total = run.probe.moments(run.cfg.edm, run.ema.network, seeds, sampler)
+    if accelerator.num_processes > 1:
+        rows = accelerator.gather(total.pack().to(accelerator.device)[None])
+        total = functools.reduce(Moments.merge, map(Moments.unpack, rows))
+    value = run.probe.fid(total) if run.main else math.nan
     seconds = time.perf_counter() - began
     run.record(fid=value, fid_samples=total.count, fid_seconds=round(seconds, 1))
     run.say(f"  FID      {value:.2f} of {total.count:,} samples at step {run.step}, took {seconds:.0f} s")

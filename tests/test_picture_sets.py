@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tarfile
+import zipfile
 
 import numpy as np
 import pytest
@@ -107,6 +108,10 @@ def test_damaged_files_are_named(tmp_path, pictures_of):
     path.write_bytes(spoilt)
     with pytest.raises(ValueError, match="damaged.*CRC"):
         open_pictures(path).read(0, 20)
+    with zipfile.ZipFile(path, "w") as archive, archive.open("arr_0.npy", "w") as file:  # a head without its array
+        np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (20, 16, 16, 3)})
+    with pytest.raises(ValueError, match=r"damaged: arr_0 is not \(20, 16, 16, 3\)"):
+        open_pictures(path)
     np.savez(path, images=pictures_of(20, 16, 0))
     with pytest.raises(ValueError, match="holds images, but no pictures"):
         open_pictures(path)
@@ -144,6 +149,9 @@ def test_references_say_what_they_have(tmp_path, pictures_of):
     assert (edm.spatial, edm.pictures, edm.resolution, edm.count) == (None, None, None, None)
     assert np.array_equal(adm.spatial[1], sigma_s) and adm.count == 4 and adm.resolution == (16, 16)
     assert batch.pool is None and batch.count == 4 and batch.statistics_from == "pictures"
+    np.savez(tmp_path / "fortran.npz", mu=mu, sigma=np.asfortranarray(sigma + mu), resolution=np.array([16]))
+    found = open_reference(tmp_path / "fortran.npz")
+    assert np.array_equal(found.pool[1], sigma + mu) and found.resolution is None
     assert adm.sha256 != batch.sha256 and adm.statistics_from == "file"
 
 
@@ -176,7 +184,7 @@ def test_statistics_that_are_saved_are_a_reference(tmp_path):
     found = open_reference(tmp_path / "out" / "stats.npz")
     np.testing.assert_allclose(found.pool[1], np.cov(pool, rowvar=False), atol=1e-12)
     np.testing.assert_allclose(found.spatial[0], spatial.mean(axis=0), atol=1e-12)
-    assert found.resolution == (16, 16)
+    assert found.resolution == (16, 16) and found.count == 6 and found.statistics_from == "file"
     check_size("samples", (3, 16, 16), found)
     with pytest.raises(ValueError, match="samples has pictures of 32×16, but those of .*stats.npz are 16×16"):
         check_size("samples", (3, 16, 32), found)
