@@ -24,6 +24,9 @@ from torch import Tensor, nn
 from files import point_to, sha256, whole_folder
 
 VERSION = 1
+# what readers raise for files that are damaged or something else; torch's stumbles over whatever it finds there
+UNREADABLE = (SafetensorError, UnpicklingError, RuntimeError, OSError, EOFError)
+UNREADABLE += (LookupError, ValueError, TypeError, AttributeError)
 
 
 def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info: Mapping) -> Path:
@@ -173,7 +176,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, UnpicklingError, RuntimeError, EOFError, OSError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{path} could not be read as a state dict: {error}") from error
     for key in ("ema", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):

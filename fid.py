@@ -200,7 +200,7 @@ def draw_parts(
             seeds, arrays, began = [job.seeds[i] for i in parts.ranges[number]], {}, time.perf_counter()
             labels = seeded_labels(seeds, cfg.dataset.num_classes, job.settings["labels"])
             drawn = []
-            for pictures in draw_pictures(cfg.edm, network, decoder, seeds, labels, job.sampler):
+            for pictures in draw_pictures(cfg.edm, network, decoder, seeds, labels, job.sampler, check=True):
                 drawn.append(pictures)
                 progress.update(len(pictures))
             pictures, sampled = torch.cat(drawn), time.perf_counter()

@@ -270,6 +270,6 @@ def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
         network.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(
-            f"{path} holds other weights than those of the FID Inception of 2015-12-05 ({URL}): {error}"
+            f"{path} holds other weights than those of the FID Inception of 2015-12-05 ({URL}): {str(error)[:300]} …"
         ) from error
     return network.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)

@@ -104,7 +104,8 @@ def frechet_distance(mean1: np.ndarray, covariance1: np.ndarray, mean2: np.ndarr
         raise ValueError("means or covariances hold numbers that are not finite")
     offset = np.asarray(mean1, np.float64) - mean2
     overlap = torch.linalg.svdvals(_factor(covariance1).T @ _factor(covariance2)).sum().item()
-    return float(offset @ offset + np.trace(covariance1) + np.trace(covariance2) - 2 * overlap)
+    distance = offset @ offset + np.trace(covariance1) + np.trace(covariance2) - 2 * overlap
+    return max(0.0, float(distance))  # below 0 is rounding
 
 
 def inception_score(probabilities: np.ndarray, split: int = SPLIT) -> float:
@@ -128,7 +129,8 @@ def precision_recall(
 
     Precision is the share of samples that lie within the reference's manifold, recall the share of
     the reference within the samples'. A manifold is the union of balls around its points up to the
-    k-th neighbour, the point itself not counted; a point on a ball's edge lies within.
+    k-th neighbour, the point itself not counted; a point on a ball's edge lies within. Distances are
+    fp32; ADM's evaluator takes them in fp16 where they are finite.
 
     Both sets must lie on one device; `block_numbers` distances are held at a time. Raises ValueError
     for sets of fewer than k+1.
@@ -138,6 +140,8 @@ def precision_recall(
             f"precision and recall need more than {k} pictures in each set, but there are {len(samples)} samples and "
             f"{len(reference)} in the reference"
         )
+    centre = reference.mean(dim=0)  # |a|² − 2ab + |b|² loses digits far from the origin
+    reference, samples = reference - centre, samples - centre
     precision = _inside(samples, reference, _radii(reference, k, block_numbers), block_numbers)
     recall = _inside(reference, samples, _radii(samples, k, block_numbers), block_numbers)
     return precision, recall

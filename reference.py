@@ -88,8 +88,8 @@ def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int) ->
             f"{npz.path}: {mean_key} {mean.shape} and {covariance_key} {covariance.shape} are statistics of another "
             f"network: the FID Inception gives {dimension} features"
         )
-    if mean.dtype.kind != "f" or not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
-        raise ValueError(f"{npz.path}: {mean_key} or {covariance_key} holds numbers that are not finite, or no floats")
+    if not all(array.dtype.kind == "f" and np.isfinite(array).all() for array in (mean, covariance)):
+        raise ValueError(f"{npz.path}: {mean_key} or {covariance_key} holds numbers that are not finite or not real")
     return mean.astype(np.float64), covariance.astype(np.float64)
 
 

@@ -81,13 +81,7 @@ def draw(edm: EDM, network: nn.Module, seeds: Sequence[int], labels: Tensor, sam
         part, y = list(seeds[start : start + sampler.batch_size]), labels[start : start + sampler.batch_size]
         missing = sampler.batch_size - len(part)
         padded, y = part + part[-1:] * missing, torch.cat([y, y[-1:].expand(missing)])
-        x = _draw_batch(edm, network, padded, y, sampler, sigmas)[: len(part)]
-        if not x.isfinite().all():
-            raise ValueError(
-                f"samples of seeds {', '.join(map(str, part[:4]))}, … are not finite: the network's weights are "
-                f"broken, or {sampler.precision} is too coarse for them"
-            )
-        yield x
+        yield _draw_batch(edm, network, padded, y, sampler, sigmas)[: len(part)]
 
 
 def _draw_batch(
@@ -119,10 +113,23 @@ def _draw_batch(
 
 
 def draw_pictures(
-    edm: EDM, network: nn.Module, decoder: autoencoder.Decoder, seeds: Sequence[int], labels: Tensor, sampler: Sampler
+    edm: EDM,
+    network: nn.Module,
+    decoder: autoencoder.Decoder,
+    seeds: Sequence[int],
+    labels: Tensor,
+    sampler: Sampler,
+    check: bool = False,
 ) -> Iterator[Tensor]:
-    """`draw`, decoded: yields pictures (b, 1 or 3, H, W) uint8 on the CPU."""
+    """`draw`, decoded: yields pictures (b, 1 or 3, H, W) uint8 on the CPU.
+
+    check  raise ValueError for samples that are not finite, which would be scored as black pictures.
+    """
     for x in draw(edm, network, seeds, labels, sampler):
+        if check and not x.isfinite().all():
+            raise ValueError(
+                f"samples are not finite: the network's weights are broken, or {sampler.precision} is too coarse for them"
+            )
         padding = x[-1:].expand(sampler.batch_size - len(x), -1, -1, -1)  # one shape for the decoder too
         yield to_pictures(torch.cat([x, padding]), decoder)[: len(x)]
 
@@ -215,7 +222,7 @@ def main(composed: DictConfig) -> None:
         all_seeds, labels = seeds * len(classes), torch.tensor(classes).repeat_interleave(len(seeds))
         batch_size = min(options.batch_size, len(all_seeds))
         sampler = Sampler(options.steps, batch_size, precision, options.guidance, cfg.model.routes)
-        stream = draw_pictures(cfg.edm, network, decoder, all_seeds, labels, sampler)
+        stream = draw_pictures(cfg.edm, network, decoder, all_seeds, labels, sampler, check=True)
         batches = -(-len(all_seeds) // sampler.batch_size)
         pictures = torch.cat(list(tqdm(stream, desc="sampling", total=batches, unit="batch")))
         save_grid(Path(options.out), pictures.numpy(), columns=len(seeds))

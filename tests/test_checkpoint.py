@@ -131,9 +131,11 @@ def test_weights_to_start_from(saved, tmp_path):
     with pytest.raises(ValueError, match="learn_sigma"):
         load_weights(learned, str(tmp_path / "bare.pt"))
     (tmp_path / "text.pt").write_text("no weights")
+    (tmp_path / "abc.pt").write_text("abc")
     torch.save([1, 2], tmp_path / "list.pt")
     for name, shown in (
         ("text.pt", "could not be read"),
+        ("abc.pt", "could not be read"),
         ("list.pt", "no state dict"),
         ("text.safetensors", "no checkpoint"),
     ):

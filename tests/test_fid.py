@@ -160,11 +160,11 @@ def test_stopped_work_goes_on_with_the_parts_that_are_missing(tmp_path, run, inc
     launch(tmp_path, *options, "out=whole")
     real, drawn = door.draw_pictures, []
 
-    def drawing(*arguments):
+    def drawing(*arguments, **options):
         drawn.append(list(arguments[3]))
         if len(drawn) == 3:
             raise KeyboardInterrupt
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(door, "draw_pictures", drawing)
     assert "go on" in refusal(tmp_path, *options)

@@ -94,10 +94,11 @@ def naive_precision_recall(reference, samples, k):
     return share(samples, reference), share(reference, samples)
 
 
-@pytest.mark.parametrize("block", [7, 200, 10**6])
-def test_precision_and_recall_are_the_definition_s(block):
+@pytest.mark.parametrize(("block", "origin"), [(7, 0), (200, 0), (10**6, 0), (10**6, 1000)])
+def test_precision_and_recall_are_the_definition_s(block, origin):
     rng = np.random.default_rng(0)
     reference, samples = rng.standard_normal((60, 5)), rng.standard_normal((45, 5)) * 0.6 + 0.5
+    reference, samples = ((one + origin).astype(np.float32).astype(np.float64) for one in (reference, samples))
     expected = naive_precision_recall(reference, samples, 3)
     assert 0.1 < expected[1] < expected[0] <= 1
     found = precision_recall(*(torch.from_numpy(a).float() for a in (reference, samples)), block_numbers=block)

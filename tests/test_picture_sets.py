@@ -165,6 +165,7 @@ def test_wrong_references_are_refused(tmp_path):
     refused(r"mu \(64,\).*another network.*2048", mu=mu, sigma=sigma)
     mu, sigma = statistics(2048)
     refused("not finite", mu=mu * np.nan, sigma=sigma)
+    refused("not real", mu=mu, sigma=sigma.astype(np.complex128))
     refused("mu, sigma or arr_0", labels=mu)
     refused("objects", mu=np.array([{}]), sigma=sigma)
     with pytest.raises(ValueError, match="pickled objects"):
