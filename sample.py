@@ -128,7 +128,8 @@ def draw_pictures(
     for x in draw(edm, network, seeds, labels, sampler):
         if check and not x.isfinite().all():
             raise ValueError(
-                f"samples are not finite: the network's weights are broken, or {sampler.precision} is too coarse for them"
+                "samples are not finite: the network's weights are broken, "
+                f"or {sampler.precision} is too coarse for them"
             )
         padding = x[-1:].expand(sampler.batch_size - len(x), -1, -1, -1)  # one shape for the decoder too
         yield to_pictures(torch.cat([x, padding]), decoder)[: len(x)]
