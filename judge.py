@@ -42,7 +42,7 @@ def features_of(pictures: Pictures, folder: Path, network: Inception, weights: s
         with processes.main_first():
             if processes.main:
                 parts.begin()
-        mine = parts.missing(processes.rank, processes.count)
+        mine = processes.from_main(parts.missing)[processes.rank :: processes.count]
         total = sum(len(parts.ranges[number]) for number in mine)
         with processes.bar(f"features of {Path(pictures.where).name}", total) as progress:
             for done in extract_parts(network, pictures, parts, mine):

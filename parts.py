@@ -52,9 +52,9 @@ class Parts:
         except (OSError, ValueError, KeyError):
             return False
 
-    def missing(self, first: int = 0, step: int = 1) -> list[int]:
-        """Parts first, first+step, … that are not done: the share of one process."""
-        return [number for number in range(first, len(self.ranges), step) if not self.done(number)]
+    def missing(self) -> list[int]:
+        """The parts that are not done."""
+        return [number for number in range(len(self.ranges)) if not self.done(number)]
 
     def write(self, number: int, arrays: Mapping[str, np.ndarray], **facts: object) -> None:
         """Keep a part, whole or not at all. Raises OSError that names the folder."""
