@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from checkpoint import read_weights
+from compute import exact
 from latents import Latents
 
 Decoder = Callable[[Tensor], Tensor]
@@ -269,6 +270,7 @@ def load_decoder(latents: Latents, device: torch.device | str = "cpu", autoencod
 
     @torch.no_grad()
     def decode(x: Tensor) -> Tensor:
-        return to_uint8(model.decode(from_network(x, latents)).sample)
+        with exact():
+            return to_uint8(model.decode(from_network(x, latents)).sample)
 
     return decode

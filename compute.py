@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from settings import check_precision
+PRECISIONS = ("auto", "fp32", "bf16")
+
+
+def check_precision(key: str, name: str) -> None:
+    """Raise ValueError unless a precision is one of PRECISIONS."""
+    why = ", which this code refuses: without loss scaling its range is too small" if name == "fp16" else ""
+    if name not in PRECISIONS:
+        raise ValueError(f"{key} is {name}{why}; use one of {', '.join(PRECISIONS)}")
 
 
 def use_precision(name: str, device: torch.device) -> str:
@@ -28,6 +36,20 @@ def use_precision(name: str, device: torch.device) -> str:
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:
     """The context in which the network runs: weights stay fp32, bf16 is autocast."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """fp32 without TF32 and autocast, whatever sampling or training has set."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = False
+    gpu = torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else nullcontext()
+    try:
+        with gpu, torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
 def use_cores(threads: int | None, processes: int) -> int:

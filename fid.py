@@ -27,7 +27,7 @@ import digits
 import settings
 from compute import device_name, use_precision
 from files import check_place, explain_failure, sha256
-from inception import find_weights
+from inception import CLASSES, POOL_FEATURES, SPATIAL_FEATURES, find_weights
 from job import Job, Options, find_checkpoints, plan_job
 from judge import Judge, features_of, open_judge
 from parts import Parts
@@ -41,13 +41,14 @@ from scorelog import ScoreFiles, add_line, table
 from scoring import as_arrays, part_size, score, warnings
 
 GRID = 64  # pictures of fid.png
+FEATURE_BYTES = 4 * (POOL_FEATURES + SPATIAL_FEATURES + CLASSES)
 Opened = TypeVar("Opened", Pictures, Reference)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="fid")
 def main(composed: DictConfig) -> None:
     try:
-        run(settings.read(OmegaConf.to_container(composed), Options), Processes(None))
+        run(settings.read(expand_users(OmegaConf.to_container(composed)), Options), Processes(None))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except torch.OutOfMemoryError as error:
@@ -80,7 +81,10 @@ def run(options: Options, processes: Processes) -> None:
         if reference is not None:
             check_size(job.found.folder, tuple(picture.shape), reference)
         if processes.main:
-            check_place(files_of(job, options).folder, job.count * picture.numel() * (1 + options.save_samples))
+            missing = job.count - sum(map(len, work_of(job, options).kept()))
+            needed = missing * (picture.numel() + FEATURE_BYTES) + options.save_samples * job.count * picture.numel()
+            check_place(files_of(job, options).folder, needed)
+            check_place(lines_of(job, options).parent, 0)
     if samples is not None:
         check_size(samples.where, (3, *samples.resolution), reference)
         check_place(files_beside(options).folder, 0)
@@ -88,13 +92,19 @@ def run(options: Options, processes: Processes) -> None:
         check_target(Path(options.save_reference), reference, processes)
     judge = None
     if reference is not None and (jobs or samples or options.save_reference):
-        judge = open_judge(reference, weights, Path(options.cache).expanduser(), processes)
+        judge = open_judge(reference, weights, Path(options.cache), processes)
     if options.save_reference:
         keep_statistics(Path(options.save_reference), judge, processes)
     for job in jobs:
         score_checkpoint(job, decoders[job.latents], judge, options, processes)
     if samples is not None:
         score_pictures(samples, judge, options, processes)
+
+
+def expand_users(config: dict) -> dict:
+    """The options with ~ in paths expanded, where the shell has not done it."""
+    paths = ("checkpoint", "samples", "reference", "save_reference", "inception", "autoencoder", "out", "cache")
+    return config | {key: str(Path(config[key]).expanduser()) for key in paths if config[key]}
 
 
 def open_set(opener: Callable[..., Opened], path: str | None, crop: int | None, processes: Processes) -> Opened | None:
@@ -120,6 +130,18 @@ def open_set(opener: Callable[..., Opened], path: str | None, crop: int | None, 
 
 def files_of(job: Job, options: Options) -> ScoreFiles:
     return ScoreFiles(Path(options.out) if options.out else job.found.folder)
+
+
+def lines_of(job: Job, options: Options) -> Path:
+    return (Path(options.out) if options.out else job.found.folder.parent) / "fid.csv"
+
+
+def work_of(job: Job, options: Options) -> Parts:
+    """Where a checkpoint's samples and their features are kept until they are scored; a reference does not matter."""
+    drawn = {key: value for key, value in job.settings.items() if key != "reference"}
+    name = f".fid-{hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]}"
+    size = part_size(job.count, job.sampler.batch_size)
+    return Parts(files_of(job, options).folder / name, drawn, job.count, size)
 
 
 def files_beside(options: Options) -> ScoreFiles:
@@ -163,16 +185,15 @@ def score_checkpoint(
     job: Job, decoder: autoencoder.Decoder, judge: Judge | None, options: Options, processes: Processes
 ) -> None:
     """Draw, score, and write down; what is drawn is kept until the numbers are written."""
-    began, files = time.perf_counter(), files_of(job, options)
-    drawn = {key: value for key, value in job.settings.items() if key != "reference"}
-    name = f".fid-{hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]}"
-    parts = Parts(files.folder / name, drawn, job.count, part_size(job.count, job.sampler.batch_size))
-    with processes.lock(files.folder / ".fid.lock", f"another process is scoring in {files.folder}"):
+    began, folder, parts = time.perf_counter(), files_of(job, options).folder, work_of(job, options)
+    with processes.lock(folder / ".fid.lock", f"another process is scoring in {folder}"):
+        if processes.from_main(lambda: is_scored(job, options)):  # by another launch meanwhile
+            return
         with processes.main_first():
             if processes.main:
                 parts.begin()
         processes.say(f"{job.found.folder}: {job.count:,} samples, NFE {job.sampler.nfe}, {job.settings['dtype']}")
-        for other in set(files.folder.glob(".fid-*")) - {parts.folder}:
+        for other in set(folder.glob(".fid-*")) - {parts.folder}:
             processes.say(f"  note: {other} holds unfinished work by other settings; remove it if you do not want it")
         for text in warnings(job.count, judge.reference) if judge else ():
             processes.say(f"  note: {text}")
@@ -230,6 +251,7 @@ def conclude(job: Job, judge: Judge | None, parts: Parts, seconds: dict[str, flo
         "counts": dict.fromkeys(values, job.count) | counts,
         "checkpoint": str(job.found.folder),
         "step": job.found.step,
+        "resolution": list(parts.first("pictures", 1).shape[2:]),
         "ema": job.settings["weights"] == "ema",
         "seeds": [job.seeds[0], job.seeds[-1]],
         "settings": job.settings,
@@ -270,7 +292,7 @@ def write_down(job: Job, record: dict, parts: Parts, options: Options) -> None:
         if options.save_samples:
             labels = np.concatenate(list(parts.arrays("labels")))
             save_npz(files.path("samples.npz"), parts.arrays("pictures"), labels)
-        add_line((Path(options.out) if options.out else job.found.folder.parent) / "fid.csv", record)
+        add_line(lines_of(job, options), record)
         where = files.write(record)
     print(f"{table(record)}\n  written   {where}")
 
@@ -280,7 +302,7 @@ def score_pictures(samples: Pictures, judge: Judge, options: Options, processes:
     for text in warnings(samples.count, judge.reference):
         processes.say(f"  note: {text}")
     began = time.perf_counter()
-    features = features_of(samples, Path(options.cache).expanduser(), judge.network, judge.weights, processes)
+    features = features_of(samples, Path(options.cache), judge.network, judge.weights, processes)
     extracted = time.perf_counter()
     if processes.main:
         values, unavailable = score(features, judge.reference, judge.features, processes.device)

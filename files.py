@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -75,10 +76,10 @@ def explain_failure(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(
-            f"{path} could not be written ({error}): is the disk full, or a file size limit set? "
-            "What was done before is kept"
-        ) from error
+        why = "is the disk full, or a file size limit set?"
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            why = "choose a place that you may write to."
+        raise OSError(f"{path} could not be written ({error}): {why} What was done before is kept") from error
 
 
 def point_to(link: Path, target: str) -> None:

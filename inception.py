@@ -9,8 +9,6 @@ fetches once.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 from urllib.error import URLError
@@ -21,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from checkpoint import read_weights
+from compute import exact
 from files import sha256
 
 URL = "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth"
@@ -208,25 +207,13 @@ def resize(x: Tensor) -> Tensor:
     return x
 
 
-@contextmanager
-def exact() -> Iterator[None]:
-    """fp32 without TF32, whatever training has set."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    matmul.allow_tf32 = cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
-
-
 @torch.no_grad()
 def extract(network: Inception, pictures: Tensor) -> Features:
     """Features of pictures (n, 3, H, W) uint8, on the network's device and back, always in fp32."""
     if pictures.dtype != torch.uint8 or pictures.ndim != 4 or pictures.shape[1] != 3:
         raise ValueError(f"pictures are {pictures.dtype} {tuple(pictures.shape)}, but must be uint8 (n, 3, H, W)")
     x = pictures.to(next(network.parameters()).device).contiguous(memory_format=torch.channels_last)
-    with exact(), torch.autocast(x.device.type, enabled=False):
+    with exact():
         found = network(resize(x.float().sub_(128).div_(128)))
     return Features(*(None if part is None else part.cpu().numpy() for part in found))
 

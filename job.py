@@ -9,6 +9,7 @@ from pathlib import Path
 import autoencoder
 import checkpoint
 import settings
+from compute import check_precision
 from guidance import Guidance
 from latents import Latents
 from sample import LABELS, Sampler
@@ -62,7 +63,7 @@ class Options:
             raise ValueError(f"labels is {self.labels!r}, but must be one of {', '.join(LABELS)}")
         if self.weights not in ("ema", "model"):
             raise ValueError(f"weights is {self.weights!r}, but must be ema or model")
-        settings.check_precision("precision", self.precision)
+        check_precision("precision", self.precision)
 
 
 @dataclass(frozen=True)

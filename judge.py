@@ -48,4 +48,6 @@ def features_of(pictures: Pictures, folder: Path, network: Inception, weights: s
             for done in extract_parts(network, pictures, parts, mine):
                 progress.update(done)
         processes.wait()
+        if processes.main and (missing := parts.missing()):
+            raise OSError(f"parts {missing} of {parts.folder} are missing: all processes must share cache={folder}")
     return parts

@@ -52,6 +52,10 @@ class Parts:
         except (OSError, ValueError, KeyError):
             return False
 
+    def kept(self) -> list[range]:
+        """What the parts hold that look done, unchecked."""
+        return [rows for number, rows in enumerate(self.ranges) if (self._part(number) / "info.json").is_file()]
+
     def missing(self) -> list[int]:
         """The parts that are not done."""
         return [number for number in range(len(self.ranges)) if not self.done(number)]

@@ -27,6 +27,8 @@ from photos import SUFFIXES, Folder
 from tars import Tar
 
 THREADS = 8  # that decode a folder's pictures
+# what the zip and NumPy readers raise for files that are damaged, encrypted or something else
+UNREADABLE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, KeyError, RuntimeError)
 Known = tuple[str, tuple[int, int]]  # sha256 and resolution
 Watch = Callable[[list[str]], Iterable[str]]
 
@@ -69,7 +71,9 @@ def open_pictures(
         if tar is None:
             raise FileNotFoundError(f"{path} is not there: an .npz with arr_0, a folder or a tar of pictures is needed")
         path, inside = tar, f"{path.relative_to(tar)}/"
-    if path.suffix == ".npz":
+    if path.suffix == ".npy":
+        raise ValueError(f"{path} is one array; save it as an .npz: np.savez(…, arr_0=pictures)")
+    if path.suffix.lower() == ".npz":
         return _open_npz(path, known)
     return _open_files(path, inside, crop, known, watch)
 
@@ -99,8 +103,8 @@ class Npz:
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, fortran, dtype = read(file)
-        except (zipfile.BadZipFile, ValueError, EOFError, OSError, zlib.error) as error:
-            raise ValueError(f"{self.path} is damaged: {name}: {error}") from error
+        except UNREADABLE as error:
+            raise ValueError(f"{self.path} is damaged or no NumPy archive: {name}: {error}") from error
         if dtype.hasobject:
             raise ValueError(f"{self.path}: {name} is stored as objects, which are not read")
         if file.tell() + int(np.prod(shape)) * dtype.itemsize != self._zip.getinfo(f"{name}.npy").file_size:
@@ -129,7 +133,7 @@ class Npz:
     def _exactly(self, file: io.BufferedIOBase, size: int) -> bytes:
         try:
             content = file.read(size)
-        except (zipfile.BadZipFile, EOFError, OSError, zlib.error) as error:
+        except UNREADABLE as error:
             raise ValueError(f"{self.path} is damaged: {error}") from error
         if len(content) != size:
             raise ValueError(f"{self.path} is damaged: {size - len(content)} bytes are missing")

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autoencoder import Decoder
+from compute import use_cores
 from edm import EDM
 from inception import Inception, find_weights, load_inception
 from latents import Latents
@@ -34,8 +35,13 @@ class Probe:
         return pool_moments(self.inception, draw_pictures(edm, network, self.decoder, seeds, labels, sampler))
 
     def fid(self, samples: Moments) -> float:
-        """FID of samples, of which `moments` may have come from several processes."""
-        return frechet_distance(samples.mean, samples.covariance, *self.statistics)
+        """FID of samples, of which `moments` may have come from several processes. Uses all cores while it computes."""
+        threads = torch.get_num_threads()
+        use_cores(None, processes=1)
+        try:
+            return frechet_distance(samples.mean, samples.covariance, *self.statistics)
+        finally:
+            torch.set_num_threads(threads)
 
 
 def open_probe(

@@ -47,6 +47,11 @@ class Reference:
     count: int | None
 
     @property
+    def statistics_unknown(self) -> bool:
+        """Whether its statistics are of other pictures than `count` says: ADM's are of many more than their arr_0."""
+        return self.pool is not None and self.pictures is not None
+
+    @property
     def statistics_from(self) -> str:
         """Where its statistics for FID come from: "file", or "pictures"."""
         return "pictures" if self.pool is None else "file"
@@ -59,7 +64,7 @@ def open_reference(path: Path, crop: int | None = None, known: Known | None = No
     """
     if path.suffix in (".pkl", ".pt", ".pth"):
         raise ValueError(f"{path} may hold pickled objects, which are not read: convert it to an .npz with mu, sigma")
-    npz = Npz(path) if path.suffix == ".npz" and path.is_file() else None
+    npz = Npz(path) if path.suffix.lower() == ".npz" and path.is_file() else None
     found = {kind: npz and _statistics(npz, *keys) for kind, keys in KEYS.items()}
     if npz is None or "arr_0" in npz.names:
         pictures = open_pictures(path, crop, known, watch)

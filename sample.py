@@ -136,8 +136,10 @@ def draw_pictures(
 
 
 def to_pictures(x: Tensor, decoder: autoencoder.Decoder, batch_size: int = 16) -> Tensor:
-    """Network latents (n, C, S, S) → pictures (n, 1 or 3, H, W) uint8 on the CPU."""
-    return torch.cat([decoder(part).cpu() for part in x.split(batch_size)])
+    """Network latents (n, C, S, S) → pictures (n, 1 or 3, H, W) uint8 on the CPU, decoded in batches of one shape."""
+    size = min(batch_size, len(x))
+    padded = torch.cat([x, x[-1:].expand(-len(x) % size, -1, -1, -1)])
+    return torch.cat([decoder(part).cpu() for part in padded.split(size)])[: len(x)]
 
 
 def seeded_labels(seeds: Sequence[int], num_classes: int, mode: str) -> Tensor:

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from inception import POOL_FEATURES, Inception, exact, extract
+from compute import exact
+from inception import POOL_FEATURES, Inception, extract
 from metrics import NEIGHBOURS, Moments, frechet_distance, inception_score, kernel_distance, precision_recall
 from parts import Parts
 from picture_sets import Pictures
@@ -104,5 +105,5 @@ def warnings(samples: int, reference: Reference) -> list[str]:
         f"{count:,} {what} are fewer than the {POOL_FEATURES:,} dimensions of the features: their covariance is of "
         "deficient rank, FID is biased upwards, and only comparable at the same counts"
         for what, count in counts.items()
-        if count is not None and count <= POOL_FEATURES
+        if count is not None and count <= POOL_FEATURES and not (what != "samples" and reference.statistics_unknown)
     ]

@@ -13,24 +13,16 @@ from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from compute import check_precision
 from edm import EDM
 from latents import PLACEMENTS
 from routing_module import Route, check_routes
-
-PRECISIONS = ("auto", "fp32", "bf16")
 
 
 def _positive(section: str, **values: float | None) -> None:
     for key, value in values.items():
         if value is not None and value <= 0:
             raise ValueError(f"{section}.{key} is {value}, but must be positive")
-
-
-def check_precision(key: str, name: str) -> None:
-    """Raise ValueError unless a precision is one of PRECISIONS."""
-    why = ", which this code refuses: without loss scaling its range is too small" if name == "fp16" else ""
-    if name not in PRECISIONS:
-        raise ValueError(f"{key} is {name}{why}; use one of {', '.join(PRECISIONS)}")
 
 
 @dataclass(frozen=True)

@@ -120,13 +120,12 @@ def start(cfg: settings.Settings, config: dict) -> Run:
         data, heldout = open_datasets(cfg, device)
     if found and (Latents.from_json(found.info["latents"]), found.info["samples"]) != (data.latents, len(data)):
         raise ValueError(f"{cfg.dataset.path} is not the data that {folder} was trained on; name=… starts another run")
-    decoder, probe = autoencoder.preview, None
+    real, probe = None, None
     if (main_process and cfg.sampling.decode) or cfg.eval.fid_every:
-        decoder = autoencoder.load_decoder(data.latents, device, cfg.sampling.autoencoder)
+        real = autoencoder.load_decoder(data.latents, device, cfg.sampling.autoencoder)
     if cfg.eval.fid_every:
         with accelerator.main_process_first():  # one process fetches the weights
-            probe = open_probe(cfg.eval, data.latents, decoder, device, accelerator.num_processes)
-
+            probe = open_probe(cfg.eval, data.latents, real, device, accelerator.num_processes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
         network = build_network(cfg)
@@ -151,7 +150,7 @@ def start(cfg: settings.Settings, config: dict) -> Run:
         wrapped=accelerator.prepare(network),
         ema=ema,
         optimizer=optimizer,
-        decoder=decoder,
+        decoder=real if cfg.sampling.decode and real else autoencoder.preview,
         probe=probe,
         log=log,
         step=found.step if found else 0,

@@ -34,8 +34,8 @@ import autoencoder  # noqa: E402
 import metrics  # noqa: E402
 import settings  # noqa: E402
 from build import build_network  # noqa: E402
-from compute import autocast, device_name, use_cores, use_precision  # noqa: E402
-from inception import Inception, exact, extract, resize  # noqa: E402
+from compute import autocast, device_name, exact, use_cores, use_precision  # noqa: E402
+from inception import Inception, extract, resize  # noqa: E402
 from sample import Sampler, draw, to_pictures  # noqa: E402
 
 PARTS = ("frechet", "precision", "features", "sampler", "chain")
@@ -190,6 +190,8 @@ def chain(cfg: settings.Settings, batch: int) -> str:
 
 def main() -> None:
     named = [argument for argument in sys.argv[1:] if argument in PARTS] or PARTS
+    if unknown := [argument for argument in sys.argv[1:] if argument not in PARTS and "=" not in argument]:
+        sys.exit(f"error: {unknown[0]} is none of {', '.join(PARTS)}")
     given = dict(argument.split("=", 1) for argument in sys.argv[1:] if argument not in PARTS)
     repeats, gpu = int(given.pop("repeats", 5)), DEVICE.type == "cuda"
     batch = int(given.pop("batch", 64 if gpu else 4))

@@ -153,6 +153,10 @@ def test_the_number_of_processes_changes_nothing(tmp_path, run, inception_file):
         assert np.array_equal(a["arr_1"], b["arr_1"])
         assert (np.abs(a["arr_0"].astype(int) - b["arr_0"]) <= 1).mean() >= 0.999
     assert done.stdout.count("  FID") == 1
+    launch(tmp_path, *options, "batch_size=5", "out=five")
+    five = record(tmp_path / "five" / "fid.json")
+    for metric in ("fid", "sfid", "inception_score", "kid"):
+        assert five[metric] == pytest.approx(one[metric], rel=1e-4, abs=1e-6)
 
 
 def test_stopped_work_goes_on_with_the_parts_that_are_missing(tmp_path, run, inception_file, monkeypatch):
@@ -300,6 +304,7 @@ def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, inception
     save_checkpoint(tmp_path / "results" / "raw", composed, parts=("model",))
     _, cut = save_checkpoint(tmp_path / "results" / "cut", composed)
     (cut / "ema.safetensors").write_bytes(b"cut")
+    np.save(tmp_path / "reference.npy", pictures_of(4, 16, 0))
     for overrides, message in (
         ([], "name one of checkpoint"),
         (["checkpoint=results/a", "samples=reference.npz"], "name one of checkpoint"),
@@ -318,6 +323,11 @@ def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, inception
         (["checkpoint=results/a", "reference=reference.npz", weights, "crop=16"], "crop=16 is for folders"),
         (["reference=stats.npz", "save_reference=new.npz", weights], "holds no pictures to make statistics of"),
         (["checkpoint=results/a", "reference=reference.npz", weights, "out=reference.npz"], "could not be written"),
+        (["samples=reference.npz", "reference=reference.npy", weights], "is one array; save it as an .npz"),
+        (
+            ["samples=reference.npz", "reference=reference.npz", weights, "out=reference.npz"],
+            "choose a place that you may",
+        ),
         (["checkpoint=results/cut", "reference=reference.npz", weights], "ema.safetensors is damaged"),
         (["reference=reference.npz", "save_reference=stats.txt", weights], "must end in .npz"),
     ):

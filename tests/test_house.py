@@ -11,7 +11,7 @@ from conftest import ROOT
 DOORS = {"train", "fid", "sample", "processes"}  # the last is the doors' own way to accelerate
 DOOR_ONLY = {"hydra", "omegaconf", "accelerate", "wandb"}
 LAYERS = [  # a file imports from layers above its own; the leaves come first
-    {"files", "tars", "crop", "parquet", "mapped"},
+    {"files", "tars", "crop", "parquet", "mapped", "compute"},
     {"routing_module", "randomness", "metrics", "ema", "pictures", "photos", "parts"},
     {"edm", "latents", "checkpoint", "guidance", "picture_sets"},
     {"autoencoder", "runlog", "foreign", "inception"},
@@ -21,7 +21,7 @@ LAYERS = [  # a file imports from layers above its own; the leaves come first
     {"digits", "loading", "preparation", "report"},
     {"dit"},
     {"settings"},
-    {"build", "summary", "objective", "compute"},
+    {"build", "summary", "objective"},
     {"processes", "sample", "scorelog"},
     {"judge", "job", "probe"},
     {"fid"},

@@ -112,6 +112,10 @@ def test_damaged_files_are_named(tmp_path, pictures_of):
         np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (20, 16, 16, 3)})
     with pytest.raises(ValueError, match=r"damaged: arr_0 is not \(20, 16, 16, 3\)"):
         open_pictures(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("arr_0", "no .npy behind the name")
+    with pytest.raises(ValueError, match="no NumPy archive"):
+        open_pictures(path)
     np.savez(path, images=pictures_of(20, 16, 0))
     with pytest.raises(ValueError, match="holds images, but no pictures"):
         open_pictures(path)

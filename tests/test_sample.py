@@ -44,6 +44,25 @@ def test_a_sample_is_the_same_bits_in_any_company(tiny, guidance):
     assert torch.equal(latents_of(tiny, seeds[1:2], labels[1:2], **options), together[1:2])
 
 
+def test_pictures_are_decoded_in_batches_of_one_shape(tiny):
+    """20 at once are 16 and 4 for a decoder; a convolution's bits may follow from that, so it never sees the 4."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        convolution = torch.nn.Conv2d(4, 3, 3, padding=1).requires_grad_(False)
+    shapes = []
+
+    def decoder(x):
+        shapes.append(tuple(x.shape))
+        return to_uint8(convolution(x))
+
+    seeds, labels = list(range(27)), torch.arange(27) % 10
+    sampler = Sampler(steps=2, batch_size=20)
+    forward = torch.cat(list(draw_pictures(EDM(), tiny, decoder, seeds, labels, sampler)))
+    backward = torch.cat(list(draw_pictures(EDM(), tiny, decoder, seeds[::-1], labels.flip(0), sampler)))
+    assert set(shapes) == {(16, 4, 8, 8)} and forward.shape == (27, 3, 8, 8)
+    assert torch.equal(backward.flip(0), forward)
+
+
 @pytest.mark.parametrize("guidance", [Guidance(), Guidance("cfg", 1.5), SPARSE], ids=lambda one: one.kind)
 def test_pictures_hardly_depend_on_the_shape_of_the_batch(tiny, guidance):
     """Within one grey level on at least 99.9% of the pixels, decoded as latents in −1..1."""

@@ -97,6 +97,8 @@ def test_small_counts_are_warned_of(tmp_path, pictures_of):
     reference = open_reference(tmp_path / "batch.npz")
     assert ["2,000 samples" in warnings(2000, reference)[0], "5 pictures" in warnings(2000, reference)[1]] == [True] * 2
     assert len(warnings(50_000, reference)) == 1
+    np.savez(tmp_path / "adm.npz", pictures_of(5, 8, 0), mu=np.zeros(2048), sigma=np.eye(2048))
+    assert warnings(50_000, open_reference(tmp_path / "adm.npz")) == []  # its statistics are of others
 
 
 def test_extraction_in_parts_is_extraction_at_once(tmp_path, pictures_of, inception_file):
