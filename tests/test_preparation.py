@@ -23,13 +23,13 @@ import pytest
 import torch
 from conftest import ROOT
 from PIL import Image
-from processes import Processes
 
 import autoencoder
 import settings
 from crop import centre_crop, read_rgb
 from latents import LatentDataset
 from photos import find_photos
+from processes import Processes
 from shards import DatasetWriter
 
 SIZES = {"ant": 7, "bee": 5, "cow": 9}
