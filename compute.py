@@ -63,6 +63,28 @@ def use_cores(threads: int | None, processes: int) -> int:
     return torch.get_num_threads()
 
 
+PEAKS = {  # dense bf16 FLOP/s by a part of the GPU's name, from the maker's data sheets; the first match counts
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "A6000": 155e12,
+}
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """The FLOP/s that a GPU can do at most in bf16, for model FLOPs utilisation; None where nobody stated it here."""
+    if device.type != "cuda" or precision != "bf16":
+        return None
+    name = device_name(device)
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
 def device_name(device: torch.device) -> str:
     """For people: a GPU's model, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -223,18 +223,21 @@ class DiT(nn.Module):
                 f"0..{self.num_classes - 1} and the null class {self.num_classes}"
             )
 
-    def forward_flops(self, routes: Sequence[Route] = ()) -> int:
-        """FLOPs of one forward pass for one sample, two a multiply-add: matrix products and attention."""
+    def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True) -> int:
+        """FLOPs of one forward pass for one sample, two a multiply-add: matrix products and attention.
+
+        attention  false leaves out the products of queries, keys and values (linear layers alone).
+        """
         N, D, depth = self.num_tokens, self.hidden_size, len(self.blocks)
         tokens = [N] * depth
         for route in check_routes(routes, depth):
             tokens[route.start : route.end + 1] = [num_keep(N, route.selection_ratio)] * (route.end + 1 - route.start)
         linear = sum((4 + 2 * self.mlp_ratio) * K * D * D for K in tokens)  # qkv, proj, fc1, fc2
-        attention = sum(2 * K * K * D for K in tokens)
+        products = sum(2 * K * K * D for K in tokens) if attention else 0
         modulation = (6 * depth + 2) * D * D
         patches = N * D * self.patch_size**2 * (self.in_channels + self.out_channels)
         time = (self.t_embedder.frequency_size + D) * D
-        return int(2 * (linear + attention + modulation + patches + time))
+        return int(2 * (linear + products + modulation + patches + time))
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Sequence[tuple[Route, Tensor]] = ()) -> Tensor:
         """x (B, C, S, S), t (B,) noise input, y (B,) int64 labels → (B, out_channels, S, S).

@@ -1,7 +1,7 @@
-"""EDM: preconditioning, loss, noise schedule and Heun's sampler (Karras et al. 2022, arXiv 2206.00364).
+"""EDM: preconditioning, loss and noise schedule (Karras et al. 2022, arXiv 2206.00364).
 
-Equation numbers are that paper's. Everything random comes in as a tensor or as a function, and
-guidance is folded into the denoiser by the caller: a denoiser is any function (x, sigma) → D.
+Equation numbers are that paper's. Everything random comes in as a tensor. Its noise level is σ,
+that of rf.py is t; both have the same methods. Samples are drawn by solvers.py.
 
 Shapes: x (B, C, S, S); sigma (B,) or a scalar; y (B,) int64.
 """
@@ -17,8 +17,6 @@ from torch import Tensor
 
 from routing_module import Route
 
-Denoiser = Callable[[Tensor, Tensor], Tensor]
-
 
 @dataclass(frozen=True)
 class EDM:
@@ -29,6 +27,8 @@ class EDM:
     sigma_min, sigma_max  the sampler's range of noise levels.
     rho                   the sampler's spacing of them.
     """
+
+    default_steps, default_solver = 40, "heun"
 
     P_mean: float = -1.2
     P_std: float = 1.2
@@ -44,17 +44,17 @@ class EDM:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be positive")
 
-    def sigma(self, normal: Tensor) -> Tensor:
+    def noise_level(self, normal: Tensor) -> Tensor:
         """Training noise levels from standard normal numbers, elementwise."""
         return (normal * self.P_std + self.P_mean).exp()
 
-    def sigma_quantiles(self, count: int) -> Tensor:
+    def quantiles(self, count: int) -> Tensor:
         """(count,) noise levels at the mid-quantiles of the training distribution, fp64, rising.
 
         Their average loss estimates the training distribution's expected loss without randomness.
         """
         quantile = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-        return self.sigma(math.sqrt(2) * torch.erfinv(2 * quantile - 1))
+        return self.noise_level(math.sqrt(2) * torch.erfinv(2 * quantile - 1))
 
     def weight(self, sigma: Tensor) -> Tensor:
         """Loss weight λ(σ) = (σ² + σ_data²) / (σ·σ_data)² (Table 1)."""
@@ -101,61 +101,9 @@ class EDM:
     def schedule(self, num_steps: int = 40) -> Tensor:
         """Noise levels σ_0 = sigma_max .. σ_{N−1} = sigma_min, σ_N = 0 (Eq. 5): (N+1,) fp64."""
         if num_steps < 2:
-            raise ValueError(f"num_steps is {num_steps}, but the schedule needs at least 2")
+            raise ValueError(f"steps is {num_steps}, but EDM's schedule needs at least 2")
         ramp = torch.arange(num_steps, dtype=torch.float64) / (num_steps - 1)
         high, low = self.sigma_max ** (1 / self.rho), self.sigma_min ** (1 / self.rho)
         sigmas = (high + ramp * (low - high)) ** self.rho
         sigmas[0], sigmas[-1] = self.sigma_max, self.sigma_min  # the ends exactly, not up to rounding
         return torch.cat([sigmas, sigmas.new_zeros(1)])
-
-
-@dataclass(frozen=True)
-class Churn:
-    """Stochastic sampling (Algorithm 2): amount S_churn within S_min..S_max, noise scaled by S_noise."""
-
-    amount: float = 0.0
-    sigma_min: float = 0.0
-    sigma_max: float = math.inf
-    noise: float = 1.0
-
-
-@torch.no_grad()
-def heun(
-    denoiser: Denoiser,
-    noise: Tensor,
-    sigmas: Tensor,
-    churn: Churn = Churn(),
-    churn_noise: Callable[[int], Tensor] | None = None,
-) -> Tensor:
-    """Solve the probability-flow ODE by Heun's second-order method (Algorithms 1 and 2).
-
-    denoiser     (x, sigma) → D, called 2N−1 times for N steps with x in the state's precision and
-                 sigma a 0-d tensor.
-    noise        (B, C, S, S) standard normal; scaled by sigmas[0] to start.
-    sigmas       (N+1,) falling noise levels, the last one 0.
-    churn_noise  step number → standard normal tensor like `noise`; needed if churn.amount > 0.
-
-    The state is float64 (float32 on devices without it). Returns (B, C, S, S) in that precision.
-    """
-    if churn.amount > 0 and churn_noise is None:
-        raise ValueError(f"churn.amount is {churn.amount}, but no churn_noise function was given")
-    precision = torch.float32 if noise.device.type == "mps" else torch.float64
-    sigmas = sigmas.to(noise.device, precision)
-    num_steps = len(sigmas) - 1
-    levels = sigmas.tolist()
-    x = noise.to(precision) * sigmas[0]
-    for i in range(num_steps):
-        sigma, sigma_next = sigmas[i], sigmas[i + 1]
-        if churn.amount > 0 and churn.sigma_min <= levels[i] <= churn.sigma_max:
-            gamma = min(churn.amount / num_steps, math.sqrt(2) - 1)
-            raised = sigma * (1 + gamma)
-            x = x + (raised**2 - sigma**2).sqrt() * churn.noise * churn_noise(i).to(x)
-            sigma = raised
-        slope = (x - denoiser(x, sigma).to(precision)) / sigma
-        x_euler = x + (sigma_next - sigma) * slope
-        if levels[i + 1] > 0:
-            slope_next = (x_euler - denoiser(x_euler, sigma_next).to(precision)) / sigma_next
-            x = x + (sigma_next - sigma) * (slope + slope_next) / 2
-        else:
-            x = x_euler
-    return x

@@ -13,6 +13,7 @@ from autoencoder import to_network
 from edm import EDM
 from latents import LatentDataset
 from randomness import seeded_normal
+from rf import RF
 
 
 def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tuple[Tensor, Tensor]:
@@ -28,9 +29,9 @@ def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tupl
 
 @torch.no_grad()
 def heldout_loss(
-    edm: EDM, network: nn.Module, data: LatentDataset, numbers: Tensor, points: int, noise_levels: int
+    process: EDM | RF, network: nn.Module, data: LatentDataset, numbers: Tensor, points: int, noise_levels: int
 ) -> Tensor:
-    """Sum of the EDM loss over some of the evaluation points, a 0-d tensor on the network's device.
+    """Sum of the loss over some of the evaluation points, a 0-d tensor on the network's device.
 
     numbers       (n,) int64 in 0..points−1: which points. See `point` for what they are.
     points        how many there are in all.
@@ -43,5 +44,5 @@ def heldout_loss(
     batch = data.read(sample.numpy())
     x = to_network(batch.stored.to(device), data.latents)
     noise = seeded_normal(numbers.tolist(), data.latents.shape, "evaluation").to(device)
-    sigma = edm.sigma_quantiles(noise_levels).float()[level].to(device)
-    return edm.loss(network, x, batch.labels.to(device), sigma, noise).sum()
+    quantiles = process.quantiles(noise_levels).float()[level].to(device)
+    return process.loss(network, x, batch.labels.to(device), quantiles, noise).sum()

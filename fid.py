@@ -19,12 +19,13 @@ from typing import TypeVar
 import hydra
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 
 import autoencoder
 import checkpoint
 import digits
 import settings
+from cli import open_door
 from compute import device_name, use_precision
 from files import check_place, explain_failure, sha256
 from inception import CLASSES, POOL_FEATURES, SPATIAL_FEATURES, find_weights
@@ -36,7 +37,7 @@ from pictures import save_grid
 from processes import Processes
 from reference import Reference, check_size, open_reference, save_statistics
 from runlog import versions
-from sample import draw_pictures, load_network, seeded_labels
+from sample import draw_pictures, seeded_labels
 from scorelog import ScoreFiles, add_line, table
 from scoring import as_arrays, part_size, score, warnings
 
@@ -48,8 +49,8 @@ Opened = TypeVar("Opened", Pictures, Reference)
 @hydra.main(version_base="1.3", config_path="configs", config_name="fid")
 def main(composed: DictConfig) -> None:
     try:
-        run(settings.read(expand_users(OmegaConf.to_container(composed)), Options), Processes(None))
-    except (ValueError, OSError) as error:
+        run(read_options(composed), Processes(None))
+    except (ValueError, OSError, MissingMandatoryValue) as error:
         sys.exit(f"error: {error}")
     except torch.OutOfMemoryError as error:
         sys.exit(
@@ -101,10 +102,12 @@ def run(options: Options, processes: Processes) -> None:
         score_pictures(samples, judge, options, processes)
 
 
-def expand_users(config: dict) -> dict:
+def read_options(composed: DictConfig) -> Options:
     """The options with ~ in paths expanded, where the shell has not done it."""
+    config = OmegaConf.to_container(composed, throw_on_missing=True)
     paths = ("checkpoint", "samples", "reference", "save_reference", "inception", "autoencoder", "out", "cache")
-    return config | {key: str(Path(config[key]).expanduser()) for key in paths if config[key]}
+    config |= {key: str(Path(config[key]).expanduser()) for key in paths if config[key]}
+    return settings.read(config, Options)
 
 
 def open_set(opener: Callable[..., Opened], path: str | None, crop: int | None, processes: Processes) -> Opened | None:
@@ -192,7 +195,10 @@ def score_checkpoint(
         with processes.main_first():
             if processes.main:
                 parts.begin()
-        processes.say(f"{job.found.folder}: {job.count:,} samples, NFE {job.sampler.nfe}, {job.settings['dtype']}")
+        processes.say(
+            f"{job.found.folder}: {job.count:,} samples, guidance {job.settings['guidance']}, "
+            f"NFE {job.settings['nfe']}, {job.flops_relative:.3f} times the FLOPs of none, {job.settings['dtype']}"
+        )
         for other in set(folder.glob(".fid-*")) - {parts.folder}:
             processes.say(f"  note: {other} holds unfinished work by other settings; remove it if you do not want it")
         for text in warnings(job.count, judge.reference) if judge else ():
@@ -215,13 +221,14 @@ def draw_parts(
     spent = {"sampling": 0.0, "features": 0.0}
     if not mine:
         return spent
-    network, cfg = load_network(job.found, job.settings["weights"], processes.device)
+    guidance, device = job.sampler.guidance, processes.device
+    model, weak = job.trained.load(device, guidance), job.guide and job.guide.load(device, guidance)
     with processes.bar("samples", sum(len(parts.ranges[number]) for number in mine)) as progress:
         for number in mine:
             seeds, arrays, began = [job.seeds[i] for i in parts.ranges[number]], {}, time.perf_counter()
-            labels = seeded_labels(seeds, cfg.dataset.num_classes, job.settings["labels"])
+            labels = seeded_labels(seeds, model.network.num_classes, job.settings["labels"])
             drawn = []
-            for pictures in draw_pictures(cfg.edm, network, decoder, seeds, labels, job.sampler, check=True):
+            for pictures in draw_pictures(model, decoder, seeds, labels, job.sampler, weak, check=True):
                 drawn.append(pictures)
                 progress.update(len(pictures))
             pictures, sampled = torch.cat(drawn), time.perf_counter()
@@ -255,6 +262,8 @@ def conclude(job: Job, judge: Judge | None, parts: Parts, seconds: dict[str, flo
         "ema": job.settings["weights"] == "ema",
         "seeds": [job.seeds[0], job.seeds[-1]],
         "settings": job.settings,
+        "flops": job.flops,
+        "flops_relative": job.flops_relative,
         "seconds": {
             "reference": judge.seconds if judge else 0.0,
             **seconds,
@@ -324,8 +333,4 @@ def score_pictures(samples: Pictures, judge: Judge, options: Options, processes:
 
 
 if __name__ == "__main__":
-    try:
-        settings.check_overrides(sys.argv[1:], settings.known_keys(Options))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    main()
+    open_door(main, settings.known_keys(Options))

@@ -1,15 +1,24 @@
-"""Guidance: a denoiser made of a strong and a weak one, D = D_weak + scale·(D_strong − D_weak).
+"""Guidance: a denoiser made of a strong and a weak one, D = D_weak + ω·(D_strong − D_weak).
 
-    kind      strong branch              weak branch
-    none      the class, all tokens      –
-    cfg       the class, all tokens      no class, all tokens (Ho & Salimans 2022, arXiv 2207.12598)
-    sparse    the class, ratio `strong`  the class, ratio `weak` (Sparse Guidance, arXiv 2601.01608)
+That is the one convention of this code, for all kinds, for all channels, for EDM and rectified flow
+(whose velocity is guided alike, being linear in D). ω = 1 is the strong branch alone, and runs alone.
 
-All channels are guided. Scale 1 is the strong branch alone.
+    kind           strong branch        weak branch
+    none           class                –
+    cfg            class                no class              Ho & Salimans 2022, arXiv 2207.12598
+    autoguidance   class                class, weaker network Karras et al. 2024, arXiv 2406.02507
+    sparse         class, ratio γ_s     class, ratio γ_w      Sparse Guidance, arXiv 2601.01608; the weak
+                                                              network may be another
+    sparse_cfg     class, ratio γ_s     no class, ratio γ_w   likewise
+    sparse_uncond  no class, ratio γ_s  no class, ratio γ_w   for comparison only: labels have no effect
+
+A ratio is the share of tokens routed around, of the routes that the network was trained with.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,73 +27,235 @@ from torch import Tensor
 
 from routing_module import Route
 
-KINDS = ("none", "cfg", "sparse")
 Routes = Sequence[tuple[Route, Tensor]]
-Branch = Callable[[Tensor, Tensor, Tensor, Routes], Tensor]  # (x, sigma, y, routes) → D
+SCHEDULES = ("cosine", "linear")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of the table: whether each branch sees the class and is routed, and whether the weak network is another."""
+
+    strong_class: bool
+    weak_class: bool | None  # None: there is no weak branch
+    routed: bool
+    second: str  # "never", "may" or "must"
+
+
+KINDS = {
+    "none": Kind(True, None, False, "never"),
+    "cfg": Kind(True, False, False, "never"),
+    "autoguidance": Kind(True, True, False, "must"),
+    "sparse": Kind(True, True, True, "may"),
+    "sparse_cfg": Kind(True, False, True, "may"),
+    "sparse_uncond": Kind(False, False, True, "never"),
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A number that goes from `start` at the first noise level to `end` at the last, over u = 0 .. 1.
+
+    cosine: end + (start − end)·(1 + cos πu) / 2; linear: start + (end − start)·u.
+    """
+
+    schedule: str
+    start: float
+    end: float
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule is {self.schedule!r}, but must be one of {', '.join(SCHEDULES)}")
+
+    def at(self, u: float) -> float:
+        share = (1 + math.cos(math.pi * u)) / 2 if self.schedule == "cosine" else 1 - u
+        return share * self.start + (1 - share) * self.end
+
+    def __str__(self) -> str:
+        return f"{self.schedule} {self.start:.12g}→{self.end:.12g}"
+
+
+def _ends(value: float | Schedule) -> tuple[float, float]:
+    return (value.start, value.end) if isinstance(value, Schedule) else (value, value)
+
+
+def _at(value: float | Schedule, u: float) -> float:
+    return value.at(u) if isinstance(value, Schedule) else value
+
+
+def _show(value: float | Schedule) -> str:
+    return str(value) if isinstance(value, Schedule) else f"{value:.12g}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the guided denoiser: ω and the ratio of each branch; weak None: the strong branch runs alone."""
+
+    scale: float
+    strong: float
+    weak: float | None
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """How a denoiser is guided.
+    """How a denoiser is guided. scale, strong and weak are numbers or schedules over the sampling.
 
-    kind          one of KINDS.
+    kind          a row of KINDS.
     scale         ω; of no meaning for kind none.
-    strong, weak  share of tokens routed around in the branches of kind sparse, in [0, 1), strong below weak.
+    strong, weak  shares of tokens routed around in the branches, in [0, 1); for the sparse kinds.
+    interval      noise levels (lowest, highest), both included, of EDM's σ or rectified flow's t, outside
+                  of which the strong branch runs alone (Kynkäänniemi et al. 2024, arXiv 2404.07724).
+    checkpoint    of the weak network, a path; None: it is the strong one.
+    weights       of that checkpoint, "ema" or "model".
+    same_ids      let both branches choose their tokens by the same random numbers.
+    force         run what would be refused as a likely mistake: a network trained without routes, strong above weak.
     """
 
     kind: str = "none"
-    scale: float = 1.0
-    strong: float = 0.0
-    weak: float = 0.0
+    scale: float | Schedule = 1.0
+    strong: float | Schedule = 0.0
+    weak: float | Schedule = 0.0
+    interval: tuple[float, ...] | None = None
+    checkpoint: str | None = None
+    weights: str = "ema"
+    same_ids: bool = False
+    force: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"guidance.kind is {self.kind!r}, but must be one of {', '.join(KINDS)}")
+        row = KINDS[self.kind]
+        if not all(map(math.isfinite, _ends(self.scale))):
+            raise ValueError(f"guidance.scale is {_show(self.scale)}, but must be finite")
         for name in ("strong", "weak"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"guidance.{name} is {getattr(self, name)}, but must lie in [0, 1)")
-        if self.kind == "sparse" and self.strong >= self.weak:
+            given = getattr(self, name)
+            if not all(0 <= end < 1 for end in _ends(given)):
+                raise ValueError(
+                    f"guidance.{name} is {_show(given)}, but must lie in [0, 1): the share of tokens routed around"
+                )
+            if not row.routed and any(_ends(given)):
+                raise ValueError(
+                    f"guidance.{name} is {_show(given)}, but guidance={self.kind} runs all tokens; the kinds with "
+                    f"routes are {', '.join(kind for kind in KINDS if KINDS[kind].routed)}"
+                )
+        constant = not isinstance(self.strong, Schedule) and not isinstance(self.weak, Schedule)
+        if constant and self.checkpoint is None and self.strong > self.weak and not self.force:
             raise ValueError(
-                f"guidance.strong {self.strong} must be smaller than guidance.weak {self.weak}: the weak branch is the "
-                "one that sees fewer tokens"
+                f"guidance.strong {self.strong} is larger than guidance.weak {self.weak}: the weak branch is the one "
+                "that sees fewer tokens (guidance.force=true runs it all the same)"
             )
+        if self.interval is not None and not (len(self.interval) == 2 and 0 <= self.interval[0] < self.interval[1]):
+            raise ValueError(
+                f"guidance.interval is {list(self.interval)}, but must be [lowest, highest] noise level, 0 <= lowest < "
+                "highest, of σ (edm) or t (rf)"
+            )
+        if self.checkpoint is not None and row.second == "never":
+            takers = ", ".join(kind for kind in KINDS if KINDS[kind].second != "never")
+            raise ValueError(
+                f"guidance.checkpoint is given, but guidance={self.kind} has one network; {takers} take two"
+            )
+        if self.checkpoint is None and row.second == "must":
+            raise ValueError(
+                f"guidance={self.kind} needs guidance.checkpoint=…: a weaker network's, or an earlier one of the run"
+            )
+        if self.weights not in ("ema", "model"):
+            raise ValueError(f"guidance.weights is {self.weights!r}, but must be ema or model")
 
     @property
-    def branches(self) -> dict[str, float]:
-        """Network passes a denoiser call makes: their names, and the ratio each routes around."""
-        if self.kind == "none":
-            return {"strong": 0.0}
-        return {"strong": self.strong, "weak": self.weak} if self.kind == "sparse" else {"strong": 0.0, "weak": 0.0}
+    def row(self) -> Kind:
+        return KINDS[self.kind]
 
     def describe(self) -> str:
-        """For people: "cfg 1.5"."""
-        sparse = f" with ratios {self.strong:.12g} and {self.weak:.12g}" if self.kind == "sparse" else ""
-        return "none" if self.kind == "none" else f"{self.kind} {self.scale:.12g}{sparse}"
+        """For people: "cfg 1.5", "sparse 1.5 with ratios 0.3 and 0.7"."""
+        if self.kind == "none":
+            return "none"
+        parts = [f"{self.kind} {_show(self.scale)}"]
+        parts += [f"with ratios {_show(self.strong)} and {_show(self.weak)}"] if self.row.routed else []
+        parts += ["of the same tokens"] if self.same_ids and self.row.routed else []
+        parts += [f"against {self.weights} weights of another network"] if self.checkpoint else []
+        parts += [f"within {self.interval[0]:.12g}..{self.interval[1]:.12g}"] if self.interval else []
+        return " ".join(parts)
 
-    def check(self, routes: Sequence[Route], label_drop: float) -> None:
-        """Raise ValueError unless a network trained with these routes and this label drop can be guided so."""
-        if self.kind == "sparse" and not routes:
-            raise ValueError("guidance=sparse needs a network that was trained with a route, and this one was not")
-        if self.kind == "cfg" and label_drop == 0:
-            raise ValueError("guidance=cfg needs a network that was trained with train.label_drop above 0")
+    def plan(self, levels: Sequence[float], progress: Sequence[float]) -> list[Call]:
+        """What each call of a sampling does, from its noise level and its u, which goes from 0 to 1."""
+        low, high = self.interval or (-math.inf, math.inf)
+        calls = []
+        for level, u in zip(levels, progress):
+            scale = _at(self.scale, u) if low <= level <= high and self.row.weak_class is not None else 1.0
+            calls.append(Call(scale, _at(self.strong, u), None if scale == 1 else _at(self.weak, u)))
+        return calls
+
+    def check(
+        self,
+        routes: Sequence[Route],
+        label_drop: float,
+        weak_routes: Sequence[Route] | None = None,
+        weak_label_drop: float | None = None,
+    ) -> None:
+        """Raise ValueError unless networks trained with these routes and label drops can be guided so.
+
+        weak_routes, weak_label_drop  those of a second network; None: there is one network.
+        """
+        weak_routes = routes if weak_routes is None else weak_routes
+        weak_label_drop = label_drop if weak_label_drop is None else weak_label_drop
+        for name, trained in (("strong", routes), ("weak", weak_routes)):
+            if any(_ends(getattr(self, name))) and not trained and not self.force:
+                raise ValueError(
+                    f"guidance={self.kind} routes tokens around in the {name} branch, but its network was trained "
+                    "without a route (guidance.force=true runs it all the same, by the paper's route)"
+                )
+        for sees_class, drop in ((self.row.strong_class, label_drop), (self.row.weak_class, weak_label_drop)):
+            if sees_class is False and drop == 0:
+                raise ValueError(
+                    f"guidance={self.kind} asks a network without a class, but it was trained with train.label_drop=0 "
+                    "and knows no null class; guidance=sparse and autoguidance do not need one"
+                )
 
 
-def guided(
-    denoise: Branch, y: Tensor, null_class: int, guidance: Guidance, routes: Callable[[str], Routes]
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """The guided denoiser (x, sigma) → D of classes y (B,).
+NO_GUIDANCE = Guidance()
 
-    routes  branch name → the routes of its next pass, with ids drawn; () runs all tokens.
+
+@dataclass(frozen=True)
+class Branch:
+    """One of the two denoisers.
+
+    denoise  (x, level, y, routes) → D.
+    y        (B,) int64 labels, or the null class.
+    routes   number of the call → its routes with ids drawn; () runs all tokens.
     """
 
-    def denoiser(x: Tensor, sigma: Tensor) -> Tensor:
-        if guidance.kind == "none":
-            return denoise(x, sigma, y, ())
-        if guidance.kind == "cfg":  # branches of one shape run as one batch
-            labels = torch.cat([y, torch.full_like(y, null_class)])
-            strong, weak = denoise(torch.cat([x, x]), sigma, labels, ()).chunk(2)
+    denoise: Callable[[Tensor, Tensor, Tensor, Routes], Tensor]
+    y: Tensor
+    routes: Callable[[int], Routes] = lambda call: ()
+
+
+def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -> Callable[[Tensor, Tensor], Tensor]:
+    """The guided denoiser (x, level) → D, whose calls are counted from 0.
+
+    scale  number of the call → ω; 1 runs the strong branch alone, as weak None does.
+
+    Branches with one `denoise` and routes of one shape run as one batch, others one after the other.
+    """
+    calls = itertools.count()
+
+    def denoiser(x: Tensor, level: Tensor) -> Tensor:
+        call = next(calls)
+        weight, routes = scale(call), strong.routes(call)
+        if weak is None or weight == 1:
+            return strong.denoise(x, level, strong.y, routes)
+        weak_routes = weak.routes(call)
+        if strong.denoise is weak.denoise and _shapes(routes) == _shapes(weak_routes):
+            both = [(route, torch.cat([ids, other])) for (route, ids), (_, other) in zip(routes, weak_routes)]
+            x, y = torch.cat([x, x]), torch.cat([strong.y, weak.y])
+            level = torch.cat([level, level]) if level.ndim else level
+            D_strong, D_weak = strong.denoise(x, level, y, both).chunk(2)
         else:
-            strong, weak = (denoise(x, sigma, y, routes(branch)) for branch in ("strong", "weak"))
-        return weak + guidance.scale * (strong - weak)
+            D_strong = strong.denoise(x, level, strong.y, routes)
+            D_weak = weak.denoise(x, level, weak.y, weak_routes)
+        return D_weak + weight * (D_strong - D_weak)
 
     return denoiser
+
+
+def _shapes(routes: Routes) -> list[tuple]:
+    """What must agree for two branches' routes to run as one."""
+    return [(route.start, route.end, route.fp32, ids.shape) for route, ids in routes]

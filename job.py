@@ -8,11 +8,11 @@ from pathlib import Path
 
 import autoencoder
 import checkpoint
-import settings
 from compute import check_precision
 from guidance import Guidance
 from latents import Latents
-from sample import LABELS, Sampler
+from sample import LABELS, Sampler, relative_cost
+from trained import Trained, open_guide, open_trained
 
 COUNT, EMBEDDED_COUNT = 50_000, 1000  # samples, unless a number is asked for
 
@@ -28,7 +28,8 @@ class Options:
     num_samples: int | None
     first_seed: int
     labels: str
-    steps: int
+    steps: int | None
+    solver: str | None
     batch_size: int
     precision: str
     weights: str
@@ -53,8 +54,6 @@ class Options:
         for key in ("batch_size", "crop"):
             if (getattr(self, key) or 1) < 1:
                 raise ValueError(f"{key} is {getattr(self, key)}, but must be positive")
-        if self.steps < 2:
-            raise ValueError(f"steps is {self.steps}, but Heun's schedule needs at least 2")
         if self.num_samples is not None and self.num_samples < 2:
             raise ValueError(f"num_samples is {self.num_samples}, but at least 2 are needed")
         if self.first_seed < 0:
@@ -70,16 +69,28 @@ class Options:
 class Job:
     """What scoring a checkpoint means.
 
+    guide     the weak network of the guidance, if it is another.
     embedded  the dataset whose own judge scores it, where there is no reference.
     settings  all that decides about the numbers: what was scored by equal settings need not be scored again.
+    flops     of the networks, a sample; flops_relative: over those of the same steps without guidance.
     """
 
-    found: checkpoint.Checkpoint
-    latents: Latents
+    trained: Trained
+    guide: Trained | None
     sampler: Sampler
     count: int
     embedded: str | None
     settings: dict
+    flops: int
+    flops_relative: float
+
+    @property
+    def found(self) -> checkpoint.Checkpoint:
+        return self.trained.found
+
+    @property
+    def latents(self) -> Latents:
+        return self.trained.latents
 
     @property
     def seeds(self) -> range:
@@ -105,35 +116,38 @@ def plan_job(options: Options, found: checkpoint.Checkpoint, hashes: dict[str, s
 
     Raises ValueError if it can't be scored so.
     """
-    config = found.info["config"]
-    cfg = settings.read({key: config[key] for key in ("model", "dataset", "edm")}, settings.Network)
-    options.guidance.check(cfg.model.routes, config["train"]["label_drop"])
+    trained = open_trained(found, options.weights)
+    guide, cfg, process = open_guide(options.guidance, trained), trained.cfg, trained.process
     embedded = cfg.dataset.embedded if hashes["reference"] is None else None
     if not options.save_samples and hashes["reference"] is None and embedded is None:
         raise ValueError(
             f"{found.folder} is of dataset {cfg.dataset.name}, which needs reference=…: ADM's .npz, an .npz with mu "
             "and sigma, a folder or a tar of pictures (save_samples=true draws without scoring)"
         )
-    found.check(options.weights)
     count = options.num_samples or (EMBEDDED_COUNT if embedded else COUNT)
-    sampler = Sampler(options.steps, min(options.batch_size, count), precision, options.guidance, cfg.model.routes)
-    latents = Latents.from_json(found.info["latents"])
+    sampler = Sampler.of(
+        process, options.steps, options.solver, min(options.batch_size, count), precision, options.guidance
+    )
+    outlines = [one and one.outline(options.guidance) for one in (trained, guide)]
+    latents = trained.latents
     plan = {
         "step": found.step,
-        "checkpoint": found.sha256(options.weights),
+        "checkpoint": trained.sha256,
         "weights": options.weights,
         "num_samples": count,
         "first_seed": options.first_seed,
         "labels": options.labels,
-        "sampler": "heun",
-        "steps": options.steps,
-        "nfe": sampler.nfe,
+        "sampler": sampler.solver,
+        "steps": sampler.steps,
+        "nfe": sampler.nfe(process),
         "guidance": options.guidance.describe(),
+        **({"guide": guide.sha256} if guide else {}),
         "dtype": precision,
         "batch_size": sampler.batch_size,
         "decoder": autoencoder.decoder_hash(latents, options.autoencoder),
         "latents": {key: getattr(latents, key) for key in ("scale", "shift", "channel_shift", "channel_scale")},
-        "edm": asdict(cfg.edm),
+        cfg.objective: asdict(process),
         **hashes,
     }
-    return Job(found, latents, sampler, count, embedded, plan)
+    cost = sampler.flops(*outlines), relative_cost(sampler, *outlines)
+    return Job(trained, guide, sampler, count, embedded, plan, *cost)

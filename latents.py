@@ -76,6 +76,12 @@ class Latents:
         if not len(self.channel_shift) == len(self.channel_scale) in (0, self.shape[0]):
             raise ValueError(f"channel_shift and channel_scale need a value for each of {self.shape[0]} channels")
 
+    @property
+    def to_network_scale(self) -> dict:
+        """What must agree for two networks to see the same latents, by name."""
+        names = ("shape", "classes", "scale", "shift", "channel_shift", "channel_scale")
+        return {name: getattr(self, name) for name in names}
+
     @classmethod
     def from_json(cls, tree: dict) -> Latents:
         """From a parsed index.json or a checkpoint's info.json. Raises KeyError for a missing key."""

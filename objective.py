@@ -11,7 +11,7 @@ from autoencoder import to_network
 from latents import Latents
 from randomness import Draws, draw_step
 from routing_module import draw_ids
-from settings import Settings
+from settings import Settings, process_of
 
 
 def drop_labels(y: Tensor, uniform: Tensor, probability: float, null_class: int) -> Tensor:
@@ -36,7 +36,7 @@ def step_draws(cfg: Settings, latents: Latents, num_tokens: int, step: int, devi
 def training_loss(
     cfg: Settings, network: Callable[..., Tensor], latents: Latents, stored: Tensor, labels: Tensor, draws: Draws
 ) -> Tensor:
-    """EDM loss of each sample (B,) fp32, with dropped labels and under the model's routes.
+    """Loss of each sample (B,) fp32 by the run's objective, with dropped labels and under the model's routes.
 
     stored (B, C or 2C, S, S) and labels (B,) as the dataset holds them, on the network's device;
     `latents` says what the stored numbers mean, `draws` holds all that is random.
@@ -44,4 +44,5 @@ def training_loss(
     x = to_network(stored, latents, draws.posterior)
     y = drop_labels(labels, draws.drop, cfg.train.label_drop, cfg.dataset.num_classes)
     routes = [(route, draw_ids(u, route.selection_ratio)) for route, u in zip(cfg.model.routes, draws.routes)]
-    return cfg.edm.loss(network, x, y, cfg.edm.sigma(draws.sigma), draws.noise, routes)
+    process = process_of(cfg)
+    return process.loss(network, x, y, process.noise_level(draws.level), draws.noise, routes)

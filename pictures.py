@@ -39,7 +39,7 @@ def save_curve(path: Path, records: Sequence[dict], routed: bool) -> None:
         if points:
             axes.plot(*zip(*points), style, label=label, markersize=4, linewidth=1)
     axes.set_xlabel("step")
-    axes.set_ylabel("EDM loss")
+    axes.set_ylabel("loss")
     axes.set_yscale("log")
     axes.grid(alpha=0.3, which="both")
     if axes.lines:

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from autoencoder import Decoder
 from compute import use_cores
-from edm import EDM
 from inception import Inception, find_weights, load_inception
 from latents import Latents
 from metrics import Moments, frechet_distance
@@ -19,6 +17,7 @@ from reference import Statistics, check_size, open_reference
 from sample import Sampler, draw_pictures, seeded_labels
 from scoring import pool_moments
 from settings import Evaluation
+from trained import Model
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,10 @@ class Probe:
     statistics: Statistics
     decoder: Decoder
 
-    def moments(self, edm: EDM, network: nn.Module, seeds: Sequence[int], sampler: Sampler) -> Moments:
+    def moments(self, model: Model, seeds: Sequence[int], sampler: Sampler) -> Moments:
         """Mean and covariance of the features of samples, one for each seed, which gives its label too."""
-        labels = seeded_labels(seeds, network.num_classes, "random")
-        return pool_moments(self.inception, draw_pictures(edm, network, self.decoder, seeds, labels, sampler))
+        labels = seeded_labels(seeds, model.network.num_classes, "random")
+        return pool_moments(self.inception, draw_pictures(model, self.decoder, seeds, labels, sampler))
 
     def fid(self, samples: Moments) -> float:
         """FID of samples, of which `moments` may have come from several processes. Uses all cores while it computes."""

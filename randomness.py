@@ -26,14 +26,14 @@ def generator(*address: int | str, device: torch.device | str = "cpu") -> torch.
 class Draws:
     """What one training step draws, for B samples of a batch.
 
-    sigma      (B,) standard normal, to become noise levels.
+    level      (B,) standard normal, to become noise levels.
     noise      (B, C, S, S) standard normal, to be added to the latents.
     drop       (B,) uniform, to drop labels.
     routes     a (B, N) uniform tensor for each route, to choose tokens.
     posterior  (B, C, S, S) standard normal, to sample latents from moments; None if they are plain.
     """
 
-    sigma: Tensor
+    level: Tensor
     noise: Tensor
     drop: Tensor
     routes: tuple[Tensor, ...]
@@ -43,7 +43,7 @@ class Draws:
         """The draws of some samples of the batch."""
         posterior = None if self.posterior is None else self.posterior[rows]
         routes = tuple(r[rows] for r in self.routes)
-        return Draws(self.sigma[rows], self.noise[rows], self.drop[rows], routes, posterior)
+        return Draws(self.level[rows], self.noise[rows], self.drop[rows], routes, posterior)
 
 
 def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | None) -> list[slice]:
@@ -86,7 +86,7 @@ def draw_step(
         return torch.rand(size, generator=generator(seed, step, stream, device=device), device=device)
 
     return Draws(
-        sigma=normal("sigma", batch_size),
+        level=normal("sigma", batch_size),
         noise=normal("noise", batch_size, *shape),
         drop=uniform("drop", batch_size),
         routes=tuple(uniform(f"route {i}", batch_size, num_tokens) for i in range(num_routes)),

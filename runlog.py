@@ -16,8 +16,10 @@ from files import Lock, write_whole
 # What a resumed run must share with its checkpoint: other values would make it another run.
 FIXED = (
     "seed",
+    "objective",
     "model",
     "edm",
+    "rf",
     "dataset.name",
     "dataset.channels",
     "dataset.size",
@@ -82,7 +84,10 @@ def claim(folder: Path, resume: bool | str, config: dict) -> tuple[Checkpoint | 
         raise FileExistsError(f"{folder} holds a run already; resume=auto continues it, {other}")
     if (folder / "latest").is_dir() and not (folder / "latest").is_symlink():
         raise FileExistsError(f"{folder / 'latest'} is a folder, but must be a link; remove it if step_… is there too")
-    changed = differences(found.info["config"] if found else starts[-1]["config"], config)
+    before = found.info["config"] if found else starts[-1]["config"]
+    first = {"objective": "edm", "rf": config.get("rf")}  # what runs were before there was a choice
+    before = {key: first[key] for key in first if key in config} | before
+    changed = differences(before, config)
     fixed = [key for key in changed if any(key == name or key.startswith(name + ".") for name in FIXED)]
     if fixed:
         listed = "\n".join(f"  {key}: {changed[key][0]} there, {changed[key][1]} here" for key in fixed)

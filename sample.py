@@ -5,65 +5,100 @@ The functions are those of train.py's grids and of fid.py: seeds and labels in, 
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hydra
 import torch
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 import autoencoder
 import checkpoint
 import settings
-from build import build_network
+from cli import open_door
 from compute import autocast, use_precision
-from edm import EDM, heun
-from guidance import Guidance, Routes, guided
-from latents import Latents
+from edm import EDM
+from guidance import NO_GUIDANCE, Branch, Call, Guidance, Routes, guided
 from pictures import save_grid
 from randomness import generator, seeded_normal, seeded_uniform
-from routing_module import Route, draw_ids
+from rf import RF
+from routing_module import draw_ids, num_keep
+from solvers import call_order, solve
+from trained import Model, open_guide, open_trained
 
 LABELS = ("random", "balanced")
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """How samples are drawn: all that decides about them beside network, seed and label.
+    """How samples are drawn: all that decides about them beside networks, seed and label.
 
-    steps       of Heun's method, N; a denoiser is called 2N−1 times.
+    steps       of the solver, N.
     batch_size  samples at once. The last batch is padded to it, so that all have one shape.
-    routes      those that the network was trained with, which sparse guidance needs.
+    solver      "heun" calls the denoiser 2N−1 times, "euler" N times.
     """
 
     steps: int = 40
     batch_size: int = 64
     precision: str = "fp32"
-    guidance: Guidance = Guidance()
-    routes: tuple[Route, ...] = ()
+    guidance: Guidance = NO_GUIDANCE
+    solver: str = "heun"
 
-    @property
-    def calls(self) -> int:
-        """Times that the denoiser is called for a sample."""
-        return 2 * self.steps - 1
+    @classmethod
+    def of(
+        cls,
+        process: EDM | RF,
+        steps: int | None,
+        solver: str | None,
+        batch_size: int,
+        precision: str,
+        guidance: Guidance = NO_GUIDANCE,
+    ) -> Sampler:
+        """With the process's own steps and solver where these are None."""
+        steps = process.default_steps if steps is None else steps
+        return cls(steps, batch_size, precision, guidance, solver or process.default_solver)
 
-    @property
-    def nfe(self) -> int:
+    def plan(self, process: EDM | RF) -> list[Call]:
+        """What each call of the denoiser does. Raises ValueError for steps or a solver that can't be."""
+        levels = process.schedule(self.steps).tolist()
+        order = call_order(self.solver, self.steps)
+        return self.guidance.plan([levels[i] for i in order], [i / max(1, order[-1]) for i in order])
+
+    def nfe(self, process: EDM | RF) -> int:
         """Network function evaluations a sample, each branch of a guidance counted."""
-        return self.calls * len(self.guidance.branches)
+        return sum(1 + (call.weak is not None) for call in self.plan(process))
+
+    def flops(self, model: Model, weak: Model | None = None, attention: bool = True) -> int:
+        """FLOPs of the networks a sample, see DiT.forward_flops; weak: a second network of the guidance."""
+
+        def cost(model: Model, ratio: float) -> int:
+            routes = [replace(route, selection_ratio=ratio) for route in model.routes]
+            return model.network.forward_flops(routes, attention)
+
+        return sum(
+            cost(model, call.strong) + (0 if call.weak is None else cost(weak or model, call.weak))
+            for call in self.plan(model.process)
+        )
 
 
-def draw(edm: EDM, network: nn.Module, seeds: Sequence[int], labels: Tensor, sampler: Sampler) -> Iterator[Tensor]:
-    """Class-conditional samples by Heun's method, a batch after the other.
+def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:
+    """FLOPs of a sample over those of the same steps without guidance, all tokens running."""
+    return sampler.flops(model, weak) / replace(sampler, guidance=NO_GUIDANCE).flops(model)
+
+
+def draw(
+    model: Model, seeds: Sequence[int], labels: Tensor, sampler: Sampler, weak: Model | None = None
+) -> Iterator[Tensor]:
+    """Class-conditional samples, a batch after the other.
 
     seeds   one for each sample; its noise and route ids depend on it alone.
     labels  (n,) int64 classes, on the CPU.
+    weak    a second network of the guidance; None: the strong one serves.
 
     Yields network latents (b, C, S, S) fp32 on the network's device, in the order of the seeds. A
     sample's numbers do not depend on what else is drawn, where batches have one shape; in other
@@ -71,61 +106,88 @@ def draw(edm: EDM, network: nn.Module, seeds: Sequence[int], labels: Tensor, sam
     """
     if len(seeds) != len(labels) or not len(seeds):
         raise ValueError(f"{len(seeds)} seeds for {len(labels)} labels: each sample needs one of both")
-    if not 0 <= int(labels.min()) <= int(labels.max()) <= network.num_classes:
+    classes = model.network.num_classes
+    if not 0 <= int(labels.min()) <= int(labels.max()) <= classes:
         raise ValueError(
-            f"classes lie in {int(labels.min())}..{int(labels.max())}, but must lie in 0..{network.num_classes - 1}, "
-            f"or be {network.num_classes} for no class"
+            f"classes lie in {int(labels.min())}..{int(labels.max())}, but must lie in 0..{classes - 1}, "
+            f"or be {classes} for no class"
         )
-    sigmas = edm.schedule(sampler.steps)
     for start in range(0, len(seeds), sampler.batch_size):
         part, y = list(seeds[start : start + sampler.batch_size]), labels[start : start + sampler.batch_size]
         missing = sampler.batch_size - len(part)
         padded, y = part + part[-1:] * missing, torch.cat([y, y[-1:].expand(missing)])
-        yield _draw_batch(edm, network, padded, y, sampler, sigmas)[: len(part)]
+        yield _draw_batch(model, weak, padded, y, sampler)[: len(part)]
 
 
-def _draw_batch(
-    edm: EDM, network: nn.Module, seeds: list[int], labels: Tensor, sampler: Sampler, sigmas: Tensor
-) -> Tensor:
-    device = next(network.parameters()).device
-    shape = (network.in_channels, network.input_size, network.input_size)
-    calls = {branch: itertools.count() for branch in sampler.guidance.branches}
-    uniform = {  # one draw for each pass and route
-        (branch, number): seeded_uniform(seeds, (sampler.calls, network.num_tokens), f"route {number} {branch}")
-        for branch, ratio in sampler.guidance.branches.items()
-        for number in range(len(sampler.routes) if ratio else 0)
-    }
-    uniform = {key: value.to(device) for key, value in uniform.items()}
+def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tensor, sampler: Sampler) -> Tensor:
+    network, device = model.network, next(model.network.parameters()).device
+    plan, row = sampler.plan(model.process), sampler.guidance.row
+    labels, no_class = labels.to(device), torch.full_like(labels, network.num_classes, device=device)
+    strong = _branch(
+        model,
+        labels if row.strong_class else no_class,
+        _routes(model, seeds, [call.strong for call in plan], "strong", device),
+        sampler.precision,
+    )
+    other = None
+    if row.weak_class is not None:
+        stream = "strong" if sampler.guidance.same_ids else "weak"
+        other = _branch(
+            weak or model,
+            labels if row.weak_class else no_class,
+            _routes(weak or model, seeds, [call.weak or 0.0 for call in plan], stream, device),
+            sampler.precision,
+        )
+        if weak is None:  # one function, so that branches of one shape run as one batch
+            other = replace(other, denoise=strong.denoise)
+    denoiser = guided(strong, other, lambda call: plan[call].scale)
+    noise = seeded_normal(seeds, (network.in_channels, network.input_size, network.input_size)).to(device)
+    return solve(sampler.solver, denoiser, noise, model.process.schedule(sampler.steps)).float()
 
-    def routes(branch: str) -> list[tuple[Route, Tensor]]:
-        call, ratio = next(calls[branch]), sampler.guidance.branches[branch]
+
+def _branch(model: Model, y: Tensor, routes: Callable[[int], Routes], precision: str) -> Branch:
+    def denoise(x: Tensor, level: Tensor, y: Tensor, routes: Routes) -> Tensor:
+        with autocast(x.device, precision):
+            return model.process.denoise(model.network, x, level, y, routes)
+
+    return Branch(denoise, y, routes)
+
+
+def _routes(
+    model: Model, seeds: list[int], ratios: Sequence[float], stream: str, device: torch.device
+) -> Callable[[int], Routes]:
+    """Number of a call → the model's routes under that call's ratio, with ids of one draw for each call and route."""
+    tokens = model.network.num_tokens
+    uniform = [
+        seeded_uniform(seeds, (len(ratios), tokens), f"route {number} {stream}").to(device)
+        for number in range(len(model.routes) if any(ratios) else 0)
+    ]
+
+    def routes(call: int) -> Routes:
+        if num_keep(tokens, ratios[call]) == tokens:
+            return ()
         return [
-            (replace(route, selection_ratio=ratio), draw_ids(uniform[branch, number][:, call], ratio))
-            for number, route in enumerate(sampler.routes if ratio else ())
+            (replace(route, selection_ratio=ratios[call]), draw_ids(drawn[:, call], ratios[call]))
+            for route, drawn in zip(model.routes, uniform)
         ]
 
-    def denoise(x: Tensor, sigma: Tensor, y: Tensor, routes: Routes) -> Tensor:
-        with autocast(device, sampler.precision):
-            return edm.denoise(network, x, sigma, y, routes)
-
-    denoiser = guided(denoise, labels.to(device), network.num_classes, sampler.guidance, routes)
-    return heun(denoiser, seeded_normal(seeds, shape).to(device), sigmas).float()
+    return routes
 
 
 def draw_pictures(
-    edm: EDM,
-    network: nn.Module,
+    model: Model,
     decoder: autoencoder.Decoder,
     seeds: Sequence[int],
     labels: Tensor,
     sampler: Sampler,
+    weak: Model | None = None,
     check: bool = False,
 ) -> Iterator[Tensor]:
     """`draw`, decoded: yields pictures (b, 1 or 3, H, W) uint8 on the CPU.
 
     check  raise ValueError for samples that are not finite, which would be scored as black pictures.
     """
-    for x in draw(edm, network, seeds, labels, sampler):
+    for x in draw(model, seeds, labels, sampler, weak):
         if check and not x.isfinite().all():
             raise ValueError(
                 "samples are not finite: the network's weights are broken, "
@@ -170,17 +232,6 @@ def parse_seeds(seeds: str | int | Sequence[int]) -> list[int]:
     return list(seeds)
 
 
-def load_network(
-    found: checkpoint.Checkpoint, weights: str, device: torch.device
-) -> tuple[nn.Module, settings.Network]:
-    """The network of a checkpoint in eval mode, with weights "ema" or "model", and what its run says of it."""
-    config = found.info["config"]
-    cfg = settings.read({key: config[key] for key in ("model", "dataset", "edm")}, settings.Network)
-    network = build_network(cfg)
-    network.load_state_dict(found.tensors(weights))
-    return network.to(device).eval().requires_grad_(False), cfg
-
-
 @dataclass(frozen=True)
 class Options:
     """configs/sample.yaml."""
@@ -188,7 +239,8 @@ class Options:
     checkpoint: str
     classes: tuple[int, ...] | None
     seeds: str | int | tuple[int, ...]
-    steps: int
+    steps: int | None
+    solver: str | None
     batch_size: int
     precision: str
     weights: str
@@ -214,33 +266,30 @@ def main(composed: DictConfig) -> None:
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
         seeds = parse_seeds(options.seeds)
         precision = use_precision(options.precision, device)
-        found = checkpoint.find(Path(options.checkpoint))
-        network, cfg = load_network(found, options.weights, device)
-        latents = Latents.from_json(found.info["latents"])
-        decoder = autoencoder.preview
-        if options.decode:
-            decoder = autoencoder.load_decoder(latents, device, options.autoencoder)
-        classes = options.classes or spread_classes(cfg.dataset.num_classes, 10)
-        options.guidance.check(cfg.model.routes, found.info["config"]["train"]["label_drop"])
+        trained = open_trained(checkpoint.find(Path(options.checkpoint)), options.weights)
+        guide = open_guide(options.guidance, trained)
+        classes = options.classes or spread_classes(trained.cfg.dataset.num_classes, 10)
         all_seeds, labels = seeds * len(classes), torch.tensor(classes).repeat_interleave(len(seeds))
         batch_size = min(options.batch_size, len(all_seeds))
-        sampler = Sampler(options.steps, batch_size, precision, options.guidance, cfg.model.routes)
-        stream = draw_pictures(cfg.edm, network, decoder, all_seeds, labels, sampler, check=True)
+        sampler = Sampler.of(trained.process, options.steps, options.solver, batch_size, precision, options.guidance)
+        nfe = sampler.nfe(trained.process)
+        model, weak = trained.load(device, options.guidance), guide and guide.load(device, options.guidance)
+        decoder = autoencoder.preview
+        if options.decode:
+            decoder = autoencoder.load_decoder(trained.latents, device, options.autoencoder)
+        stream = draw_pictures(model, decoder, all_seeds, labels, sampler, weak, check=True)
         batches = -(-len(all_seeds) // sampler.batch_size)
         pictures = torch.cat(list(tqdm(stream, desc="sampling", total=batches, unit="batch")))
         save_grid(Path(options.out), pictures.numpy(), columns=len(seeds))
     except (ValueError, OSError, MissingMandatoryValue) as error:
         sys.exit(f"error: {error}")
     print(
-        f"{options.out}: rows are classes {list(classes)}, columns seeds {options.seeds}; "
-        f"step {found.step}, {options.weights} weights, Heun with {options.steps} steps, NFE {sampler.nfe}, "
-        f"guidance {options.guidance.describe()}, {precision} on {device.type}"
+        f"{options.out}: rows are classes {list(classes)}, columns seeds {options.seeds}; step {trained.found.step}, "
+        f"{options.weights} weights, {sampler.solver} with {sampler.steps} steps, NFE {nfe}, guidance "
+        f"{options.guidance.describe()}, {relative_cost(sampler, model, weak):.3f} times the FLOPs of no guidance, "
+        f"{precision} on {device.type}"
     )
 
 
 if __name__ == "__main__":
-    try:
-        settings.check_overrides(sys.argv[1:], settings.known_keys(Options))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    main()
+    open_door(main, settings.known_keys(Options))

@@ -16,13 +16,21 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from compute import check_precision
 from edm import EDM
 from latents import PLACEMENTS
+from rf import RF
 from routing_module import Route, check_routes
+from solvers import check_solver
 
 
 def _positive(section: str, **values: float | None) -> None:
     for key, value in values.items():
         if value is not None and value <= 0:
             raise ValueError(f"{section}.{key} is {value}, but must be positive")
+
+
+def check_objective(name: str) -> None:
+    """Raise ValueError unless an objective is known."""
+    if name not in ("edm", "rf"):
+        raise ValueError(f"objective is {name!r}, but must be edm or rf (rectified flow)")
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,8 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Sampling:
-    steps: int
+    steps: int | None
+    solver: str | None
     classes: int
     per_class: int
     decode: bool
@@ -155,8 +164,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         _positive("sampling", classes=self.classes, per_class=self.per_class)
-        if self.steps < 2:
-            raise ValueError(f"sampling.steps is {self.steps}, but Heun's schedule needs at least 2")
+        if self.solver is not None:
+            check_solver(self.solver)
 
 
 @dataclass(frozen=True)
@@ -177,6 +186,7 @@ class Recipe:
     steps: int
     batch_size: int
     lr: float
+    objective: str
     ema_decay: float
     ema_warmup: bool
     log_every: int
@@ -194,6 +204,16 @@ class Network:
     model: Model
     dataset: Dataset
     edm: EDM
+    objective: str = "edm"  # defaults are for checkpoints made before there was a choice
+    rf: RF = RF()
+
+    def __post_init__(self) -> None:
+        check_objective(self.objective)
+
+
+def read_network(config: dict) -> Network:
+    """What a checkpoint's config says of its network. Raises ValueError."""
+    return read({item.name: config[item.name] for item in fields(Network) if item.name in config}, Network)
 
 
 @dataclass(frozen=True)
@@ -203,9 +223,11 @@ class Settings:
     seed: int
     resume: bool | str
     init_from: str | None
+    objective: str
     model: Model
     dataset: Dataset
     edm: EDM
+    rf: RF
     train: Train
     optim: Optim
     ema: Ema
@@ -218,6 +240,9 @@ class Settings:
     def __post_init__(self) -> None:
         if self.resume not in (True, False, "auto"):
             raise ValueError(f"resume is {self.resume!r}, but must be auto, true or false")
+        check_objective(self.objective)
+        if self.sampling.steps is not None:
+            process_of(self).schedule(self.sampling.steps)  # raises ValueError for too few
         if "/" in self.name or self.name in ("", ".", ".."):
             raise ValueError(f"name is {self.name!r}, but must be the name of one folder; see also results=…")
         if self.eval.demo_samples and self.dataset.embedded is None:
@@ -227,25 +252,28 @@ class Settings:
             )
 
 
+def process_of(cfg: Settings | Network) -> EDM | RF:
+    """The diffusion process that a network is trained on and sampled by."""
+    return cfg.edm if cfg.objective == "edm" else cfg.rf
+
+
 def known_keys(kind: type = Settings, prefix: str = "") -> list[str]:
     """All dotted keys of the settings, sections included; the items of a list are written `*`."""
     keys = []
     for name, hint in get_type_hints(kind).items():
         keys.append(prefix + name)
-        if is_dataclass(hint):
-            keys += known_keys(hint, f"{prefix}{name}.")
-        elif get_origin(hint) is tuple and is_dataclass(get_args(hint)[0]):
-            keys += known_keys(get_args(hint)[0], f"{prefix}{name}.*.")
+        for part in filter(is_dataclass, (hint, *get_args(hint))):
+            keys += known_keys(part, f"{prefix}{name}.{'*.' * (get_origin(hint) is tuple)}")
     return keys
 
 
 def _unknown(key: str, known: Iterable[str]) -> ValueError:
-    """The error for a key, with the known one that is spelt most like it; the last part counts double."""
+    """The error for a key, with the known one that is spelt most like it; the last part counts most."""
 
     def likeness(other: str) -> float:
         (section, _, name), (other_section, _, other_name) = key.rpartition("."), other.rpartition(".")
         alike = difflib.SequenceMatcher(None, section, other_section).ratio()
-        return alike + 2 * difflib.SequenceMatcher(None, name, other_name).ratio()
+        return alike + 2 * difflib.SequenceMatcher(None, name, other_name).ratio() + (name == other_name)
 
     return ValueError(f"unknown setting {key!r}; the nearest known one is {max(known, key=likeness)!r}")
 
@@ -286,10 +314,13 @@ def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
     for kind in allowed:
         if get_origin(kind) is tuple and isinstance(value, (list, tuple)):
             return tuple(_convert(get_args(kind)[0], item, f"{key}.{i}", known) for i, item in enumerate(value))
+        if is_dataclass(kind) and isinstance(value, dict):
+            return _build(kind, value, key + ".", known)
         if type(value) is kind:
             return value
     if float in allowed and type(value) is int:
         return float(value)
     names = {tuple: "a list", types.NoneType: "null", bool: "true or false"}
+    names |= {kind: f"{{{', '.join(item.name for item in fields(kind))}}}" for kind in allowed if is_dataclass(kind)}
     expected = [names.get(get_origin(kind) or kind) or kind.__name__ for kind in allowed]
     raise ValueError(f"{key} is {value!r}, but must be {' or '.join(expected)}")

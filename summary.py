@@ -34,14 +34,16 @@ def describe(
     lines = {
         "run": f"{cfg.name}, {cfg.train.steps:,} steps, {epochs:.1f} epochs",
         "data": f"{cfg.dataset.name}, {len(data):,} samples of {data.latents.shape}",
+        "objective": cfg.objective,
         "network": f"{cfg.model.architecture}, {parameters:,} parameters, {cfg.model.depth} blocks, {tokens} tokens",
         "routes": "; ".join(routes) or "none",
-        "FLOPs": f"{3 * routed:.3e} a training image, {dense / routed:.3f} times fewer than without routes",
+        "FLOPs": f"{3 * routed:.3e} a training image, {dense / routed:.3f} times fewer than without routes; "
+        f"{dense:.3e} a forward pass of all tokens",
         "batch": f"{cfg.train.batch_size} = {processes} processes × {accumulation} accumulation steps × {micro} images",
         "device": device,
         "disk": f"{16 * parameters / 1e6:,.0f} MB a checkpoint, every {cfg.every.save:,} steps",
     }
-    return "\n".join(f"  {name:<9}{text}" for name, text in lines.items())
+    return "\n".join(f"  {name:<10}{text}" for name, text in lines.items())
 
 
 def outcome(folder: Path, step: int, records: list[dict]) -> str:

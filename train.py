@@ -11,7 +11,6 @@ import functools
 import math
 import sys
 import time
-import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,7 +26,8 @@ import checkpoint
 import digits
 import settings
 from build import build_network, build_optimizer, complete, load_weights, open_datasets
-from compute import autocast
+from cli import open_door
+from compute import autocast, peak_flops
 from ema import EMA
 from evaluation import heldout_loss
 from files import write_whole
@@ -42,6 +42,8 @@ from randomness import generator, split_batch
 from runlog import RunLog, claim
 from sample import Sampler, draw_pictures, spread_classes
 from summary import describe, outcome
+from tracking import start_wandb
+from trained import Model
 
 
 @dataclass
@@ -68,6 +70,11 @@ class Run:
     loss_sum: Tensor  # 0-d on the device: losses since the last log, over loss_count steps
     loss_count: int
     wandb: object = None
+
+    @property
+    def model(self) -> Model:
+        """What is sampled and evaluated: the EMA weights, by the run's process."""
+        return Model(settings.process_of(self.cfg), self.ema.network)
 
     @property
     def main(self) -> bool:
@@ -169,20 +176,6 @@ def start(cfg: settings.Settings, config: dict) -> Run:
     return run
 
 
-def start_wandb(cfg: settings.Settings, config: dict, folder: Path) -> object:
-    """A Weights & Biases run; its id is kept in the folder, so that a resumed run goes on in the same one."""
-    import wandb  # imported here because it takes seconds and is off by default
-
-    kept = folder / "wandb_id.txt"
-    if not kept.exists():
-        write_whole(kept, uuid.uuid4().hex[:8])
-    same = {"id": kept.read_text(), "resume": "allow"}
-    try:
-        return wandb.init(project=cfg.wandb.project, name=cfg.name, config=config, dir=folder, **same)
-    except wandb.errors.Error as error:
-        raise ValueError(f"wandb: {error}. Run `wandb login`, or set wandb.enabled=false") from error
-
-
 # --------------------------------------------------------------------------------------- training
 
 
@@ -245,6 +238,9 @@ def log_loss(run: Run, loss: float, images_per_s: float, data_wait: float) -> No
     """Write down the mean loss and the share of time that waited for data since the last log; begin anew."""
     flops = 3 * run.network.forward_flops(run.cfg.model.routes) * images_per_s
     speed = {"images_per_s": round(images_per_s, 1), "flops_per_s": float(f"{flops:.4g}")}
+    peak = peak_flops(run.accelerator.device, run.precision)
+    if peak is not None:
+        speed["mfu"] = round(flops / (peak * run.accelerator.num_processes), 4)
     run.record(loss=loss, **speed, data_wait=round(data_wait, 5))
     run.loss_sum, run.loss_count, run.loader.waited = torch.zeros_like(run.loss_sum), 0, 0.0
 
@@ -263,12 +259,14 @@ def reduced_loss_sum(run: Run) -> float:
 
 def evaluate(run: Run) -> float:
     """Full-token loss of the EMA weights on held-out data, see evaluation.py."""
-    options, edm, network, accelerator = run.cfg.eval, run.cfg.edm, run.ema.network, run.accelerator
+    options, model, accelerator = run.cfg.eval, run.model, run.accelerator
     ranks, total = accelerator.num_processes, torch.zeros_like(run.loss_sum)
     mine = torch.arange(options.points)[accelerator.process_index :: ranks]
     for numbers in mine.split(max(1, options.batch_size // ranks)) if len(mine) else ():
         with autocast(accelerator.device, run.precision):
-            total += heldout_loss(edm, network, run.heldout, numbers, options.points, options.noise_levels)
+            total += heldout_loss(
+                model.process, model.network, run.heldout, numbers, options.points, options.noise_levels
+            )
     return accelerator.reduce(total, "sum").item() / options.points
 
 
@@ -276,8 +274,8 @@ def log_fid(run: Run) -> None:
     """FID of a few EMA samples, for a trend: the same seeds each time, each process its share."""
     began, accelerator, sampling = time.perf_counter(), run.accelerator, run.cfg.sampling
     seeds = range(run.cfg.eval.fid_samples)[accelerator.process_index :: accelerator.num_processes]
-    sampler = Sampler(sampling.steps, min(64, len(seeds)), run.precision)
-    total = run.probe.moments(run.cfg.edm, run.ema.network, seeds, sampler)
+    sampler = Sampler.of(run.model.process, sampling.steps, sampling.solver, min(64, len(seeds)), run.precision)
+    total = run.probe.moments(run.model, seeds, sampler)
     if accelerator.num_processes > 1:
         rows = accelerator.gather(total.pack().to(accelerator.device)[None])
         total = functools.reduce(Moments.merge, map(Moments.unpack, rows))
@@ -301,8 +299,9 @@ def draw_grid(run: Run) -> None:
 
 def draw_samples(run: Run, labels: Tensor) -> Tensor:
     """EMA samples of the classes asked for, with seeds 0, 1, …: pictures (n, 1 or 3, H, W) uint8."""
-    sampler = Sampler(run.cfg.sampling.steps, min(64, len(labels)), run.precision)
-    stream = draw_pictures(run.cfg.edm, run.ema.network, run.decoder, range(len(labels)), labels, sampler)
+    sampling, batch_size = run.cfg.sampling, min(64, len(labels))
+    sampler = Sampler.of(run.model.process, sampling.steps, sampling.solver, batch_size, run.precision)
+    stream = draw_pictures(run.model, run.decoder, range(len(labels)), labels, sampler)
     return torch.cat(list(stream))
 
 
@@ -342,8 +341,4 @@ def finish(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        settings.check_overrides(sys.argv[1:], [*settings.known_keys(), "experiment"])
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    main()
+    open_door(main, [*settings.known_keys(), "experiment"])

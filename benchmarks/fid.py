@@ -33,10 +33,11 @@ sys.path.insert(0, str(ROOT))
 import autoencoder  # noqa: E402
 import metrics  # noqa: E402
 import settings  # noqa: E402
-from build import build_network  # noqa: E402
+from build import build_network, complete  # noqa: E402
 from compute import autocast, device_name, exact, use_cores, use_precision  # noqa: E402
 from inception import Inception, extract, resize  # noqa: E402
 from sample import Sampler, draw, to_pictures  # noqa: E402
+from trained import Model  # noqa: E402
 
 PARTS = ("frechet", "precision", "features", "sampler", "chain")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -150,7 +151,7 @@ def sampler(cfg: settings.Settings, batch: int, repeats: int) -> str:
                 network(x, t, y)
 
     def whole() -> None:
-        for _ in draw(cfg.edm, network, range(batch), labels, options):
+        for _ in draw(Model(cfg.edm, network), range(batch), labels, options):
             pass
 
     with torch.no_grad(), autocast(DEVICE, precision):
@@ -183,7 +184,7 @@ def chain(cfg: settings.Settings, batch: int) -> str:
 
     for _ in range(2):  # the first one warms up
         stages = {
-            "sampling": lambda: found.update(x=next(draw(cfg.edm, network, range(batch), labels, options))),
+            "sampling": lambda: found.update(x=next(draw(Model(cfg.edm, network), range(batch), labels, options))),
             "decoding": lambda: found.update(pictures=to_pictures(found["x"], decode)),
             "features": lambda: extract(inception, found["pictures"]),
         }
@@ -203,7 +204,7 @@ def main() -> None:
     given.setdefault("experiment", "imagenet256_xl2" if gpu else "imagenet256_s2")
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
         config = compose("config", overrides=[f"{key}={value}" for key, value in given.items()])
-    cfg = settings.read(OmegaConf.to_container(config, resolve=True))
+    cfg = settings.read(complete(OmegaConf.to_container(config, resolve=True)))
     threads = "" if gpu else f", {use_cores(None, processes=1)} threads"
     print(f"{device_name(DEVICE)}, torch {torch.__version__}{threads}, {repeats} repeats")
     for name in named:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import settings  # noqa: E402
-from build import build_network, build_optimizer  # noqa: E402
+from build import build_network, build_optimizer, complete  # noqa: E402
 from compute import autocast, use_cores, use_precision  # noqa: E402
 from ema import EMA  # noqa: E402
 from randomness import draw_step  # noqa: E402
@@ -31,12 +31,12 @@ def main() -> None:
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith("pairs=")]
     pairs = int(next((a.removeprefix("pairs=") for a in sys.argv[1:] if a.startswith("pairs=")), 40))
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        cfg = settings.read(OmegaConf.to_container(compose("config", overrides=overrides), resolve=True))
+        cfg = settings.read(complete(OmegaConf.to_container(compose("config", overrides=overrides), resolve=True)))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = use_precision(cfg.train.precision, device)
     if device.type == "cpu":
         use_cores(cfg.train.cpu_threads, processes=1)
-    network = build_network(cfg).to(device)
+    network, process = build_network(cfg).to(device), settings.process_of(cfg)
     optimizer, ema = build_optimizer(cfg, network), EMA(network)
     batch, shape = cfg.train.batch_size, (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size)
     x = torch.randn(batch, *shape, device=device)
@@ -51,7 +51,7 @@ def main() -> None:
         draws = draw_step(0, number, batch, shape, network.num_tokens, len(routes), posterior=False, device=device)
         drawn = [(route, draw_ids(u, route.selection_ratio)) for route, u in zip(routes, draws.routes)]
         with autocast(device, precision):
-            loss = cfg.edm.loss(network, x, y, cfg.edm.sigma(draws.sigma), draws.noise, drawn).mean()
+            loss = process.loss(network, x, y, process.noise_level(draws.level), draws.noise, drawn).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

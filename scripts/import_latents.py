@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import autoencoder  # noqa: E402
 import report  # noqa: E402
 import settings  # noqa: E402
+from cli import open_door  # noqa: E402
 from files import explain_failure, write_whole  # noqa: E402
 from foreign import Foreign, open_foreign  # noqa: E402
 from latents import LatentDataset, Latents  # noqa: E402
@@ -159,8 +160,4 @@ def finish(writer: DatasetWriter, shards: int, plan: dict, options: Options) -> 
 
 
 if __name__ == "__main__":
-    try:
-        settings.check_overrides(sys.argv[1:], settings.known_keys(Options))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    main()
+    open_door(main, settings.known_keys(Options))

@@ -168,3 +168,29 @@ def test_flops_agree_with_torchs_counter(tiny, routes):
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         tiny(torch.randn(2, 4, 8, 8), torch.randn(2), torch.tensor([1, 2]), routes=drawn)
     assert 2 * tiny.forward_flops(routes) == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("size", "ratios"),
+    [("S/2", (1.440, 1.507)), ("B/2", (1.426, 1.466)), ("L/2", (1.675, 1.736)), ("XL/2", (1.716, 1.776))],
+)
+def test_ideal_savings_of_a_training_step(size, ratios):
+    """Dense over routed FLOPs with the paper's route and half of the tokens, at 256² and 512²."""
+    for input_size, ratio in zip((32, 64), ratios):
+        network = build(size, input_size=input_size)
+        route = Route.for_depth(len(network.blocks))
+        assert network.forward_flops() / network.forward_flops([route]) == pytest.approx(ratio, rel=5e-3)
+
+
+def test_flops_of_sparse_guidance():
+    """Its paper's table for XL/2, r(2→24), one step: 114.42 dense, 228.84 guided, 97.67 by ratios 0.5 and 0.9 (linear
+    layers alone, as its numbers evidently are); with attention 0.844 of a dense step."""
+    network = build("XL/2")
+    linear, whole = [
+        sum(network.forward_flops([Route(2, 24, ratio)], attention) for ratio in (0.5, 0.9))
+        for attention in (False, True)
+    ]
+    assert network.forward_flops(attention=False) / 2e9 == pytest.approx(114.42, rel=0.01)
+    assert linear / network.forward_flops(attention=False) == pytest.approx(97.67 / 114.42, rel=0.01)
+    assert linear / (2 * network.forward_flops(attention=False)) == pytest.approx(97.67 / 228.84, rel=0.01)
+    assert whole / network.forward_flops() == pytest.approx(0.844, rel=0.01)

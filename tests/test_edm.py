@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from edm import EDM, Churn, heun
+from edm import EDM
+from solvers import Churn, heun
 
 DATA_STD = 0.7
 
@@ -68,12 +69,12 @@ def test_learned_sigma_uses_the_first_channels():
 
 def test_noise_levels_of_training():
     normal = torch.tensor([0.0, 1.0, -2.0])
-    torch.testing.assert_close(EDM().sigma(normal).log(), torch.tensor([-1.2, 0.0, -3.6]))
+    torch.testing.assert_close(EDM().noise_level(normal).log(), torch.tensor([-1.2, 0.0, -3.6]))
 
 
 def test_quantiles_cut_the_training_distribution_evenly():
-    levels = EDM().sigma_quantiles(8)
-    drawn = EDM().sigma(torch.randn(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    levels = EDM().quantiles(8)
+    drawn = EDM().noise_level(torch.randn(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
     shares = torch.tensor([(drawn < level).double().mean() for level in levels])
     torch.testing.assert_close(shares, (torch.arange(8) + 0.5).double() / 8, atol=0.005, rtol=0)
 
@@ -85,7 +86,7 @@ def test_schedule():
     middle = (80 ** (1 / 7) + 13 / 39 * (0.002 ** (1 / 7) - 80 ** (1 / 7))) ** 7
     assert sigmas[13].item() == pytest.approx(middle, rel=1e-12)
     assert (sigmas.diff() < 0).all()
-    with pytest.raises(ValueError, match="num_steps is 1"):
+    with pytest.raises(ValueError, match="steps is 1"):
         EDM().schedule(1)
 
 

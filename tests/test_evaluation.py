@@ -34,7 +34,7 @@ def test_the_sum_equals_the_losses_one_by_one(tmp_path, tiny):
     expected = 0.0
     with torch.no_grad():
         for k in numbers.tolist():
-            i, sigma = k % 5, edm.sigma_quantiles(4)[(k % 5 + k // 5) % 4]
+            i, sigma = k % 5, edm.quantiles(4)[(k % 5 + k // 5) % 4]
             noise = seeded_normal([k], (4, 8, 8), "evaluation")
             expected += edm.loss(tiny, 2 * stored[i], torch.tensor([i]), sigma.view(1), noise).item()
     assert heldout_loss(edm, tiny, data, numbers, 20, 4).item() == pytest.approx(expected, rel=1e-5)

@@ -37,6 +37,7 @@ from picture_sets import open_pictures
 from processes import Processes
 from sample import Sampler, draw_pictures, seeded_labels
 from settings import Network, read
+from trained import Model
 
 RGB = Latents(shape=(3, 16, 16), classes=tuple("abcde"), autoencoder="pixels", scale_applied=True)
 OPTIONS = ["num_samples=10", "steps=2", "batch_size=4"]
@@ -97,7 +98,7 @@ def test_a_checkpoint_is_scored_by_its_samples(tmp_path, run, inception_file, pi
     folder = tmp_path / "results" / "a" / "step_0000003"
 
     sampler, labels = Sampler(steps=2, batch_size=4), seeded_labels(range(10), 5, "random")
-    pictures = torch.cat(list(draw_pictures(EDM(), run, load_decoder(RGB), range(10), labels, sampler)))
+    pictures = torch.cat(list(draw_pictures(Model(EDM(), run), load_decoder(RGB), range(10), labels, sampler)))
     with np.load(folder / "samples.npz") as samples:
         assert np.array_equal(samples["arr_0"], pictures.permute(0, 2, 3, 1))
         assert np.array_equal(samples["arr_1"], labels)
@@ -165,7 +166,7 @@ def test_stopped_work_goes_on_with_the_parts_that_are_missing(tmp_path, run, inc
     real, drawn = door.draw_pictures, []
 
     def drawing(*arguments, **options):
-        drawn.append(list(arguments[3]))
+        drawn.append(list(arguments[2]))
         if len(drawn) == 3:
             raise KeyboardInterrupt
         return real(*arguments, **options)
@@ -235,7 +236,9 @@ def test_the_digits_are_judged_without_a_download(tmp_path, composed):
     network, folder = save_checkpoint(tmp_path / "results/d", composed, digits.MEANING, embedded="digits")
     text = launch(tmp_path, "checkpoint=results/d/latest", "steps=2", "num_samples=40", "labels=balanced")
     labels, sampler = torch.arange(40) % 10, Sampler(steps=2, batch_size=40)
-    pictures = torch.cat(list(draw_pictures(EDM(), network, load_decoder(digits.MEANING), range(40), labels, sampler)))
+    pictures = torch.cat(
+        list(draw_pictures(Model(EDM(), network), load_decoder(digits.MEANING), range(40), labels, sampler))
+    )
     expected, found = digits.judge(pictures.numpy(), labels.numpy()), record(folder / "fid.json")
     assert {key: found[key] for key in expected} == pytest.approx(expected)
     counts = {"label_agreement": 40, "label_agreement_real": 355, "frechet_pixels": 40, "frechet_pixels_real": 1442}

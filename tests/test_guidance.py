@@ -1,61 +1,227 @@
-"""Guidance against the formula on denoisers that are known."""
+"""Guidance against its formula on denoisers that are known, and against the closed form on Gaussian data."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 
-from guidance import Guidance, guided
+from edm import EDM
+from guidance import KINDS, Branch, Guidance, Schedule, guided
+from rf import RF
 from routing_module import Route
+from solvers import euler, heun
 
-x, sigma, y = torch.randn(3, 1, 2, 2), torch.tensor(1.0), torch.tensor([0, 1, 2])
-
-
-def known(x, sigma, y, routes):
-    """D depends on the label (9 is none) and on the ratio of the route, so that each branch can be told."""
-    return x + 10.0 * y.view(-1, 1, 1, 1) + sum(route.selection_ratio for route, _ in routes)
+x, level, y = torch.randn(3, 1, 2, 2), torch.tensor(1.0), torch.tensor([0, 1, 2])
+no_class = torch.full_like(y, 9)
+COSINE = Schedule("cosine", 0.6, 0.0)
 
 
-def routes_of(guidance):
-    return lambda branch: [(Route(1, 2, guidance.branches[branch]), None)] if guidance.branches[branch] else []
+def known(x, level, y, routes):
+    """D depends on the label and on how many tokens are kept, so that each branch can be told."""
+    return x + 10.0 * y.view(-1, 1, 1, 1) + sum(ids.shape[1] for _, ids in routes)
 
 
-def test_none_is_the_strong_branch():
-    assert torch.equal(guided(known, y, 9, Guidance(), None)(x, sigma), known(x, sigma, y, ()))
+def routed(kept):
+    return lambda call: [(Route(1, 2), torch.arange(kept).expand(3, kept))] if kept else []
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1.5])
-def test_cfg_goes_from_no_class_to_the_class_in_all_channels(scale):
-    found = guided(known, y, 9, Guidance("cfg", scale), None)(x, sigma)
-    weak, strong = known(x, sigma, torch.full_like(y, 9), ()), known(x, sigma, y, ())
-    torch.testing.assert_close(found, scale * strong + (1 - scale) * weak)
+@pytest.mark.parametrize("labels", [y, no_class], ids=["class", "no class"])
+@pytest.mark.parametrize("kept", [(0, 0), (8, 4), (6, 6)], ids=str)
+def test_the_strong_branch_is_pushed_away_from_the_weak_one_in_all_channels(scale, labels, kept):
+    """scale·D_strong + (1 − scale)·D_weak, by one batch or two."""
+    found = guided(Branch(known, y, routed(kept[0])), Branch(known, labels, routed(kept[1])), lambda call: scale)
+    strong, weak = known(x, level, y, routed(kept[0])(0)), known(x, level, labels, routed(kept[1])(0))
+    torch.testing.assert_close(found(x, level), scale * strong + (1 - scale) * weak)
 
 
-def test_sparse_keeps_the_class_in_both_branches():
-    guidance = Guidance("sparse", 1.5, strong=0.25, weak=0.75)
-    found = guided(known, y, 9, guidance, routes_of(guidance))(x, sigma)
-    torch.testing.assert_close(found, x + 10.0 * y.view(-1, 1, 1, 1) + 1.5 * 0.25 - 0.5 * 0.75)
-    dense = Guidance("sparse", 2.0, strong=0.0, weak=0.5)
-    found = guided(known, y, 9, dense, routes_of(dense))(x, sigma)
-    torch.testing.assert_close(found, x + 10.0 * y.view(-1, 1, 1, 1) - 0.5)
+def test_branches_of_one_shape_run_as_one_batch():
+    batches = []
+
+    def spy(x, level, y, routes):
+        batches.append(len(x))
+        return known(x, level, y, routes)
+
+    def run(strong, weak, scale=2.0):
+        batches.clear()
+        guided(strong, weak, lambda call: scale)(x, level)
+        return batches
+
+    assert run(Branch(spy, y), Branch(spy, no_class)) == [6]
+    assert run(Branch(spy, y, routed(4)), Branch(spy, y, routed(4))) == [6]
+    assert run(Branch(spy, y, routed(8)), Branch(spy, y, routed(4))) == [3, 3]
+    assert run(Branch(spy, y), Branch(lambda *given: spy(*given), y)) == [3, 3]  # two networks
+    assert run(Branch(spy, y), Branch(spy, no_class), scale=1.0) == [3]
+    assert run(Branch(spy, y), None) == [3]
 
 
-def test_what_makes_no_sense_is_refused():
-    for arguments, message in (
-        ({"kind": "best"}, "must be one of none, cfg, sparse"),
-        ({"kind": "sparse", "strong": 0.7, "weak": 0.3}, "must be smaller"),
-        ({"kind": "sparse"}, "must be smaller"),
-        ({"weak": 1.0}, r"must lie in \[0, 1\)"),
+def test_one_batch_gives_each_branch_its_own_labels_and_ids():
+    strong, weak = torch.tensor([[0, 1], [2, 3], [4, 5]]), torch.tensor([[6, 7], [8, 9], [10, 11]])
+
+    def denoise(x, level, y, routes):
+        return x + y.view(-1, 1, 1, 1) + 100.0 * routes[0][1].sum(1).view(-1, 1, 1, 1)
+
+    branches = (
+        Branch(denoise, y, lambda call: [(Route(1, 2), strong)]),
+        Branch(denoise, y, lambda call: [(Route(1, 2), weak)]),
+    )
+    apart = Branch(lambda *given: denoise(*given), y, branches[1].routes)
+    levels = torch.tensor([1.0, 2.0, 3.0])
+    together, alone = guided(*branches, lambda call: 1.7), guided(branches[0], apart, lambda call: 1.7)
+    torch.testing.assert_close(together(x, levels), alone(x, levels))
+
+
+def test_calls_are_counted():
+    scales, seen = [1.0, 2.0, 3.0], []
+    strong = Branch(known, y, lambda call: seen.append(call) or ())
+    denoiser = guided(strong, Branch(known, no_class), lambda call: scales[call])
+    for scale in scales:
+        torch.testing.assert_close(
+            denoiser(x, level), scale * known(x, level, y, ()) + (1 - scale) * known(x, level, no_class, ())
+        )
+    assert seen == [0, 1, 2]
+
+
+def test_schedules_begin_and_end_where_they_say():
+    """The reading of SG_FID: γ_weak = 0.3(1 + cos πu), γ_strong = 0.6 − γ_weak."""
+    strong = Schedule("cosine", 0.0, 0.6)
+    for u in (0.0, 0.1, 0.5, 0.8, 1.0):
+        assert COSINE.at(u) == pytest.approx(0.3 * (1 + math.cos(math.pi * u)), abs=1e-12)
+        assert strong.at(u) == pytest.approx(0.6 - COSINE.at(u), abs=1e-12)
+    assert (COSINE.at(0), COSINE.at(1), strong.at(0), strong.at(1)) == (0.6, 0.0, 0.0, 0.6)
+    line = Schedule("linear", 0.2, 0.8)
+    assert (line.at(0), line.at(1), line.at(0.25)) == (0.2, 0.8, pytest.approx(0.35))
+    calls = Guidance("sparse", Schedule("linear", 2.0, 1.0), strong, COSINE).plan([3.0, 2.0, 1.0], [0.0, 0.5, 1.0])
+    assert [call.scale for call in calls] == [2.0, 1.5, 1.0]
+    assert [(call.strong, call.weak) for call in calls] == [
+        (0.0, 0.6),
+        (pytest.approx(0.3), pytest.approx(0.3)),
+        (0.6, None),
+    ]
+
+
+def test_outside_the_interval_the_strong_branch_runs_alone():
+    calls = Guidance("sparse", 2.0, 0.25, 0.5, interval=(0.5, 2.0)).plan([80.0, 2.0, 1.0, 0.5, 0.1], [0.0] * 5)
+    assert [call.weak for call in calls] == [None, 0.5, 0.5, 0.5, None]
+    assert [call.scale for call in calls] == [1.0, 2.0, 2.0, 2.0, 1.0] and {call.strong for call in calls} == {0.25}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_table_of_kinds(kind):
+    """What each kind's branches see, as arXiv 2207.12598, 2406.02507 and 2601.01608 define them."""
+    row = KINDS[kind]
+    assert (row.weak_class is None) == (kind == "none")
+    assert row.routed == kind.startswith("sparse")
+    assert row.strong_class == (kind != "sparse_uncond")
+    assert bool(row.weak_class) == (kind in ("sparse", "autoguidance"))
+
+
+# Data N(0, a²) for the class, N(0, b²) without or by a weaker network: denoisers, and so the guided
+# ODE dx/dl = (x − D)/l, are linear in x, and the ODE has a closed form.
+A, B, OMEGA = 0.5, 0.9, 1.6
+
+
+def edm_denoiser(std):
+    return lambda x, s: x * std**2 / (std**2 + s**2)
+
+
+def edm_factor(std, start):
+    """x(0) / x(start) of that ODE."""
+    return math.sqrt(std**2 / (std**2 + start**2))
+
+
+def rf_denoiser(std):
+    """E[x | x_t] for x_t = (1−t)·x + t·ε."""
+    return lambda x, t: x * (1 - t) * std**2 / ((1 - t) ** 2 * std**2 + t**2)
+
+
+@pytest.mark.parametrize("omega", [0.0, 1.0, OMEGA])
+def test_guided_samples_of_a_gaussian_by_edm(omega):
+    """D is a mean of two linear ones, so log x(0)/x(80) is the same mean of theirs: factor = f_A^ω · f_B^(1−ω)."""
+    strong = Branch(lambda x, s, y, routes: edm_denoiser(A)(x, s), y)
+    weak = Branch(lambda x, s, y, routes: edm_denoiser(B)(x, s), y)
+    levels = EDM().schedule(400)
+    found = heun(guided(strong, weak, lambda call: omega), x, levels)
+    factor = edm_factor(A, 80) ** omega * edm_factor(B, 80) ** (1 - omega)
+    torch.testing.assert_close(found, x.double() * 80 * factor, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("omega", [0.0, 1.0, OMEGA])
+def test_guided_samples_of_a_gaussian_by_rectified_flow(omega):
+    """Data N(0, s²): x(0) = s·x(1), by the exact flow x_t = x(1)·sqrt((1−t)²s² + t²); guided, factors multiply."""
+    strong = Branch(lambda x, t, y, routes: rf_denoiser(A)(x, t), y)
+    weak = Branch(lambda x, t, y, routes: rf_denoiser(B)(x, t), y)
+    expected = x.double() * A**omega * B ** (1 - omega)
+    fine = heun(guided(strong, weak, lambda call: omega), x, RF().schedule(200))
+    torch.testing.assert_close(fine, expected, rtol=1e-3, atol=0)
+    coarse = euler(guided(strong, weak, lambda call: omega), x, RF().schedule(2000))
+    torch.testing.assert_close(coarse, expected, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "best"}, "must be one of none, cfg, autoguidance, sparse"),
+        ({"kind": "sparse", "strong": 0.7, "weak": 0.3}, "strong 0.7 is larger.*force=true"),
+        ({"kind": "sparse", "weak": 1.0}, r"guidance.weak is 1, but must lie in \[0, 1\)"),
+        ({"kind": "sparse", "strong": -0.1}, r"must lie in \[0, 1\)"),
+        ({"kind": "sparse", "weak": Schedule("linear", 0.5, 1.2)}, r"linear 0.5→1.2, but must lie in \[0, 1\)"),
+        ({"kind": "cfg", "weak": 0.5}, "cfg runs all tokens"),
+        ({"kind": "none", "strong": COSINE}, "none runs all tokens"),
+        ({"kind": "cfg", "checkpoint": "a"}, "cfg has one network; autoguidance, sparse, sparse_cfg take two"),
+        ({"kind": "sparse_uncond", "checkpoint": "a"}, "one network"),
+        ({"kind": "autoguidance"}, "needs guidance.checkpoint"),
+        ({"kind": "cfg", "interval": (2.0, 1.0)}, "lowest"),
+        ({"kind": "cfg", "interval": (1.0,)}, "lowest"),
+        ({"kind": "cfg", "scale": math.inf}, "finite"),
+        ({"kind": "cfg", "weights": "raw"}, "ema or model"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Guidance(**arguments)
+
+
+def test_what_is_free_or_forced():
+    for arguments in (
+        {"strong": 0.7, "weak": 0.3, "checkpoint": "a"},  # two checkpoints
+        {"strong": Schedule("cosine", 0.0, 0.6), "weak": COSINE},  # schedules
+        {"strong": 0.7, "weak": COSINE},
+        {"strong": 0.7, "weak": 0.3, "force": True},
+        {"strong": 0.5, "weak": 0.5},
+        {},
     ):
-        with pytest.raises(ValueError, match=message):
-            Guidance(**arguments)
-    with pytest.raises(ValueError, match="trained with a route"):
-        Guidance("sparse", weak=0.5).check((), 0.1)
-    with pytest.raises(ValueError, match="label_drop"):
-        Guidance("cfg").check((Route(1, 2),), 0.0)
-    Guidance("sparse", weak=0.5).check((Route(1, 2),), 0.0)
+        Guidance("sparse", 1.5, **arguments)
+    with pytest.raises(ValueError, match="schedule is 'sine'"):
+        Schedule("sine", 0.0, 0.5)
 
 
-def test_passes_and_description():
-    assert [len(Guidance(kind, weak=0.5).branches) for kind in ("none", "cfg", "sparse")] == [1, 2, 2]
+def test_networks_that_can_not_be_guided_so_are_refused():
+    trained, dense = (Route(1, 2),), ()
+    with pytest.raises(ValueError, match="weak branch.*without a route.*force=true"):
+        Guidance("sparse", weak=0.5).check(dense, 0.1)
+    with pytest.raises(ValueError, match="strong branch"):
+        Guidance("sparse", strong=0.1, weak=0.5, checkpoint="a").check(dense, 0.1, trained, 0.1)
+    with pytest.raises(ValueError, match="weak branch"):
+        Guidance("sparse", weak=0.5, checkpoint="a").check(trained, 0.1, dense, 0.1)
+    for kind in ("cfg", "sparse_cfg", "sparse_uncond"):
+        with pytest.raises(ValueError, match="label_drop=0 and knows no null class"):
+            Guidance(kind).check(trained, 0.0)
+    with pytest.raises(ValueError, match="no null class"):
+        Guidance("sparse_cfg", checkpoint="a").check(trained, 0.1, trained, 0.0)
+    Guidance("sparse", weak=0.5).check(trained, 0.0)
+    Guidance("sparse", weak=0.5, force=True).check(dense, 0.0)
+    Guidance("sparse", weak=0.5, checkpoint="a").check(dense, 0.0, trained, 0.0)
+    Guidance("sparse_cfg", checkpoint="a").check(trained, 0.0, trained, 0.1)
+
+
+def test_descriptions_tell_all_that_decides():
+    assert Guidance().describe() == "none"
     assert Guidance("sparse", 1.5, 0.3, 0.7).describe() == "sparse 1.5 with ratios 0.3 and 0.7"
+    whole = Guidance("sparse_cfg", Schedule("linear", 1.0, 2.0), 0.25, COSINE, (0.1, 2.0), "a", "model", True)
+    assert whole.describe() == (
+        "sparse_cfg linear 1→2 with ratios 0.25 and cosine 0.6→0 of the same tokens against model weights of another "
+        "network within 0.1..2"
+    )

@@ -8,20 +8,22 @@ import sys
 import pytest
 from conftest import ROOT
 
-DOORS = {"train", "fid", "sample", "processes"}  # the last is the doors' own way to accelerate
+DOORS = {"train", "fid", "sample", "processes", "tracking"}  # the last two are the doors' own way to accelerate, wandb
 DOOR_ONLY = {"hydra", "omegaconf", "accelerate", "wandb"}
 LAYERS = [  # a file imports from layers above its own; the leaves come first
     {"files", "tars", "crop", "parquet", "mapped", "compute"},
     {"routing_module", "randomness", "metrics", "ema", "pictures", "photos", "parts"},
+    {"solvers"},
     {"edm", "latents", "checkpoint", "guidance", "picture_sets"},
-    {"autoencoder", "runlog", "foreign", "inception"},
+    {"rf", "autoencoder", "runlog", "foreign", "inception"},
     {"reference"},
     {"scoring"},
     {"shards", "evaluation"},
     {"digits", "loading", "preparation", "report"},
     {"dit"},
     {"settings"},
-    {"build", "summary", "objective"},
+    {"build", "summary", "objective", "cli", "tracking"},
+    {"trained"},
     {"processes", "sample", "scorelog"},
     {"judge", "job", "probe"},
     {"fid"},

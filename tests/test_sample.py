@@ -17,24 +17,43 @@ from autoencoder import to_uint8
 from compute import use_precision
 from dit import DiT
 from edm import EDM
-from guidance import Guidance
+from guidance import Guidance, Schedule
 from pictures import save_curve, save_grid
-from randomness import generator
+from randomness import generator, seeded_normal
+from rf import RF
 from routing_module import Route
-from sample import Sampler, draw, draw_pictures, parse_seeds, seeded_labels, spread_classes
+from sample import Sampler, draw, draw_pictures, parse_seeds, relative_cost, seeded_labels, spread_classes
+from trained import Model
 
 
-def latents_of(network, seeds, labels, **options):
-    return torch.cat(list(draw(EDM(), network, seeds, labels, Sampler(**{"steps": 4, **options}))))
+def latents_of(network, seeds, labels, process=EDM(), weak=None, **options):  # noqa: B008
+    model = Model(process, network, (Route(1, 3),) if len(network.blocks) > 3 else ())
+    return torch.cat(list(draw(model, seeds, labels, Sampler(**{"steps": 4, **options}), weak)))
 
 
 SPARSE = Guidance("sparse", 1.5, strong=0.25, weak=0.5)
+KINDS = [Guidance(), Guidance("cfg", 1.5), SPARSE]
+SCHEDULED = Guidance(
+    "sparse_cfg", 1.5, Schedule("cosine", 0.0, 0.6), Schedule("cosine", 0.6, 0.0), interval=(0.01, 5.0)
+)
 
 
-@pytest.mark.parametrize("guidance", [Guidance(), Guidance("cfg", 1.5), SPARSE], ids=lambda one: one.kind)
-def test_a_sample_is_the_same_bits_in_any_company(tiny, guidance):
+@pytest.fixture
+def smaller():
+    """Another network that sees the same latents and classes."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        network = DiT(input_size=8, patch_size=4, in_channels=4, hidden_size=32, depth=4, num_heads=2, num_classes=10)
+        for parameter in network.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+    return network
+
+
+@pytest.mark.parametrize("process", [EDM(), RF()], ids=["edm", "rf"])
+@pytest.mark.parametrize("guidance", [*KINDS, SCHEDULED], ids=lambda one: one.kind)
+def test_a_sample_is_the_same_bits_in_any_company(tiny, guidance, process):
     """Order, position, neighbours, the start and the padding of the last batch; batches have one shape."""
-    options = {"batch_size": 4, "guidance": guidance, "routes": (Route(1, 3),)}
+    options = {"batch_size": 4, "guidance": guidance, "process": process, "solver": process.default_solver}
     seeds, labels = [7, 3, 11, 5, 2, 13], torch.tensor([1, 1, 4, 0, 9, 3])
     together = latents_of(tiny, seeds, labels, **options)
     assert together.shape == (6, 4, 8, 8) and together.dtype == torch.float32
@@ -57,21 +76,21 @@ def test_pictures_are_decoded_in_batches_of_one_shape(tiny):
 
     seeds, labels = list(range(27)), torch.arange(27) % 10
     sampler = Sampler(steps=2, batch_size=20)
-    forward = torch.cat(list(draw_pictures(EDM(), tiny, decoder, seeds, labels, sampler)))
-    backward = torch.cat(list(draw_pictures(EDM(), tiny, decoder, seeds[::-1], labels.flip(0), sampler)))
+    forward = torch.cat(list(draw_pictures(Model(EDM(), tiny), decoder, seeds, labels, sampler)))
+    backward = torch.cat(list(draw_pictures(Model(EDM(), tiny), decoder, seeds[::-1], labels.flip(0), sampler)))
     assert set(shapes) == {(16, 4, 8, 8)} and forward.shape == (27, 3, 8, 8)
     assert torch.equal(backward.flip(0), forward)
 
 
-@pytest.mark.parametrize("guidance", [Guidance(), Guidance("cfg", 1.5), SPARSE], ids=lambda one: one.kind)
+@pytest.mark.parametrize("guidance", [*KINDS, SCHEDULED], ids=lambda one: one.kind)
 def test_pictures_hardly_depend_on_the_shape_of_the_batch(tiny, guidance):
     """Within one grey level on at least 99.9% of the pixels, decoded as latents in −1..1."""
-    options = {"guidance": guidance, "routes": (Route(1, 3),), "steps": 10}
+    options = {"guidance": guidance, "steps": 10}
     seeds, labels = range(32), torch.arange(32) % 10
 
     def pictures(batch_size):
-        sampler = Sampler(batch_size=batch_size, **options)
-        return torch.cat(list(draw_pictures(EDM(), tiny, to_uint8, seeds, labels, sampler))).int()
+        model, sampler = Model(EDM(), tiny, (Route(1, 3),)), Sampler(batch_size=batch_size, **options)
+        return torch.cat(list(draw_pictures(model, to_uint8, seeds, labels, sampler))).int()
 
     reference = pictures(32)
     assert reference.float().std() > 20
@@ -93,7 +112,7 @@ def test_route_ids_follow_from_the_seed_and_change_from_pass_to_pass(tiny):
         seen.extend(kwargs["routes"])
 
     tiny.register_forward_pre_hook(spy, with_kwargs=True)
-    latents_of(tiny, [5, 8], torch.tensor([0, 1]), batch_size=2, steps=2, guidance=SPARSE, routes=(Route(1, 3),))
+    latents_of(tiny, [5, 8], torch.tensor([0, 1]), batch_size=2, steps=2, guidance=SPARSE)
     assert [route.selection_ratio for route, _ in seen] == [0.25, 0.5] * 3  # 2N − 1 calls of two branches
     for row, seed in enumerate((5, 8)):
         for branch, offset, kept in (("strong", 0, 12), ("weak", 1, 8)):
@@ -103,14 +122,110 @@ def test_route_ids_follow_from_the_seed_and_change_from_pass_to_pass(tiny):
                 assert torch.equal(seen[2 * call + offset][1][row], expected)
 
 
+@pytest.mark.parametrize("process", [EDM(), RF()], ids=["edm", "rf"])
+def test_what_guidance_comes_to_at_its_ends(tiny, smaller, process):
+    """Scale 1 is the strong branch, bit for bit; ratios 0 are dense sampling without guidance, up to rounding."""
+    seeds, labels = [3, 4], torch.tensor([3, 4])
+    options = {"batch_size": 2, "process": process, "solver": process.default_solver}
+    plain = latents_of(tiny, seeds, labels, **options)
+    for guidance in (
+        Guidance("cfg", 1.0),
+        Guidance("sparse", 1.0, 0.0, 0.5),
+        Guidance("autoguidance", 1.0, checkpoint="a"),
+    ):
+        assert torch.equal(latents_of(tiny, seeds, labels, guidance=guidance, **options), plain)
+    dense = latents_of(tiny, seeds, labels, guidance=Guidance("sparse", 3.0), **options)
+    torch.testing.assert_close(dense, plain, rtol=1e-3, atol=1e-4)
+    weak = Model(process, smaller, (Route(0, 2),))
+    other = latents_of(
+        tiny, seeds, labels, guidance=Guidance("sparse", 0.0, weak=0.5, checkpoint="a"), weak=weak, **options
+    )
+    alone = latents_of(
+        smaller, seeds, labels, guidance=Guidance("autoguidance", 0.0, checkpoint="a"), weak=weak, **options
+    )
+    own = latents_of(smaller, seeds, labels, **options)
+    torch.testing.assert_close(alone, own)
+    assert not torch.isclose(other, own).all()  # scale 0 is the weak network, here under its route
+
+
+def test_sparse_guidance_hears_the_label_and_sparse_uncond_does_not(tiny):
+    seeds, labels, others = [0, 1], torch.tensor([3, 4]), torch.tensor([5, 6])
+    for kind, hears in (("sparse", True), ("sparse_cfg", True), ("sparse_uncond", False)):
+        guidance = Guidance(kind, 1.5, 0.25, 0.5)
+        one, other = (latents_of(tiny, seeds, y, batch_size=2, guidance=guidance) for y in (labels, others))
+        assert torch.equal(one, other) == (not hears)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "sparse_cfg", "sparse_uncond"])
+def test_branches_get_the_labels_and_tokens_of_their_kind(tiny, kind):
+    """Two passes a call: labels of the table, kept tokens by the ratios, ids apart unless they are to be the same."""
+    seen = []
+
+    def spy(module, args, kwargs):
+        seen.append((args[2].tolist(), kwargs["routes"][0][1]))
+
+    tiny.register_forward_pre_hook(spy, with_kwargs=True)
+    for same in (False, True):
+        seen.clear()
+        all_nested = True
+        guidance = Guidance(kind, 1.5, 0.25, 0.5, same_ids=same)
+        latents_of(tiny, [5, 8], torch.tensor([3, 4]), batch_size=2, steps=2, guidance=guidance)
+        for (strong_y, strong), (weak_y, weak) in zip(seen[::2], seen[1::2]):
+            assert strong_y == ([10, 10] if kind == "sparse_uncond" else [3, 4])
+            assert weak_y == ([3, 4] if kind == "sparse" else [10, 10])
+            assert (strong.shape, weak.shape) == ((2, 12), (2, 8))
+            all_nested &= all(set(w.tolist()) <= set(s.tolist()) for s, w in zip(strong, weak))
+        assert all_nested == same  # one draw keeps the first 12 and the first 8 of one order
+
+
+def test_schedules_run_over_the_levels(tiny):
+    """Heun's calls are at levels 0, 1, 1, 2, …; the ratio of each follows from its level, from start to end."""
+    kept = []
+    tiny.register_forward_pre_hook(
+        lambda module, args, kwargs: kept.append([ids.shape[1] for _, ids in kwargs["routes"]]), with_kwargs=True
+    )
+    guidance = Guidance("sparse", 2.0, Schedule("linear", 0.0, 0.5), Schedule("linear", 0.5, 0.0))
+    latents_of(tiny, [0], torch.tensor([1]), batch_size=1, steps=3, guidance=guidance)
+    # γ_strong, γ_weak = 0, .5 | .25, .25 (one batch) | .25, .25 | .5, 0 | .5, 0; of 16 tokens
+    assert kept == [[], [8], [12], [12], [8], [], [8], []]
+
+
+def test_cost_of_a_guided_sample(tiny, smaller):
+    model, dense = Model(EDM(), tiny, (Route(1, 4),)), tiny.forward_flops()
+    half = tiny.forward_flops([Route(1, 4, 0.5)])
+    assert Sampler(3).flops(model) == 5 * dense
+    assert Sampler(3, guidance=Guidance("cfg", 2.0)).flops(model) == 10 * dense
+    assert Sampler(3, guidance=Guidance("sparse", 2.0, weak=0.5)).flops(model) == 5 * (dense + half)
+    weak = Model(EDM(), smaller, (Route(0, 2),))
+    auto = Sampler(3, guidance=Guidance("autoguidance", 2.0, checkpoint="a"))
+    assert auto.flops(model, weak) == 5 * (dense + smaller.forward_flops())
+    assert relative_cost(auto, model, weak) == pytest.approx(1 + smaller.forward_flops() / dense)
+    sometimes = Sampler(3, guidance=Guidance("cfg", 2.0, interval=(1.0, 10.0)))  # levels 80, 2.5, 0.002
+    assert sometimes.flops(model) == 7 * dense and sometimes.nfe(EDM()) == 7
+    assert Sampler(50, solver="euler").nfe(RF()) == 50 and Sampler(50).nfe(RF()) == 99
+
+
+def test_defaults_are_the_objectives(tiny):
+    assert Sampler.of(EDM(), None, None, 4, "fp32") == Sampler(40, 4, solver="heun")
+    assert Sampler.of(RF(), None, None, 4, "fp32") == Sampler(50, 4, solver="euler")
+    assert Sampler.of(RF(), 7, "heun", 4, "fp32") == Sampler(7, 4, solver="heun")
+
+
+def test_an_untrained_flow_leaves_the_noise_as_it_is():
+    """v = 0."""
+    network = DiT(input_size=4, patch_size=2, in_channels=1, hidden_size=16, depth=1, num_heads=2, num_classes=3)
+    x = latents_of(network, [5, 6], torch.tensor([0, 1]), process=RF(), solver="euler", batch_size=2)
+    torch.testing.assert_close(x, seeded_normal([5, 6], (1, 4, 4)))
+
+
 def test_guidance_without_effect(tiny):
-    seeds, labels, options = [0, 1], torch.tensor([3, 4]), {"batch_size": 2, "routes": (Route(1, 3),)}
+    seeds, labels, options = [0, 1], torch.tensor([3, 4]), {"batch_size": 2}
     plain = latents_of(tiny, seeds, labels, **options)
     unit = latents_of(tiny, seeds, labels, guidance=Guidance("cfg", 1.0), **options)
     torch.testing.assert_close(unit, plain, rtol=1e-3, atol=1e-3)
     for guidance in (Guidance("cfg", 2.0), SPARSE):
         assert not torch.isclose(latents_of(tiny, seeds, labels, guidance=guidance, **options), plain).all()
-    assert Sampler(40).nfe == 79 and Sampler(40, guidance=SPARSE).nfe == 158
+    assert Sampler(40).nfe(EDM()) == 79 and Sampler(40, guidance=SPARSE).nfe(EDM()) == 158
 
 
 def test_an_untrained_network_gives_the_known_contraction():
@@ -137,7 +252,7 @@ def test_bad_requests_are_refused(tiny):
         latents_of(tiny, [0], torch.tensor([11]))
     tiny.final_layer.linear.bias.data.fill_(float("nan"))
     with pytest.raises(ValueError, match="not finite"):
-        next(draw_pictures(EDM(), tiny, to_uint8, [4], torch.tensor([0]), Sampler(steps=2), check=True))
+        next(draw_pictures(Model(EDM(), tiny), to_uint8, [4], torch.tensor([0]), Sampler(steps=2), check=True))
     with pytest.raises(ValueError, match="fp16"):
         use_precision("fp16", torch.device("cpu"))
     assert use_precision("auto", torch.device("cpu")) == "fp32"
@@ -205,9 +320,9 @@ def test_on_a_gpu_pictures_hold_as_on_a_cpu(tiny, precision):
     seeds, labels = range(32), torch.arange(32) % 10
 
     def pictures(device, batch_size, backwards=False):
-        sampler = Sampler(10, batch_size, precision, SPARSE, (Route(1, 3),))
+        model, sampler = Model(EDM(), tiny.to(device), (Route(1, 3),)), Sampler(10, batch_size, precision, SPARSE)
         given = list(seeds)[::-1] if backwards else list(seeds)
-        return torch.cat(list(draw_pictures(EDM(), tiny.to(device), to_uint8, given, labels[given], sampler))).int()
+        return torch.cat(list(draw_pictures(model, to_uint8, given, labels[given], sampler))).int()
 
     reference = pictures("cuda", 16)
     assert torch.equal(pictures("cuda", 16, backwards=True).flip(0), reference)

@@ -10,7 +10,9 @@ import torch
 from conftest import ROOT
 
 import settings
-from build import build_network
+from build import build_network, complete
+from edm import EDM
+from rf import RF
 from routing_module import Route
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
@@ -55,7 +57,40 @@ def test_experiments_are_the_papers(read_config, experiment):
     assert cfg.name == f"{experiment}-tread"
     edm = cfg.edm
     assert (edm.P_mean, edm.P_std, edm.sigma_data, edm.rho) == (-1.2, 1.2, 0.5, 7.0)
-    assert (edm.sigma_min, edm.sigma_max, cfg.sampling.steps) == (0.002, 80.0, 40)
+    assert (edm.sigma_min, edm.sigma_max, cfg.sampling.steps, edm.default_steps) == (0.002, 80.0, None, 40)
+    assert settings.process_of(cfg) is edm
+
+
+@pytest.mark.parametrize("experiment", PAPER)
+def test_sit_has_the_papers_sizes_and_another_objective(read_config, experiment):
+    """SiT (arXiv 2401.08740) trains DiT's networks by DiT's recipe: batch 256, lr 1e-4, EMA 0.9999, label drop 0.1."""
+    edm, sit = (
+        read_config(f"experiment={name}", "model=tread") for name in (experiment, experiment.replace("imagenet", "sit"))
+    )
+    assert (edm.model, edm.train, edm.optim, edm.ema) == (sit.model, sit.train, sit.optim, sit.ema)
+    assert settings.process_of(sit) is sit.rf and sit.rf == RF() and (sit.rf.default_steps, sit.objective) == (50, "rf")
+    assert sit.name == f"sit256_{experiment.removeprefix('imagenet256_')}-tread"
+
+
+def test_the_default_name_tells_an_objective_that_is_not_the_recipes(composed):
+    def name(*overrides):
+        return complete(composed(*overrides))["name"]
+
+    assert name("model=dit") == "digits-dit" and name("objective=rf") == "digits-tread-rf"
+    assert name("objective=rf", "name=mine") == "mine"
+    assert name("experiment=sit256_b2") == "sit256_b2-tread"
+    assert name("experiment=sit256_b2", "objective=edm") == "sit256_b2-tread-edm"
+
+
+def test_old_checkpoints_are_of_edm(composed):
+    """Configs of runs from before there was a choice have neither key."""
+    config = composed()
+    before = {key: value for key, value in config.items() if key not in ("objective", "rf")}
+    network = settings.read_network(before)
+    assert settings.process_of(network) == EDM() == settings.process_of(settings.read_network(config))
+    assert settings.process_of(settings.read_network(composed("objective=rf", "rf.time_scale=1000"))) == RF(
+        time_scale=1000
+    )
 
 
 def test_finetuning_stage(read_config):
@@ -144,7 +179,10 @@ def test_good_overrides_pass():
         ("dataset.embedded", None, "demo_samples is 1000"),
         ("dataset.embedded", "cifar", "cifar.*digits"),
         ("edm.sigma_data", -1, "sigma_data is -1"),
-        ("sampling.steps", 1, "sampling.steps is 1"),
+        ("sampling.steps", 1, "steps is 1, but EDM"),
+        ("sampling.solver", "dopri5", "dopri5.*heun, euler"),
+        ("objective", "ddpm", "ddpm.*edm or rf"),
+        ("rf.time", "cosine", "cosine.*logit_normal, uniform"),
     ],
 )
 def test_bad_values_are_refused_by_name(composed, path, value, shown):
@@ -173,7 +211,7 @@ def test_every_key_is_read_somewhere():
     used = set().union(*(chains(path) for path in ROOT.glob("*.py") if path.name != "settings.py"))
     used |= {chain for chain in chains(ROOT / "settings.py") if chain.startswith("self.dataset.")}
     used |= set(re.findall(r"\$\{([a-z.]+)\}", (ROOT / "configs" / "config.yaml").read_text()))
-    whole = ("edm", "model.routes", "recipe")  # read as objects of their own; recipe: the test below
+    whole = ("edm", "rf", "model.routes", "recipe")  # read as objects of their own; recipe: the test below
     for key in settings.known_keys():
         if key.startswith(tuple(f"{name}." for name in whole)) or any(
             k.startswith(key + ".") for k in settings.known_keys()

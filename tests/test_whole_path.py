@@ -21,7 +21,8 @@ from PIL import Image
 import autoencoder
 import checkpoint
 from latents import LatentDataset, Latents
-from sample import Sampler, draw, load_network
+from sample import Sampler, draw
+from trained import open_trained
 
 SMALL = ["recipe.hidden_size=64", "recipe.depth=6", "recipe.num_heads=2", "recipe.batch_size=16", "train.steps=6"]
 SMALL += [
@@ -90,8 +91,8 @@ def test_from_photos_to_pictures(asset, tmp_path, kind):
     )
     grid = np.asarray(Image.open(tmp_path / "samples.png"))
     assert grid.shape == (128, 258, 3)
-    network, cfg = load_network(found, "ema", torch.device("cpu"))
-    x = next(draw(cfg.edm, network, [0, 1], torch.tensor([3, 3]), Sampler(steps=4, batch_size=2)))
+    model = open_trained(found, "ema").load(torch.device("cpu"))
+    x = next(draw(model, [0, 1], torch.tensor([3, 3]), Sampler(steps=4, batch_size=2)))
     z = x / torch.tensor(latents.channel_scale)[:, None, None] + torch.tensor(latents.channel_shift)[:, None, None]
     with torch.no_grad():
         expected = autoencoder.load_autoencoder(str(name)).decode(z / latents.scale).sample

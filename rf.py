@@ -1,0 +1,159 @@
+"""Rectified flow: straight paths x_t = (1−t)·x + t·ε and their velocity ε − x (Liu et al. 2022, arXiv 2209.03003).
+
+Training as in SiT (Ma et al. 2024, arXiv 2401.08740) and the released TREAD code: t logit-normal
+(Esser et al. 2024, arXiv 2403.03206), Euler's method from t = 1 to 0. Everything random comes in as
+a tensor. Its noise level is t, that of edm.py is σ; both have the same methods, so that training,
+guidance and sampling serve either.
+
+Shapes: x (B, C, S, S); t (B,) or a scalar, in [0, 1]; y (B,) int64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from guidance import Branch, Routes, guided
+from routing_module import Route
+from solvers import solve
+
+TIMES = ("logit_normal", "uniform")
+
+
+@dataclass(frozen=True)
+class RF:
+    """A rectified flow.
+
+    time        density of t in training: "logit_normal", logit t ~ Normal(time_mean, time_std²), or "uniform".
+    time_scale  the network gets time_scale·t: 1 as in the released code and SiT, 1000 for networks that
+                count timesteps.
+    reverse     true: the network's time and velocity run from noise to data, as those of public SiT
+                weights do: it gets time_scale·(1 − t) and predicts x − ε.
+    """
+
+    default_steps, default_solver = 50, "euler"
+    sigma_data = 1.0  # what dataset.normalize brings latents to; nothing else depends on it
+
+    time: str = "logit_normal"
+    time_mean: float = 0.0
+    time_std: float = 1.0
+    time_scale: float = 1.0
+    reverse: bool = False
+
+    def __post_init__(self) -> None:
+        if self.time not in TIMES:
+            raise ValueError(f"rf.time is {self.time!r}, but must be one of {', '.join(TIMES)}")
+        for name in ("time_std", "time_scale"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"rf.{name} is {getattr(self, name)}, but must be positive")
+
+    def noise_level(self, normal: Tensor) -> Tensor:
+        """Training times t from standard normal numbers, elementwise."""
+        if self.time == "uniform":
+            return torch.special.ndtr(normal)
+        return torch.sigmoid(normal * self.time_std + self.time_mean)
+
+    def quantiles(self, count: int) -> Tensor:
+        """(count,) times at the mid-quantiles of the training density, fp64, rising."""
+        quantile = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+        return self.noise_level(math.sqrt(2) * torch.erfinv(2 * quantile - 1))
+
+    def velocity(
+        self,
+        network: Callable[..., Tensor],
+        x: Tensor,
+        t: Tensor,
+        y: Tensor,
+        routes: Sequence[tuple[Route, Tensor]] = (),
+    ) -> Tensor:
+        """The predicted velocity, of ε − x, at x_t: (B, C, S, S) fp32.
+
+        Of a network with learned sigma (2C output channels) the first C are used.
+        """
+        t = torch.as_tensor(t, dtype=torch.float32, device=x.device).expand(x.shape[0])
+        time = self.time_scale * (1 - t if self.reverse else t)
+        v = network(x.float(), time, y, routes=routes)[:, : x.shape[1]].float()
+        return -v if self.reverse else v
+
+    def denoise(
+        self,
+        network: Callable[..., Tensor],
+        x: Tensor,
+        t: Tensor,
+        y: Tensor,
+        routes: Sequence[tuple[Route, Tensor]] = (),
+    ) -> Tensor:
+        """D = x_t − t·v, the predicted data, in the precision of x. The flow is v = (x_t − D) / t."""
+        level = torch.as_tensor(t, dtype=x.dtype, device=x.device).expand(x.shape[0]).view(-1, 1, 1, 1)
+        return x - level * self.velocity(network, x, t, y, routes)
+
+    def loss(
+        self,
+        network: Callable[..., Tensor],
+        x: Tensor,
+        y: Tensor,
+        t: Tensor,
+        noise: Tensor,
+        routes: Sequence[tuple[Route, Tensor]] = (),
+    ) -> Tensor:
+        """Squared error of each sample's velocity, averaged over C, S, S: (B,) fp32.
+
+        x clean latents, noise standard normal of the same shape, t (B,).
+        """
+        level = t.float().view(-1, 1, 1, 1)
+        v = self.velocity(network, (1 - level) * x + level * noise, t, y, routes)
+        return (v - (noise - x)).square().mean(dim=(1, 2, 3))
+
+    def schedule(self, num_steps: int = 50) -> Tensor:
+        """Times 1 .. 0 in even steps: (N+1,) fp64."""
+        if num_steps < 1:
+            raise ValueError(f"steps is {num_steps}, but must be at least 1")
+        return torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
+
+    def sample(
+        self,
+        network: Callable[..., Tensor],
+        noise: Tensor,
+        y: Tensor,
+        null_class: int | None = None,
+        scale: float = 1.0,
+        steps: int = 50,
+        solver: str = "euler",
+    ) -> Tensor:
+        """Samples (B, C, S, S) of classes y from standard normal noise, all tokens running.
+
+        null_class  the label of the weak branch of classifier-free guidance; None: no guidance.
+        scale       its weight ω, see guidance.py.
+        """
+        weak = None if null_class is None else torch.full_like(y, null_class)
+        return self.sample_tread(network, noise, y, (), (), scale, steps, solver, weak_y=weak)
+
+    def sample_tread(
+        self,
+        network: Callable[..., Tensor],
+        noise: Tensor,
+        y: Tensor,
+        strong: Routes | Callable[[int], Routes],
+        weak: Routes | Callable[[int], Routes],
+        scale: float = 1.0,
+        steps: int = 50,
+        solver: str = "euler",
+        weak_y: Tensor | None = None,
+    ) -> Tensor:
+        """Samples (B, C, S, S) by Sparse Guidance: D_weak + scale·(D_strong − D_weak), each branch under its routes.
+
+        strong, weak  routes of the branches with ids drawn, [(Route, ids_keep (B, K))], the same in all
+                      calls; or a function from the number of a call (of solver's N or 2N−1) to them.
+        weak_y        labels of the weak branch; None: y, as Sparse Guidance has it.
+        """
+
+        def denoise(x: Tensor, t: Tensor, y: Tensor, routes: Routes) -> Tensor:
+            return self.denoise(network, x, t, y, routes)
+
+        by_call = [routes if callable(routes) else (lambda call, fixed=routes: fixed) for routes in (strong, weak)]
+        branches = Branch(denoise, y, by_call[0]), Branch(denoise, y if weak_y is None else weak_y, by_call[1])
+        return solve(solver, guided(*branches, scale=lambda call: scale), noise, self.schedule(steps))

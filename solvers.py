@@ -1,0 +1,103 @@
+"""Solvers of a probability-flow ODE, for any denoiser: dx/dl = (x − D(x; l)) / l from high noise levels to 0.
+
+A denoiser is any function (x, level) → D, with x (B, C, S, S) and level a 0-d tensor. The level is
+EDM's σ (Karras et al. 2022, arXiv 2206.00364, Eq. 1) or rectified flow's t, whose velocity is
+(x − D) / t. Guidance is folded into the denoiser by the caller.
+
+The state is float64 (float32 on devices without it); samples come back in that precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Denoiser = Callable[[Tensor, Tensor], Tensor]
+SOLVERS = ("heun", "euler")
+
+
+@dataclass(frozen=True)
+class Churn:
+    """Stochastic sampling of EDM (Algorithm 2): amount S_churn within S_min..S_max, noise scaled by S_noise."""
+
+    amount: float = 0.0
+    sigma_min: float = 0.0
+    sigma_max: float = math.inf
+    noise: float = 1.0
+
+
+def check_solver(name: str) -> None:
+    """Raise ValueError unless a solver is one of SOLVERS."""
+    if name not in SOLVERS:
+        raise ValueError(f"solver is {name!r}, but must be one of {', '.join(SOLVERS)}")
+
+
+def call_order(solver: str, steps: int) -> list[int]:
+    """Which level each call of the denoiser is at: 0..N−1 for euler's N calls, 0, 1, 1, 2, 2, … for heun's 2N−1."""
+    check_solver(solver)
+    return list(range(steps)) if solver == "euler" else [(call + 1) // 2 for call in range(2 * steps - 1)]
+
+
+def solve(solver: str, denoiser: Denoiser, noise: Tensor, levels: Tensor) -> Tensor:
+    """Run the solver of that name; see `euler` and `heun`."""
+    check_solver(solver)
+    return euler(denoiser, noise, levels) if solver == "euler" else heun(denoiser, noise, levels)
+
+
+def _start(noise: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
+    """The first state and the levels, on the noise's device and in the state's precision."""
+    precision = torch.float32 if noise.device.type == "mps" else torch.float64
+    levels = levels.to(noise.device, precision)
+    return noise.to(precision) * levels[0], levels
+
+
+@torch.no_grad()
+def euler(denoiser: Denoiser, noise: Tensor, levels: Tensor) -> Tensor:
+    """Euler's first-order method: N calls for N steps.
+
+    noise   (B, C, S, S) standard normal; scaled by levels[0] to start.
+    levels  (N+1,) falling noise levels, the last one 0.
+    """
+    x, levels = _start(noise, levels)
+    for level, level_next in zip(levels, levels[1:]):
+        x = x + (level_next - level) * (x - denoiser(x, level).to(x)) / level
+    return x
+
+
+@torch.no_grad()
+def heun(
+    denoiser: Denoiser,
+    noise: Tensor,
+    levels: Tensor,
+    churn: Churn = Churn(),
+    churn_noise: Callable[[int], Tensor] | None = None,
+) -> Tensor:
+    """Heun's second-order method (Algorithms 1 and 2): 2N−1 calls for N steps, the last step Euler's.
+
+    noise        (B, C, S, S) standard normal; scaled by levels[0] to start.
+    levels       (N+1,) falling noise levels, the last one 0.
+    churn_noise  step number → standard normal tensor like `noise`; needed if churn.amount > 0.
+    """
+    if churn.amount > 0 and churn_noise is None:
+        raise ValueError(f"churn.amount is {churn.amount}, but no churn_noise function was given")
+    x, levels = _start(noise, levels)
+    num_steps, known = len(levels) - 1, levels.tolist()
+    for i in range(num_steps):
+        level, level_next = levels[i], levels[i + 1]
+        if churn.amount > 0 and churn.sigma_min <= known[i] <= churn.sigma_max:
+            gamma = min(churn.amount / num_steps, math.sqrt(2) - 1)
+            raised = level * (1 + gamma)
+            x = x + (raised**2 - level**2).sqrt() * churn.noise * churn_noise(i).to(x)
+            level = raised
+        slope = (x - denoiser(x, level).to(x)) / level
+        x_euler = x + (level_next - level) * slope
+        if known[i + 1] > 0:
+            slope_next = (x_euler - denoiser(x_euler, level_next).to(x)) / level_next
+            x = x + (level_next - level) * (slope + slope_next) / 2
+        else:
+            x = x_euler
+    return x

@@ -1,0 +1,100 @@
+"""A checkpoint as sampling sees it: what it says of its network, checked before any weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import checkpoint
+import settings
+from build import build_network
+from edm import EDM
+from guidance import NO_GUIDANCE, Guidance
+from latents import Latents
+from rf import RF
+from routing_module import Route
+
+
+@dataclass(frozen=True)
+class Model:
+    """A network ready to be sampled.
+
+    process  what it was trained on.
+    routes   those that it can be run under, whose ratios a guidance sets; () for all tokens only.
+    """
+
+    process: EDM | RF
+    network: nn.Module
+    routes: tuple[Route, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained network on disk.
+
+    weights     which of the checkpoint's: "ema" or "model".
+    label_drop  of its training; above 0, the network knows the null class.
+    """
+
+    found: checkpoint.Checkpoint
+    weights: str
+    cfg: settings.Network
+    label_drop: float
+
+    @property
+    def process(self) -> EDM | RF:
+        return settings.process_of(self.cfg)
+
+    @property
+    def latents(self) -> Latents:
+        return Latents.from_json(self.found.info["latents"])
+
+    @property
+    def sha256(self) -> str:
+        return self.found.sha256(self.weights)
+
+    def routes(self, guidance: Guidance) -> tuple[Route, ...]:
+        """Those it was trained with; without any, and if a guidance is forced, the paper's r(2→depth−4)."""
+        forced = guidance.force and guidance.row.routed and not self.cfg.model.routes
+        return (Route.for_depth(self.cfg.model.depth),) if forced else self.cfg.model.routes
+
+    def outline(self, guidance: Guidance) -> Model:
+        """The network without weights, to count tokens and FLOPs by."""
+        with torch.device("meta"):
+            return Model(self.process, build_network(self.cfg), self.routes(guidance))
+
+    def load(self, device: torch.device, guidance: Guidance = NO_GUIDANCE) -> Model:
+        """The network in eval mode, with its weights."""
+        network = build_network(self.cfg)
+        network.load_state_dict(self.found.tensors(self.weights))
+        return Model(self.process, network.to(device).eval().requires_grad_(False), self.routes(guidance))
+
+
+def open_trained(found: checkpoint.Checkpoint, weights: str) -> Trained:
+    """Read a checkpoint's info. Raises ValueError or FileNotFoundError, also if the weights are not there whole."""
+    found.check(weights)
+    config = found.info["config"]
+    return Trained(found, weights, settings.read_network(config), config["train"]["label_drop"])
+
+
+def open_guide(guidance: Guidance, strong: Trained) -> Trained | None:
+    """The weak network of a guidance, None where it is the strong one.
+
+    Raises ValueError or FileNotFoundError if it is not there, or if these two can't be guided so.
+    """
+    if guidance.checkpoint is None:
+        guidance.check(strong.cfg.model.routes, strong.label_drop)
+        return None
+    weak = open_trained(checkpoint.find(Path(guidance.checkpoint)), guidance.weights)
+    meanings = [{"objective": one.cfg.objective, **one.latents.to_network_scale} for one in (strong, weak)]
+    for name, ours in meanings[0].items():
+        if meanings[1][name] != ours:
+            raise ValueError(
+                f"guidance.checkpoint={guidance.checkpoint} and {strong.found.folder} differ in {name}, so that their "
+                f"predictions can't be combined\n  {str(meanings[1][name])[:200]}\n  {str(ours)[:200]}"
+            )
+    guidance.check(strong.cfg.model.routes, strong.label_drop, weak.cfg.model.routes, weak.label_drop)
+    return weak
