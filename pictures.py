@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,4 +45,42 @@ def save_curve(path: Path, records: Sequence[dict], routed: bool) -> None:
     if axes.lines:
         axes.legend(fontsize="small")
     figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def save_heat_maps(
+    path: Path,
+    panels: Mapping[str, np.ndarray],
+    others: Mapping[str, np.ndarray],
+    columns: Sequence[float],
+    rows: Sequence[float],
+    labels: tuple[str, str],
+) -> None:
+    """Draw matrices (rows, columns) side by side, with their numbers in the cells; NaN stays empty.
+
+    panels  title → matrix; they share one colour scale. others have one each.
+    labels  of the axes, x and y.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    everything = np.concatenate([matrix.ravel() for matrix in panels.values()])
+    shared = {"vmin": np.nanmin(everything), "vmax": np.nanmax(everything)}
+    count = len(panels) + len(others)
+    size = (count * (0.75 * len(columns) + 1.4), 0.55 * len(rows) + 1.6)
+    figure, axes = pyplot.subplots(1, count, figsize=size, layout="constrained", squeeze=False)
+    for number, (axis, (title, matrix)) in enumerate(zip(axes[0], [*panels.items(), *others.items()])):
+        image = axis.imshow(matrix, cmap="viridis", aspect="auto", **(shared if number < len(panels) else {}))
+        for row, column in zip(*np.nonzero(~np.isnan(matrix))):
+            dark = image.norm(matrix[row, column]) < 0.6
+            text = f"{matrix[row, column]:.3g}"
+            axis.text(column, row, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
+        axis.set_xticks(range(len(columns)), [f"{value:g}" for value in columns])
+        axis.set_yticks(range(len(rows)), [f"{value:g}" for value in rows])
+        axis.set_title(title, fontsize=9)
+        axis.set_xlabel(labels[0], fontsize=8)
+    axes[0, 0].set_ylabel(labels[1], fontsize=8)
+    figure.savefig(path, dpi=130)
     pyplot.close(figure)
