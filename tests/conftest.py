@@ -3,7 +3,10 @@ default ../shared beside the repository; tests that need them skip with a reason
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,21 @@ from inception import Inception
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = Path(os.environ.get("TREAD_ASSETS", ROOT.parent / "shared"))
+
+
+def launch_door(main: Callable, config: str, folder: Path, *overrides: str) -> str:
+    """Do in this process what a door does from the command line in a folder; returns what it prints."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
+        composed = compose(config, overrides=list(overrides))
+    before, threads, printed = Path.cwd(), torch.get_num_threads(), io.StringIO()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            main.__wrapped__(composed)
+    finally:
+        os.chdir(before)
+        torch.set_num_threads(threads)
+    return printed.getvalue()
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import io
 import json
 import os
 import re
@@ -18,8 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
-from hydra import compose, initialize_config_dir
+from conftest import ROOT, launch_door
 from PIL import Image
 
 import checkpoint
@@ -61,17 +58,7 @@ def save_checkpoint(run, composed, latents=RGB, step=3, parts=("model", "ema"), 
 
 def launch(folder, *overrides: str) -> str:
     """Do in this process what `python fid.py` does in a folder; returns what it prints."""
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        config = compose("fid", overrides=[f"cache={folder}/cache", *map(str, overrides)])
-    before, threads, printed = Path.cwd(), torch.get_num_threads(), io.StringIO()
-    os.chdir(folder)
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            door.main.__wrapped__(config)
-    finally:
-        os.chdir(before)
-        torch.set_num_threads(threads)
-    return printed.getvalue()
+    return launch_door(door.main, "fid", folder, f"cache={folder}/cache", *map(str, overrides))
 
 
 def refusal(folder, *overrides: str) -> str:

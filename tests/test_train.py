@@ -4,15 +4,11 @@ The reference is always another way to make the same run."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import diffusers
@@ -20,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ROOT
-from hydra import compose, initialize_config_dir
+from conftest import ROOT, launch_door
 from PIL import Image
 
 import checkpoint
@@ -54,17 +49,7 @@ TINY = [
 
 def launch(folder, *overrides: str) -> str:
     """Do in this process what `python train.py` does in a folder; returns what it prints."""
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        config = compose("config", overrides=[*TINY, *overrides])
-    before, threads, printed = Path.cwd(), torch.get_num_threads(), io.StringIO()
-    os.chdir(folder)
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            door.main.__wrapped__(config)
-    finally:
-        os.chdir(before)
-        torch.set_num_threads(threads)
-    return printed.getvalue()
+    return launch_door(door.main, "config", folder, *TINY, *overrides)
 
 
 def launch_processes(folder, *overrides: str, processes: int = 1, ok: bool = True) -> str:
