@@ -1,7 +1,7 @@
-"""Parameters and forward cost of the paper's sizes: python benchmarks/flops.py [tokens on a side, default 16]
+"""Parameters and cost of the paper's sizes, in training and under guidance: python benchmarks/flops.py
 
-GMAC: billions of multiply-adds of one forward pass for one image, matrix products and attention.
-The ratio is dense over routed, with the paper's route r(2→depth−4) and half of the tokens.
+GMAC: billions of multiply-adds (half the FLOPs) of the networks for one image, by arithmetic alone.
+With attention: matrix products of linear layers and of attention; linear: without the latter.
 """
 
 from __future__ import annotations
@@ -10,28 +10,68 @@ import sys
 from pathlib import Path
 
 import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from dit import DiT  # noqa: E402
-from routing_module import Route  # noqa: E402
+import settings  # noqa: E402
+from build import build_network  # noqa: E402
+from guidance import Guidance, Schedule  # noqa: E402
+from rf import RF  # noqa: E402
+from routing_module import check_routes  # noqa: E402
+from sample import Sampler  # noqa: E402
+from trained import Model  # noqa: E402
 
-SIZES = {"S/2": (384, 12, 6), "B/2": (768, 12, 12), "L/2": (1024, 24, 16), "XL/2": (1152, 28, 16)}
+SIZES = {"S/2": "s2", "B/2": "b2", "L/2": "l2", "XL/2": "xl2"}
+UP, DOWN = Schedule("cosine", 0.0, 0.6), Schedule("cosine", 0.6, 0.0)
+KINDS = {
+    "none": Guidance(),
+    "cfg": Guidance("cfg", 1.5),
+    "cfg for t in 0.1..0.7": Guidance("cfg", 1.5, interval=(0.1, 0.7)),
+    "sparse 0.3, 0.7": Guidance("sparse", 1.5, 0.3, 0.7),
+    "SG_FLOPS: sparse 0.5, 0.9": Guidance("sparse", 1.5, 0.5, 0.9),
+    "SG_FID: sparse 0→0.6, 0.6→0": Guidance("sparse", 1.5, UP, DOWN),
+}
+
+
+def read(*overrides: str) -> settings.Settings:
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
+        return settings.read(OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True))
+
+
+def build(cfg: settings.Settings) -> Model:
+    with torch.device("meta"):
+        return Model(settings.process_of(cfg), build_network(cfg), cfg.model.routes)
 
 
 def main() -> None:
-    side = int(sys.argv[1]) if len(sys.argv) > 1 else 16
-    print(f"{side * side} tokens")
-    print("| size | route | parameters | dense GMAC | routed GMAC | ratio |")
-    print("|---|---|---|---|---|---|")
-    for name, (hidden_size, depth, heads) in SIZES.items():
-        with torch.device("meta"):
-            network = DiT(input_size=2 * side, hidden_size=hidden_size, depth=depth, num_heads=heads)
-        route = Route.for_depth(depth)
-        dense, routed = network.forward_flops() / 2e9, network.forward_flops([route]) / 2e9
-        count = sum(parameter.numel() for parameter in network.parameters())
-        ends = f"{route.start}→{route.end}"
-        print(f"| {name} | {ends} | {count:,} | {dense:.2f} | {routed:.2f} | {dense / routed:.3f} |")
+    print("A forward pass, dense and with the paper's route r(2→depth−4) around half of the tokens; the ratio is dense")
+    print("over routed, of training steps too (3 times a forward pass).\n")
+    print("| size | tokens | route | parameters, DiT | with TREAD | dense GMAC | routed GMAC | ratio |")
+    print("|---|---|---|---|---|---|---|---|")
+    for size, name in SIZES.items():
+        for side in (32, 64):
+            shared = (f"experiment=imagenet256_{name}", f"dataset.size={side}")
+            cfgs = [read(*shared, f"model={model}") for model in ("dit", "tread")]
+            networks = [build(cfg).network for cfg in cfgs]
+            counts = [sum(parameter.numel() for parameter in network.parameters()) for network in networks]
+            costs = [network.forward_flops(cfg.model.routes) / 2e9 for cfg, network in zip(cfgs, networks)]
+            (route,) = check_routes(cfgs[1].model.routes, cfgs[1].model.depth)
+            print(
+                f"| {size} | {networks[0].num_tokens} | {route.start}→{route.end} | {counts[0]:,} | {counts[1]:,} "
+                f"| {costs[0]:.2f} | {costs[1]:.2f} | {costs[0] / costs[1]:.3f} |"
+            )
+    print("\nA step of sampling XL/2 at 256 tokens, r(2→24), the mean of 50 steps by Euler (rectified flow).\n")
+    print("| guidance | GMAC, linear | of none | GMAC, with attention | of none |\n|---|---|---|---|---|")
+    model, plain = build(read("experiment=sit256_xl2", "model=tread")), {}
+    for name, guidance in KINDS.items():
+        sampler, cells = Sampler(RF.default_steps, guidance=guidance, solver="euler"), []
+        for attention in (False, True):
+            cost = sampler.flops(model, attention=attention) / sampler.steps / 2e9
+            cells.append(f"{cost:.2f} | {cost / plain.setdefault(attention, cost):.3f}")
+        print(f"| {name} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":
