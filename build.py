@@ -47,12 +47,12 @@ def build_optimizer(cfg: Settings, network: nn.Module) -> torch.optim.AdamW:
 
 
 def load_weights(network: nn.Module, path: str) -> None:
-    """Start from other weights (init_from). Raises FileNotFoundError, or ValueError if they do not fit."""
+    """Put in other weights (init_from). Raises FileNotFoundError, or ValueError if they do not fit."""
     try:
         network.load_state_dict(read_weights(Path(path)))
     except RuntimeError as error:
         raise ValueError(
-            f"the weights of init_from={path} do not fit this network (public DiT checkpoints need "
+            f"the weights of {path} do not fit this network (public DiT checkpoints need "
             f"model.learn_sigma=true): {error}"
         ) from error
 

@@ -100,9 +100,9 @@ def find(path: Path) -> Checkpoint:
     path = Path(path)
     if path.is_file():
         raise ValueError(
-            f"{path} is a file, but a checkpoint is a folder with info.json. A bare state dict can start a "
-            "training run (init_from=…) but not be sampled: public DiT weights predict noise on timesteps "
-            "0..999, which is not this code's EDM parameterisation"
+            f"{path} is a file, but a checkpoint is a folder with info.json. A bare state dict can start a training "
+            "run (init_from=…), and scripts/import_weights.py makes a checkpoint of one that was trained by EDM or "
+            "rectified flow. Public DiT weights were not: they predict noise on timesteps 0..999"
         )
     folder = path if (path / "info.json").is_file() else newest(path)
     if folder is None:

@@ -6,6 +6,7 @@ import csv
 import json
 
 import guidance_sweep
+import import_weights
 import pytest
 import torch
 from conftest import launch_door
@@ -18,6 +19,7 @@ import fid
 import sample
 import train
 from guidance import Guidance
+from rf import RF
 from trained import open_guide, open_trained
 
 
@@ -132,6 +134,33 @@ def test_scores_tell_guidance_by_what_the_second_network_is(runs, tmp_path):
     assert record["flops_relative"] == 2.0 and record["settings"]["nfe"] == 6
     found = checkpoint.find(runs / "digits-tread" / "step_0000006")
     assert record["settings"]["guide"] == found.sha256("ema")
+
+
+def test_imported_weights_sample_like_the_checkpoint_they_came_from(runs, tmp_path):
+    """A bare state dict, told what it was trained on: the same pictures, for both objectives."""
+    torch.save({"ema": opened(runs / "digits-tread").load(torch.device("cpu")).network.state_dict()}, tmp_path / "a.pt")
+    options = [option for option in TINY if option.startswith("model.")] + ["autoencoder=pixels", "scale=1.0"]
+
+    def launch(*overrides):
+        return launch_door(import_weights.main, "import_weights", tmp_path, "weights=a.pt", *options, *overrides)
+
+    assert "results/mine/step_0000000" in launch("name=mine")
+    mine, device, labels = opened(tmp_path / "results/mine"), torch.device("cpu"), torch.tensor([3, 4])
+    ours, theirs = (one.load(device) for one in (mine, opened(runs / "digits-tread")))
+    sampler = sample.Sampler(3, 2, guidance=Guidance("sparse", 1.5, 0.25, 0.5))
+    assert torch.equal(
+        next(sample.draw(ours, [0, 1], labels, sampler)), next(sample.draw(theirs, [0, 1], labels, sampler))
+    )
+    assert open_guide(Guidance("cfg", 1.5), mine) is None
+    launch("name=flow", "objective=rf", "rf.reverse=true", "rf.time_scale=1000")
+    assert opened(tmp_path / "results/flow").process == RF(time_scale=1000.0, reverse=True)
+    for overrides, message in (
+        (["name=mine"], "is there already"),
+        (["name=b", "model.depth=7"], "do not fit this network"),
+        (["name=b", "weights=none.pt"], "none.pt"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            launch(*overrides)
 
 
 def sweep(folder, *overrides):
