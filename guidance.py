@@ -100,7 +100,7 @@ class Guidance:
     """How a denoiser is guided. scale, strong and weak are numbers or schedules over the sampling.
 
     kind          a row of KINDS.
-    scale         ω; of no meaning for kind none.
+    scale         ω.
     strong, weak  shares of tokens routed around in the branches, in [0, 1); for the sparse kinds.
     interval      noise levels (lowest, highest), both included, of EDM's σ or rectified flow's t, outside
                   of which the strong branch runs alone (Kynkäänniemi et al. 2024, arXiv 2404.07724).
@@ -126,6 +126,10 @@ class Guidance:
         row = KINDS[self.kind]
         if not all(map(math.isfinite, _ends(self.scale))):
             raise ValueError(f"guidance.scale is {_show(self.scale)}, but must be finite")
+        if self.kind == "none" and (_ends(self.scale) != (1, 1) or self.interval is not None):
+            raise ValueError(
+                "guidance.scale or guidance.interval is given, but guidance=none; choose a kind: guidance=cfg, …"
+            )
         for name in ("strong", "weak"):
             given = getattr(self, name)
             if not all(0 <= end < 1 for end in _ends(given)):

@@ -13,13 +13,11 @@ from pathlib import Path
 from checkpoint import Checkpoint, find, newest
 from files import Lock, write_whole
 
-# What a resumed run must share with its checkpoint: other values would make it another run.
+# What a resumed run must share with its checkpoint, beside the section of its objective: else it were another run.
 FIXED = (
     "seed",
     "objective",
     "model",
-    "edm",
-    "rf",
     "dataset.name",
     "dataset.channels",
     "dataset.size",
@@ -88,7 +86,8 @@ def claim(folder: Path, resume: bool | str, config: dict) -> tuple[Checkpoint | 
     first = {"objective": "edm", "rf": config.get("rf")}  # what runs were before there was a choice
     before = {key: first[key] for key in first if key in config} | before
     changed = differences(before, config)
-    fixed = [key for key in changed if any(key == name or key.startswith(name + ".") for name in FIXED)]
+    names = (*FIXED, config.get("objective", "edm"))
+    fixed = [key for key in changed if any(key == name or key.startswith(name + ".") for name in names)]
     if fixed:
         listed = "\n".join(f"  {key}: {changed[key][0]} there, {changed[key][1]} here" for key in fixed)
         raise ValueError(f"{folder} holds a run with other settings; {other}\n{listed}")

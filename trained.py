@@ -88,7 +88,7 @@ def open_guide(guidance: Guidance, strong: Trained) -> Trained | None:
     if guidance.checkpoint is None:
         guidance.check(strong.cfg.model.routes, strong.label_drop)
         return None
-    weak = open_trained(checkpoint.find(Path(guidance.checkpoint)), guidance.weights)
+    weak = open_trained(checkpoint.find(Path(guidance.checkpoint).expanduser()), guidance.weights)
     meanings = [{"objective": one.cfg.objective, **one.latents.to_network_scale} for one in (strong, weak)]
     for name, ours in meanings[0].items():
         if meanings[1][name] != ours:

@@ -26,7 +26,7 @@ import fid  # noqa: E402
 from processes import Processes  # noqa: E402
 
 SHARED = ("labels=balanced", "num_samples=1000", "steps=18", "batch_size=250")
-SCALES = (1.25, 1.5, 2.0, 3.0)
+SCALES = (1.25, 1.5, 2.0, 4.0)
 WEAK_STEP = 500
 RATIOS = ("guidance.strong=0.25", "guidance.weak=0.75")
 KINDS = {

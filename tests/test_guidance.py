@@ -176,6 +176,8 @@ def test_guided_samples_of_a_gaussian_by_rectified_flow(omega):
         ({"kind": "cfg", "interval": (2.0, 1.0)}, "lowest"),
         ({"kind": "cfg", "interval": (1.0,)}, "lowest"),
         ({"kind": "cfg", "scale": math.inf}, "finite"),
+        ({"scale": 1.5}, "guidance=none; choose a kind"),
+        ({"interval": (0.1, 1.0)}, "guidance=none; choose a kind"),
         ({"kind": "cfg", "weights": "raw"}, "ema or model"),
     ],
 )

@@ -50,6 +50,7 @@ def test_the_objective_belongs_to_the_run(trained):
     for override in ("objective=edm", "rf.time=uniform"):
         with pytest.raises(SystemExit, match="a run with other settings"):
             launch(folder, override, "name=digits-tread-rf")
+    assert "is finished" in launch(folder, "edm.P_std=1.3")  # means nothing to this run
 
 
 def test_a_training_loss_is_the_flows(read_config, tiny):
