@@ -58,15 +58,11 @@ def load_weights(network: nn.Module, path: str) -> None:
 
 
 def complete(config: dict) -> dict:
-    """The config with what follows from the rest: the default name of another objective than the recipe's, and
-    dataset.channels, size and num_classes from the dataset where they are null.
+    """The config with dataset.channels, size and num_classes; those that are null come from the dataset itself.
 
     Raises ValueError or FileNotFoundError.
     """
-    cfg = read(config)
-    dataset, recipe = cfg.dataset, cfg.recipe
-    if cfg.name == f"{recipe.name}-{cfg.model.name}" and cfg.objective != recipe.objective:
-        config = {**config, "name": f"{cfg.name}-{cfg.objective}"}
+    dataset = read(config).dataset
     if all(getattr(dataset, key) is not None for key in MEASURES):
         return config
     try:
@@ -85,7 +81,7 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
     """
     data = open_dataset(cfg, cfg.dataset.path, "train", cfg.dataset.placement, device)
     if cfg.dataset.normalize:
-        data.normalize(process_of(cfg).sigma_data)
+        data.normalize(process_of(cfg).data_std)
     data.steps_per_epoch(cfg.train.batch_size)
     if cfg.dataset.heldout is None:
         return data, None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 
+from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
+
 from settings import check_overrides
 
 
@@ -15,3 +17,11 @@ def open_door(main: Callable[[], None], known: Iterable[str]) -> None:
     except ValueError as error:
         sys.exit(f"error: {error}")
     main()
+
+
+def plain(composed: DictConfig) -> dict:
+    """A composed config as nested dicts. Raises ValueError for a value that must be given and is not."""
+    try:
+        return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ValueError(f"{error.full_key}=… is needed; the files in configs/ say what it is") from error

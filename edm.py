@@ -44,6 +44,11 @@ class EDM:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be positive")
 
+    @property
+    def data_std(self) -> float:
+        """What dataset.normalize brings latents to."""
+        return self.sigma_data
+
     def noise_level(self, normal: Tensor) -> Tensor:
         """Training noise levels from standard normal numbers, elementwise."""
         return (normal * self.P_std + self.P_mean).exp()

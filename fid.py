@@ -19,17 +19,18 @@ from typing import TypeVar
 import hydra
 import numpy as np
 import torch
-from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
+from omegaconf import DictConfig
+from tqdm import tqdm
 
 import autoencoder
 import checkpoint
 import digits
 import settings
-from cli import open_door
+from cli import open_door, plain
 from compute import device_name, use_precision
 from files import check_place, explain_failure, sha256
 from inception import CLASSES, POOL_FEATURES, SPATIAL_FEATURES, find_weights
-from job import Job, Options, find_checkpoints, plan_job
+from job import Job, Options, plan_job, settle_paths
 from judge import Judge, features_of, open_judge
 from parts import Parts
 from picture_sets import Pictures, open_pictures, save_npz
@@ -50,7 +51,7 @@ Opened = TypeVar("Opened", Pictures, Reference)
 def main(composed: DictConfig) -> None:
     try:
         run(read_options(composed), Processes(None))
-    except (ValueError, OSError, MissingMandatoryValue) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except torch.OutOfMemoryError as error:
         sys.exit(
@@ -60,20 +61,23 @@ def main(composed: DictConfig) -> None:
         sys.exit("stopped; start it again to go on with the parts that are missing")
 
 
-def run(options: Options, processes: Processes) -> None:
-    """Check everything that can be checked at once, then score one thing after the other."""
-    paths = processes.from_main(lambda: [str(one.folder) for one in find_checkpoints(options.checkpoint)])
+def run(options: Options, processes: Processes) -> list[dict | None]:
+    """Check everything that can be checked at once, then score one thing after the other.
+
+    Returns the scores of the checkpoints, in the main process.
+    """
+    options, paths = processes.from_main(lambda: settle_paths(options))
+    precision = use_precision(options.precision, processes.device)
+    jobs = [plan_job(options, checkpoint.find(path), precision) for path in paths]
     samples = open_set(open_pictures, options.samples, options.crop, processes)
     reference, weights = None, None
     if options.reference is not None:
         with processes.main_first():  # one process fetches the weights
             weights = find_weights(options.inception)
         reference = open_set(open_reference, options.reference, options.crop, processes)
-    hashes = {"reference": reference and reference.sha256, "inception": weights and sha256(weights)}
-    precision = use_precision(options.precision, processes.device)
-    jobs = [plan_job(options, checkpoint.find(Path(path)), hashes, precision) for path in paths]
-    done = processes.from_main(lambda: [is_scored(job, options) for job in jobs])
-    jobs = [job for job, scored in zip(jobs, done) if not scored]
+    jobs = [job.against(reference and reference.sha256, weights and sha256(weights)) for job in jobs]
+    records = processes.from_main(lambda: [find_score(job, options) for job in jobs])
+    all_jobs, jobs = jobs, [job for job, record in zip(jobs, records) if record is None]
     decoders = {}
     for job in jobs:
         if job.latents not in decoders:
@@ -96,17 +100,20 @@ def run(options: Options, processes: Processes) -> None:
         judge = open_judge(reference, weights, Path(options.cache), processes)
     if options.save_reference:
         keep_statistics(Path(options.save_reference), judge, processes)
-    for job in jobs:
-        score_checkpoint(job, decoders[job.latents], judge, options, processes)
+    for number, job in enumerate(all_jobs):
+        if records[number] is None:
+            records[number] = score_checkpoint(job, decoders[job.latents], judge, options, processes)
     if samples is not None:
         score_pictures(samples, judge, options, processes)
+    return records
 
 
 def read_options(composed: DictConfig) -> Options:
     """The options with ~ in paths expanded, where the shell has not done it."""
-    config = OmegaConf.to_container(composed, throw_on_missing=True)
+    config = plain(composed)
     paths = ("checkpoint", "samples", "reference", "save_reference", "inception", "autoencoder", "out", "cache")
-    config |= {key: str(Path(config[key]).expanduser()) for key in paths if config[key]}
+    for section, keys in ((config, paths), (config["guidance"], ("checkpoint",))):
+        section |= {key: str(Path(section[key]).expanduser()) for key in keys if section[key]}
     return settings.read(config, Options)
 
 
@@ -154,12 +161,12 @@ def files_beside(options: Options) -> ScoreFiles:
     return ScoreFiles(Path(options.out)) if options.out else ScoreFiles(folder, f"{path.stem}.")
 
 
-def is_scored(job: Job, options: Options) -> bool:
-    """Whether there is nothing left to do for a checkpoint; then prints what was found before."""
+def find_score(job: Job, options: Options) -> dict | None:
+    """What an earlier scoring by the same settings found, and says so; None if there is something left to do."""
     before = files_of(job, options).find(job.settings, with_samples=options.save_samples)
     if before is not None:
-        print(f"{job.found.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
-    return before is not None
+        tqdm.write(f"{job.found.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
+    return before and before[1]
 
 
 def check_target(path: Path, reference: Reference, processes: Processes) -> None:
@@ -186,12 +193,13 @@ def keep_statistics(path: Path, judge: Judge, processes: Processes) -> None:
 
 def score_checkpoint(
     job: Job, decoder: autoencoder.Decoder, judge: Judge | None, options: Options, processes: Processes
-) -> None:
-    """Draw, score, and write down; what is drawn is kept until the numbers are written."""
+) -> dict | None:
+    """Draw, score, and write down; what is drawn is kept until then. Returns the score in the main process."""
     began, folder, parts = time.perf_counter(), files_of(job, options).folder, work_of(job, options)
     with processes.lock(folder / ".fid.lock", f"another process is scoring in {folder}"):
-        if processes.from_main(lambda: is_scored(job, options)):  # by another launch meanwhile
-            return
+        record = processes.from_main(lambda: find_score(job, options))
+        if record is not None:  # by another launch meanwhile
+            return record
         with processes.main_first():
             if processes.main:
                 parts.begin()
@@ -211,6 +219,7 @@ def score_checkpoint(
             write_down(job, record, parts, options)
             parts.remove()
         processes.wait()
+    return record
 
 
 def draw_parts(
@@ -222,7 +231,7 @@ def draw_parts(
     if not mine:
         return spent
     guidance, device = job.sampler.guidance, processes.device
-    model, weak = job.trained.load(device, guidance), job.guide and job.guide.load(device, guidance)
+    model, weak = job.trained.load(device, guidance), job.weak and job.weak.load(device, guidance)
     with processes.bar("samples", sum(len(parts.ranges[number]) for number in mine)) as progress:
         for number in mine:
             seeds, arrays, began = [job.seeds[i] for i in parts.ranges[number]], {}, time.perf_counter()
@@ -262,6 +271,7 @@ def conclude(job: Job, judge: Judge | None, parts: Parts, seconds: dict[str, flo
         "ema": job.settings["weights"] == "ema",
         "seeds": [job.seeds[0], job.seeds[-1]],
         "settings": job.settings,
+        "weak_network": job.weak and str(job.weak.found.folder),
         "flops": job.flops,
         "flops_relative": job.flops_relative,
         "seconds": {
@@ -303,7 +313,7 @@ def write_down(job: Job, record: dict, parts: Parts, options: Options) -> None:
             save_npz(files.path("samples.npz"), parts.arrays("pictures"), labels)
         add_line(lines_of(job, options), record)
         where = files.write(record)
-    print(f"{table(record)}\n  written   {where}")
+    tqdm.write(f"{table(record)}\n  written   {where}")
 
 
 def score_pictures(samples: Pictures, judge: Judge, options: Options, processes: Processes) -> None:
@@ -328,7 +338,7 @@ def score_pictures(samples: Pictures, judge: Judge, options: Options, processes:
         with explain_failure(files.folder):
             files.make_room(record["settings"])
             where = files.write(record)
-        print(f"{table(record)}\n  written   {where}")
+        tqdm.write(f"{table(record)}\n  written   {where}")
     processes.wait()
 
 

@@ -38,7 +38,7 @@ class Kind:
     strong_class: bool
     weak_class: bool | None  # None: there is no weak branch
     routed: bool
-    second: str  # "never", "may" or "must"
+    weak_network: str  # whether it is another than the strong one: "never", "may" or "must"
 
 
 KINDS = {
@@ -152,17 +152,21 @@ class Guidance:
                 f"guidance.interval is {list(self.interval)}, but must be [lowest, highest] noise level, 0 <= lowest < "
                 "highest, of σ (edm) or t (rf)"
             )
-        if self.checkpoint is not None and row.second == "never":
-            takers = ", ".join(kind for kind in KINDS if KINDS[kind].second != "never")
+        if self.checkpoint is not None and row.weak_network == "never":
+            takers = ", ".join(kind for kind in KINDS if KINDS[kind].weak_network != "never")
             raise ValueError(
                 f"guidance.checkpoint is given, but guidance={self.kind} has one network; {takers} take two"
             )
-        if self.checkpoint is None and row.second == "must":
+        if self.checkpoint is None and row.weak_network == "must":
             raise ValueError(
                 f"guidance={self.kind} needs guidance.checkpoint=…: a weaker network's, or an earlier one of the run"
             )
         if self.weights not in ("ema", "model"):
             raise ValueError(f"guidance.weights is {self.weights!r}, but must be ema or model")
+        if self.weights != "ema" and self.checkpoint is None:
+            raise ValueError(f"guidance.weights={self.weights} is of guidance.checkpoint, which is not given")
+        if self.same_ids and not row.routed:
+            raise ValueError(f"guidance.same_ids is given, but guidance={self.kind} runs all tokens")
 
     @property
     def row(self) -> Kind:
@@ -180,8 +184,16 @@ class Guidance:
         return " ".join(parts)
 
     def plan(self, levels: Sequence[float], progress: Sequence[float]) -> list[Call]:
-        """What each call of a sampling does, from its noise level and its u, which goes from 0 to 1."""
+        """What each call of a sampling does, from its noise level and its u, which goes from 0 to 1.
+
+        Raises ValueError if no level lies in the interval.
+        """
         low, high = self.interval or (-math.inf, math.inf)
+        if not any(low <= level <= high for level in levels):
+            raise ValueError(
+                f"guidance.interval is {list(self.interval)}, but none of the sampling's noise levels lies in it: "
+                f"they are {min(levels):.4g} to {max(levels):.4g}"
+            )
         calls = []
         for level, u in zip(levels, progress):
             scale = _at(self.scale, u) if low <= level <= high and self.row.weak_class is not None else 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import autoencoder
@@ -12,7 +12,8 @@ from compute import check_precision
 from guidance import Guidance
 from latents import Latents
 from sample import LABELS, Sampler, relative_cost
-from trained import Trained, open_guide, open_trained
+from solvers import check_solver
+from trained import Trained, open_trained, open_weak
 
 COUNT, EMBEDDED_COUNT = 50_000, 1000  # samples, unless a number is asked for
 
@@ -54,6 +55,10 @@ class Options:
         for key in ("batch_size", "crop"):
             if (getattr(self, key) or 1) < 1:
                 raise ValueError(f"{key} is {getattr(self, key)}, but must be positive")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps is {self.steps}, but must be positive")
+        if self.solver is not None:
+            check_solver(self.solver)
         if self.num_samples is not None and self.num_samples < 2:
             raise ValueError(f"num_samples is {self.num_samples}, but at least 2 are needed")
         if self.first_seed < 0:
@@ -69,14 +74,14 @@ class Options:
 class Job:
     """What scoring a checkpoint means.
 
-    guide     the weak network of the guidance, if it is another.
+    weak      the weak network of the guidance, if it is another.
     embedded  the dataset whose own judge scores it, where there is no reference.
     settings  all that decides about the numbers: what was scored by equal settings need not be scored again.
     flops     of the networks, a sample; flops_relative: over those of the same steps without guidance.
     """
 
     trained: Trained
-    guide: Trained | None
+    weak: Trained | None
     sampler: Sampler
     count: int
     embedded: str | None
@@ -91,6 +96,10 @@ class Job:
     @property
     def latents(self) -> Latents:
         return self.trained.latents
+
+    def against(self, reference: str | None, inception: str | None) -> Job:
+        """The same, scored against a reference by an Inception: sha256 of both, None without them."""
+        return replace(self, settings=self.settings | {"reference": reference, "inception": inception})
 
     @property
     def seeds(self) -> range:
@@ -108,18 +117,24 @@ def find_checkpoints(pattern: str | None) -> list[checkpoint.Checkpoint]:
     return sorted(found.values(), key=lambda one: (str(one.folder.parent), one.step))
 
 
-def plan_job(options: Options, found: checkpoint.Checkpoint, hashes: dict[str, str | None], precision: str) -> Job:
-    """Settle what scoring a checkpoint means.
+def settle_paths(options: Options) -> tuple[Options, list[Path]]:
+    """The checkpoints, and the options with the weak network's own folder: `latest` may name another a moment later."""
+    found, weak = find_checkpoints(options.checkpoint), options.guidance.checkpoint
+    if weak is not None:
+        weak = str(checkpoint.find(Path(weak)).folder)
+        options = replace(options, guidance=replace(options.guidance, checkpoint=weak))
+    return options, [one.folder for one in found]
 
-    hashes     sha256 of "reference" and "inception", None without them.
-    precision  of sampling, settled.
 
-    Raises ValueError if it can't be scored so.
+def plan_job(options: Options, found: checkpoint.Checkpoint, precision: str) -> Job:
+    """Settle what scoring a checkpoint means, but for the reference; `precision` is of sampling, settled.
+
+    Raises ValueError or FileNotFoundError if it can't be scored so.
     """
     trained = open_trained(found, options.weights)
-    guide, cfg, process = open_guide(options.guidance, trained), trained.cfg, trained.process
-    embedded = cfg.dataset.embedded if hashes["reference"] is None else None
-    if not options.save_samples and hashes["reference"] is None and embedded is None:
+    weak, cfg, process = open_weak(options.guidance, trained), trained.cfg, trained.process
+    embedded = cfg.dataset.embedded if options.reference is None else None
+    if not options.save_samples and options.reference is None and embedded is None:
         raise ValueError(
             f"{found.folder} is of dataset {cfg.dataset.name}, which needs reference=…: ADM's .npz, an .npz with mu "
             "and sigma, a folder or a tar of pictures (save_samples=true draws without scoring)"
@@ -128,7 +143,7 @@ def plan_job(options: Options, found: checkpoint.Checkpoint, hashes: dict[str, s
     sampler = Sampler.of(
         process, options.steps, options.solver, min(options.batch_size, count), precision, options.guidance
     )
-    outlines = [one and one.outline(options.guidance) for one in (trained, guide)]
+    outlines = [one and one.outline(options.guidance) for one in (trained, weak)]
     latents = trained.latents
     plan = {
         "step": found.step,
@@ -141,13 +156,12 @@ def plan_job(options: Options, found: checkpoint.Checkpoint, hashes: dict[str, s
         "steps": sampler.steps,
         "nfe": sampler.nfe(process),
         "guidance": options.guidance.describe(),
-        **({"guide": guide.sha256} if guide else {}),
+        **({"weak_network": weak.sha256} if weak else {}),
         "dtype": precision,
         "batch_size": sampler.batch_size,
         "decoder": autoencoder.decoder_hash(latents, options.autoencoder),
         "latents": {key: getattr(latents, key) for key in ("scale", "shift", "channel_shift", "channel_scale")},
         cfg.objective: asdict(process),
-        **hashes,
     }
     cost = sampler.flops(*outlines), relative_cost(sampler, *outlines)
-    return Job(trained, guide, sampler, count, embedded, plan, *cost)
+    return Job(trained, weak, sampler, count, embedded, plan, *cost)

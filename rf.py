@@ -36,7 +36,7 @@ class RF:
     """
 
     default_steps, default_solver = 50, "euler"
-    sigma_data = 1.0  # what dataset.normalize brings latents to; nothing else depends on it
+    data_std = 1.0  # what dataset.normalize brings latents to; nothing else depends on it
 
     time: str = "logit_normal"
     time_mean: float = 0.0
@@ -112,7 +112,7 @@ class RF:
         """Times 1 .. 0 in even steps: (N+1,) fp64."""
         if num_steps < 1:
             raise ValueError(f"steps is {num_steps}, but must be at least 1")
-        return torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
+        return torch.arange(num_steps, -1, -1, dtype=torch.float64) / num_steps
 
     def sample(
         self,
@@ -124,13 +124,16 @@ class RF:
         steps: int = 50,
         solver: str = "euler",
     ) -> Tensor:
-        """Samples (B, C, S, S) of classes y from standard normal noise, all tokens running.
+        """Samples (B, C, S, S) of classes y from standard normal noise, all tokens running; in the solver's precision.
 
         null_class  the label of the weak branch of classifier-free guidance; None: no guidance.
         scale       its weight ω, see guidance.py.
         """
-        weak = None if null_class is None else torch.full_like(y, null_class)
-        return self.sample_tread(network, noise, y, (), (), scale, steps, solver, weak_y=weak)
+        if null_class is None and scale != 1:
+            raise ValueError(f"scale is {scale}, but without null_class there is no guidance")
+        denoise = self._denoiser(network)
+        weak = None if null_class is None else Branch(denoise, torch.full_like(y, null_class))
+        return solve(solver, guided(Branch(denoise, y), weak, lambda call: scale), noise, self.schedule(steps))
 
     def sample_tread(
         self,
@@ -150,10 +153,10 @@ class RF:
                       calls; or a function from the number of a call (of solver's N or 2N−1) to them.
         weak_y        labels of the weak branch; None: y, as Sparse Guidance has it.
         """
-
-        def denoise(x: Tensor, t: Tensor, y: Tensor, routes: Routes) -> Tensor:
-            return self.denoise(network, x, t, y, routes)
-
+        denoise = self._denoiser(network)
         by_call = [routes if callable(routes) else (lambda call, fixed=routes: fixed) for routes in (strong, weak)]
         branches = Branch(denoise, y, by_call[0]), Branch(denoise, y if weak_y is None else weak_y, by_call[1])
-        return solve(solver, guided(*branches, scale=lambda call: scale), noise, self.schedule(steps))
+        return solve(solver, guided(*branches, lambda call: scale), noise, self.schedule(steps))
+
+    def _denoiser(self, network: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor, Routes], Tensor]:
+        return lambda x, t, y, routes: self.denoise(network, x, t, y, routes)

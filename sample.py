@@ -13,23 +13,24 @@ from pathlib import Path
 
 import hydra
 import torch
-from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor
 from tqdm import tqdm
 
 import autoencoder
 import checkpoint
 import settings
-from cli import open_door
+from cli import open_door, plain
 from compute import autocast, use_precision
 from edm import EDM
+from files import check_place
 from guidance import NO_GUIDANCE, Branch, Call, Guidance, Routes, guided
 from pictures import save_grid
 from randomness import generator, seeded_normal, seeded_uniform
 from rf import RF
 from routing_module import draw_ids, num_keep
-from solvers import call_order, solve
-from trained import Model, open_guide, open_trained
+from solvers import call_order, check_solver, solve
+from trained import Model, open_trained, open_weak
 
 LABELS = ("random", "balanced")
 
@@ -86,6 +87,15 @@ class Sampler:
         )
 
 
+def check_labels(labels: Tensor, num_classes: int) -> None:
+    """Raise ValueError unless labels (n,) are classes, or the number of classes for none."""
+    if not 0 <= int(labels.min()) <= int(labels.max()) <= num_classes:
+        raise ValueError(
+            f"classes lie in {int(labels.min())}..{int(labels.max())}, but must lie in 0..{num_classes - 1}, "
+            f"or be {num_classes} for no class"
+        )
+
+
 def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:
     """FLOPs of a sample over those of the same steps without guidance, all tokens running."""
     return sampler.flops(model, weak) / replace(sampler, guidance=NO_GUIDANCE).flops(model)
@@ -106,12 +116,11 @@ def draw(
     """
     if len(seeds) != len(labels) or not len(seeds):
         raise ValueError(f"{len(seeds)} seeds for {len(labels)} labels: each sample needs one of both")
-    classes = model.network.num_classes
-    if not 0 <= int(labels.min()) <= int(labels.max()) <= classes:
-        raise ValueError(
-            f"classes lie in {int(labels.min())}..{int(labels.max())}, but must lie in 0..{classes - 1}, "
-            f"or be {classes} for no class"
-        )
+    check_labels(labels, model.network.num_classes)
+    plan = sampler.plan(model.process)
+    for one, ratios in ((model, [call.strong for call in plan]), (weak or model, [call.weak or 0.0 for call in plan])):
+        if any(ratios) and not one.routes:
+            raise ValueError(f"guidance={sampler.guidance.kind} routes tokens around, but the model has no routes")
     for start in range(0, len(seeds), sampler.batch_size):
         part, y = list(seeds[start : start + sampler.batch_size]), labels[start : start + sampler.batch_size]
         missing = sampler.batch_size - len(part)
@@ -250,8 +259,11 @@ class Options:
     out: str
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size is {self.batch_size}, but must be positive")
+        for key in ("batch_size", "steps"):
+            if (getattr(self, key) or 1) < 1:
+                raise ValueError(f"{key} is {getattr(self, key)}, but must be positive")
+        if self.solver is not None:
+            check_solver(self.solver)
         if self.weights not in ("ema", "model"):
             raise ValueError(f"weights is {self.weights!r}, but must be ema or model")
         if Path(self.out).suffix != ".png":
@@ -262,18 +274,20 @@ class Options:
 def main(composed: DictConfig) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        options = settings.read(OmegaConf.to_container(composed, throw_on_missing=True), Options)
-        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+        options = settings.read(plain(composed), Options)
         seeds = parse_seeds(options.seeds)
         precision = use_precision(options.precision, device)
         trained = open_trained(checkpoint.find(Path(options.checkpoint)), options.weights)
-        guide = open_guide(options.guidance, trained)
+        weaker = open_weak(options.guidance, trained)
         classes = options.classes or spread_classes(trained.cfg.dataset.num_classes, 10)
         all_seeds, labels = seeds * len(classes), torch.tensor(classes).repeat_interleave(len(seeds))
         batch_size = min(options.batch_size, len(all_seeds))
         sampler = Sampler.of(trained.process, options.steps, options.solver, batch_size, precision, options.guidance)
+        check_labels(labels, trained.cfg.dataset.num_classes)
         nfe = sampler.nfe(trained.process)
-        model, weak = trained.load(device, options.guidance), guide and guide.load(device, options.guidance)
+        cost = relative_cost(sampler, *(one and one.outline(options.guidance) for one in (trained, weaker)))
+        check_place(Path(options.out).parent, 0)
+        model, weak = trained.load(device, options.guidance), weaker and weaker.load(device, options.guidance)
         decoder = autoencoder.preview
         if options.decode:
             decoder = autoencoder.load_decoder(trained.latents, device, options.autoencoder)
@@ -281,12 +295,12 @@ def main(composed: DictConfig) -> None:
         batches = -(-len(all_seeds) // sampler.batch_size)
         pictures = torch.cat(list(tqdm(stream, desc="sampling", total=batches, unit="batch")))
         save_grid(Path(options.out), pictures.numpy(), columns=len(seeds))
-    except (ValueError, OSError, MissingMandatoryValue) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(
         f"{options.out}: rows are classes {list(classes)}, columns seeds {options.seeds}; step {trained.found.step}, "
         f"{options.weights} weights, {sampler.solver} with {sampler.steps} steps, NFE {nfe}, guidance "
-        f"{options.guidance.describe()}, {relative_cost(sampler, model, weak):.3f} times the FLOPs of no guidance, "
+        f"{options.guidance.describe()}, {cost:.3f} times the FLOPs of no guidance, "
         f"{precision} on {device.type}"
     )
 

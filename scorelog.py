@@ -15,18 +15,8 @@ from files import write_whole
 from scoring import METRICS
 
 COLUMNS = ("time", "step", "count", *METRICS, "label_agreement", "frechet_pixels", "reference", "reference_count")
-COLUMNS += (
-    "sampler",
-    "steps",
-    "nfe",
-    "flops_relative",
-    "guidance",
-    "labels",
-    "first_seed",
-    "weights",
-    "dtype",
-    "checkpoint",
-)
+COLUMNS += ("sampler", "steps", "nfe", "flops_relative", "guidance", "weak_network")
+COLUMNS += ("labels", "first_seed", "weights", "dtype", "checkpoint")
 NAMES = ("samples.npz", "fid.png", "fid.json")
 
 

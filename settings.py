@@ -175,6 +175,14 @@ class Wandb:
 
 
 @dataclass(frozen=True)
+class Tags:
+    """How a run's default name ends, by objective."""
+
+    edm: str
+    rf: str
+
+
+@dataclass(frozen=True)
 class Recipe:
     """What belongs to a dataset or an experiment; config.yaml reads each key by ${recipe.…}."""
 
@@ -236,6 +244,7 @@ class Settings:
     sampling: Sampling
     wandb: Wandb
     recipe: Recipe
+    tags: Tags
 
     def __post_init__(self) -> None:
         if self.resume not in (True, False, "auto"):
@@ -288,9 +297,12 @@ def check_overrides(arguments: Iterable[str], known: Iterable[str]) -> None:
             raise _unknown(key, known)
 
 
-def read(tree: dict, kind: type = Settings) -> Any:
-    """Nested dict → Settings, or another dataclass. Raises ValueError for unknown, missing or mistyped keys."""
-    return _build(kind, tree, "", known_keys(kind))
+def read(tree: dict, kind: type = Settings, prefix: str = "") -> Any:
+    """Nested dict → Settings, or another dataclass, whose keys errors name with a prefix.
+
+    Raises ValueError for unknown, missing or mistyped keys.
+    """
+    return _build(kind, tree, prefix, known_keys(kind, prefix))
 
 
 def _build(kind: type, tree: Any, prefix: str, known: list[str]) -> Any:

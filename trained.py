@@ -80,15 +80,17 @@ def open_trained(found: checkpoint.Checkpoint, weights: str) -> Trained:
     return Trained(found, weights, settings.read_network(config), config["train"]["label_drop"])
 
 
-def open_guide(guidance: Guidance, strong: Trained) -> Trained | None:
-    """The weak network of a guidance, None where it is the strong one.
+def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
+    """Check that a network can be guided so, and open the weak one; None where the strong one serves.
 
-    Raises ValueError or FileNotFoundError if it is not there, or if these two can't be guided so.
+    Raises ValueError or FileNotFoundError, also if the two can't be combined.
     """
     if guidance.checkpoint is None:
         guidance.check(strong.cfg.model.routes, strong.label_drop)
         return None
     weak = open_trained(checkpoint.find(Path(guidance.checkpoint).expanduser()), guidance.weights)
+    if weak.sha256 == strong.sha256:
+        raise ValueError(f"guidance.checkpoint={guidance.checkpoint} is the network that it is to guide; leave it out")
     meanings = [{"objective": one.cfg.objective, **one.latents.to_network_scale} for one in (strong, weak)]
     for name, ours in meanings[0].items():
         if meanings[1][name] != ours:

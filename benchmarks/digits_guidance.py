@@ -3,7 +3,7 @@
 The runs differ by their seed alone. Scores each as fid.py does, by every kind of guidance and ω, the
 weak network of autoguidance being the run's own after WEAK_STEP steps; goes on where it was stopped.
 Prints a table (mean ± standard deviation over the runs) and writes docs/guidance.png and
-benchmarks/results/digits_guidance.json. About 25 minutes on 2 CPU cores for three runs.
+benchmarks/results/digits_guidance.json. About 40 minutes on 2 CPU cores for three runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import fid  # noqa: E402
 from processes import Processes  # noqa: E402
 
 SHARED = ("labels=balanced", "num_samples=1000", "steps=18", "batch_size=250")
-SCALES = (1.25, 1.5, 2.0, 4.0)
+SCALES = (1.25, 1.5, 2.0, 4.0, 8.0)
 WEAK_STEP = 500
 RATIOS = ("guidance.strong=0.25", "guidance.weak=0.75")
 KINDS = {
@@ -40,7 +40,7 @@ METRICS = {"label_agreement": "label agreement", "frechet_pixels": "Fréchet dis
 
 
 def score(run: Path, kind: str, scale: float | None, processes: Processes) -> dict:
-    """fid.json of a run by one guidance; what it prints is kept back."""
+    """The score of a run by one guidance; what it prints is kept back."""
     folder = run / "guidance" / f"{kind} {scale or ''}".replace(" ", "")
     options = [f"checkpoint='{run}'", f"out='{folder}'", *SHARED, *KINDS[kind]]
     options += [f"guidance.scale={scale}"] if scale else []
@@ -48,8 +48,8 @@ def score(run: Path, kind: str, scale: float | None, processes: Processes) -> di
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
         composed = compose("fid", overrides=options)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        fid.run(fid.read_options(composed), processes)
-    return json.loads((folder / "fid.json").read_text())
+        (record,) = fid.run(fid.read_options(composed), processes)
+    return record
 
 
 def draw(path: Path, found: dict[tuple[str, float | None], list[dict]]) -> None:

@@ -140,18 +140,19 @@ def features(repeats: int) -> str:
 def sampler(cfg: settings.Settings, batch: int, repeats: int) -> str:
     network = build_network(cfg).to(DEVICE).eval().requires_grad_(False)
     precision = use_precision(cfg.train.precision, DEVICE)
-    options, labels = Sampler(40, batch, precision), torch.arange(batch) % cfg.dataset.num_classes
+    model, labels = Model(settings.process_of(cfg), network), torch.arange(batch) % cfg.dataset.num_classes
+    options = Sampler.of(model.process, None, None, batch, precision)
     x = torch.randn(batch, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, device=DEVICE)
     t, y = torch.zeros(batch, device=DEVICE), labels.to(DEVICE)
 
     @torch.no_grad()
     def calls() -> None:
         with autocast(DEVICE, precision):
-            for _ in range(options.calls):
+            for _ in range(options.nfe(model.process)):
                 network(x, t, y)
 
     def whole() -> None:
-        for _ in draw(Model(cfg.edm, network), range(batch), labels, options):
+        for _ in draw(model, range(batch), labels, options):
             pass
 
     with torch.no_grad(), autocast(DEVICE, precision):
@@ -175,7 +176,8 @@ def chain(cfg: settings.Settings, batch: int) -> str:
         diffusers.AutoencoderKL.from_config(autoencoder.SD_CONFIG).to(DEVICE, memory_format=torch.channels_last).eval()
     )
     inception = Inception(with_classes=True).to(DEVICE, memory_format=torch.channels_last).eval()
-    options = Sampler(40, batch, use_precision(cfg.train.precision, DEVICE))
+    model = Model(settings.process_of(cfg), network)
+    options = Sampler.of(model.process, None, None, batch, use_precision(cfg.train.precision, DEVICE))
     labels, found = torch.arange(batch) % cfg.dataset.num_classes, {}
 
     @torch.no_grad()
@@ -184,7 +186,7 @@ def chain(cfg: settings.Settings, batch: int) -> str:
 
     for _ in range(2):  # the first one warms up
         stages = {
-            "sampling": lambda: found.update(x=next(draw(Model(cfg.edm, network), range(batch), labels, options))),
+            "sampling": lambda: found.update(x=next(draw(model, range(batch), labels, options))),
             "decoding": lambda: found.update(pictures=to_pictures(found["x"], decode)),
             "features": lambda: extract(inception, found["pictures"]),
         }

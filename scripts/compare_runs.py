@@ -1,8 +1,9 @@
 """A table of finished runs: python scripts/compare_runs.py results/a results/b …
 
 Runs that differ by their seed alone are put together: mean and standard deviation over the seeds.
-The training loss is left out on purpose: with routes it is not comparable to one without. images/s
-is the median over the run; measure speed by benchmarks/step_time.py, which alternates.
+Evaluation losses of edm and of rf are different things. The training loss is left out on purpose:
+with routes it is not comparable to one without. images/s is the median over the run; measure speed by
+benchmarks/step_time.py, which alternates.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def main() -> None:
         steps = config["train"]["steps"]
         if not records or records[-1]["step"] != steps:
             sys.exit(f"error: {folder} is not the folder of a finished run: its metrics do not end at step {steps}")
-        label = f"{config['model']['name']} on {config['dataset']['name']}, {steps} steps"
+        objective = config.get("objective", "edm")
+        label = f"{config['model']['name']} by {objective} on {config['dataset']['name']}, {steps} steps"
         apart = {key: value for key, value in config.items() if key not in ("seed", "name", "resume", "results")}
         groups.setdefault(json.dumps([label, apart]), []).append(records)
     if not groups:

@@ -15,7 +15,7 @@ from pathlib import Path
 import hydra
 import numpy as np
 import torch
-from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
+from omegaconf import DictConfig
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import autoencoder  # noqa: E402
 import report  # noqa: E402
 import settings  # noqa: E402
-from cli import open_door  # noqa: E402
+from cli import open_door, plain  # noqa: E402
 from files import explain_failure, write_whole  # noqa: E402
 from foreign import Foreign, open_foreign  # noqa: E402
 from latents import LatentDataset, Latents  # noqa: E402
@@ -57,9 +57,9 @@ class Options:
 @hydra.main(version_base="1.3", config_path="../configs", config_name="import_latents")
 def main(composed: DictConfig) -> None:
     try:
-        options = settings.read(OmegaConf.to_container(composed, throw_on_missing=True), Options)
+        options = settings.read(plain(composed), Options)
         import_all(options)
-    except (ValueError, OSError, MissingMandatoryValue) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("stopped; start it again to go on with the shards that are missing")

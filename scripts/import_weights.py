@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import checkpoint  # noqa: E402
 import settings  # noqa: E402
 from build import build_network, complete, load_weights  # noqa: E402
-from cli import open_door  # noqa: E402
+from cli import open_door, plain  # noqa: E402
 from files import explain_failure, write_whole  # noqa: E402
 from latents import Latents  # noqa: E402
 from runlog import versions  # noqa: E402
@@ -39,11 +39,11 @@ class Options:
 @hydra.main(version_base="1.3", config_path="../configs", config_name="import_weights")
 def main(composed: DictConfig) -> None:
     try:
-        tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        tree = plain(composed)
         own = {key: tree.pop(key) for key in settings.known_keys(Options)}
         config = complete(tree)
         folder = import_weights(settings.read(own, Options), settings.read(config), config)
-    except (ValueError, OSError, MissingMandatoryValue) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"{folder}: python sample.py checkpoint={folder}")
 

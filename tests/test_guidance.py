@@ -108,6 +108,12 @@ def test_outside_the_interval_the_strong_branch_runs_alone():
     assert [call.scale for call in calls] == [1.0, 2.0, 2.0, 2.0, 1.0] and {call.strong for call in calls} == {0.25}
 
 
+def test_an_interval_that_holds_no_level_is_refused():
+    """As EDM's would be for rectified flow, whose t is at most 1."""
+    with pytest.raises(ValueError, match=r"\[2.0, 5.0\].*0.1 to 1"):
+        Guidance("cfg", 2.0, interval=(2.0, 5.0)).plan([1.0, 0.5, 0.1], [0.0, 0.5, 1.0])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_of_kinds(kind):
     """What each kind's branches see, as arXiv 2207.12598, 2406.02507 and 2601.01608 define them."""
@@ -179,6 +185,8 @@ def test_guided_samples_of_a_gaussian_by_rectified_flow(omega):
         ({"scale": 1.5}, "guidance=none; choose a kind"),
         ({"interval": (0.1, 1.0)}, "guidance=none; choose a kind"),
         ({"kind": "cfg", "weights": "raw"}, "ema or model"),
+        ({"kind": "cfg", "weights": "model"}, "guidance.checkpoint, which is not given"),
+        ({"kind": "cfg", "same_ids": True}, "same_ids is given, but guidance=cfg"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, message):

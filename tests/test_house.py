@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-DOORS = {"train", "fid", "sample", "processes", "tracking"}  # the last two are the doors' own way to accelerate, wandb
+DOORS = {"train", "fid", "sample", "processes", "tracking", "cli"}  # the last three: to accelerate, wandb, Hydra
 DOOR_ONLY = {"hydra", "omegaconf", "accelerate", "wandb"}
 LAYERS = [  # a file imports from layers above its own; the leaves come first
     {"files", "tars", "crop", "parquet", "mapped", "compute"},

@@ -15,9 +15,12 @@ import compute
 import digits
 import fid
 import sample
+import settings
 import train
-from autoencoder import load_decoder
-from latents import Latents
+from autoencoder import load_decoder, to_network
+from build import open_datasets
+from evaluation import heldout_loss
+from latents import LatentDataset, Latents
 from objective import step_draws, training_loss
 from rf import RF
 from routing_module import draw_ids
@@ -51,6 +54,39 @@ def test_the_objective_belongs_to_the_run(trained):
         with pytest.raises(SystemExit, match="a run with other settings"):
             launch(folder, override, "name=digits-tread-rf")
     assert "is finished" in launch(folder, "edm.P_std=1.3")  # means nothing to this run
+
+
+def test_the_evaluation_is_the_flows_too(trained):
+    """eval_loss: the mean of RF.loss over the held-out points, by the EMA weights."""
+    folder, _ = trained
+    records = [json.loads(line) for line in (folder / RUN / "metrics.jsonl").read_text().splitlines()]
+    network = open_trained(checkpoint.find(folder / RUN), "ema").load(torch.device("cpu")).network
+    total = heldout_loss(RF(), network, LatentDataset(folder / "data/digits/heldout"), torch.arange(64), 64, 16)
+    assert [record["eval_loss"] for record in records if "eval_loss" in record][-1] == pytest.approx(total.item() / 64)
+
+
+def test_latents_are_normalised_for_the_objective(trained, composed):
+    """Each channel to a standard deviation of sigma_data for EDM, of 1 for rectified flow."""
+    folder, _ = trained
+    data = ["dataset.normalize=true", f"dataset.path={folder}/data/digits/train", "dataset.heldout=null"]
+    for override, std in (("objective=edm", 0.5), ("objective=rf", 1.0)):
+        opened, _ = open_datasets(settings.read(composed(*data, override)))
+        x = to_network(opened.read(np.arange(len(opened))).stored, opened.latents)
+        assert x.std().item() == pytest.approx(std, rel=1e-3)
+
+
+def test_runs_from_before_there_was_a_choice_go_on(tmp_path):
+    """Their configs have neither `objective` nor `rf`."""
+    launch_door(train.main, "config", tmp_path, *TINY, "train.steps=3")
+    run = tmp_path / "results" / "digits-tread"
+    for path in (run / "run.json", run / "latest" / "info.json"):
+        content = json.loads(path.read_text())
+        for holder in content if isinstance(content, list) else [content]:
+            del holder["config"]["objective"], holder["config"]["rf"], holder["config"]["recipe"]["objective"]
+        path.write_text(json.dumps(content))
+    assert "goes on at step 3" in launch_door(train.main, "config", tmp_path, *TINY, "train.steps=4")
+    with pytest.raises(SystemExit, match="objective: edm there, rf here"):
+        launch(tmp_path, "name=digits-tread")
 
 
 def test_a_training_loss_is_the_flows(read_config, tiny):

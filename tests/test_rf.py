@@ -56,7 +56,12 @@ def test_the_network_gets_the_time_as_it_is_or_scaled_or_reversed():
         return x
 
     x, t = torch.randn(2, 4, 8, 8), torch.tensor([0.25, 0.5])
-    for flow, expected, sign in ((RF(), t, 1), (RF(time_scale=1000), 1000 * t, 1), (RF(reverse=True), 1 - t, -1)):
+    for flow, expected, sign in (
+        (RF(), t, 1),
+        (RF(time_scale=1000), 1000 * t, 1),
+        (RF(reverse=True), 1 - t, -1),
+        (RF(time_scale=9, reverse=True), 9 - 9 * t, -1),
+    ):
         torch.testing.assert_close(flow.velocity(network, x, t, None), sign * x)
         torch.testing.assert_close(seen.pop(), expected)
 
@@ -163,7 +168,15 @@ def test_golden_forward_is_what_the_velocity_sees(asset, tiny):
     torch.testing.assert_close(routed, g["out_train_routed"], rtol=1e-4, atol=1e-5)
 
 
-def test_bad_constants_are_refused():
+def test_levels_are_the_fractions_that_people_write():
+    """So that an interval [0.1, 0.3] holds both ends."""
+    assert RF().schedule(10).tolist() == [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
+    assert RF().schedule(250).tolist() == [i / 250 for i in range(250, -1, -1)]
+
+
+def test_bad_constants_are_refused(tiny):
+    with pytest.raises(ValueError, match="without null_class"):
+        RF().sample(tiny, torch.randn(1, 4, 8, 8), torch.tensor([0]), scale=2.0)
     for arguments, message in (({"time": "cosine"}, "logit_normal, uniform"), ({"time_std": 0.0}, "time_std is 0")):
         with pytest.raises(ValueError, match=message):
             RF(**arguments)

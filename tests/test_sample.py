@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from autoencoder import to_uint8
 from compute import use_precision
 from dit import DiT
 from edm import EDM
+from guidance import KINDS as GUIDANCE_KINDS
 from guidance import Guidance, Schedule
 from pictures import save_curve, save_grid
 from randomness import generator, seeded_normal
@@ -146,6 +148,77 @@ def test_what_guidance_comes_to_at_its_ends(tiny, smaller, process):
     own = latents_of(smaller, seeds, labels, **options)
     torch.testing.assert_close(alone, own)
     assert not torch.isclose(other, own).all()  # scale 0 is the weak network, here under its route
+
+
+class Gaussians(torch.nn.Module):
+    """A network that knows its data: N(0, std²), std by class, lower without a class and with tokens left out."""
+
+    num_classes, in_channels, input_size, num_tokens = 10, 1, 2, 16
+
+    def __init__(self, process, factor=1.0):
+        super().__init__()
+        self.process, self.nothing, self.factor = process, torch.nn.Parameter(torch.zeros(())), factor
+
+    def std(self, labelled, ratio):
+        return self.factor * (0.6 if labelled else 0.9) * (1 + ratio)
+
+    def forward(self, x, t, y, routes=()):
+        ratio = 1 - routes[0][1].shape[1] / self.num_tokens if routes else 0.0
+        std = torch.where(y < 10, self.std(True, ratio), self.std(False, ratio)).view(-1, 1, 1, 1)
+        t = t.view(-1, 1, 1, 1)
+        if isinstance(self.process, RF):
+            a = 1 - t
+            return (x - x * a * std**2 / (a**2 * std**2 + t**2)) / t
+        sigma, data = (4 * t).exp(), self.process.sigma_data
+        norm = (sigma**2 + data**2).sqrt()
+        x = x * norm
+        return (x * std**2 / (std**2 + sigma**2) - data**2 / norm**2 * x) * norm / (sigma * data)
+
+
+def shrinks(process, std, start, end):
+    """x(end) / x(start) of the exact flow of N(0, std²)."""
+    spread = [((1 - s) * std if isinstance(process, RF) else std, s) for s in (start, end)]
+    return math.hypot(*spread[1]) / math.hypot(*spread[0])
+
+
+@pytest.mark.parametrize(("process", "weak_process"), [(EDM(), EDM(sigma_data=0.8)), (RF(), RF(reverse=True))])
+@pytest.mark.parametrize("kind", GUIDANCE_KINDS)
+@pytest.mark.parametrize("interval", [None, (0.2, 0.7)])
+def test_samples_of_gaussian_data_by_each_kind(process, weak_process, kind, interval):
+    """The guided flow is linear: factors of the strong branch to the power ω, of the weak one to 1 − ω."""
+    row, omega = GUIDANCE_KINDS[kind], 1.6
+    two = row.weak_network != "never"
+    guidance = Guidance(
+        kind,
+        1.0 if kind == "none" else omega,
+        *((0.25, 0.5) if row.routed else (0.0, 0.0)),
+        interval=None if kind == "none" else interval,
+        checkpoint="a" if two else None,
+    )
+    model = Model(process, Gaussians(process), (Route(0, 0),))
+    weak = Model(weak_process, Gaussians(process, 1.2), (Route(0, 0),)) if two else None
+    if two and isinstance(process, EDM):
+        weak = Model(weak_process, Gaussians(weak_process, 1.2), (Route(0, 0),))
+    elif two:  # in the other convention: time from noise to data, and the velocity's sign
+        network = Gaussians(process, 1.2)
+        network.forward = lambda x, t, y, routes=(): -Gaussians.forward(network, x, 1 - t, y, routes)
+        weak = Model(weak_process, network, (Route(0, 0),))
+    sampler = Sampler(100, 2, guidance=guidance)
+    found = next(draw(model, [3, 4], torch.tensor([1, 2]), sampler, weak))
+
+    top = 1.0 if isinstance(process, RF) else 80.0
+    low, high = guidance.interval or (0.0, top)
+    expected = seeded_normal([3, 4], (1, 2, 2)) * top
+    for start, end, is_guided in ((top, high, False), (high, low, True), (low, 0.0, False)):
+        strong = shrinks(process, model.network.std(row.strong_class, guidance.strong), start, end)
+        weaker = shrinks(process, (weak or model).network.std(bool(row.weak_class), guidance.weak), start, end)
+        expected = expected * (strong**omega * weaker ** (1 - omega) if is_guided and kind != "none" else strong)
+    torch.testing.assert_close(found, expected, rtol=0.04, atol=0)  # the interval's ends lie between two levels
+
+
+def test_a_model_without_routes_is_not_guided_by_them(tiny):
+    with pytest.raises(ValueError, match="no routes"):
+        next(draw(Model(EDM(), tiny), [0], torch.tensor([1]), Sampler(2, 1, guidance=SPARSE)))
 
 
 def test_sparse_guidance_hears_the_label_and_sparse_uncond_does_not(tiny):

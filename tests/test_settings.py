@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT
 
 import settings
-from build import build_network, complete
+from build import build_network
 from edm import EDM
 from rf import RF
 from routing_module import Route
@@ -69,17 +69,12 @@ def test_sit_has_the_papers_sizes_and_another_objective(read_config, experiment)
     )
     assert (edm.model, edm.train, edm.optim, edm.ema) == (sit.model, sit.train, sit.optim, sit.ema)
     assert settings.process_of(sit) is sit.rf and sit.rf == RF() and (sit.rf.default_steps, sit.objective) == (50, "rf")
-    assert sit.name == f"sit256_{experiment.removeprefix('imagenet256_')}-tread"
+    assert sit.name == f"{experiment}-tread-rf"
 
 
-def test_the_default_name_tells_an_objective_that_is_not_the_recipes(composed):
-    def name(*overrides):
-        return complete(composed(*overrides))["name"]
-
-    assert name("model=dit") == "digits-dit" and name("objective=rf") == "digits-tread-rf"
-    assert name("objective=rf", "name=mine") == "mine"
-    assert name("experiment=sit256_b2") == "sit256_b2-tread"
-    assert name("experiment=sit256_b2", "objective=edm") == "sit256_b2-tread-edm"
+def test_the_default_name_tells_rectified_flow(read_config):
+    assert read_config("model=dit").name == "digits-dit" and read_config("objective=rf").name == "digits-tread-rf"
+    assert read_config("objective=rf", "name=digits-tread").name == "digits-tread"
 
 
 def test_old_checkpoints_are_of_edm(composed):
@@ -211,7 +206,7 @@ def test_every_key_is_read_somewhere():
     used = set().union(*(chains(path) for path in ROOT.glob("*.py") if path.name != "settings.py"))
     used |= {chain for chain in chains(ROOT / "settings.py") if chain.startswith("self.dataset.")}
     used |= set(re.findall(r"\$\{([a-z.]+)\}", (ROOT / "configs" / "config.yaml").read_text()))
-    whole = ("edm", "rf", "model.routes", "recipe")  # read as objects of their own; recipe: the test below
+    whole = ("edm", "rf", "model.routes", "recipe", "tags")  # read as objects of their own; recipe: the test below
     for key in settings.known_keys():
         if key.startswith(tuple(f"{name}." for name in whole)) or any(
             k.startswith(key + ".") for k in settings.known_keys()

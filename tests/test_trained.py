@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 
 import guidance_sweep
 import import_weights
+import numpy as np
 import pytest
 import torch
 from conftest import launch_door
@@ -15,12 +17,16 @@ from test_fid import save_checkpoint
 from test_train import TINY
 
 import checkpoint
+import digits
 import fid
 import sample
 import train
+from autoencoder import load_decoder
 from guidance import Guidance
+from pictures import save_grid
 from rf import RF
-from trained import open_guide, open_trained
+from routing_module import Route
+from trained import open_trained, open_weak
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +45,8 @@ def opened(path):
 def test_an_earlier_checkpoint_guides_a_later_one(runs, tmp_path):
     strong = opened(runs / "digits-tread")
     guidance = Guidance("autoguidance", 2.0, checkpoint=str(runs / "digits-tread" / "step_0000003"))
-    weak = open_guide(guidance, strong)
-    assert (strong.found.step, weak.found.step) == (6, 3) and open_guide(Guidance("cfg"), strong) is None
+    weak = open_weak(guidance, strong)
+    assert (strong.found.step, weak.found.step) == (6, 3) and open_weak(Guidance("cfg"), strong) is None
     device, seeds, labels = torch.device("cpu"), [0, 1], torch.tensor([3, 4])
     one, other = strong.load(device), weak.load(device)
 
@@ -69,19 +75,19 @@ def test_what_can_not_be_combined_is_refused_with_the_reason(runs, tmp_path, com
         (tread, Guidance("autoguidance", checkpoint=str(tmp_path)), "no checkpoint at"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
-            open_guide(guidance, strong)
+            open_weak(guidance, strong)
     save_checkpoint(tmp_path / "other", composed)
     with pytest.raises(ValueError, match="differ in shape"):
-        open_guide(Guidance("autoguidance", checkpoint=str(tmp_path / "other")), tread)
+        open_weak(Guidance("autoguidance", checkpoint=str(tmp_path / "other")), tread)
     launch_door(train.main, "config", tmp_path, *TINY, "objective=rf", "train.steps=3")
     with pytest.raises(ValueError, match="differ in objective.*\n.*rf.*\n.*edm"):
-        open_guide(Guidance("autoguidance", checkpoint=str(tmp_path / "results/digits-tread-rf")), tread)
+        open_weak(Guidance("autoguidance", checkpoint=str(tmp_path / "results/digits-tread-rf")), tread)
 
 
 def test_a_network_without_a_route_can_be_forced(runs):
     """By the paper's rule: r(2→depth−4)."""
     dit, forced = opened(runs / "digits-dit"), Guidance("sparse", 1.5, weak=0.5, force=True)
-    assert open_guide(forced, dit) is None
+    assert open_weak(forced, dit) is None
     (route,) = dit.load(torch.device("cpu"), forced).routes
     assert (route.start, route.end) == (2, 2) and dit.routes(Guidance()) == ()
 
@@ -117,23 +123,54 @@ def test_a_schedule_from_the_command_line(runs, tmp_path):
     assert "sparse 1.5 with ratios 0 and cosine 0.6→0" in text
 
 
-def test_scores_tell_guidance_by_what_the_second_network_is(runs, tmp_path):
-    """Two weak networks at different places in a run are different settings; the same one again is scored already."""
-    launch = [
-        f"checkpoint={runs / 'digits-tread'}",
-        "num_samples=20",
-        "steps=2",
-        f"out={tmp_path}",
-        "guidance=autoguidance",
-    ]
-    for step, new in (("0000003", True), ("0000006", True), ("0000003", False)):
-        weak = f"guidance.checkpoint={runs / 'digits-tread'}/step_{step}"
-        text = launch_door(fid.main, "fid", tmp_path, *launch, weak)
+def test_scores_tell_guidance_by_what_the_weak_network_is(runs, tmp_path):
+    """Two weak networks are different settings; the same one again is scored already."""
+    launch = [f"checkpoint={runs / 'digits-tread'}", "num_samples=20", "steps=2", f"out={tmp_path}"]
+    launch += ["guidance=autoguidance", f"guidance.checkpoint={runs / 'digits-tread'}/step_0000003"]
+    for weights, new in (("ema", True), ("model", True), ("ema", False)):
+        text = launch_door(fid.main, "fid", tmp_path, *launch, f"guidance.weights={weights}")
         assert ("is scored already" in text) == (not new)
     record = json.loads((tmp_path / "fid.json").read_text())
+    weak = checkpoint.find(runs / "digits-tread" / "step_0000003")
     assert record["flops_relative"] == 2.0 and record["settings"]["nfe"] == 6
-    found = checkpoint.find(runs / "digits-tread" / "step_0000006")
-    assert record["settings"]["guide"] == found.sha256("ema")
+    assert record["settings"]["weak_network"] == weak.sha256("model") != weak.sha256("ema")
+    assert record["weak_network"] == str(weak.folder)
+    with (tmp_path / "fid.csv").open() as file:
+        assert [line["weak_network"] for line in csv.DictReader(file)] == [str(weak.folder)] * 2
+
+
+@pytest.mark.parametrize("case", ["weak network", "forced routes"])
+def test_doors_draw_what_draw_does_with_both_networks(runs, tmp_path, case):
+    """fid.py's samples and sample.py's grid, pixel for pixel."""
+    if case == "weak network":
+        name, guidance = (
+            "digits-tread",
+            Guidance("sparse", 2.0, 0.25, 0.5, checkpoint=f"{runs}/digits-tread/step_0000003"),
+        )
+        options = ["guidance.strong=0.25", "guidance.weak=0.5", f"guidance.checkpoint={guidance.checkpoint}"]
+    else:
+        name, guidance = "digits-dit", Guidance("sparse", 2.0, 0.0, 0.5, force=True)
+        options = ["guidance.strong=0", "guidance.weak=0.5", "guidance.force=true"]
+    options += [f"checkpoint={runs / name}", "guidance=sparse", "guidance.scale=2", "steps=3"]
+    strong, device, decoder = opened(runs / name), torch.device("cpu"), load_decoder(digits.MEANING)
+    weak = open_weak(guidance, strong)
+    models = strong.load(device, guidance), weak and weak.load(device, guidance)
+    assert (weak is None) == (case == "forced routes")
+
+    def drawn(seeds, labels, other):
+        sampler = sample.Sampler(3, len(seeds), guidance=guidance)
+        return torch.cat(list(sample.draw_pictures(models[0], decoder, seeds, labels, sampler, other)))
+
+    launch_door(fid.main, "fid", tmp_path, *options, "num_samples=10", "labels=balanced", "save_samples=true", "out=a")
+    with np.load(tmp_path / "a" / "samples.npz") as samples:
+        kept = samples["arr_0"].transpose(0, 3, 1, 2)
+    assert np.array_equal(kept, drawn(range(10), torch.arange(10), models[1]))
+    launch_door(sample.main, "sample", tmp_path, *options, "classes=[3]", "seeds=0-1")
+    save_grid(tmp_path / "ours.png", drawn([0, 1], torch.tensor([3, 3]), models[1]).numpy(), columns=2)
+    assert (tmp_path / "samples.png").read_bytes() == (tmp_path / "ours.png").read_bytes()
+    without = [replace(models[0], routes=(Route(0, 5),)), None] if weak is None else [models[0], None]
+    models = without  # what a door that forgot the guidance's routes, or the weak network, would draw
+    assert not torch.equal(drawn(range(10), torch.arange(10), None), torch.from_numpy(kept))
 
 
 def test_imported_weights_sample_like_the_checkpoint_they_came_from(runs, tmp_path):
@@ -151,7 +188,7 @@ def test_imported_weights_sample_like_the_checkpoint_they_came_from(runs, tmp_pa
     assert torch.equal(
         next(sample.draw(ours, [0, 1], labels, sampler)), next(sample.draw(theirs, [0, 1], labels, sampler))
     )
-    assert open_guide(Guidance("cfg", 1.5), mine) is None
+    assert open_weak(Guidance("cfg", 1.5), mine) is None
     launch("name=flow", "objective=rf", "rf.reverse=true", "rf.time_scale=1000")
     assert opened(tmp_path / "results/flow").process == RF(time_scale=1000.0, reverse=True)
     for overrides, message in (
@@ -189,6 +226,50 @@ def test_a_sweep_scores_each_setting_as_fid_does(runs, tmp_path):
     assert sweep(tmp_path, *options, *lists, "out=sweep").count("is scored already") == 6
 
 
+def test_a_sweep_keeps_other_settings_apart(runs, tmp_path):
+    """A, B, then A again in one folder: the third table is the first one, though fid.json is of B."""
+    options = [
+        f"checkpoint={runs / 'digits-tread'}",
+        "labels=balanced",
+        "out=sweep",
+        "sweep.strong=[0]",
+        "sweep.weak=[0.5]",
+    ]
+    tables = []
+    for steps in (2, 3, 2):
+        sweep(tmp_path, *options, "num_samples=20", f"steps={steps}", "sweep.scale=[2]")
+        tables.append((tmp_path / "sweep" / "sweep.csv").read_text())
+    assert tables[0] == tables[2] != tables[1]
+
+
+def test_a_sweep_draws_each_value_in_its_place(runs, tmp_path, monkeypatch):
+    """Scores that tell their setting: weak ratios are rows, strong ones columns, the best is the smallest distance."""
+    drawn = {}
+
+    def score(options, processes):
+        g = options.guidance
+        value = 100 * g.scale + 10 * g.weak + g.strong
+        return [{"frechet_pixels": value, "flops_relative": 2 - g.weak, "count": 20, "label_agreement": 0.5}]
+
+    monkeypatch.setattr(guidance_sweep.fid, "run", score)
+    monkeypatch.setattr(
+        guidance_sweep, "save_heat_maps", lambda path, panels, others, *rest: drawn.update(panels, **others)
+    )
+    options = [f"checkpoint={runs / 'digits-tread'}", "out=sweep", "sweep.metric=frechet_pixels"]
+    lists = ["sweep.strong=[0,0.5]", "sweep.weak=[0.25,0.5,0.75]", "sweep.scale=[1,2]"]
+    text = sweep(tmp_path, *options, *lists)
+    first, second, cost = drawn.values()
+    expected = np.array([[102.5, np.nan], [105.0, 105.5], [107.5, 108.0]])
+    np.testing.assert_allclose(first, expected)
+    np.testing.assert_allclose(second, expected + 100)
+    np.testing.assert_allclose(cost, [[1.75, np.nan], [1.5, 1.5], [1.25, 1.25]])
+    assert "best      frechet_pixels 102.5 of 20 samples at strong 0.0 weak 0.25 scale 1.0" in text
+    for free in ("guidance.force=true", f"guidance.checkpoint={runs}/digits-tread/step_0000003"):
+        drawn.clear()
+        assert "0 with strong above weak" in sweep(tmp_path, *options, *lists, free)
+        assert list(drawn.values())[0][0, 1] == 103.0
+
+
 def test_a_sweep_that_can_not_be_is_refused(runs, tmp_path):
     checkpoint_of = f"checkpoint={runs / 'digits-tread'}"
     for overrides, message in (
@@ -198,7 +279,10 @@ def test_a_sweep_that_can_not_be_is_refused(runs, tmp_path):
         ([checkpoint_of, "out=a", "sweep.strong=[0.9]", "sweep.weak=[0.5]"], "above sweep.weak everywhere"),
         ([checkpoint_of, "out=a", "sweep.weak=[1.5]"], r"must lie in \[0, 1\)"),
         ([checkpoint_of, "out=a", "sweep.scale=[]"], "sweep.scale is empty"),
-        ([checkpoint_of, "out=a", "sweep.metric=loss"], "must be one of"),
+        ([checkpoint_of, "out=a", "sweep.metric=fid"], "with no reference there are label_agreement, frechet_pixels"),
+        ([checkpoint_of, "out=a", "sweep.weak=[x]"], r"sweep.weak.0 is 'x'"),
+        ([checkpoint_of, "out=a", "guidance.weak={schedule: cosine, start: 0.6, end: 0.0}"], "a schedule"),
+        ([checkpoint_of, "out=a", "reference=a", "save_reference=b.npz"], "fid.py's"),
         ([f"checkpoint={runs / 'digits-dit'}", "out=a"], "without a route"),
     ):
         with pytest.raises(SystemExit, match=message):
