@@ -385,7 +385,8 @@ def test_the_door_refuses_a_bare_state_dict_and_a_misspelt_key(tmp_path, tiny):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_on_a_gpu_pictures_hold_as_on_a_cpu(tiny, precision):
+@pytest.mark.parametrize("process", [EDM(), RF()], ids=["edm", "rf"])
+def test_on_a_gpu_pictures_hold_as_on_a_cpu(tiny, precision, process):
     """Noise, labels and ids are drawn on the CPU, so they are the same bits on any device. Pictures at one batch shape
     are equal in any order; in fp32 they are within one grey level on 99.9% of the pixels in other shapes, and beside
     the CPU's."""
@@ -393,7 +394,8 @@ def test_on_a_gpu_pictures_hold_as_on_a_cpu(tiny, precision):
     seeds, labels = range(32), torch.arange(32) % 10
 
     def pictures(device, batch_size, backwards=False):
-        model, sampler = Model(EDM(), tiny.to(device), (Route(1, 3),)), Sampler(10, batch_size, precision, SPARSE)
+        model = Model(process, tiny.to(device), (Route(1, 3),))
+        sampler = Sampler.of(process, 10, None, batch_size, precision, SPARSE)
         given = list(seeds)[::-1] if backwards else list(seeds)
         return torch.cat(list(draw_pictures(model, to_uint8, given, labels[given], sampler))).int()
 
