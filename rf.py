@@ -124,7 +124,7 @@ class RF:
         steps: int = 50,
         solver: str = "euler",
     ) -> Tensor:
-        """Samples (B, C, S, S) of classes y from standard normal noise, all tokens running; in the solver's precision.
+        """Samples of classes y from standard normal noise, all tokens running: (B, C, S, S) float64.
 
         null_class  the label of the weak branch of classifier-free guidance; None: no guidance.
         scale       its weight ω, see guidance.py.
@@ -147,7 +147,7 @@ class RF:
         solver: str = "euler",
         weak_y: Tensor | None = None,
     ) -> Tensor:
-        """Samples (B, C, S, S) by Sparse Guidance: D_weak + scale·(D_strong − D_weak), each branch under its routes.
+        """Samples by Sparse Guidance, each branch under its routes: (B, C, S, S) float64.
 
         strong, weak  routes of the branches with ids drawn, [(Route, ids_keep (B, K))], the same in all
                       calls; or a function from the number of a call (of solver's N or 2N−1) to them.

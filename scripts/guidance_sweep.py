@@ -90,7 +90,12 @@ def run(sweep: Sweep, options: Options, processes: Processes) -> None:
     processes.say(f"{len(chosen)} settings; {len(grid) - len(chosen)} with strong above weak are left out")
     with tqdm(total=len(chosen), desc="guidance sweep", unit="setting", disable=not processes.main) as progress:
         for point, one in chosen.items():
-            (records[point],) = fid.run(one, processes)
+            (record,) = fid.run(one, processes)
+            if processes.main and metric not in record:
+                raise ValueError(
+                    f"sweep.metric is {metric}, but: {record['unavailable'].get(metric, 'nothing was scored')}"
+                )
+            records[point] = record
             progress.update()
     if processes.main:
         with explain_failure(folder):
