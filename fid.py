@@ -75,7 +75,8 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
         with processes.main_first():  # one process fetches the weights
             weights = find_weights(options.inception)
         reference = open_set(open_reference, options.reference, options.crop, processes)
-    jobs = [job.against(reference and reference.sha256, weights and sha256(weights)) for job in jobs]
+    inception = weights and sha256(weights)
+    jobs = [job.against(reference and reference.sha256, inception) for job in jobs]
     records = processes.from_main(lambda: [find_score(job, options) for job in jobs])
     all_jobs, jobs = jobs, [job for job, record in zip(jobs, records) if record is None]
     decoders = {}

@@ -38,7 +38,7 @@ class Kind:
     strong_class: bool
     weak_class: bool | None  # None: there is no weak branch
     routed: bool
-    weak_network: str  # whether it is another than the strong one: "never", "may" or "must"
+    weak_network: str  # whether the weak branch uses a second network: "never", "may" or "must"
 
 
 KINDS = {
@@ -245,7 +245,7 @@ class Branch:
 
 
 def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -> Callable[[Tensor, Tensor], Tensor]:
-    """The guided denoiser (x, level) → D, whose calls are counted from 0.
+    """The guided denoiser (x, level) → D of one sampling: its calls are counted, from 0.
 
     scale  number of the call → ω; 1 runs the strong branch alone, as weak None does.
 

@@ -53,7 +53,7 @@ class Options:
         if self.crop and all(path.suffix == ".npz" for path in paths):
             raise ValueError(f"crop={self.crop} is for folders and tars of photos, but none is named")
         for key in ("batch_size", "crop"):
-            if (getattr(self, key) or 1) < 1:
+            if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise ValueError(f"{key} is {getattr(self, key)}, but must be positive")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"steps is {self.steps}, but must be positive")
@@ -110,7 +110,8 @@ def find_checkpoints(pattern: str | None) -> list[checkpoint.Checkpoint]:
     """Those that a path, or a pattern with *, names, each once, by step. Raises FileNotFoundError or ValueError."""
     if pattern is None:
         return []
-    paths = sorted(glob.glob(pattern)) if any(sign in pattern for sign in "*?[") else [pattern]
+    several = any(sign in pattern for sign in "*?[") and not Path(pattern).exists()
+    paths = sorted(glob.glob(pattern)) if several else [pattern]
     if not paths:
         raise FileNotFoundError(f"no checkpoint matches {pattern}")
     found = {one.folder: one for one in (checkpoint.find(Path(path)) for path in paths)}
@@ -118,7 +119,10 @@ def find_checkpoints(pattern: str | None) -> list[checkpoint.Checkpoint]:
 
 
 def settle_paths(options: Options) -> tuple[Options, list[Path]]:
-    """The checkpoints, and the options with the weak network's own folder: `latest` may name another a moment later."""
+    """The options with the weak network's own folder, and the checkpoints' folders.
+
+    `latest` may name another a moment later. Raises FileNotFoundError or ValueError.
+    """
     found, weak = find_checkpoints(options.checkpoint), options.guidance.checkpoint
     if weak is not None:
         weak = str(checkpoint.find(Path(weak)).folder)
@@ -145,6 +149,12 @@ def plan_job(options: Options, found: checkpoint.Checkpoint, precision: str) -> 
     )
     outlines = [one and one.outline(options.guidance) for one in (trained, weak)]
     latents = trained.latents
+    routes = [
+        route
+        for one in (trained, weak)
+        if one and options.guidance.row.routed
+        for route in one.routes(options.guidance)
+    ]
     plan = {
         "step": found.step,
         "checkpoint": trained.sha256,
@@ -156,7 +166,8 @@ def plan_job(options: Options, found: checkpoint.Checkpoint, precision: str) -> 
         "steps": sampler.steps,
         "nfe": sampler.nfe(process),
         "guidance": options.guidance.describe(),
-        **({"weak_network": weak.sha256} if weak else {}),
+        **({"weak_network": weak.sha256, "weak_process": asdict(weak.process)} if weak else {}),
+        **({"routes": [asdict(route) for route in routes]} if routes else {}),
         "dtype": precision,
         "batch_size": sampler.batch_size,
         "decoder": autoencoder.decoder_hash(latents, options.autoencoder),

@@ -1,7 +1,7 @@
 """Rectified flow: straight paths x_t = (1−t)·x + t·ε and their velocity ε − x (Liu et al. 2022, arXiv 2209.03003).
 
-Training as in SiT (Ma et al. 2024, arXiv 2401.08740) and the released TREAD code: t logit-normal
-(Esser et al. 2024, arXiv 2403.03206), Euler's method from t = 1 to 0. Everything random comes in as
+As in SiT (Ma et al. 2024, arXiv 2401.08740), but with t logit-normal (Esser et al. 2024, arXiv
+2403.03206), as the released TREAD code draws it; SiT's own is uniform. Everything random comes in as
 a tensor. Its noise level is t, that of edm.py is σ; both have the same methods, so that training,
 guidance and sampling serve either.
 

@@ -260,7 +260,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for key in ("batch_size", "steps"):
-            if (getattr(self, key) or 1) < 1:
+            if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise ValueError(f"{key} is {getattr(self, key)}, but must be positive")
         if self.solver is not None:
             check_solver(self.solver)
@@ -277,7 +277,7 @@ def main(composed: DictConfig) -> None:
         options = settings.read(plain(composed), Options)
         seeds = parse_seeds(options.seeds)
         precision = use_precision(options.precision, device)
-        trained = open_trained(checkpoint.find(Path(options.checkpoint)), options.weights)
+        trained = open_trained(checkpoint.find(Path(options.checkpoint).expanduser()), options.weights)
         weaker = open_weak(options.guidance, trained)
         classes = options.classes or spread_classes(trained.cfg.dataset.num_classes, 10)
         all_seeds, labels = seeds * len(classes), torch.tensor(classes).repeat_interleave(len(seeds))

@@ -90,7 +90,9 @@ def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
         return None
     weak = open_trained(checkpoint.find(Path(guidance.checkpoint).expanduser()), guidance.weights)
     if weak.sha256 == strong.sha256:
-        raise ValueError(f"guidance.checkpoint={guidance.checkpoint} is the network that it is to guide; leave it out")
+        raise ValueError(
+            f"guidance.checkpoint={guidance.checkpoint} is the network that checkpoint=… names: it can't guide itself"
+        )
     meanings = [{"objective": one.cfg.objective, **one.latents.to_network_scale} for one in (strong, weak)]
     for name, ours in meanings[0].items():
         if meanings[1][name] != ours:

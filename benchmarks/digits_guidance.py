@@ -1,7 +1,7 @@
 """Guidance on digits: python benchmarks/digits_guidance.py results/deep-0 results/deep-1 results/deep-2
 
-The runs differ by their seed alone. Scores each as fid.py does, by every kind of guidance and ω, the
-weak network of autoguidance being the run's own after WEAK_STEP steps; goes on where it was stopped.
+The runs differ by their seed alone. Scores each as fid.py does, by the kinds of guidance below and each ω; the
+weak network of autoguidance is the run's own after WEAK_STEP steps. Goes on where it was stopped.
 Prints a table (mean ± standard deviation over the runs) and writes docs/guidance.png and
 benchmarks/results/digits_guidance.json. About 40 minutes on 2 CPU cores for three runs.
 """
@@ -65,7 +65,10 @@ def draw(path: Path, found: dict[tuple[str, float | None], list[dict]]) -> None:
             points = [("none", None), *[(kind, scale) for scale in SCALES if kind != "none"]]
             x = [scale or 1.0 for _, scale in points]
             values = [[record[metric] for record in found[point]] for point in points]
-            mean, spread = [statistics.mean(v) for v in values], [statistics.pstdev(v) for v in values]
+            mean, spread = (
+                [statistics.mean(v) for v in values],
+                [statistics.stdev(v) if len(v) > 1 else 0.0 for v in values],
+            )
             low, high = ([m + sign * s for m, s in zip(mean, spread)] for sign in (-1, 1))
             cost = statistics.mean(record["flops_relative"] for record in found[points[-1]])
             if kind == "none":
@@ -73,10 +76,13 @@ def draw(path: Path, found: dict[tuple[str, float | None], list[dict]]) -> None:
                 continue
             axis.plot(x, mean, "o-", color=f"C{number}", markersize=4, label=f"{kind}, {cost:.2f} times")
             axis.fill_between(x, low, high, color=f"C{number}", alpha=0.15)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([1.0, *SCALES], [f"{scale:g}" for scale in (1.0, *SCALES)])
         axis.set_xlabel("ω")
         axis.set_title(f"{title}, {'higher' if metric == 'label_agreement' else 'lower'} is better", fontsize=10)
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize="small")
+    axes[1].set_yscale("log")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -103,11 +109,23 @@ def main() -> None:
             spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
             cells.append(f"{statistics.mean(values):.{digits}f}{spread}")
         print(f"| {kind} | {scale or '–'} | {records[0]['flops_relative']:.2f} | {' | '.join(cells)} |")
-    kept = ("label_agreement", "frechet_pixels", "flops_relative", "settings", "versions")
-    table = [
-        {"guidance": kind, "scale": scale, "runs": [{key: record[key] for key in kept} for record in records]}
-        for (kind, scale), records in found.items()
+    kept, first = ("label_agreement", "frechet_pixels"), found["none", None][0]
+    rows = [
+        {
+            "guidance": records[0]["settings"]["guidance"],
+            "weak_step": WEAK_STEP if kind.startswith("autoguidance") else None,
+            "flops_relative": records[0]["flops_relative"],
+            "runs": [{key: record[key] for key in kept} for record in records],
+        }
+        for (kind, _), records in found.items()
     ]
+    shared = ("sampler", "steps", "num_samples", "first_seed", "labels", "weights", "dtype", "batch_size")
+    table = {
+        "versions": first["versions"],
+        "settings": {key: first["settings"][key] for key in shared},
+        "checkpoints": [record["settings"]["checkpoint"] for record in found["none", None]],
+        "table": rows,
+    }
     results = ROOT / "benchmarks" / "results"
     results.mkdir(exist_ok=True)
     (results / "digits_guidance.json").write_text(json.dumps(table, indent=1) + "\n")

@@ -4,7 +4,7 @@
     precision  precision and recall of 10,000 × 10,000 × 2,048, against torch.cdist and sort: time, and the peak of
                memory in a process of its own
     features   Inception features of 256 px pictures, against the bare network on tensors that are ready
-    sampler    Heun's 40 steps, against the 79 network calls alone
+    sampler    the objective's own steps (EDM: Heun's 40), against the network calls alone
     chain      pictures/s from seeds to features: sampler, Stable Diffusion's decoder, Inception
 
 All of them if none is named. Networks have random weights: what they know takes no time. Overrides are train.py's and

@@ -72,7 +72,7 @@ def run(sweep: Sweep, options: Options, processes: Processes) -> None:
     options, paths = processes.from_main(lambda: settle_paths(options))
     metric = check(sweep, options, paths)
     options = replace(options, checkpoint=str(paths[0]))
-    grid = list(itertools.product(sweep.strong, sweep.weak, sweep.scale))
+    grid = list(dict.fromkeys(itertools.product(sweep.strong, sweep.weak, sweep.scale)))
     free = options.guidance.force or options.guidance.checkpoint is not None
     chosen = {point: setting(options, *point) for point in grid if free or point[0] <= point[1]}
     if not chosen:

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from build import build_network
 from dit import DiT
 from routing_module import Route, draw_ids
 
@@ -180,6 +181,17 @@ def test_ideal_savings_of_a_training_step(size, ratios):
         network = build(size, input_size=input_size)
         route = Route.for_depth(len(network.blocks))
         assert network.forward_flops() / network.forward_flops([route]) == pytest.approx(ratio, rel=5e-3)
+
+
+@pytest.mark.parametrize(("size", "millions"), [("s2", 33), ("b2", 130), ("l2", 458), ("xl2", 675)])
+def test_a_route_adds_no_parameters(read_config, size, millions):
+    """The paper's table of sizes, DiT and DiT with TREAD alike."""
+    with torch.device("meta"):
+        networks = [
+            build_network(read_config(f"experiment=imagenet256_{size}", f"model={name}")) for name in ("dit", "tread")
+        ]
+    counts = {sum(parameter.numel() for parameter in network.parameters()) for network in networks}
+    assert len(counts) == 1 and round(counts.pop() / 1e6) == millions
 
 
 def test_flops_of_sparse_guidance():

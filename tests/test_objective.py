@@ -18,12 +18,12 @@ import sample
 import settings
 import train
 from autoencoder import load_decoder, to_network
-from build import open_datasets
+from build import build_network, open_datasets
 from evaluation import heldout_loss
 from latents import LatentDataset, Latents
 from objective import step_draws, training_loss
 from rf import RF
-from routing_module import draw_ids
+from routing_module import Route, draw_ids
 from trained import open_trained
 
 RUN = "results/digits-tread-rf"
@@ -126,14 +126,18 @@ def test_the_sampler_follows_from_the_checkpoint(trained):
     assert np.array_equal(sample.to_pictures(x, load_decoder(digits.MEANING)), expected)
 
 
-def test_utilisation_is_logged_where_the_peak_is_known(tmp_path, monkeypatch):
-    """MFU = achieved FLOP/s over the device's."""
+def test_utilisation_is_logged_where_the_peak_is_known(tmp_path, monkeypatch, composed):
+    """Three forward passes an image, by the route; MFU is their FLOP/s over the device's."""
     monkeypatch.setattr(train, "peak_flops", lambda device, precision: 1e12)
     launch_door(train.main, "config", tmp_path, *TINY, "train.steps=2")
     lines = (tmp_path / "results/digits-tread/metrics.jsonl").read_text().splitlines()
     speeds = [record for record in map(json.loads, lines) if "mfu" in record]
     assert len(speeds) == 2
+    network = build_network(settings.read(composed(*TINY)))
+    routed, dense = network.forward_flops([Route(2, 2, 0.5)]), network.forward_flops()
+    assert routed < 0.99 * dense
     for record in speeds:
+        assert record["flops_per_s"] / record["images_per_s"] == pytest.approx(3 * routed, rel=2e-3)
         assert record["mfu"] == pytest.approx(record["flops_per_s"] / 1e12, abs=1e-4)
 
 

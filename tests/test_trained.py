@@ -11,7 +11,9 @@ import import_weights
 import numpy as np
 import pytest
 import torch
-from conftest import launch_door
+from conftest import ROOT, launch_door
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from PIL import Image
 from test_fid import save_checkpoint
 from test_train import TINY
@@ -20,6 +22,7 @@ import checkpoint
 import digits
 import fid
 import sample
+import settings
 import train
 from autoencoder import load_decoder
 from guidance import Guidance
@@ -113,6 +116,33 @@ def test_refusals_of_the_doors_come_before_any_work(runs, tmp_path):
             with pytest.raises(SystemExit, match=message):
                 launch_door(main, config, tmp_path, checkpoint_of[name], *options)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_papers_settings(runs, tmp_path):
+    """SG_FLOPS and SG_FID as configs/guidance has them: ratios of the first, the middle and the last call."""
+    for name, given, expected in (
+        ("sg_flops", [], [(0.5, 0.9)] * 3),
+        ("sg_fid", [f"guidance.checkpoint={runs / 'digits-tread'}/step_0000003"], [(0.0, 0.6), (0.3, 0.3), (0.6, 0.0)]),
+    ):
+        options = (
+            f"checkpoint={runs / 'digits-tread'}",
+            f"guidance={name}",
+            *given,
+            "classes=[3]",
+            "seeds=0-1",
+            "steps=3",
+        )
+        assert "NFE 10" in launch_door(sample.main, "sample", tmp_path, *options)
+        with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
+            config = OmegaConf.to_container(compose("sample", overrides=list(options)))
+        plan = settings.read(config["guidance"], Guidance).plan([3.0, 2.0, 1.0], [0.0, 0.5, 1.0])
+        assert [(pytest.approx(call.strong), pytest.approx(call.weak)) for call in plan] == expected
+
+
+def test_batches_of_nothing_are_refused(runs, tmp_path):
+    for main, config in ((sample.main, "sample"), (fid.main, "fid")):
+        with pytest.raises(SystemExit, match="batch_size is 0"):
+            launch_door(main, config, tmp_path, f"checkpoint={runs / 'digits-tread'}", "batch_size=0")
 
 
 def test_a_schedule_from_the_command_line(runs, tmp_path):
