@@ -83,6 +83,8 @@ def draw(path: Path, found: dict[tuple[str, float | None], list[dict]]) -> None:
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize="small")
     axes[1].set_yscale("log")
+    axes[1].set_yticks([30, 50, 100, 200, 500], ["30", "50", "100", "200", "500"])
+    axes[1].minorticks_off()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
