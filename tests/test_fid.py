@@ -268,12 +268,11 @@ def test_a_folder_inside_a_tar_is_scored_beside_the_tar(tmp_path, run, inception
 
 def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, composed):
     found = checkpoint.find(tmp_path / "results" / "a")
-    hashes = {"reference": "r", "inception": "i"}
     base = dict(composed(name="fid"), checkpoint="x", reference="r")
 
-    def settings_of(latents=RGB, **changed):
-        one = checkpoint.Checkpoint(found.folder, found.info | {"latents": asdict(latents)})
-        return plan_job(read(base | changed, Options), one, hashes, "fp32").settings
+    def settings_of(latents=RGB, reference="r", config=found.info["config"], **changed):
+        one = checkpoint.Checkpoint(found.folder, found.info | {"latents": asdict(latents), "config": config})
+        return plan_job(read(base | changed, Options), one, "fp32").against(reference, "i").settings
 
     usual = settings_of()
     cfg = {"kind": "cfg", "scale": 1.5, "strong": 0.0, "weak": 0.0}
@@ -281,6 +280,13 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
     assert all(settings_of(**{key: value}) != usual for key, value in changes.items())
     assert settings_of(num_samples=9) != usual and settings_of(latents=replace(RGB, scale=2.0)) != usual
     assert settings_of(guidance=cfg) != settings_of(guidance=cfg | {"scale": 1.5000001})
+    assert settings_of(solver="euler") != usual and settings_of(reference="other") != usual
+    assert settings_of(config=found.info["config"] | {"objective": "rf"}) != usual
+    moved = composed("recipe.depth=6", "model.routes.0.end=-1")["model"]["routes"]  # same weights, another route
+    config = found.info["config"] | {"model": found.info["config"]["model"] | {"routes": moved}}
+    sparse = {"kind": "sparse", "scale": 1.5, "strong": 0.0, "weak": 0.5}
+    assert settings_of(guidance=sparse, config=config) != settings_of(guidance=sparse)
+    assert settings_of(guidance=cfg, config=config) == settings_of(guidance=cfg)
     assert settings_of(out="elsewhere", cache="there", save_samples=True) == usual
 
 

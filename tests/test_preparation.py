@@ -447,7 +447,7 @@ def test_the_command_line_names_what_is_wrong(tmp_path):
     script = str(ROOT / "scripts" / "prepare_latents.py")
     for given, shown in (
         (["sourc=a", "out=b"], "unknown setting 'sourc'; the nearest known one is 'source'"),
-        (["out=b"], "Missing mandatory value: source"),
+        (["out=b"], "source=… is needed"),
         (["source=a", "out=b"], "a is not there; source must be"),
     ):
         done = subprocess.run([sys.executable, script, *given], cwd=tmp_path, capture_output=True, text=True)

@@ -410,7 +410,7 @@ def test_compare_runs_shows_evaluation_loss_and_no_training_loss(straight):
     command = [sys.executable, str(ROOT / "scripts" / "compare_runs.py"), "results/digits-tread"]
     done = subprocess.run(command, cwd=straight[0], capture_output=True, text=True)
     expected = [r for r in records(straight[0] / "results" / "digits-tread") if "eval_loss" in r][-1]["eval_loss"]
-    assert f"| tread on digits, 6 steps | 1 | {expected:.4f} |" in done.stdout
+    assert f"| tread by edm on digits, 6 steps | 1 | {expected:.4f} |" in done.stdout
     assert " loss |" not in done.stdout
 
 
