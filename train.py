@@ -196,7 +196,7 @@ def train(run: Run) -> None:
             last = run.step == cfg.train.steps
             if run.step - start_step == 20:
                 minutes = (time.perf_counter() - start_time) / 20 * (cfg.train.steps - start_step) / 60
-                run.say(f"  time     {minutes:.1f} min expected for {cfg.train.steps - start_step:,} steps")
+                run.say(f"  time      {minutes:.1f} min expected for {cfg.train.steps - start_step:,} steps")
             if run.step % cfg.every.log == 0 or last:
                 loss = reduced_loss_sum(run) / run.loss_count  # waits for the device, so the clock comes after
                 seconds = time.perf_counter() - began - paused
