@@ -39,6 +39,16 @@ def launch_door(main: Callable, config: str, folder: Path, *overrides: str) -> s
     return printed.getvalue()
 
 
+def random_network(seed: int, **sizes: int) -> DiT:
+    """A network on 4×8×8 latents of 10 classes, all parameters N(0, 0.05)."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        network = DiT(input_size=8, in_channels=4, num_classes=10, **sizes)
+        for parameter in network.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+    return network
+
+
 @pytest.fixture
 def asset():
     """A function from a file name to its path among the assets."""
@@ -71,12 +81,7 @@ def read_config(composed):
 @pytest.fixture
 def tiny():
     """A network whose every parameter matters: all N(0, 0.05), as the golden numbers' network is."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        network = DiT(input_size=8, patch_size=2, in_channels=4, hidden_size=64, depth=6, num_heads=4, num_classes=10)
-        for parameter in network.parameters():
-            torch.nn.init.normal_(parameter, std=0.05)
-    return network
+    return random_network(0, patch_size=2, hidden_size=64, depth=6, num_heads=4)
 
 
 @pytest.fixture(scope="session")

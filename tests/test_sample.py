@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, random_network
 from PIL import Image
 
 import checkpoint
@@ -43,12 +43,7 @@ SCHEDULED = Guidance(
 @pytest.fixture
 def smaller():
     """Another network that sees the same latents and classes."""
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        network = DiT(input_size=8, patch_size=4, in_channels=4, hidden_size=32, depth=4, num_heads=2, num_classes=10)
-        for parameter in network.parameters():
-            torch.nn.init.normal_(parameter, std=0.05)
-    return network
+    return random_network(1, patch_size=4, hidden_size=32, depth=4, num_heads=2)
 
 
 @pytest.mark.parametrize("process", [EDM(), RF()], ids=["edm", "rf"])
