@@ -13,6 +13,8 @@ from checkpoint import read_weights
 from dit import DiT
 from latents import LatentDataset, Latents, read_index
 from settings import Network, Settings, process_of, read
+from state_dicts import fit
+from updates import LearningRate
 
 MEASURES = ("channels", "size", "num_classes")
 
@@ -34,27 +36,26 @@ def build_network(cfg: Settings | Network) -> nn.Module:
 
 
 def build_optimizer(cfg: Settings, network: nn.Module) -> torch.optim.AdamW:
-    """AdamW over all parameters of a network, fused where its device can; build it after moving the network."""
-    device = next(network.parameters()).device.type
+    """AdamW over all parameters of a network, fused; build it after moving the network."""
     return torch.optim.AdamW(
         network.parameters(),
         lr=cfg.optim.lr,
         betas=cfg.optim.betas,
         eps=cfg.optim.eps,
         weight_decay=cfg.optim.weight_decay,
-        fused=device in ("cpu", "cuda"),
+        fused=True,
     )
 
 
-def load_weights(network: nn.Module, path: str) -> None:
-    """Put in other weights (init_from). Raises FileNotFoundError, or ValueError if they do not fit."""
-    try:
-        network.load_state_dict(read_weights(Path(path)))
-    except RuntimeError as error:
-        raise ValueError(
-            f"the weights of {path} do not fit this network (public DiT checkpoints need "
-            f"model.learn_sigma=true): {error}"
-        ) from error
+def build_learning_rate(cfg: Settings) -> LearningRate:
+    """The learning rate of each step of a run."""
+    optim = cfg.optim
+    return LearningRate(optim.lr, cfg.train.steps, optim.schedule, optim.warmup_steps, optim.final_lr)
+
+
+def load_weights(network: nn.Module, path: str, weights: str = "ema") -> None:
+    """Put in other weights (init_from), "ema" or "model". Raises FileNotFoundError, or ValueError unless they fit."""
+    network.load_state_dict(fit(read_weights(Path(path), weights), network.state_dict(), path))
 
 
 def complete(config: dict) -> dict:

@@ -4,6 +4,7 @@ results/<run>/step_0001000/
     model.safetensors      weights
     ema.safetensors        averaged weights, same names
     optimizer.safetensors  exp_avg/<name>, exp_avg_sq/<name>, step/<name>
+    powers.safetensors     <width>/<name>: averages by power functions, of ema.power alone
     info.json              step, config, versions, and size and sha256 of each file
 results/<run>/latest       link to the newest one
 """
@@ -11,10 +12,10 @@ results/<run>/latest       link to the newest one
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from safetensors import SafetensorError
@@ -22,11 +23,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from files import point_to, sha256, whole_folder
+from state_dicts import read_state_dict
 
 VERSION = 1
-# what readers raise for files that are damaged or something else; torch's stumbles over whatever it finds there
-UNREADABLE = (SafetensorError, UnpicklingError, RuntimeError, OSError, EOFError)
-UNREADABLE += (LookupError, ValueError, TypeError, AttributeError)
+
+
+class Damaged(ValueError):
+    """A checkpoint that is not what was written."""
 
 
 def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info: Mapping) -> Path:
@@ -40,12 +43,38 @@ def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info
         files = {}
         for name, part in tensors.items():
             path = partial / f"{name}.safetensors"
-            save_file({key: value.detach().contiguous() for key, value in part.items()}, path)
+            try:
+                save_file({key: value.detach().contiguous() for key, value in part.items()}, path)
+            except SafetensorError as error:  # which wraps what the operating system says
+                raise OSError(str(error)) from error
             files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
         content = {"format": "checkpoint", "version": VERSION, "step": step, "files": files, **info}
         (partial / "info.json").write_text(json.dumps(content, indent=1) + "\n")
     point_to(run / "latest", folder.name)
     return folder
+
+
+def prune(run: Path, keep_last: int, keep_every: int | None = None) -> list[Path]:
+    """Remove checkpoints but the newest keep_last and those at multiples of keep_every.
+
+    Those above `latest` are left alone: a run that went back will replace them. Returns what was removed.
+    """
+    removed = []
+    for folder in _folders(run)[:-keep_last]:
+        if not (keep_every and _step(folder) % keep_every == 0):
+            gone = folder.with_name(f".{folder.name}.old")  # never half a checkpoint under its name
+            shutil.rmtree(gone, ignore_errors=True)
+            folder.rename(gone)
+            shutil.rmtree(gone)
+            removed.append(folder)
+    return removed
+
+
+def sweep(run: Path) -> None:
+    """Remove what a process left that was killed while it wrote or removed a checkpoint."""
+    for kind in ("partial", "old"):
+        for folder in run.glob(f".step_*.{kind}"):
+            shutil.rmtree(folder)
 
 
 @dataclass(frozen=True)
@@ -73,23 +102,25 @@ class Checkpoint:
         path = self.folder / f"{name}.safetensors"
         size = path.stat().st_size if path.is_file() else 0
         if size != self.info["files"][path.name]["bytes"]:
-            raise ValueError(f"{path} is damaged: {size} bytes instead of {self.info['files'][path.name]['bytes']}")
+            raise Damaged(f"{path} is damaged: {size} bytes instead of {self.info['files'][path.name]['bytes']}")
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of one part on the CPU. Raises FileNotFoundError or ValueError if it is damaged."""
+    def verify(self, name: str) -> None:
+        """Raise ValueError unless one part's file has the size and hash that info.json states."""
         path = self.folder / f"{name}.safetensors"
         self.sha256(name)
         if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} is missing, though info.json names it; remove {self.folder} to go on from the one before"
-            )
+            raise Damaged(f"{path} is missing, though info.json names it")
         expected = self.info["files"][path.name]
         if path.stat().st_size != expected["bytes"] or sha256(path) != expected["sha256"]:
-            raise ValueError(
+            raise Damaged(
                 f"{path} is damaged: {path.stat().st_size} bytes, but info.json says {expected['bytes']} "
-                f"bytes of another content; remove {self.folder} to go on from the checkpoint before"
+                "bytes of another content"
             )
-        return load_file(path)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The tensors of one part on the CPU. Raises ValueError if it is damaged."""
+        self.verify(name)
+        return load_file(self.folder / f"{name}.safetensors")
 
 
 def find(path: Path) -> Checkpoint:
@@ -100,9 +131,9 @@ def find(path: Path) -> Checkpoint:
     path = Path(path)
     if path.is_file():
         raise ValueError(
-            f"{path} is a file, but a checkpoint is a folder with info.json. A bare state dict can start a training "
-            "run (init_from=…), and scripts/import_weights.py makes a checkpoint of one that was trained by EDM or "
-            "rectified flow. Public DiT weights were not: they predict noise on timesteps 0..999"
+            f"{path} is a file, but a checkpoint is a folder with info.json. A state dict can start a training run "
+            "(init_from=…), and scripts/import_checkpoint.py makes a checkpoint of one. It can be sampled if it was "
+            "trained by EDM or rectified flow; public DiT weights were not: they predict noise on timesteps 0..999"
         )
     folder = path if (path / "info.json").is_file() else newest(path)
     if folder is None:
@@ -110,17 +141,49 @@ def find(path: Path) -> Checkpoint:
     try:
         info = json.loads((folder / "info.json").read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        advice = f"remove {folder.resolve()} to go on from the checkpoint before"
-        raise ValueError(f"{folder / 'info.json'} is damaged ({error}); {advice}") from error
+        raise Damaged(f"{folder / 'info.json'} is damaged ({error})") from error
     if info.get("format") != "checkpoint" or info.get("version") != VERSION:
         kind = f"{info.get('format')!r} version {info.get('version')}"
         raise ValueError(f"{folder} is a {kind}, but this code reads 'checkpoint' version {VERSION}")
     return Checkpoint(folder.resolve(), info)
 
 
+def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint of a run whose files are what was written, and what is wrong with newer ones.
+
+    Begins with what `latest` names and goes back in steps; (None, []) without any. Reads all of the files.
+    Raises ValueError if all are damaged, or if one is of another version.
+    """
+    problems = []
+    for folder in reversed(_folders(run)):
+        try:
+            if not (folder / "info.json").is_file():
+                raise Damaged(f"{folder} has no info.json")
+            found = find(folder)
+            for file in found.info["files"]:
+                found.verify(file.removesuffix(".safetensors"))
+            return found, problems
+        except Damaged as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError(f"no checkpoint of {run} is whole; name=… starts anew\n  " + "\n  ".join(problems))
+    return None, []
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def _folders(run: Path) -> list[Path]:
+    """A run's checkpoints up to the one that `latest` names, if it names one; whole or not, by step."""
+    folders = [path for path in run.glob("step_*") if path.name[5:].isdigit() and path.is_dir()]
+    latest = [_step(path) for path in folders if path.resolve() == (run / "latest").resolve()]
+    return sorted((path for path in folders if not latest or _step(path) <= latest[0]), key=_step)
+
+
 def newest(run: Path) -> Path | None:
     """The checkpoint `latest` names in a run folder; if it names none, that of the highest step; None without any."""
-    steps = sorted(path for path in run.glob("step_*") if (path / "info.json").is_file())
+    steps = [path for path in _folders(run) if (path / "info.json").is_file()]
     return run / "latest" if (run / "latest" / "info.json").is_file() else (steps[-1] if steps else None)
 
 
@@ -147,41 +210,42 @@ def load_optimizer(optimizer: torch.optim.Optimizer, network: nn.Module, tensors
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def parts(network: nn.Module, averaged: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """What a training run saves."""
-    return {
+def parts(
+    network: nn.Module, averaged: nn.Module, optimizer: torch.optim.Optimizer, powers: Mapping[float, nn.Module]
+) -> dict[str, dict[str, Tensor]]:
+    """What a training run saves. powers: averages by power functions, by width; without any there is no such part."""
+    found = {
         "model": network.state_dict(),
         "ema": averaged.state_dict(),
         "optimizer": optimizer_tensors(optimizer, network),
     }
+    if powers:
+        named = ((width, power.named_parameters()) for width, power in powers.items())
+        found["powers"] = {f"{width}/{name}": value for width, parameters in named for name, value in parameters}
+    return found
 
 
-def restore(found: Checkpoint, network: nn.Module, averaged: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def restore(
+    found: Checkpoint,
+    network: nn.Module,
+    averaged: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    powers: Mapping[float, nn.Module],
+) -> None:
     """Put back what `parts` gave, in place, on the devices the networks are on."""
     network.load_state_dict(found.tensors("model"))
     averaged.load_state_dict(found.tensors("ema"))
     load_optimizer(optimizer, network, found.tensors("optimizer"))
+    kept = found.tensors("powers") if powers else {}
+    for width, power in powers.items():
+        for name, parameter in power.named_parameters():
+            parameter.copy_(kept[f"{width}/{name}"])
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Weights to start a run from: a checkpoint's EMA, or a bare state dict (.safetensors, .pt, .pth).
+def read_weights(path: Path, weights: str = "ema") -> dict[str, Tensor]:
+    """Weights to start a run from, "ema" or "model": a checkpoint's, or those of a file that state_dicts.py reads.
 
-    A .pt file is read with weights_only=True; of {"ema": …} or {"model": …} the first is taken.
     Raises FileNotFoundError or ValueError.
     """
     path = Path(path)
-    if not path.is_file():
-        return find(path).tensors("ema")
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except UNREADABLE as error:
-        raise ValueError(f"{path} could not be read as a state dict: {error}") from error
-    for key in ("ema", "model"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-            break
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError(f"{path} holds no state dict (names → tensors)")
-    return content
+    return read_state_dict(path, weights) if path.is_file() else find(path).tensors(weights)

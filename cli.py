@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 
-from settings import check_overrides
+from typed import check_overrides
 
 
 def open_door(main: Callable[[], None], known: Iterable[str]) -> None:

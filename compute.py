@@ -63,6 +63,12 @@ def use_cores(threads: int | None, processes: int) -> int:
     return torch.get_num_threads()
 
 
+def wait_for(device: torch.device) -> None:
+    """Return when a device has done all that it was given; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 PEAKS = {  # dense bf16 FLOP/s by a part of the GPU's name, from the maker's data sheets; the first match counts
     "H200": 989e12,
     "H100 PCIe": 756e12,

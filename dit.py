@@ -10,11 +10,13 @@ Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from routing_module import Route, check_routes, num_keep, run_blocks
 
@@ -48,7 +50,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(in_channels, hidden_size, patch_size, stride=patch_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x).flatten(2).transpose(1, 2)
+        return self.proj(x).flatten(2).transpose(1, 2).contiguous()
 
 
 class TimestepEmbedder(nn.Module):
@@ -182,6 +184,7 @@ class DiT(nn.Module):
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
         self.num_tokens = (input_size // patch_size) ** 2
         self.hidden_size, self.mlp_ratio = hidden_size, mlp_ratio
+        self.activation_checkpointing = False  # True: keep a block's input alone and compute the block again backward
 
         self.x_embedder = PatchEmbed(in_channels, patch_size, hidden_size)
         self.t_embedder = TimestepEmbedder(hidden_size)
@@ -239,6 +242,10 @@ class DiT(nn.Module):
         time = (self.t_embedder.frequency_size + D) * D
         return int(2 * (linear + products + modulation + patches + time))
 
+    def recomputed(self) -> list[Callable[..., Tensor]]:
+        """The blocks under activation checkpointing; nothing in them is random, so no generator is kept for it."""
+        return [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in self.blocks]
+
     def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Sequence[tuple[Route, Tensor]] = ()) -> Tensor:
         """x (B, C, S, S), t (B,) noise input, y (B,) int64 labels → (B, out_channels, S, S).
 
@@ -247,5 +254,5 @@ class DiT(nn.Module):
         self.check_inputs(x, y)
         x = self.x_embedder(x) + self.pos_embed  # (B, N, D)
         c = self.t_embedder(t) + self.y_embedder(y)  # (B, D)
-        x = run_blocks(self.blocks, x, c, routes=routes)
+        x = run_blocks(self.recomputed() if self.activation_checkpointing else self.blocks, x, c, routes=routes)
         return self.unpatchify(self.final_layer(x, c))

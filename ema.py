@@ -1,34 +1,67 @@
-"""Exponential moving average of the weights."""
+"""Averages of the weights over training: exponential, and by power functions of time.
+
+σ_rel is the width of a power function's average relative to the training so far (Karras et al. 2024,
+arXiv 2312.02696, "EDM2", Section 3.1); posthoc.py makes averages of other widths from stored ones.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+
+def exponential(decay: float = 0.9999, warmup: bool = True) -> Callable[[int], float]:
+    """The paper's profile: the same decay at each update.
+
+    warmup  decay min(decay, (1+n)/(10+n)) after n earlier updates, so that short runs are not ruled
+            by the initial weights; False is the paper's constant.
+    """
+    if not 0 <= decay < 1:
+        raise ValueError(f"ema.decay is {decay}, but must lie in [0, 1)")
+    return lambda step: min(decay, (1 + step) / (10 + step)) if warmup else decay
+
+
+def exponent(sigma_rel: float) -> float:
+    """γ of the profile t^γ whose standard deviation is sigma_rel of the training time (EDM2, Eq. 4 and 123).
+
+    Raises ValueError outside (0, 0.288), the width of a uniform average.
+    """
+    if not 0 < sigma_rel < 12**-0.5:
+        raise ValueError(f"sigma_rel is {sigma_rel}, but must lie between 0 and 0.288, the uniform average's")
+    inverse = sigma_rel**-2  # σ_rel² = (γ+1)/((γ+2)²(γ+3)), a cubic equation in γ
+    return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
+
+
+def power(sigma_rel: float) -> Callable[[int], float]:
+    """The power-function profile: decay (1 − 1/t)^(γ+1) at update t = 1, 2, … (EDM2, Eq. 2)."""
+    gamma = exponent(sigma_rel)
+    return lambda step: (1 - 1 / (step + 1)) ** (gamma + 1)
 
 
 class EMA:
     """Keeps an averaged copy of a network: e ← d·e + (1−d)·w after each step.
 
-    decay    the paper's d, 0.9999.
-    warmup   d = min(decay, (1+n)/(10+n)) after n earlier updates, so that short runs are not ruled
-             by the initial weights; False is the paper's constant d.
+    profile  d as a function of the number of earlier steps: `exponential` or `power`.
     network  the averaged copy, in eval mode; sample and evaluate with it.
     """
 
-    def __init__(self, network: nn.Module, decay: float = 0.9999, warmup: bool = True) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"EMA decay is {decay}, but must lie in [0, 1)")
-        self.max_decay, self.warmup = decay, warmup
+    def __init__(self, network: nn.Module, profile: Callable[[int], float]) -> None:
+        self.profile = profile
         self.network = copy.deepcopy(network).eval().requires_grad_(False)
 
-    def decay(self, step: int) -> float:
-        """The decay of the update that follows `step` earlier ones."""
-        return min(self.max_decay, (1 + step) / (10 + step)) if self.warmup else self.max_decay
-
     @torch.no_grad()
-    def update(self, network: nn.Module, step: int) -> None:
-        """Average in the weights of `network` (same parameters) after training step `step` (0, 1, …)."""
+    def update(self, network: nn.Module, step: int, skip: Tensor | None = None) -> None:
+        """Average in the weights of `network` (same parameters) after training step `step` (0, 1, …).
+
+        skip  0-d fp32 on the parameters' device: 1 leaves the average as it is, 0 does not; None is 0.
+        """
         averaged, current = list(self.network.parameters()), list(network.parameters())
-        torch._foreach_lerp_(averaged, current, 1 - self.decay(step))
+        share = 1 - self.profile(step)
+        if skip is None:
+            torch._foreach_lerp_(averaged, current, share)
+        else:  # the share lies on the device, so that nobody waits for it
+            torch._foreach_lerp_(averaged, current, [share * (1 - skip)] * len(averaged))

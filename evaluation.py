@@ -31,7 +31,7 @@ def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tupl
 def heldout_loss(
     process: EDM | RF, network: nn.Module, data: LatentDataset, numbers: Tensor, points: int, noise_levels: int
 ) -> Tensor:
-    """Sum of the loss over some of the evaluation points, a 0-d tensor on the network's device.
+    """Loss of some of the evaluation points, (n,) fp32 on the network's device.
 
     numbers       (n,) int64 in 0..points−1: which points. See `point` for what they are.
     points        how many there are in all.
@@ -45,4 +45,4 @@ def heldout_loss(
     x = to_network(batch.stored.to(device), data.latents)
     noise = seeded_normal(numbers.tolist(), data.latents.shape, "evaluation").to(device)
     quantiles = process.quantiles(noise_levels).float()[level].to(device)
-    return process.loss(network, x, batch.labels.to(device), quantiles, noise).sum()
+    return process.loss(network, x, batch.labels.to(device), quantiles, noise)

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,7 +61,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file in one piece: readers see the old content or the new."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{threading.current_thread().name}.partial")
     try:
         partial.write_text(text)
         sync(partial)
@@ -88,6 +89,7 @@ def point_to(link: Path, target: str) -> None:
     partial.unlink(missing_ok=True)
     partial.symlink_to(target)
     os.replace(partial, link)
+    sync(link.parent)
 
 
 def check_place(folder: Path, needed: int) -> None:

@@ -10,13 +10,19 @@ from torch import Tensor
 from autoencoder import to_network
 from latents import Latents
 from randomness import Draws, draw_step
-from routing_module import draw_ids
+from routing_module import Route, draw_ids
 from settings import Settings, process_of
 
 
 def drop_labels(y: Tensor, uniform: Tensor, probability: float, null_class: int) -> Tensor:
     """Replace labels by the null class where the uniform number is below the probability: (B,)."""
     return torch.where(uniform < probability, null_class, y)
+
+
+def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
+    """The routes of training step `step` (0, 1, …): the model's, until train.routes_until."""
+    until = cfg.train.routes_until
+    return cfg.model.routes if until is None or step < until else ()
 
 
 def step_draws(cfg: Settings, latents: Latents, num_tokens: int, step: int, device: torch.device) -> Draws:
@@ -27,7 +33,7 @@ def step_draws(cfg: Settings, latents: Latents, num_tokens: int, step: int, devi
         cfg.train.batch_size,
         latents.shape,
         num_tokens,
-        len(cfg.model.routes),
+        len(active_routes(cfg, step)),
         posterior=latents.content == "moments",
         device=device,
     )
@@ -36,7 +42,7 @@ def step_draws(cfg: Settings, latents: Latents, num_tokens: int, step: int, devi
 def training_loss(
     cfg: Settings, network: Callable[..., Tensor], latents: Latents, stored: Tensor, labels: Tensor, draws: Draws
 ) -> Tensor:
-    """Loss of each sample (B,) fp32 by the run's objective, with dropped labels and under the model's routes.
+    """Loss of each sample (B,) fp32 by the run's objective, with dropped labels and under the routes drawn for.
 
     stored (B, C or 2C, S, S) and labels (B,) as the dataset holds them, on the network's device;
     `latents` says what the stored numbers mean, `draws` holds all that is random.

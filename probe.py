@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +28,22 @@ class Probe:
     statistics: Statistics
     decoder: Decoder
 
-    def moments(self, model: Model, seeds: Sequence[int], sampler: Sampler) -> Moments:
-        """Mean and covariance of the features of samples, one for each seed, which gives its label too."""
+    def moments(
+        self, model: Model, seeds: Sequence[int], sampler: Sampler, stopped: Callable[[], bool] = lambda: False
+    ) -> Moments:
+        """Mean and covariance of the features of samples, one for each seed, which gives its label too.
+
+        stopped  asked after each batch; True leaves out the rest.
+        """
         labels = seeded_labels(seeds, model.network.num_classes, "random")
-        return pool_moments(self.inception, draw_pictures(model, self.decoder, seeds, labels, sampler))
+
+        def pictures() -> Iterator[torch.Tensor]:
+            for batch in draw_pictures(model, self.decoder, seeds, labels, sampler):
+                yield batch
+                if stopped():
+                    return
+
+        return pool_moments(self.inception, pictures())
 
     def fid(self, samples: Moments) -> float:
         """FID of samples, of which `moments` may have come from several processes. Uses all cores while it computes."""

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
+from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from compute import use_cores, use_precision
@@ -22,15 +23,30 @@ from files import Lock, explain_failure
 T = TypeVar("T")
 
 
-def open_accelerator(precision: str, cpu_threads: int | None) -> tuple[Accelerator, str]:
-    """Training's device and processes, and the precision settled. Raises ValueError for a launch we do not serve."""
+def open_accelerator(precision: str, cpu_threads: int | None, processes: int | None = None) -> tuple[Accelerator, str]:
+    """Training's device and processes, and the precision settled.
+
+    Raises ValueError for a launch we do not serve, and for another number of processes than was asked for.
+    """
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "accelerate was asked for several processes and started one, as it does on CPUs: launch them by "
+            "torchrun --nproc_per_node=<processes> train.py …, or with --num_processes 1"
+        )
     # Autocast is compute.autocast, in training as in sampling. Without cpu=True, torchrun on CPUs would be one process.
-    accelerator = Accelerator(mixed_precision="no", cpu=not torch.accelerator.is_available())
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+    on_cpu = not torch.accelerator.is_available()
+    accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, kwargs_handlers=[ddp])
     kind, launched = accelerator.distributed_type.value, int(os.environ.get("WORLD_SIZE", 1))
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
         raise ValueError(f"accelerate is set to {kind}, but this code runs on one device or by DDP")
     if launched != accelerator.num_processes:
         raise ValueError(f"{launched} processes were launched, but accelerate runs {accelerator.num_processes}")
+    if processes not in (None, launched):
+        raise ValueError(
+            f"train.processes is {processes}, but {launched} were launched: torchrun --nproc_per_node={processes} or "
+            f"accelerate launch --multi_gpu --num_processes {processes} starts as many"
+        )
     if accelerator.device.type == "cpu":
         use_cores(cpu_threads, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     precision = use_precision(precision, accelerator.device)
@@ -38,6 +54,20 @@ def open_accelerator(precision: str, cpu_threads: int | None) -> tuple[Accelerat
     if accelerator.is_main_process and asked not in ("no", precision):
         print(f"warning: accelerate's config says {asked}, train.precision decides: {precision}", file=sys.stderr)
     return accelerator, precision
+
+
+def from_main(accelerator: Accelerator, decide: Callable[[], T]) -> T:
+    """What the main process decides, for all; a ValueError or OSError of it is raised by all."""
+    decided, error = None, None
+    if accelerator.is_main_process:
+        try:
+            decided = decide()
+        except (ValueError, OSError) as raised:
+            error = raised
+    decided, error = broadcast_object_list([decided, error])
+    if error is not None:
+        raise error
+    return decided
 
 
 class Processes:

@@ -35,7 +35,7 @@ class RF:
                 weights do: it gets time_scale·(1 − t) and predicts x − ε.
     """
 
-    default_steps, default_solver = 50, "euler"
+    default_steps, default_solver, level_name = 50, "euler", "t"
     data_std = 1.0  # what dataset.normalize brings latents to; nothing else depends on it
 
     time: str = "logit_normal"

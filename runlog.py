@@ -5,12 +5,14 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpoint import Checkpoint, find, newest
+from checkpoint import Checkpoint, find_whole, newest, sweep
 from files import Lock, write_whole
 
 # What a resumed run must share with its checkpoint, beside the section of its objective: else it were another run.
@@ -24,6 +26,7 @@ FIXED = (
     "dataset.num_classes",
     "train.batch_size",
     "train.label_drop",
+    "ema.power",
 )
 PACKAGES = ("torch", "accelerate", "hydra-core", "diffusers", "numpy", "pillow", "scikit-learn", "safetensors")
 
@@ -60,24 +63,36 @@ def differences(before: dict, now: dict, prefix: str = "") -> dict[str, tuple[ob
     return found
 
 
-def claim(folder: Path, resume: bool | str, config: dict) -> tuple[Checkpoint | None, dict[str, tuple[object, object]]]:
+@dataclass(frozen=True)
+class Claim:
+    """What starting a run in a folder means.
+
+    found    the checkpoint to continue from; None starts at step 0.
+    changed  settings that differ from the run's so far: dotted key → (before, now).
+    damaged  what is wrong with newer checkpoints, which are passed over.
+    """
+
+    found: Checkpoint | None = None
+    changed: dict[str, tuple[object, object]] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
+
+
+def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
     """Decide what starting a run in `folder` means; touches nothing.
 
-    Returns the checkpoint to continue from, or None to start at step 0, and the settings that differ
-    from the run's so far. Raises FileExistsError, FileNotFoundError or ValueError where starting
-    would mix two runs or lose one.
+    Raises FileExistsError, FileNotFoundError or ValueError where starting would mix two runs or lose one.
     """
     other = "name=<another name> starts a run of its own"
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file, but a run needs a folder; {other}")
-    found = find(folder) if newest(folder) else None
+    found, damaged = find_whole(folder)
     starts = RunLog(folder).starts()
     if found is None and not starts:
         if folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise FileExistsError(f"{folder} holds files that are not a run's; {other}")
         if resume is True:
             raise FileNotFoundError(f"resume=true, but {folder} holds no checkpoint; resume=auto starts a run there")
-        return None, {}
+        return Claim()
     if resume is False:
         raise FileExistsError(f"{folder} holds a run already; resume=auto continues it, {other}")
     if (folder / "latest").is_dir() and not (folder / "latest").is_symlink():
@@ -85,6 +100,7 @@ def claim(folder: Path, resume: bool | str, config: dict) -> tuple[Checkpoint | 
     before = found.info["config"] if found else starts[-1]["config"]
     first = {"objective": "edm", "rf": config.get("rf")}  # what runs were before there was a choice
     before = {key: first[key] for key in first if key in config} | before
+    before |= {"ema": {"power": [], **before["ema"]}} if "ema" in before else {}
     changed = differences(before, config)
     names = (*FIXED, config.get("objective", "edm"))
     fixed = [key for key in changed if any(key == name or key.startswith(name + ".") for name in names)]
@@ -93,7 +109,7 @@ def claim(folder: Path, resume: bool | str, config: dict) -> tuple[Checkpoint | 
         raise ValueError(f"{folder} holds a run with other settings; {other}\n{listed}")
     if found is None and resume is True:
         raise FileNotFoundError(f"resume=true, but {folder} holds no checkpoint yet; resume=auto starts it again")
-    return found, changed
+    return Claim(found, changed, damaged)
 
 
 class RunLog:
@@ -130,6 +146,25 @@ class RunLog:
         write_whole(self.folder / "run.json", json.dumps([*self.starts(), start], indent=1) + "\n")
         kept = [record for record in self.records() if record["step"] <= step]
         write_whole(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
+        sweep(self.folder)
+        self.status("running", step)
+
+    def status(self, state: str, step: int, reason: str | None = None) -> None:
+        """Write status.json: running, interrupted, finished or failed, after so many steps.
+
+        What failed first is the reason: another process's failure that follows from it changes nothing.
+        """
+        before = self.read_status()
+        if state == "running" or before.get("state") != "failed":
+            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            who = {"host": platform.node(), "pid": os.getpid()}
+            content = {"state": state, "step": step, "reason": reason, "time": now, **who}
+            write_whole(self.folder / "status.json", json.dumps(content, indent=1) + "\n")
+
+    def read_status(self) -> dict:
+        """What status.json holds; {} without one."""
+        path = self.folder / "status.json"
+        return json.loads(path.read_text()) if path.exists() else {}
 
     def close(self) -> None:
         """Give the folder back."""

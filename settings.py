@@ -1,24 +1,20 @@
-"""The run's settings: what configs/config.yaml means, as typed, checked, plain values.
-
-`read` turns a nested dict into `Settings`; `check_overrides` looks at a command line before
-anything starts. Both name the nearest key when one is unknown.
-"""
+"""The run's settings: what configs/config.yaml means, as typed, checked, plain values."""
 
 from __future__ import annotations
 
-import difflib
-import re
-import types
-from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, fields
+from typing import Any
 
+import typed
+from compiling import check_compile
 from compute import check_precision
 from edm import EDM
+from ema import exponent, exponential
 from latents import PLACEMENTS
 from rf import RF
 from routing_module import Route, check_routes
 from solvers import check_solver
+from updates import LearningRate
 
 
 def _positive(section: str, **values: float | None) -> None:
@@ -84,11 +80,19 @@ class Train:
     micro_batch_size: int | None
     precision: str
     cpu_threads: int | None
+    processes: int | None
+    compile: bool | str
+    activation_checkpointing: bool
     label_drop: float
+    routes_until: int | None
+    max_bad_steps: int
 
     def __post_init__(self) -> None:
-        for key in ("steps", "batch_size", "micro_batch_size", "cpu_threads"):
+        for key in ("steps", "batch_size", "micro_batch_size", "cpu_threads", "processes", "max_bad_steps"):
             _positive("train", **{key: getattr(self, key)})
+        check_compile("train.compile", self.compile)
+        if self.routes_until is not None and self.routes_until < 0:
+            raise ValueError(f"train.routes_until is {self.routes_until}, but must be a number of steps")
         check_precision("train.precision", self.precision)
         if not 0 <= self.label_drop <= 1:
             raise ValueError(f"train.label_drop is {self.label_drop}, but must lie in [0, 1]")
@@ -100,9 +104,14 @@ class Optim:
     betas: tuple[float, ...]
     eps: float
     weight_decay: float
+    schedule: str
+    warmup_steps: int
+    final_lr: float
+    clip_norm: float | None
 
     def __post_init__(self) -> None:
-        _positive("optim", lr=self.lr, eps=self.eps)
+        _positive("optim", lr=self.lr, eps=self.eps, clip_norm=self.clip_norm)
+        LearningRate(self.lr, 1, self.schedule, self.warmup_steps, self.final_lr)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas is {list(self.betas)}, but must be two numbers in [0, 1)")
 
@@ -111,10 +120,19 @@ class Optim:
 class Ema:
     decay: float
     warmup: bool
+    power: tuple[float, ...]
+    snapshot_every: int | None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"ema.decay is {self.decay}, but must lie in [0, 1)")
+        exponential(self.decay)
+        _positive("ema", snapshot_every=self.snapshot_every)
+        if len(set(self.power)) < len(self.power):
+            raise ValueError(f"ema.power is {list(self.power)}, but must be different widths")
+        try:
+            for width in self.power:
+                exponent(width)
+        except ValueError as error:
+            raise ValueError(f"ema.power: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -126,6 +144,17 @@ class Every:
 
     def __post_init__(self) -> None:
         _positive("every", log=self.log, evaluate=self.evaluate, sample=self.sample, save=self.save)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    keep_last: int | None
+    keep_every: int | None
+
+    def __post_init__(self) -> None:
+        _positive("checkpoints", keep_last=self.keep_last, keep_every=self.keep_every)
+        if self.keep_every is not None and self.keep_last is None:
+            raise ValueError("checkpoints.keep_every spares some of what checkpoints.keep_last removes: set that too")
 
 
 @dataclass(frozen=True)
@@ -219,6 +248,16 @@ class Network:
         check_objective(self.objective)
 
 
+def read(tree: dict, kind: type | None = None, prefix: str = "") -> Any:
+    """Nested dict → Settings, or another dataclass, see typed.read. Raises ValueError."""
+    return typed.read(tree, kind or Settings, prefix)
+
+
+def known_keys(kind: type | None = None, prefix: str = "") -> list[str]:
+    """All dotted keys of the settings, or of another dataclass, see typed.known_keys."""
+    return typed.known_keys(kind or Settings, prefix)
+
+
 def read_network(config: dict) -> Network:
     """What a checkpoint's config says of its network. Raises ValueError."""
     return read({item.name: config[item.name] for item in fields(Network) if item.name in config}, Network)
@@ -231,6 +270,7 @@ class Settings:
     seed: int
     resume: bool | str
     init_from: str | None
+    init_weights: str
     objective: str
     model: Model
     dataset: Dataset
@@ -240,6 +280,7 @@ class Settings:
     optim: Optim
     ema: Ema
     every: Every
+    checkpoints: Checkpoints
     eval: Evaluation
     sampling: Sampling
     wandb: Wandb
@@ -249,6 +290,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.resume not in (True, False, "auto"):
             raise ValueError(f"resume is {self.resume!r}, but must be auto, true or false")
+        if self.init_weights not in ("ema", "model"):
+            raise ValueError(f"init_weights is {self.init_weights!r}, but must be ema or model")
         check_objective(self.objective)
         if self.sampling.steps is not None:
             process_of(self).schedule(self.sampling.steps)  # raises ValueError for too few
@@ -264,75 +307,3 @@ class Settings:
 def process_of(cfg: Settings | Network) -> EDM | RF:
     """The diffusion process that a network is trained on and sampled by."""
     return cfg.edm if cfg.objective == "edm" else cfg.rf
-
-
-def known_keys(kind: type = Settings, prefix: str = "") -> list[str]:
-    """All dotted keys of the settings, sections included; the items of a list are written `*`."""
-    keys = []
-    for name, hint in get_type_hints(kind).items():
-        keys.append(prefix + name)
-        for part in filter(is_dataclass, (hint, *get_args(hint))):
-            keys += known_keys(part, f"{prefix}{name}.{'*.' * (get_origin(hint) is tuple)}")
-    return keys
-
-
-def _unknown(key: str, known: Iterable[str]) -> ValueError:
-    """The error for a key, with the known one that is spelt most like it; the last part counts most."""
-
-    def likeness(other: str) -> float:
-        (section, _, name), (other_section, _, other_name) = key.rpartition("."), other.rpartition(".")
-        alike = difflib.SequenceMatcher(None, section, other_section).ratio()
-        return alike + 2 * difflib.SequenceMatcher(None, name, other_name).ratio() + (name == other_name)
-
-    return ValueError(f"unknown setting {key!r}; the nearest known one is {max(known, key=likeness)!r}")
-
-
-def check_overrides(arguments: Iterable[str], known: Iterable[str]) -> None:
-    """Look at Hydra overrides (key=value) and raise ValueError for the first key that is not known."""
-    known = list(known)
-    for argument in arguments:
-        match = re.match(r"[+~]*([^-+~=\s][^=\s]*)=", argument)
-        key = re.sub(r"\.\d+", ".*", match[1]) if match else "hydra"
-        if key not in known and not key.startswith("hydra"):
-            raise _unknown(key, known)
-
-
-def read(tree: dict, kind: type = Settings, prefix: str = "") -> Any:
-    """Nested dict → Settings, or another dataclass, whose keys errors name with a prefix.
-
-    Raises ValueError for unknown, missing or mistyped keys.
-    """
-    return _build(kind, tree, prefix, known_keys(kind, prefix))
-
-
-def _build(kind: type, tree: Any, prefix: str, known: list[str]) -> Any:
-    if not isinstance(tree, dict):
-        raise ValueError(f"{prefix.rstrip('.')} is {tree!r}, but must be a section with keys")
-    hints = get_type_hints(kind)
-    for key in tree:
-        if key not in hints:
-            raise _unknown(f"{prefix}{key}", known)
-    missing = [item.name for item in fields(kind) if item.name not in tree and item.default is MISSING]
-    if missing:
-        raise ValueError(f"missing settings: {', '.join(prefix + name for name in missing)}")
-    return kind(**{key: _convert(hints[key], value, prefix + key, known) for key, value in tree.items()})
-
-
-def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
-    """Check a value against a type annotation; whole numbers pass as floats."""
-    if is_dataclass(hint):
-        return _build(hint, value, key + ".", known)
-    allowed = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    for kind in allowed:
-        if get_origin(kind) is tuple and isinstance(value, (list, tuple)):
-            return tuple(_convert(get_args(kind)[0], item, f"{key}.{i}", known) for i, item in enumerate(value))
-        if is_dataclass(kind) and isinstance(value, dict):
-            return _build(kind, value, key + ".", known)
-        if type(value) is kind:
-            return value
-    if float in allowed and type(value) is int:
-        return float(value)
-    names = {tuple: "a list", types.NoneType: "null", bool: "true or false"}
-    names |= {kind: f"{{{', '.join(item.name for item in fields(kind))}}}" for kind in allowed if is_dataclass(kind)}
-    expected = [names.get(get_origin(kind) or kind) or kind.__name__ for kind in allowed]
-    raise ValueError(f"{key} is {value!r}, but must be {' or '.join(expected)}")

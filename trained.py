@@ -74,7 +74,17 @@ class Trained:
 
 
 def open_trained(found: checkpoint.Checkpoint, weights: str) -> Trained:
-    """Read a checkpoint's info. Raises ValueError or FileNotFoundError, also if the weights are not there whole."""
+    """Read a checkpoint's info.
+
+    Raises ValueError or FileNotFoundError, also if the weights are not there whole, or predict something
+    that no sampler here takes.
+    """
+    if found.info.get("predicts", "objective") != "objective":
+        raise ValueError(
+            f"{found.folder} predicts {found.info['predicts']} on timesteps 0..999, as public DiT weights do: it can "
+            "start a run with init_from=…, but cannot be sampled or scored, since the samplers are EDM's and "
+            "rectified flow's. If that is wrong, import it with predicts=objective"
+        )
     found.check(weights)
     config = found.info["config"]
     return Trained(found, weights, settings.read_network(config), config["train"]["label_drop"])

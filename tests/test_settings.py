@@ -10,6 +10,7 @@ import torch
 from conftest import ROOT
 
 import settings
+import typed
 from build import build_network
 from edm import EDM
 from rf import RF
@@ -130,7 +131,7 @@ def test_the_command_line_wins(read_config):
 )
 def test_a_misspelt_override_names_the_nearest_key(override, nearest):
     with pytest.raises(ValueError, match=re.escape(repr(nearest))):
-        settings.check_overrides(["model=dit", override], [*settings.known_keys(), "experiment"])
+        typed.check_overrides(["model=dit", override], [*settings.known_keys(), "experiment"])
 
 
 def test_good_overrides_pass():
@@ -143,7 +144,7 @@ def test_good_overrides_pass():
         "hydra.verbose=true",
         "-m",
     ]
-    assert settings.check_overrides(good, [*settings.known_keys(), "experiment"]) is None
+    assert typed.check_overrides(good, [*settings.known_keys(), "experiment"]) is None
 
 
 @pytest.mark.parametrize(

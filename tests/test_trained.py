@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 
 import guidance_sweep
-import import_weights
+import import_checkpoint
 import numpy as np
 import pytest
 import torch
@@ -209,7 +209,7 @@ def test_imported_weights_sample_like_the_checkpoint_they_came_from(runs, tmp_pa
     options = [option for option in TINY if option.startswith("model.")] + ["autoencoder=pixels", "scale=1.0"]
 
     def launch(*overrides):
-        return launch_door(import_weights.main, "import_weights", tmp_path, "weights=a.pt", *options, *overrides)
+        return launch_door(import_checkpoint.main, "import_checkpoint", tmp_path, "weights=a.pt", *options, *overrides)
 
     assert "results/mine/step_0000000" in launch("name=mine")
     mine, device, labels = opened(tmp_path / "results/mine"), torch.device("cpu"), torch.tensor([3, 4])

@@ -1,0 +1,186 @@
+"""What happens between training steps: evaluation, FID, grids, checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Collection
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import checkpoint
+import posthoc
+import settings
+from compute import autocast
+from evaluation import heldout_loss
+from files import explain_failure
+from metrics import Moments
+from objective import step_draws
+from pictures import save_curve, save_grid
+from processes import from_main
+from sample import Sampler, draw_pictures, spread_classes
+from start import Failure, Run
+
+
+def look(run: Run, done: Collection[str] = ()) -> bool:
+    """Evaluate, score and draw what is due after run.step steps; False if the run was asked to stop meanwhile.
+
+    done  what was done at this step before an interruption: "eval_loss", "fid", "grid".
+    """
+    every, cfg = run.cfg.every, run.cfg
+    last = run.step == cfg.train.steps
+
+    def due(interval: int | None, name: str) -> bool:
+        return interval is not None and run.step > 0 and (run.step % interval == 0 or last) and name not in done
+
+    if run.heldout is not None and due(every.evaluate, "eval_loss"):
+        loss = evaluate(run)
+        if run.stop.agreed():
+            return False
+        run.record(eval_loss=loss)
+    if run.probe is not None and due(cfg.eval.fid_every, "fid") and not log_fid(run):
+        return False
+    if due(every.sample, "grid"):
+        draw_grid(run)
+    return True
+
+
+def done_before(run: Run) -> set[str]:
+    """What `look` did at this step in an earlier start of the run."""
+    recorded = {name for record in run.log.records() if record["step"] == run.step for name in record}
+    return recorded | ({"grid"} if grid_path(run).exists() else set())
+
+
+def evaluate(run: Run) -> float:
+    """Full-token loss of the EMA weights on held-out data, see evaluation.py. Cut short if the run is to stop."""
+    options, model, accelerator = run.cfg.eval, run.model, run.accelerator
+    ranks, total = accelerator.num_processes, torch.zeros((), device=run.device)
+    mine = torch.arange(options.points)[accelerator.process_index :: ranks]
+    size = max(1, min(options.batch_size, options.points) // ranks)
+    for numbers in mine.split(size) if len(mine) else ():
+        padded = torch.cat([numbers, numbers[-1:].expand(size - len(numbers))])  # one shape, so one graph
+        with autocast(run.device, run.precision):
+            losses = heldout_loss(
+                model.process, model.network, run.heldout, padded, options.points, options.noise_levels
+            )
+        total += losses[: len(numbers)].sum()
+        if run.stop.reason:
+            break
+    return accelerator.reduce(total, "sum").item() / options.points
+
+
+def log_fid(run: Run) -> bool:
+    """FID of a few EMA samples, for a trend: the same seeds each time, each process its share. False if stopped."""
+    began, accelerator, sampling = time.perf_counter(), run.accelerator, run.cfg.sampling
+    seeds = range(run.cfg.eval.fid_samples)[accelerator.process_index :: accelerator.num_processes]
+    sampler = Sampler.of(run.model.process, sampling.steps, sampling.solver, min(64, len(seeds)), run.precision)
+    total = run.probe.moments(run.model, seeds, sampler, stopped=lambda: run.stop.reason is not None)
+    if run.stop.agreed():
+        return False
+    if accelerator.num_processes > 1:
+        rows = accelerator.gather(total.pack().to(run.device)[None])
+        total = functools.reduce(Moments.merge, map(Moments.unpack, rows))
+    value = run.probe.fid(total) if run.main else math.nan
+    seconds = time.perf_counter() - began
+    run.record(fid=value, fid_samples=total.count, fid_seconds=round(seconds, 1))
+    run.say(f"  FID      {value:.2f} of {total.count:,} samples at step {run.step}, took {seconds:.0f} s")
+    return True
+
+
+def grid_path(run: Run) -> Path:
+    return run.folder / "samples" / f"step_{run.step:07d}.png"
+
+
+def draw_grid(run: Run) -> None:
+    """The loss curve, and a grid of EMA samples: a row a class, the same noise each time."""
+
+    def draw() -> None:
+        cfg = run.cfg
+        classes = spread_classes(cfg.dataset.num_classes, cfg.sampling.classes)
+        labels = torch.tensor(classes).repeat_interleave(cfg.sampling.per_class)
+        pictures = draw_samples(run, labels)
+        save_grid(grid_path(run), pictures.numpy(), cfg.sampling.per_class)
+        save_curve(run.folder / "loss.png", run.log.records(), routed=bool(cfg.model.routes))
+
+    from_main(run.accelerator, draw)
+
+
+def draw_samples(run: Run, labels: Tensor) -> Tensor:
+    """EMA samples of the classes asked for, with seeds 0, 1, …: pictures (n, 1 or 3, H, W) uint8."""
+    sampling, batch_size = run.cfg.sampling, min(64, len(labels))
+    sampler = Sampler.of(run.model.process, sampling.steps, sampling.solver, batch_size, run.precision)
+    stream = draw_pictures(run.model, run.decoder, range(len(labels)), labels, sampler)
+    return torch.cat(list(stream))
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint of this step. Raises OSError if it can't be, Failure if the weights are broken."""
+    tally = read_tally(run)
+    norms = torch._foreach_norm(list(run.network.parameters()))
+    if not torch.stack(norms).isfinite().all():
+        raise Failure(
+            f"weights are not finite after step {run.step}, which is not saved: try a smaller optim.lr; "
+            f"{'resume=auto goes on from ' + str(run.folder / 'latest') if run.saved else 'nothing was saved yet'}"
+        )
+    networks = {width: average.network for width, average in run.averages.items()}
+    info = {
+        "tally": tally,
+        "samples": len(run.data),
+        "latents": asdict(run.data.latents),
+        "config": run.config,
+        "versions": run.log.versions if run.main else None,
+    }
+
+    def write() -> None:
+        parts = checkpoint.parts(run.network, run.ema.network, run.optimizer, networks)
+        with explain_failure(run.folder):
+            checkpoint.save(run.folder, run.step, parts, info)
+            if run.cfg.checkpoints.keep_last is not None:
+                checkpoint.prune(run.folder, run.cfg.checkpoints.keep_last, run.cfg.checkpoints.keep_every)
+            run.log.status("running", run.step)
+
+    from_main(run.accelerator, write)
+    run.saved = run.step
+
+
+def save_snapshot(run: Run) -> None:
+    """Store the averages by power functions, for scripts/reconstruct_ema.py."""
+    averages = {width: dict(average.network.named_parameters()) for width, average in run.averages.items()}
+
+    def write() -> None:
+        with explain_failure(run.folder):
+            posthoc.save_snapshot(run.folder, run.step, averages)
+
+    from_main(run.accelerator, write)
+
+
+def read_tally(run: Run) -> dict[str, float]:
+    """The tally with the loss averaged over the processes, on all of them. Raises Failure for too many bad steps."""
+    tally = run.tally.read()
+    run.tally.sums[:1] = run.accelerator.reduce(run.tally.sums[:1].clone(), "mean")
+    tally["loss"] = run.tally.sums[0].item()
+    if tally["in_a_row"] > run.cfg.train.max_bad_steps:
+        raise Failure(explain_bad_steps(run, int(tally["in_a_row"])))
+    return tally
+
+
+def explain_bad_steps(run: Run, count: int) -> str:
+    """For people: which steps were bad, at which noise levels, and what to try. They are drawn again to see that."""
+    process, first = settings.process_of(run.cfg), run.step - count
+    levels = torch.cat(
+        [
+            process.noise_level(step_draws(run.cfg, run.data.latents, run.network.num_tokens, step, run.device).level)
+            for step in range(first, min(run.step, first + 100))
+        ]
+    )
+    kept = f"the last good checkpoint is that of step {run.saved}" if run.saved else "nothing was saved yet"
+    return (
+        f"loss or gradient was not finite in {count} steps in a row, {first} to {run.step - 1} (train.max_bad_steps "
+        f"{run.cfg.train.max_bad_steps}), which were skipped. Their {process.level_name} lay between "
+        f"{levels.min():.3g} and {levels.max():.3g}. Try a smaller optim.lr, optim.clip_norm=1 or "
+        f"train.precision=fp32; {kept}"
+    )

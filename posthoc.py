@@ -1,0 +1,252 @@
+"""Averages of the weights of any width, made after training from stored ones.
+
+A run stores, every so many steps, its averages by one or two power functions of time; the average by
+another power function, at the step of any of them, is nearly a weighted sum of these (Karras et al. 2024,
+arXiv 2312.02696, "EDM2", Section 3.2 and Appendix C).
+
+results/<run>/ema_snapshots/step_0001000.safetensors
+    <sigma_rel>/<parameter>  fp16, or fp32 for a tensor with values that fp16 does not reach
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ema import exponent
+from files import explain_failure, sync
+
+FORMAT = {"format": "ema_snapshot", "version": "1"}
+NEGLIGIBLE = 1e-8  # a coefficient this small changes nothing in fp32
+FP16_ROUNDING = 2e-4  # root mean square of the relative error of rounding to fp16
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The stored averages of one step.
+
+    step       training steps done.
+    sigma_rel  the widths stored, ascending.
+    shapes     of the parameters, by name.
+    """
+
+    step: int
+    sigma_rel: tuple[float, ...]
+    path: Path
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+# ------------------------------------------------------------------------------------------ storing
+
+
+def save_snapshot(run: Path, step: int, averages: Mapping[float, Mapping[str, Tensor]]) -> Path:
+    """Store averages after `step` steps, whole or not at all; returns the file, which replaces an older one.
+
+    averages  sigma_rel → parameters by name (not buffers), the same names for each width.
+
+    Raises ValueError for weights that are not finite or names that differ, OSError if the disk does not take it.
+    """
+    names = {frozenset(parameters) for parameters in averages.values()}
+    if step < 1 or len(names) != 1 or frozenset() in names:
+        raise ValueError(f"a snapshot needs step ≥ 1 and parameters of the same names for each width; step is {step}")
+    tensors = {}
+    for sigma_rel, parameters in averages.items():
+        exponent(sigma_rel)  # raises ValueError for a width that can't be
+        for name, value in parameters.items():
+            tensors[f"{float(sigma_rel)!r}/{name}"] = _compact(value, name)
+    path = run / "ema_snapshots" / f"step_{step:07d}.safetensors"
+    with explain_failure(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_safetensors(path, tensors, {**FORMAT, "step": str(step)})
+    return path
+
+
+def _compact(value: Tensor, name: str) -> Tensor:
+    """A copy on the CPU in fp16, or in fp32 if fp16 would overflow."""
+    value = value.detach()
+    if not value.isfinite().all():
+        raise ValueError(f"{name} is not finite, so that no average of it can be stored")
+    fits = value.abs().amax() <= torch.finfo(torch.float16).max if value.numel() else True
+    return value.to("cpu", torch.float16 if fits else torch.float32, copy=True).contiguous()
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a file in one piece: readers see the old one or the new. Raises OSError."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        try:
+            save_file(dict(tensors), partial, dict(metadata))
+        except SafetensorError as error:  # what a full disk looks like
+            raise OSError(str(error)) from error
+        sync(partial)
+        os.replace(partial, path)
+        sync(path.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def forget_after(run: Path, step: int) -> None:
+    """Remove snapshots of later steps: a run that goes on from `step` makes others of its own."""
+    for path in (run / "ema_snapshots").glob("step_*.safetensors"):
+        number = path.stem.removeprefix("step_")
+        if number.isdecimal() and int(number) > step:
+            path.unlink()
+
+
+# ------------------------------------------------------------------------------------------ finding
+
+
+def find_snapshots(run: Path) -> list[Snapshot]:
+    """All snapshots of a run by step, read from their headers. Raises ValueError that names a damaged file."""
+    return sorted((_header(path) for path in (run / "ema_snapshots").glob("step_*.safetensors")), key=lambda s: s.step)
+
+
+def _header(path: Path) -> Snapshot:
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+        if any(metadata.get(key) != value for key, value in FORMAT.items()):
+            raise ValueError(f"its metadata is {metadata}, but must hold {FORMAT}")
+        by_width: dict[float, dict[str, tuple[int, ...]]] = {}
+        for key, shape in shapes.items():
+            width, name = key.split("/", 1)
+            by_width.setdefault(float(width), {})[name] = shape
+        first, *others = by_width.values()
+        if any(other != first for other in others):
+            raise ValueError("its averages have different parameters")
+        for sigma_rel in by_width:
+            exponent(sigma_rel)
+        return Snapshot(int(metadata["step"]), tuple(sorted(by_width)), path, first)
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{path} is damaged or no snapshot ({error}); remove it to do without") from error
+
+
+def usable(run: Path, step: int | None) -> list[Snapshot]:
+    """The snapshots that an average at `step` is made of, its own the last; None is the newest step.
+
+    Raises FileNotFoundError without any snapshot, ValueError if there is none at that step, or one before it is of
+    other parameters.
+    """
+    found = find_snapshots(run)
+    if not found:
+        raise FileNotFoundError(
+            f"{run}/ema_snapshots holds no snapshots: a run stores them if ema.power names widths, e.g. [0.05,0.1]"
+        )
+    steps = [snapshot.step for snapshot in found]
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        nearest = sorted(sorted(steps, key=lambda other: abs(other - step))[:2])
+        raise ValueError(
+            f"{run} has no snapshot at step {step}, but an average ends at one; the nearest of its {len(steps)} are "
+            f"at {' and '.join(map(str, nearest))}, the last is at {steps[-1]}"
+        )
+    chosen = [snapshot for snapshot in found if snapshot.step <= step]
+    for snapshot in chosen:
+        if snapshot.shapes != chosen[-1].shapes:
+            raise ValueError(f"{snapshot.path} and {chosen[-1].path} are of different networks; remove the wrong one")
+    return chosen
+
+
+def profiles(snapshots: Iterable[Snapshot]) -> list[tuple[int, float]]:
+    """(step, sigma_rel) of each stored average."""
+    return [(snapshot.step, sigma_rel) for snapshot in snapshots for sigma_rel in snapshot.sigma_rel]
+
+
+# ---------------------------------------------------------------------------------- reconstruction
+
+
+def inner_products(first: Sequence[tuple[int, float]], second: Sequence[tuple[int, float]]) -> np.ndarray:
+    """∫ p_i(τ) q_j(τ) dτ of power-function profiles (step, sigma_rel): (len(first), len(second)) fp64.
+
+    p(τ) = (γ+1) τ^γ / t^(γ+1) on [0, t], so that for s ≤ t, whose exponents are β and γ, the integral over
+    [0, s] is (β+1)(γ+1)/(β+γ+1) · (s/t)^γ / t; the power is taken by logarithms.
+    """
+    (s, beta), (t, gamma) = _times_and_exponents(first), _times_and_exponents(second)
+    s, beta = s[:, None], beta[:, None]
+    later = np.maximum(s, t)
+    decay = np.where(s <= t, gamma, beta) * (np.log(np.minimum(s, t)) - np.log(later))
+    return (beta + 1) * (gamma + 1) / (beta + gamma + 1) * np.exp(decay) / later
+
+
+def _times_and_exponents(given: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
+    found = {sigma_rel: exponent(sigma_rel) for _, sigma_rel in given}
+    steps = np.array([step for step, _ in given], dtype=float)
+    if len(given) == 0 or steps.min() <= 0:
+        raise ValueError(f"profiles are {list(given)[:5]}, but must be (step, sigma_rel) with steps above 0")
+    return steps, np.array([found[sigma_rel] for _, sigma_rel in given])
+
+
+def _normal_equations(
+    stored: Sequence[tuple[int, float]], step: int, sigma_rel: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of profiles scaled to length 1: stored with stored, stored with the target; and the scale of each coefficient."""
+    target = [(step, sigma_rel)]
+    length = np.sqrt(inner_products(target, target)[0, 0])
+    own, goal = inner_products(stored, stored), inner_products(stored, target)[:, 0]
+    lengths = np.sqrt(own.diagonal())
+    return own / lengths / lengths[:, None], goal / lengths / length, length / lengths
+
+
+def coefficients(stored: Sequence[tuple[int, float]], step: int, sigma_rel: float) -> np.ndarray:
+    """Weights of stored averages (step, sigma_rel) whose sum is nearest to the one of width sigma_rel at `step`.
+
+    Nearest in L2 over training time (EDM2, Appendix C), by the normal equations in fp64, among weights whose sum is
+    1, so that what does not move in training comes out as it is; the paper leaves the sum free, which shrinks or
+    grows all parameters where snapshots are few. Returns (len(stored),). Raises ValueError for widths outside
+    (0, 0.288).
+    """
+    own, goal, scale = _normal_equations(stored, step, sigma_rel)
+    solved = np.linalg.lstsq(own, np.stack([goal, scale], axis=1), rcond=None)[0]
+    free, along = (solved * scale[:, None]).T
+    return free + (1 - free.sum()) / along.sum() * along
+
+
+def profile_error(stored: Sequence[tuple[int, float]], step: int, sigma_rel: float) -> float:
+    """‖Σ xᵢ pᵢ − p‖ / ‖p‖ over training time, of the coefficients x: 0 is an exact fit, resolved to 1e-7."""
+    own, goal, scale = _normal_equations(stored, step, sigma_rel)
+    found = coefficients(stored, step, sigma_rel) / scale
+    return float(np.sqrt(max(0.0, 1 - 2 * found @ goal + found @ own @ found)))
+
+
+def rounding_error(stored: Sequence[tuple[int, float]], step: int, sigma_rel: float) -> float:
+    """What fp16 in storage does to a parameter, relative and as a root mean square: it grows with ‖coefficients‖.
+
+    Large for a width far below the stored ones, where coefficients of both signs cancel.
+    """
+    return float(FP16_ROUNDING * np.linalg.norm(coefficients(stored, step, sigma_rel)))
+
+
+def reconstruct(
+    run: Path,
+    sigma_rel: float,
+    step: int | None = None,
+    progress: Callable[[list[Snapshot]], Iterable[Snapshot]] = iter,
+) -> dict[str, Tensor]:
+    """The average of width sigma_rel at `step` (None: the newest snapshot's): parameters by name, fp32 on the CPU.
+
+    Holds one tensor of one snapshot at a time beside the result.
+
+    progress  passes the snapshots on, in order, and may show how far they are.
+
+    Raises FileNotFoundError or ValueError, see `usable`, and ValueError for a width outside (0, 0.288).
+    """
+    snapshots = usable(run, step)
+    shares = dict(zip(profiles(snapshots), coefficients(profiles(snapshots), snapshots[-1].step, sigma_rel)))
+    result = {name: torch.zeros(shape) for name, shape in snapshots[-1].shapes.items()}
+    for snapshot in progress(snapshots):
+        with safe_open(snapshot.path, "pt") as file:
+            for width in snapshot.sigma_rel:
+                share = float(shares[snapshot.step, width])
+                for name in result if abs(share) > NEGLIGIBLE else ():
+                    result[name].add_(file.get_tensor(f"{width!r}/{name}").float(), alpha=share)
+    return result

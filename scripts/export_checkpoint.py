@@ -1,0 +1,84 @@
+"""Write one kind of weights of a checkpoint alone, to keep or give away.
+
+python scripts/export_checkpoint.py checkpoint=results/my-run out=exports/my-run
+
+The folder holds ema.safetensors (public DiT's parameter names), info.json and config.yaml, and is a
+checkpoint itself: sample.py, fid.py and init_from take it. All options: configs/export_checkpoint.yaml.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import checkpoint  # noqa: E402
+import settings  # noqa: E402
+from cli import open_door, plain  # noqa: E402
+from files import check_place, explain_failure, sha256, whole_folder  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Options:
+    """configs/export_checkpoint.yaml."""
+
+    checkpoint: str
+    out: str
+    weights: str
+
+    def __post_init__(self) -> None:
+        if self.weights not in ("ema", "model"):
+            raise ValueError(f"weights is {self.weights!r}, but must be ema or model")
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="export_checkpoint")
+def main(composed: DictConfig) -> None:
+    try:
+        options = settings.read(plain(composed), Options)
+        found = export(
+            checkpoint.find(Path(options.checkpoint).expanduser()), options.weights, Path(options.out).expanduser()
+        )
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print(account(found, options))
+
+
+def export(found: checkpoint.Checkpoint, weights: str, out: Path) -> checkpoint.Checkpoint:
+    """Write a checkpoint with one part, whole or not at all, and open it. Raises ValueError or OSError."""
+    if out.exists() or out.is_symlink():
+        raise FileExistsError(f"out={out} is there already; choose another folder")
+    found.check(weights)
+    name = f"{weights}.safetensors"
+    stated = found.info["files"][name]
+    check_place(out.parent, stated["bytes"])
+    with explain_failure(out), whole_folder(out) as partial:
+        shutil.copyfile(found.folder / name, partial / name)
+        if sha256(partial / name) != stated["sha256"]:
+            raise ValueError(f"{found.folder / name} is damaged: its content is not what info.json states")
+        content = {**found.info, "files": {name: stated}}
+        (partial / "info.json").write_text(json.dumps(content, indent=1) + "\n")
+        (partial / "config.yaml").write_text(OmegaConf.to_yaml(found.info["config"]))
+    return checkpoint.find(out)
+
+
+def account(found: checkpoint.Checkpoint, options: Options) -> str:
+    """What was written, and the commands that take it."""
+    size = found.info["files"][f"{options.weights}.safetensors"]["bytes"]
+    raw = options.weights == "model"
+    lines = [f"{options.out}: {options.weights} weights of step {found.step}, {size / 1e6:,.1f} MB"]
+    if found.info.get("predicts", "objective") == "objective":
+        lines += [f"  python sample.py checkpoint={options.out}{' weights=model' * raw}"]
+        lines += [f"  python fid.py checkpoint={options.out}{' weights=model' * raw} reference=…"]
+    lines += [f"  accelerate launch train.py init_from={options.out}{' init_weights=model' * raw} name=…"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    open_door(main, settings.known_keys(Options))

@@ -1,0 +1,113 @@
+"""Averaged weights of another width, after training: a checkpoint that sample.py, fid.py and init_from take.
+
+python scripts/reconstruct_ema.py run=results/my-run sigma_rel=0.075 step=400000
+
+It is made of the averages that a run stored by ema.power (posthoc.py). All options: configs/reconstruct_ema.yaml.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import checkpoint  # noqa: E402
+import posthoc  # noqa: E402
+import settings  # noqa: E402
+from build import build_network  # noqa: E402
+from cli import open_door, plain  # noqa: E402
+from ema import exponent  # noqa: E402
+from files import check_place, explain_failure, whole_folder  # noqa: E402
+from trained import open_trained  # noqa: E402
+
+POOR_FIT = 0.05  # relative L2 distance of profiles
+COARSE = 0.002  # of a parameter; bf16 rounds to about that
+OF_THE_MOMENT = ("format", "version", "step", "files", "loss_sum", "loss_count")  # the rest of info.json is the run's
+
+
+@dataclass(frozen=True)
+class Options:
+    """configs/reconstruct_ema.yaml."""
+
+    run: str
+    sigma_rel: float
+    step: int | None
+    out: str | None
+
+    def __post_init__(self) -> None:
+        exponent(self.sigma_rel)  # raises ValueError
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="reconstruct_ema")
+def main(composed: DictConfig) -> None:
+    try:
+        folder = write_average(settings.read(plain(composed), Options))
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("stopped; nothing was written")
+    print(f"{folder}: python sample.py checkpoint={folder}")
+
+
+def write_average(options: Options) -> Path:
+    """Write a folder with one checkpoint that holds the average alone. Raises ValueError or OSError."""
+    run = Path(options.run).expanduser()
+    snapshots = posthoc.usable(run, options.step)
+    step, stored = snapshots[-1].step, posthoc.profiles(snapshots)
+    out = Path(options.out).expanduser() if options.out else run / f"ema_{options.sigma_rel:g}_at_{step}"
+    if out.exists():
+        raise FileExistsError(f"{out} is there already; out=<another folder> writes elsewhere")
+    found = checkpoint.find(run)
+    check_network(found, snapshots[-1])
+    check_place(out.parent, found.info["files"]["ema.safetensors"]["bytes"])
+    facts = {
+        "sigma_rel": options.sigma_rel,
+        "snapshots": len(snapshots),
+        "widths": sorted({width for _, width in stored}),
+        "profile_error": posthoc.profile_error(stored, step, options.sigma_rel),
+        "rounding_error": posthoc.rounding_error(stored, step, options.sigma_rel),
+    }
+    announce(step, facts)
+    state = found.tensors("ema") | posthoc.reconstruct(run, options.sigma_rel, step, tqdm)  # buffers are the run's
+    info = {key: value for key, value in found.info.items() if key not in OF_THE_MOMENT}
+    with explain_failure(out), whole_folder(out) as partial:
+        saved = checkpoint.save(partial, step, {"ema": state}, {**info, "posthoc": facts})
+    return out / saved.name
+
+
+def announce(step: int, facts: dict) -> None:
+    """Say what the average is made of and how near it will come, before the work."""
+    widths = ", ".join(f"{width:g}" for width in facts["widths"])
+    print(f"  average   σ_rel {facts['sigma_rel']:g} at step {step:,}")
+    print(f"  made of   {facts['snapshots']} snapshots with σ_rel {widths}")
+    print(f"  fit       {facts['profile_error']:.2%} from the profile (relative L2)")
+    print(f"  rounding  {facts['rounding_error']:.2%} of a parameter, from fp16 in storage")
+    if facts["profile_error"] > POOR_FIT:
+        print(
+            f"warning: the stored averages fit σ_rel {facts['sigma_rel']:g} poorly; the weights are only near those of "
+            "that width. A width between the stored ones, or a later step with more snapshots before it, fits better"
+        )
+    if facts["rounding_error"] > COARSE:
+        print(
+            f"warning: σ_rel {facts['sigma_rel']:g} is so narrow that fp16's rounding is multiplied by "
+            f"{facts['rounding_error'] / posthoc.FP16_ROUNDING:.0f}; a width near the stored ones is cleaner"
+        )
+
+
+def check_network(found: checkpoint.Checkpoint, snapshot: posthoc.Snapshot) -> None:
+    """Raise ValueError unless a checkpoint is whole and a snapshot has exactly its network's parameters."""
+    with torch.device("meta"):
+        network = build_network(open_trained(found, "ema").cfg)
+    if snapshot.shapes != {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}:
+        raise ValueError(f"{snapshot.path} is not of the network that {found.folder} is a checkpoint of")
+
+
+if __name__ == "__main__":
+    open_door(main, settings.known_keys(Options))

@@ -1,0 +1,198 @@
+"""The first stage of training: open a run or continue one, with every check before any long work."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from omegaconf import OmegaConf
+from torch import nn
+from tqdm import tqdm
+
+import autoencoder
+import checkpoint
+import posthoc
+import settings
+from build import build_learning_rate, build_network, build_optimizer, load_weights, open_datasets
+from compiling import compile_blocks, wanted, why_not
+from ema import EMA, exponential, power
+from files import check_place, point_to, write_whole
+from latents import LatentDataset, Latents
+from loading import Loader
+from probe import Probe, open_probe
+from processes import from_main, open_accelerator
+from randomness import generator, split_batch
+from runlog import Claim, RunLog, claim
+from signals import Stop
+from tracking import start_wandb
+from trained import Model
+from updates import LearningRate, Tally
+
+
+class Failure(Exception):
+    """A run that can't go on; the message says why and what to try."""
+
+
+@dataclass
+class Run:
+    """What a run carries from step to step. `wrapped` is `network`, in DDP where there are several processes."""
+
+    cfg: settings.Settings
+    config: dict
+    folder: Path
+    accelerator: Accelerator
+    precision: str
+    micro_batches: list[slice]
+    data: LatentDataset
+    heldout: LatentDataset | None
+    loader: Loader
+    network: nn.Module
+    wrapped: nn.Module
+    ema: EMA
+    averages: dict[float, EMA]  # of ema.power, by width
+    optimizer: torch.optim.Optimizer
+    learning_rate: LearningRate
+    decoder: autoencoder.Decoder
+    probe: Probe | None  # of eval.fid_every
+    log: RunLog
+    stop: Stop
+    began: float  # when the start began, by time.perf_counter
+    tally: Tally  # of the steps since the last log
+    step: int  # steps done
+    saved: int | None  # step of the newest checkpoint
+    wandb: object = None
+
+    @property
+    def model(self) -> Model:
+        """What is sampled and evaluated: the EMA weights, by the run's process."""
+        return Model(settings.process_of(self.cfg), self.ema.network)
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def say(self, text: str) -> None:
+        if self.main:
+            tqdm.write(text)
+
+    def record(self, **values: float) -> None:
+        if self.main:
+            self.log.write({"step": self.step, **values})
+            if self.wandb is not None:
+                self.wandb.log(values, step=self.step)
+
+
+def start(cfg: settings.Settings, config: dict, stop: Stop) -> Run:
+    """Open or continue a run. Raises ValueError or OSError for bad input."""
+    began = time.perf_counter()
+    accelerator, precision = open_accelerator(cfg.train.precision, cfg.train.cpu_threads, cfg.train.processes)
+    device, main_process = accelerator.device, accelerator.is_main_process
+    stop.connect(accelerator.num_processes)
+    micro_batches = split_batch(
+        cfg.train.batch_size, accelerator.num_processes, accelerator.process_index, cfg.train.micro_batch_size
+    )
+
+    folder = Path(cfg.results) / cfg.name
+    log = RunLog(folder)
+    claimed = from_main(accelerator, lambda: claim(folder, cfg.resume, config))
+    found = claimed.found
+    if found and not (found.folder / "info.json").is_file():
+        raise ValueError(f"{found.folder} is not seen by all processes; `results` must be a folder they share")
+    with accelerator.main_process_first():
+        data, heldout = open_datasets(cfg, device)
+    if found and (Latents.from_json(found.info["latents"]), found.info["samples"]) != (data.latents, len(data)):
+        raise ValueError(f"{cfg.dataset.path} is not the data that {folder} was trained on; name=… starts another run")
+    real, probe = None, None
+    if (main_process and cfg.sampling.decode) or cfg.eval.fid_every:
+        real = autoencoder.load_decoder(data.latents, device, cfg.sampling.autoencoder)
+    if cfg.eval.fid_every:
+        with accelerator.main_process_first():  # one process fetches the weights
+            probe = open_probe(cfg.eval, data.latents, real, device, accelerator.num_processes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(cfg.seed, "init").initial_seed())
+        network = build_network(cfg)
+    if not found and cfg.init_from is not None:
+        load_weights(network, cfg.init_from, cfg.init_weights)
+    network.to(device)
+    optimizer = build_optimizer(cfg, network)
+    ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
+    averages = {width: EMA(network, power(width)) for width in cfg.ema.power}
+    if found:
+        networks = {width: average.network for width, average in averages.items()}
+        checkpoint.restore(found, network, ema.network, optimizer, networks)
+    network.activation_checkpointing = cfg.train.activation_checkpointing
+    uncompiled = compile_both(cfg, network, ema.network, device)
+    run = Run(
+        cfg=cfg,
+        config=config,
+        folder=folder,
+        accelerator=accelerator,
+        precision=precision,
+        micro_batches=micro_batches,
+        data=data,
+        heldout=heldout,
+        loader=Loader(data, cfg.seed, cfg.train.batch_size, micro_batches, device, steps=cfg.train.steps),
+        network=network,
+        wrapped=accelerator.prepare(network),
+        ema=ema,
+        averages=averages,
+        optimizer=optimizer,
+        learning_rate=build_learning_rate(cfg),
+        decoder=real if cfg.sampling.decode and real else autoencoder.preview,
+        probe=probe,
+        log=log,
+        stop=stop,
+        began=began,
+        tally=Tally(device, found and tally_of(found.info)),
+        step=found.step if found else 0,
+        saved=found.step if found else None,
+    )
+    from_main(accelerator, lambda: take_folder(run, claimed))
+    if uncompiled:
+        run.say(f"warning: running without torch.compile, which fails here: {uncompiled}")
+    return run
+
+
+def compile_both(cfg: settings.Settings, network: nn.Module, averaged: nn.Module, device: torch.device) -> str | None:
+    """Compile the blocks of both networks if that is wanted and possible; returns why it is not."""
+    if not wanted(cfg.train.compile, device):
+        return None
+    reason = why_not(device)
+    if reason is None:
+        compile_blocks([*network.blocks, *averaged.blocks])
+    return reason
+
+
+def tally_of(info: dict) -> dict[str, float]:
+    """What a checkpoint says of the steps since the last log; before bad steps were counted, all were good."""
+    return info["tally"] if "tally" in info else {"loss": info["loss_sum"], "good": info["loss_count"]}
+
+
+def take_folder(run: Run, claimed: Claim) -> None:
+    """Write down that the run starts, in the main process. Raises OSError, also without room for a checkpoint."""
+    cfg = run.cfg
+    copies = 4 + len(run.averages)  # weights, EMA, two moments of AdamW
+    check_place(run.folder, copies * sum(4 * parameter.numel() for parameter in run.network.parameters()))
+    facts = {"processes": run.accelerator.num_processes, "device": str(run.device), "precision": run.precision}
+    run.log.start(run.step, run.config, **facts)
+    write_whole(run.folder / "config.yaml", OmegaConf.to_yaml(run.config))
+    run.stop.ending = lambda signal: run.log.status(
+        "interrupted", run.step, f"{signal} came a second time; steps after {run.saved or 0} will be done again"
+    )
+    posthoc.forget_after(run.folder, run.step)
+    for problem in claimed.damaged:
+        run.say(f"warning: {problem}")
+    if claimed.found:
+        point_to(run.folder / "latest", claimed.found.folder.name)
+        run.say(f"{run.folder} goes on at step {run.step}" + ", from the checkpoint before" * bool(claimed.damaged))
+    for key, (before, now) in claimed.changed.items():
+        run.say(f"  {key} was {before}, is {now}")
+    if cfg.wandb.enabled:
+        run.wandb = start_wandb(cfg, run.config, run.folder)

@@ -1,0 +1,250 @@
+"""Weights from elsewhere to a checkpoint, and one kind of a checkpoint's weights alone: the same bits at both ends."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+
+import export_checkpoint
+import import_checkpoint
+import pytest
+import torch
+from conftest import launch_door
+from safetensors.torch import load_file
+
+import checkpoint
+import digits
+import fid
+import sample
+import settings
+from build import build_network, load_weights
+from trained import open_trained
+
+SIZES = ["model.hidden_size=16", "model.depth=2", "model.num_heads=2", "model=dit"]
+CPU = torch.device("cpu")
+
+
+def random_state(composed, seed, *overrides):
+    """The state dict of a network with SIZES whose parameters are random."""
+    cfg = settings.read_network(composed(*SIZES, *overrides))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        network = build_network(cfg)
+        for parameter in network.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+    return network.state_dict()
+
+
+def bring_in(folder, *overrides):
+    options = ["autoencoder=pixels", "scale=1.0", "name=mine", *SIZES, *overrides]
+    return launch_door(import_checkpoint.main, "import_checkpoint", folder, *options)
+
+
+def hand_out(folder, *overrides):
+    return launch_door(export_checkpoint.main, "export_checkpoint", folder, *overrides)
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def bits(model):
+    generator = torch.Generator().manual_seed(0)
+    x, t = torch.randn(3, 1, 8, 8, generator=generator), torch.randn(3, generator=generator)
+    with torch.no_grad():
+        return model.network(x, t, torch.tensor([0, 5, 10]))
+
+
+@pytest.fixture
+def states(composed):
+    return {"ema": random_state(composed, 1), "model": random_state(composed, 2)}
+
+
+@pytest.fixture
+def run(tmp_path, composed, states):
+    """A run's folder, as training leaves it; its optimizer's part is a stand-in."""
+    info = {
+        "config": composed(*SIZES),
+        "latents": asdict(digits.MEANING),
+        "samples": 10,
+        "versions": {},
+        "loss_sum": 1.0,
+    }
+    checkpoint.save(tmp_path / "run", 4, {**states, "optimizer": {"step/a": torch.ones(1)}}, info)
+    return tmp_path / "run"
+
+
+def wrapped(state):
+    return {
+        f"_orig_mod.module.model.{name.replace('.attn', '._orig_mod.attn')}": value for name, value in state.items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["public DiT", "released TREAD"])
+def test_both_kinds_of_weights_come_in(tmp_path, states, kind):
+    if kind == "public DiT":
+        content = {**states, "opt": {"state": {}}, "args": argparse.Namespace(model="DiT-XL/2")}
+    else:
+        content = {f"{name}_state_dict": wrapped(state) for name, state in states.items()} | {"step": 1}
+    torch.save(content, tmp_path / "a.pt")
+    text = bring_in(tmp_path, "weights=a.pt")
+    found = checkpoint.find(tmp_path / "results" / "mine")
+    assert sorted(found.info["files"]) == ["ema.safetensors", "model.safetensors"]
+    for name, state in states.items():
+        same(found.tensors(name), state)
+        expected = build_network(open_trained(found, name).cfg)
+        expected.load_state_dict(state)
+        assert torch.equal(bits(open_trained(found, name).load(CPU)), bits(argparse.Namespace(network=expected)))
+    assert "averaged (ema) and raw (model) weights of a.pt" in text and "num_heads 2" in text
+    assert "hidden_size 16, depth 2" in text and f"python sample.py checkpoint={found.folder}" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "take", "parts"),
+    [
+        ("both", "ema", {"ema": "ema"}),
+        ("both", "model", {"model": "model"}),
+        ("bare", "all", {"ema": "ema"}),
+        ("bare", "ema", {"ema": "ema"}),
+        ("bare", "model", {"model": "ema"}),
+        ("raw", "all", {"model": "model"}),
+    ],
+)
+def test_what_is_taken(tmp_path, states, content, take, parts):
+    held = {"both": states, "bare": states["ema"], "raw": {"model": states["model"]}}[content]
+    torch.save(held, tmp_path / "a.pt")
+    text = bring_in(tmp_path, "weights=a.pt", f"take={take}")
+    found = checkpoint.find(tmp_path / "results" / "mine")
+    assert set(found.info["files"]) == {f"{name}.safetensors" for name in parts}
+    for name, source in parts.items():
+        same(found.tensors(name), states[source])
+    assert text.rstrip().endswith("weights=model") == (list(parts) == ["model"])
+
+
+def test_tensors_that_share_memory_come_in(tmp_path, states):
+    """As where all parameters lie in one buffer."""
+    buffer = torch.cat([value.flatten() for value in states["ema"].values()])
+    pieces = buffer.split([value.numel() for value in states["ema"].values()])
+    views = {name: piece.view_as(value) for piece, (name, value) in zip(pieces, states["ema"].items())}
+    torch.save(views, tmp_path / "a.pt")
+    bring_in(tmp_path, "weights=a.pt")
+    same(checkpoint.find(tmp_path / "results" / "mine").tensors("ema"), states["ema"])
+
+
+def test_weights_that_predict_noise_start_runs_alone(tmp_path, composed):
+    state = random_state(composed, 1, "model.learn_sigma=true")
+    torch.save(state, tmp_path / "DiT-XL-2-256x256.pt")
+    text = bring_in(tmp_path, "weights=DiT-XL-2-256x256.pt", "predicts=noise", "model.learn_sigma=true")
+    folder = tmp_path / "results" / "mine"
+    assert "init_from=" in text and "sample.py" not in text
+    for door, name in ((sample.main, "sample"), (fid.main, "fid")):
+        with pytest.raises(SystemExit, match="predicts noise on timesteps 0..999.*can start a run with init_from=…"):
+            launch_door(door, name, tmp_path, f"checkpoint={folder}", "out=a.png")
+    network = build_network(settings.read_network(composed(*SIZES, "model.learn_sigma=true")))
+    load_weights(network, str(folder))
+    same(network.state_dict(), state)
+    text = hand_out(tmp_path, f"checkpoint={folder}", "out=alone")
+    assert "init_from=alone" in text and "sample.py" not in text
+    with pytest.raises(ValueError, match="predicts noise"):
+        open_trained(checkpoint.find(tmp_path / "alone"), "ema")
+
+
+def test_nothing_is_written_of_what_can_not_be_used(tmp_path, states):
+    class Evil:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "hacked"),))
+
+    torch.save({**states, "args": Evil()}, tmp_path / "evil.pt")
+    torch.save({"model": states["model"]}, tmp_path / "raw.pt")
+    broken = {name: value for name, value in states["model"].items() if name != "blocks.1.mlp.fc2.bias"}
+    torch.save({"ema": states["ema"], "model": broken}, tmp_path / "a.pt")
+    torch.save(states, tmp_path / "whole.pt")
+    (tmp_path / "folder").mkdir()
+    for overrides, message in (
+        (["weights=evil.pt"], "could not be read"),
+        (["weights=none.pt"], "weights=none.pt is no file"),
+        (["weights=folder"], "weights=folder is no file; a checkpoint's folder needs no import"),
+        (["weights=raw.pt", "take=ema"], "no averaged ones.*take=model imports them"),
+        (["weights=a.pt"], "missing: blocks.1.mlp.fc2.bias"),
+        (["weights=whole.pt", "model.depth=3"], "settings that fit it: model.depth=2"),
+        (["weights=whole.pt", "take=both"], "take is 'both'"),
+        (["weights=whole.pt", "predicts=x"], "predicts is 'x'"),
+        ([], "weights=… is needed"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            bring_in(tmp_path, *overrides)
+        assert not (tmp_path / "results").exists() and not (tmp_path / "hacked").exists()
+
+
+@pytest.mark.parametrize("weights", ["ema", "model"])
+def test_an_export_is_the_same_network_bit_for_bit(tmp_path, run, states, weights):
+    text = hand_out(tmp_path, f"checkpoint={run}", "out=exports/mine", f"weights={weights}")
+    out, found = tmp_path / "exports" / "mine", checkpoint.find(run)
+    assert {path.name for path in out.iterdir()} == {"config.yaml", f"{weights}.safetensors", "info.json"}
+    assert (out / f"{weights}.safetensors").read_bytes() == (found.folder / f"{weights}.safetensors").read_bytes()
+    same(load_file(out / f"{weights}.safetensors"), states[weights])  # a reader that knows nothing of checkpoints
+    alone = checkpoint.find(out)
+    assert alone.info == {
+        **found.info,
+        "files": {f"{weights}.safetensors": found.info["files"][f"{weights}.safetensors"]},
+    }
+    one, other = (open_trained(source, weights) for source in (found, alone))
+    assert one.sha256 == other.sha256 and one.cfg == other.cfg and one.latents == other.latents
+    assert torch.equal(bits(one.load(CPU)), bits(other.load(CPU)))
+    sampler, labels = sample.Sampler(2, 2), torch.tensor([3, 4])
+    drawn = [next(sample.draw(each.load(CPU), [0, 1], labels, sampler)) for each in (one, other)]
+    assert torch.equal(*drawn)
+    same(checkpoint.read_weights(out, weights), states[weights])
+    same(checkpoint.read_weights(out / f"{weights}.safetensors"), states[weights])
+    option = "" if weights == "ema" else " weights=model"
+    assert f"{weights} weights of step 4" in text and f"sample.py checkpoint=exports/mine{option}\n" in text
+    other = {"ema": "model", "model": "ema"}[weights]
+    with pytest.raises(ValueError, match=f"holds no {other} part"):
+        open_trained(alone, other)
+
+
+def test_doors_take_an_export(tmp_path, run):
+    """The commands that are printed, on the exported weights and on the run's: the same pictures and scores."""
+    hand_out(tmp_path, f"checkpoint={run}", "out=mine")
+    for source, name in ((run, "a"), (tmp_path / "mine", "b")):
+        launch_door(sample.main, "sample", tmp_path, f"checkpoint={source}", "seeds=0-1", "steps=2", f"out={name}.png")
+        launch_door(fid.main, "fid", tmp_path, f"checkpoint={source}", "num_samples=20", "steps=2", f"out={name}")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    scores = [json.loads((tmp_path / name / "fid.json").read_text()) for name in ("a", "b")]
+    assert scores[0]["settings"] == scores[1]["settings"]
+    assert scores[0]["frechet_pixels"] == scores[1]["frechet_pixels"]
+
+
+def test_an_export_of_an_import_is_the_file_that_came_in(tmp_path, states):
+    torch.save(states, tmp_path / "a.pt")
+    bring_in(tmp_path, "weights=a.pt")
+    hand_out(tmp_path, "checkpoint=results/mine", "out=mine")
+    same(load_file(tmp_path / "mine" / "ema.safetensors"), states["ema"])
+    bring_in(tmp_path, "weights=mine/ema.safetensors", "name=again")
+    same(checkpoint.find(tmp_path / "results" / "again").tensors("ema"), states["ema"])
+
+
+def test_exports_that_can_not_be_leave_nothing(tmp_path, run):
+    (tmp_path / "there").mkdir()
+    for overrides, message in (
+        (["out=there"], "out=there is there already"),
+        (["out=a", "weights=raw"], "weights is 'raw'"),
+        (["out=a", "checkpoint=nowhere"], "no checkpoint at nowhere"),
+        ([], "out=… is needed"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            hand_out(tmp_path, f"checkpoint={run}", *overrides)
+    assert list((tmp_path / "there").iterdir()) == []
+    path = checkpoint.find(run).folder / "ema.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(SystemExit, match="ema.safetensors is damaged"):
+        hand_out(tmp_path, f"checkpoint={run}", "out=a")
+    path.write_bytes(content[:100])
+    with pytest.raises(SystemExit, match="damaged: 100 bytes"):
+        hand_out(tmp_path, f"checkpoint={run}", "out=a")
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["run", "there"]

@@ -1,0 +1,315 @@
+"""Post-hoc averages against averages tracked in training; their coefficients against integrals and fits on a grid."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+import reconstruct_ema
+import torch
+from conftest import launch_door
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from test_fid import save_checkpoint
+from torch import nn
+
+import checkpoint
+import posthoc
+from ema import EMA, exponent, power
+from sample import Sampler, draw
+from trained import open_trained
+
+STORED, TRACKED = (0.05, 0.1), (0.07, 0.15, 0.2)
+STEPS, EVERY = 640, 40
+
+
+def on_a_grid(profiles, end, count=200_000):
+    """Densities of profiles at midpoints of [0, end]: (len(profiles), count)."""
+    tau = (np.arange(count) + 0.5) * end / count
+    rows = []
+    for step, sigma_rel in profiles:
+        gamma = exponent(sigma_rel)
+        rows.append(np.where(tau <= step, (gamma + 1) * (np.minimum(tau, step) / step) ** gamma / step, 0.0))
+    return np.stack(rows)
+
+
+def test_inner_products_are_integrals():
+    profiles = [(300, 0.05), (300, 0.28), (700, 0.1), (1000, 0.05), (1000, 0.2), (1000, 0.01)]
+    grid = on_a_grid(profiles, 1000)
+    found = posthoc.inner_products(profiles, profiles[2:])
+    np.testing.assert_allclose(found, grid @ grid[2:].T * 1000 / grid.shape[1], rtol=1e-3, atol=1e-12)
+
+
+def test_long_trainings_and_narrow_widths_do_not_overflow():
+    profiles = [(step, width) for step in (1, 400_000, 4_000_000) for width in (0.0005, 0.05, 0.288)]
+    found = posthoc.inner_products(profiles, profiles)
+    assert np.isfinite(found).all() and (found >= 0).all() and np.array_equal(found, found.T)
+    assert np.isfinite(posthoc.coefficients(profiles[3:], 4_000_000, 0.001)).all()
+
+
+def test_a_stored_profile_is_itself():
+    stored = [(step, width) for step in range(1000, 17_000, 1000) for width in STORED]
+    for index in (-1, -2, 9):
+        expected = np.zeros(len(stored))
+        expected[index] = 1
+        np.testing.assert_allclose(posthoc.coefficients(stored, *stored[index]), expected, atol=1e-9)
+        assert posthoc.profile_error(stored, *stored[index]) < 1e-7
+
+
+@pytest.mark.parametrize("width", [0.03, 0.07, 0.2])
+def test_coefficients_are_those_of_a_naive_fit(width):
+    """Least squares over densities on a grid, one of the coefficients replaced by 1 minus the others."""
+    stored = [(step, each) for step in range(125, 1001, 125) for each in STORED]
+    grid, (target,) = on_a_grid(stored, 1000, 20_000), on_a_grid([(1000, width)], 1000, 20_000)
+    free, *_ = np.linalg.lstsq((grid[:-1] - grid[-1]).T, target - grid[-1], rcond=None)
+    expected = np.append(free, 1 - free.sum())
+    found = posthoc.coefficients(stored, 1000, width)
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+    error = np.linalg.norm(expected @ grid - target) / np.linalg.norm(target)
+    assert posthoc.profile_error(stored, 1000, width) == pytest.approx(error, rel=1e-2)
+    assert found.sum() == pytest.approx(1, abs=1e-12)
+
+
+def test_errors_say_which_widths_can_be_had():
+    stored = [(step, width) for step in range(1000, 17_000, 1000) for width in STORED]
+    errors = [posthoc.profile_error(stored, 16_000, width) for width in (0.005, 0.03, 0.07, 0.15, 0.27)]
+    assert errors[2] < 0.005 < errors[3] < 0.02 < errors[1] < 0.05 < errors[4] < errors[0]
+    rounding = [posthoc.rounding_error(stored, 16_000, width) for width in (0.01, 0.05, 0.07)]
+    assert rounding[1] == pytest.approx(posthoc.FP16_ROUNDING) and rounding[0] > 10 * rounding[1] > 10 * rounding[2]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run's folder with snapshots, and the averages of all widths as they were tracked, by step and width."""
+    folder, tracked = tmp_path_factory.mktemp("run"), {}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network, teacher = (nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)) for _ in range(2))
+        optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
+        averages = {width: EMA(network, power(width)) for width in STORED + TRACKED}
+        for step in range(STEPS):
+            x = torch.randn(16, 8)
+            (network(x) - teacher(x) - 0.5 * torch.randn(16, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for average in averages.values():
+                average.update(network, step)
+            if (step + 1) % EVERY == 0:
+                parameters = {width: dict(ema.network.named_parameters()) for width, ema in averages.items()}
+                posthoc.save_snapshot(folder, step + 1, {width: parameters[width] for width in STORED})
+                tracked[step + 1] = {
+                    width: {name: value.detach().clone() for name, value in parameters[width].items()}
+                    for width in parameters
+                }
+    return folder, tracked
+
+
+def distance(ours, theirs):
+    """Euclidean, over all parameters."""
+    return sum((ours[name] - theirs[name]).square().sum() for name in theirs).sqrt().item()
+
+
+@pytest.mark.parametrize("step", [320, 640])
+@pytest.mark.parametrize("width", TRACKED)
+def test_a_reconstruction_is_the_average_that_was_tracked(trained, step, width):
+    """To fp16's rounding and the fit of the profile; the nearest of the stored averages is 29 to 121 times as far."""
+    folder, tracked = trained
+    direct = tracked[step][width]
+    found = posthoc.reconstruct(folder, width, step)
+    assert {name: value.shape for name, value in found.items()} == {name: v.shape for name, v in direct.items()}
+    assert all(value.dtype == torch.float32 for value in found.values())
+    nearest = min(distance(tracked[step][stored], direct) for stored in STORED)
+    size = distance(direct, {name: torch.zeros_like(value) for name, value in direct.items()})
+    assert distance(found, direct) < nearest / 25
+    assert distance(found, direct) < (1e-3 if step == 320 or width == 0.2 else 3e-4) * size
+    if step == STEPS:
+        last = posthoc.reconstruct(folder, width)
+        assert all(torch.equal(last[name], value) for name, value in found.items())
+
+
+def test_what_is_stored_comes_back(trained):
+    """Rounded to fp16, and the snapshots after the wanted step do not matter."""
+    folder, tracked = trained
+    for step in (EVERY, 320):
+        for name, value in posthoc.reconstruct(folder, 0.1, step).items():
+            torch.testing.assert_close(value, tracked[step][0.1][name].half().float(), rtol=0, atol=1e-6)
+
+
+def test_snapshots_are_compact_and_found_by_header(trained):
+    folder, _ = trained
+    found = posthoc.find_snapshots(folder)
+    assert [snapshot.step for snapshot in found] == list(range(EVERY, STEPS + 1, EVERY))
+    assert {snapshot.sigma_rel for snapshot in found} == {STORED}
+    assert found[0].path == folder / "ema_snapshots" / "step_0000040.safetensors"
+    content = load_file(found[0].path)
+    assert set(content) == {f"{width}/{name}" for width in ("0.05", "0.1") for name in found[0].shapes}
+    assert {value.dtype for value in content.values()} == {torch.float16}
+
+
+def test_values_beyond_fp16_are_kept_in_fp32(tmp_path):
+    large, small = torch.tensor([70_000.125, 1.0]), torch.tensor(65_504.0)
+    path = posthoc.save_snapshot(tmp_path, 5, {0.1: {"large": large, "small": small}})
+    assert {key: value.dtype for key, value in load_file(path).items()} == {
+        "0.1/large": torch.float32,
+        "0.1/small": torch.float16,
+    }
+    found = posthoc.reconstruct(tmp_path, 0.1)
+    assert torch.equal(found["large"], large) and torch.equal(found["small"], small)
+
+
+def test_what_can_not_be_stored_is_refused(tmp_path):
+    one = {"w": torch.ones(2)}
+    for averages, message in (
+        ({}, "same names for each width"),
+        ({0.1: {}}, "same names for each width"),
+        ({0.1: one, 0.2: {"v": torch.ones(2)}}, "same names for each width"),
+        ({0.3: one}, "sigma_rel is 0.3"),
+        ({0.1: {"w": torch.tensor([1.0, torch.nan])}}, "w is not finite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            posthoc.save_snapshot(tmp_path, 5, averages)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+    path = posthoc.save_snapshot(tmp_path, 5, {0.1: {"w": torch.ones(2)}})
+
+    def fail(tensors, partial, metadata):
+        partial.write_bytes(b"half")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(posthoc, "save_file", fail)
+    with pytest.raises(OSError, match="step_0000005.*No space left"):
+        posthoc.save_snapshot(tmp_path, 5, {0.1: {"w": torch.zeros(2)}})
+    assert list(path.parent.iterdir()) == [path]
+    assert torch.equal(posthoc.reconstruct(tmp_path, 0.1)["w"], torch.ones(2))
+
+
+def test_later_snapshots_can_be_forgotten(tmp_path):
+    for step in (5, 10, 15):
+        posthoc.save_snapshot(tmp_path, step, {0.1: {"w": torch.ones(2)}})
+    posthoc.forget_after(tmp_path, 10)
+    assert [snapshot.step for snapshot in posthoc.find_snapshots(tmp_path)] == [5, 10]
+
+
+def test_refusals_name_what_is_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no snapshots.*ema.power"):
+        posthoc.reconstruct(tmp_path, 0.1)
+    for step in (10, 20, 30):
+        posthoc.save_snapshot(tmp_path, step, {0.1: {"w": torch.ones(2)}})
+    for step, message in ((17, "nearest of its 3 are at 10 and 20, the last is at 30"), (40, "at 20 and 30")):
+        with pytest.raises(ValueError, match=f"no snapshot at step {step}.*{message}"):
+            posthoc.reconstruct(tmp_path, 0.1, step)
+    for width in (0.0, 0.29):
+        with pytest.raises(ValueError, match="must lie between 0 and 0.288"):
+            posthoc.reconstruct(tmp_path, width)
+    posthoc.save_snapshot(tmp_path, 20, {0.1: {"w": torch.ones(3)}})
+    with pytest.raises(ValueError, match="step_0000010.*step_0000020.*different networks"):
+        posthoc.reconstruct(tmp_path, 0.1, 20)
+
+
+def test_damaged_snapshots_are_named(tmp_path):
+    path = posthoc.save_snapshot(tmp_path, 10, {0.1: {"w": torch.ones(20)}})
+    whole = path.read_bytes()
+    os.truncate(path, len(whole) - 1)
+    with pytest.raises(ValueError, match="step_0000010.safetensors is damaged"):
+        posthoc.find_snapshots(tmp_path)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="step_0000010.safetensors is damaged"):
+        posthoc.find_snapshots(tmp_path)
+    for key, metadata in (("0.1/w", {}), ("w", {**posthoc.FORMAT, "step": "10"}), ("0.1/w", posthoc.FORMAT)):
+        save_file({key: torch.ones(2)}, path, metadata)
+        with pytest.raises(ValueError, match="step_0000010.safetensors is damaged or no snapshot"):
+            posthoc.find_snapshots(tmp_path)
+
+
+def launch(folder, *overrides):
+    return launch_door(reconstruct_ema.main, "reconstruct_ema", folder, *overrides)
+
+
+@pytest.fixture
+def run(tmp_path, composed):
+    """results/a with a checkpoint at step 3 and snapshots of random weights at 1000 to 16000; returns its network."""
+    network, _ = save_checkpoint(tmp_path / "results" / "a", composed)
+    for step in range(1000, 17_000, 1000):
+        generator = torch.Generator().manual_seed(step)
+        averages = {
+            width: {
+                name: value + 0.01 * torch.randn(value.shape, generator=generator)
+                for name, value in network.named_parameters()
+            }
+            for width in STORED
+        }
+        posthoc.save_snapshot(tmp_path / "results" / "a", step, averages)
+    return network
+
+
+def test_the_script_makes_a_checkpoint_to_sample(tmp_path, run):
+    """A network that was given the reconstructed parameters by hand draws the same pictures."""
+    text = launch(tmp_path, "run=results/a", "sigma_rel=0.075", "step=12000")
+    folder = tmp_path / "results" / "a" / "ema_0.075_at_12000"
+    assert "12 snapshots with σ_rel 0.05, 0.1" in text and "results/a/ema_0.075_at_12000/step_0012000" in text
+    assert "warning" not in text
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_0012000"]
+    assert sorted(path.name for path in (folder / "latest").iterdir()) == ["ema.safetensors", "info.json"]
+    found, before = checkpoint.find(folder), checkpoint.find(tmp_path / "results" / "a")
+    assert found.step == 12_000 and before.step == 3
+    assert {key: found.info[key] for key in ("config", "latents", "samples", "versions")} == {
+        key: before.info[key] for key in ("config", "latents", "samples", "versions")
+    }
+    facts = found.info["posthoc"]
+    assert (facts["sigma_rel"], facts["snapshots"], facts["widths"]) == (0.075, 12, [0.05, 0.1])
+    stored = [(step, width) for step in range(1000, 13_000, 1000) for width in STORED]
+    assert facts["profile_error"] == posthoc.profile_error(stored, 12_000, 0.075) < 0.01
+
+    model = open_trained(found, "ema").load(torch.device("cpu"))
+    run.load_state_dict(posthoc.reconstruct(tmp_path / "results" / "a", 0.075, 12_000), strict=False)
+    assert model.network.state_dict().keys() == run.state_dict().keys()
+    for name, value in run.state_dict().items():
+        assert torch.equal(model.network.state_dict()[name], value), name
+    labels, sampler = torch.tensor([0, 1]), Sampler(steps=2, batch_size=2)
+    samples = next(draw(model, [0, 1], labels, sampler))
+    assert samples.shape == (2, 3, 16, 16) and samples.isfinite().all()
+    weights = checkpoint.read_weights(folder)
+    assert torch.equal(weights["pos_embed"], run.state_dict()["pos_embed"])
+
+
+def test_the_script_warns_of_widths_that_fit_poorly(tmp_path, run):
+    text = launch(tmp_path, "run=results/a", "sigma_rel=0.01", "out=narrow")
+    assert "fit σ_rel 0.01 poorly" in text and "fp16's rounding is multiplied by" in text
+    assert checkpoint.find(tmp_path / "narrow").step == 16_000
+    info = json.loads((tmp_path / "narrow" / "latest" / "info.json").read_text())
+    assert info["posthoc"]["profile_error"] > reconstruct_ema.POOR_FIT
+
+
+def test_refusals_of_the_script_come_before_any_work(tmp_path, run, composed):
+    before = sorted(path.name for path in (tmp_path / "results" / "a").iterdir())
+    (tmp_path / "there").mkdir()
+    save_checkpoint(tmp_path / "results" / "bare", composed)
+    for overrides, message in (
+        (["run=results/a"], "sigma_rel=… is needed"),
+        (["run=results/a", "sigma_rel=0.3"], "sigma_rel is 0.3, but must lie between 0 and 0.288"),
+        (["run=results/a", "sigma_rel=0.1", "step=12345"], "nearest of its 16 are at 12000 and 13000"),
+        (["run=results/a", "sigma_rel=0.1", "out=there"], "there is there already"),
+        (["run=results/bare", "sigma_rel=0.1"], "holds no snapshots"),
+        (["run=results/none", "sigma_rel=0.1"], "holds no snapshots"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            launch(tmp_path, *overrides)
+    posthoc.save_snapshot(tmp_path / "results" / "bare", 5, {0.1: {"w": torch.ones(2)}})
+    with pytest.raises(SystemExit, match="step_0000005.safetensors is not of the network"):
+        launch(tmp_path, "run=results/bare", "sigma_rel=0.1")
+    assert sorted(path.name for path in (tmp_path / "results" / "a").iterdir()) == before
+    assert not list((tmp_path / "there").iterdir())
+
+
+def test_a_failed_write_leaves_no_folder(tmp_path, run, monkeypatch):
+    def fail(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", fail)
+    with pytest.raises(SystemExit, match="narrow could not be written.*No space left"):
+        launch(tmp_path, "run=results/a", "sigma_rel=0.1", "out=narrow")
+    assert not [path.name for path in tmp_path.iterdir() if "narrow" in path.name]

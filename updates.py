@@ -1,0 +1,103 @@
+"""One optimizer step that never waits for the device: bad numbers are skipped there, and counted there.
+
+Whether a step is bad is known from the norm of the gradients, which DDP has made equal on all
+processes; a loss that is not finite spoils its gradients on purpose (`backward`). The flag stays on
+the device: the fused optimizer takes it as `found_inf`, averages as `skip`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """The learning rate of each step.
+
+    highest   after the warm-up.
+    steps     of the run; what falls reaches `final` after the last one.
+    schedule  constant, linear or cosine.
+    warmup    steps over which it rises linearly.
+    """
+
+    highest: float
+    steps: int
+    schedule: str = "constant"
+    warmup: int = 0
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"optim.schedule is {self.schedule!r}, but must be one of {', '.join(SCHEDULES)}")
+        if self.warmup < 0:
+            raise ValueError(f"optim.warmup_steps is {self.warmup}, but must not be negative")
+        if not 0 <= self.final <= self.highest:
+            raise ValueError(f"optim.final_lr is {self.final}, but must lie between 0 and optim.lr, {self.highest}")
+
+    def at(self, step: int) -> float:
+        """Of training step `step` (0, 1, …)."""
+        if step < self.warmup:
+            return self.highest * (step + 1) / self.warmup
+        done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
+        fall = {"constant": 0.0, "linear": done, "cosine": (1 - math.cos(math.pi * done)) / 2}[self.schedule]
+        return self.highest + (self.final - self.highest) * fall
+
+
+def backward(loss: Tensor) -> None:
+    """loss.backward() for a 0-d loss, with NaN as gradients where the loss is not finite."""
+    loss.backward(torch.where(loss.detach().isfinite(), 1.0, math.nan))
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, clip_norm: float | None) -> tuple[Tensor, Tensor]:
+    """Update the parameters by their gradients, which are then dropped, or leave all as it is if they are bad.
+
+    optimizer  a fused one.
+    clip_norm  scale the gradients down to this norm; None: never.
+
+    Returns the gradients' norm before clipping, and 1.0 where it is not finite and the step was
+    skipped, else 0.0: 0-d fp32 on the device.
+    """
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    skip = 1.0 - norm.isfinite().float()
+    # attributes that PyTorch's GradScaler sets for fused optimizers, which divide gradients by the first
+    optimizer.grad_scale = None if clip_norm is None else (norm / clip_norm).clamp(min=1.0)
+    optimizer.found_inf = skip
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm, skip
+
+
+class Tally:
+    """Sums over the steps since the last log, on the device: loss, norm of the gradients, good and bad steps.
+
+    Beside them the number of bad steps in a row, which does not begin anew with a log. `sums` (5,) fp32
+    has them in the order of NAMES.
+    """
+
+    NAMES = ("loss", "grad_norm", "good", "bad", "in_a_row")
+
+    def __init__(self, device: torch.device | str, values: dict[str, float] | None = None) -> None:
+        self.sums = torch.tensor([(values or {}).get(name, 0.0) for name in self.NAMES], device=device)
+
+    def add(self, loss: Tensor, norm: Tensor, skip: Tensor) -> None:
+        """Count a step: its mean loss, and what optimizer_step returned."""
+        good = 1 - skip
+        step = torch.stack([loss.float().where(good > 0, 0.0), norm.where(good > 0, 0.0), good, skip])
+        self.sums = torch.cat([self.sums[:4] + step, (self.sums[4:] + 1) * skip])
+
+    def read(self) -> dict[str, float]:
+        """The sums by name. Waits for the device."""
+        return dict(zip(self.NAMES, self.sums.tolist()))
+
+    def restart(self) -> None:
+        """Begin anew, but for the bad steps in a row."""
+        self.sums = torch.cat([torch.zeros_like(self.sums[:4]), self.sums[4:]])
