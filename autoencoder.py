@@ -23,9 +23,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from checkpoint import read_weights
 from compute import exact
 from latents import Latents
+from state_dicts import read_state_dict
 
 Decoder = Callable[[Tensor], Tensor]
 Encoder = Callable[[Tensor], np.ndarray]
@@ -155,7 +155,7 @@ def located(name: str) -> str:
 
 
 def _from_file(path: Path, diffusers) -> nn.Module:
-    state = read_weights(path)
+    state = read_state_dict(path, "any")
     if any(key.startswith("encoder.layers.") for key in state):
         model = diffusers.AutoencoderTiny()
     elif any(key.startswith("encoder.down_blocks.") for key in state):

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from files import point_to, sha256, whole_folder
+from files import point_to, save_tensors, sha256, whole_folder
 from state_dicts import read_state_dict
 
 VERSION = 1
@@ -43,10 +42,7 @@ def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info
         files = {}
         for name, part in tensors.items():
             path = partial / f"{name}.safetensors"
-            try:
-                save_file({key: value.detach().contiguous() for key, value in part.items()}, path)
-            except SafetensorError as error:  # which wraps what the operating system says
-                raise OSError(str(error)) from error
+            save_tensors(path, {key: value.detach().contiguous() for key, value in part.items()})
             files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
         content = {"format": "checkpoint", "version": VERSION, "step": step, "files": files, **info}
         (partial / "info.json").write_text(json.dumps(content, indent=1) + "\n")

@@ -41,6 +41,7 @@ from runlog import versions
 from sample import draw_pictures, seeded_labels
 from scorelog import ScoreFiles, add_line, table
 from scoring import as_arrays, part_size, score, warnings
+from trained import compile_models
 
 GRID = 64  # pictures of fid.png
 FEATURE_BYTES = 4 * (POOL_FEATURES + SPATIAL_FEATURES + CLASSES)
@@ -68,7 +69,7 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
     """
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
-    jobs = [plan_job(options, checkpoint.find(path), precision) for path in paths]
+    jobs = [plan_job(options, checkpoint.find(path), precision, processes.device) for path in paths]
     samples = open_set(open_pictures, options.samples, options.crop, processes)
     reference, weights = None, None
     if options.reference is not None:
@@ -233,6 +234,8 @@ def draw_parts(
         return spent
     guidance, device = job.sampler.guidance, processes.device
     model, weak = job.trained.load(device, guidance), job.weak and job.weak.load(device, guidance)
+    if reason := compile_models((model, weak), job.settings.get("compiled", False), device):
+        processes.say(f"warning: running without torch.compile, which fails here: {reason}")
     with processes.bar("samples", sum(len(parts.ranges[number]) for number in mine)) as progress:
         for number in mine:
             seeds, arrays, began = [job.seeds[i] for i in parts.ranges[number]], {}, time.perf_counter()

@@ -141,8 +141,7 @@ class Guidance:
                     f"guidance.{name} is {_show(given)}, but guidance={self.kind} runs all tokens; the kinds with "
                     f"routes are {', '.join(kind for kind in KINDS if KINDS[kind].routed)}"
                 )
-        constant = not isinstance(self.strong, Schedule) and not isinstance(self.weak, Schedule)
-        if constant and self.checkpoint is None and self.strong > self.weak and not self.force:
+        if not self.scheduled and self.checkpoint is None and self.strong > self.weak and not self.force:
             raise ValueError(
                 f"guidance.strong {self.strong} is larger than guidance.weak {self.weak}: the weak branch is the one "
                 "that sees fewer tokens (guidance.force=true runs it all the same)"
@@ -171,6 +170,11 @@ class Guidance:
     @property
     def row(self) -> Kind:
         return KINDS[self.kind]
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the shares of tokens change over the sampling."""
+        return isinstance(self.strong, Schedule) or isinstance(self.weak, Schedule)
 
     def describe(self) -> str:
         """For people: "cfg 1.5", "sparse 1.5 with ratios 0.3 and 0.7"."""

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from checkpoint import read_weights
 from compute import exact
 from files import sha256
+from state_dicts import read_state_dict
 
 URL = "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
@@ -251,7 +251,7 @@ def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
 
     Raises ValueError for other weights.
     """
-    state = read_weights(path)
+    state = read_state_dict(path, "any")
     network = Inception(with_classes="fc.weight" in state)
     try:
         network.load_state_dict(state)

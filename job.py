@@ -6,8 +6,11 @@ import glob
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+
 import autoencoder
 import checkpoint
+from compiling import check_compile, wanted
 from compute import check_precision
 from guidance import Guidance
 from latents import Latents
@@ -33,6 +36,7 @@ class Options:
     solver: str | None
     batch_size: int
     precision: str
+    compile: bool | str
     weights: str
     guidance: Guidance
     autoencoder: str | None
@@ -68,6 +72,7 @@ class Options:
         if self.weights not in ("ema", "model"):
             raise ValueError(f"weights is {self.weights!r}, but must be ema or model")
         check_precision("precision", self.precision)
+        check_compile("compile", self.compile)
 
 
 @dataclass(frozen=True)
@@ -130,8 +135,8 @@ def settle_paths(options: Options) -> tuple[Options, list[Path]]:
     return options, [one.folder for one in found]
 
 
-def plan_job(options: Options, found: checkpoint.Checkpoint, precision: str) -> Job:
-    """Settle what scoring a checkpoint means, but for the reference; `precision` is of sampling, settled.
+def plan_job(options: Options, found: checkpoint.Checkpoint, precision: str, device: torch.device) -> Job:
+    """Settle what scoring a checkpoint on a device means, but for the reference; `precision` is of sampling, settled.
 
     Raises ValueError or FileNotFoundError if it can't be scored so.
     """
@@ -170,6 +175,7 @@ def plan_job(options: Options, found: checkpoint.Checkpoint, precision: str) -> 
         **({"routes": [asdict(route) for route in routes]} if routes else {}),
         "dtype": precision,
         "batch_size": sampler.batch_size,
+        **({"compiled": True} if wanted(options.compile, device) and not options.guidance.scheduled else {}),
         "decoder": autoencoder.decoder_hash(latents, options.autoencoder),
         "latents": {key: getattr(latents, key) for key in ("scale", "shift", "channel_shift", "channel_scale")},
         cfg.objective: asdict(process),

@@ -18,11 +18,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ema import exponent
-from files import explain_failure, sync
+from files import explain_failure, save_tensors, sync
 
 FORMAT = {"format": "ema_snapshot", "version": "1"}
 NEGLIGIBLE = 1e-8  # a coefficient this small changes nothing in fp32
@@ -82,10 +81,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
     """Write a file in one piece: readers see the old one or the new. Raises OSError."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        try:
-            save_file(dict(tensors), partial, dict(metadata))
-        except SafetensorError as error:  # what a full disk looks like
-            raise OSError(str(error)) from error
+        save_tensors(partial, tensors, metadata)
         sync(partial)
         os.replace(partial, path)
         sync(path.parent)

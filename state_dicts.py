@@ -37,11 +37,12 @@ COUNTERS = {"initted", "step", "n_averaged"}  # of ema_pytorch and torch's Avera
 def read_state_dict(path: Path, weights: str = "ema") -> dict[str, Tensor]:
     """One kind of weights in a .safetensors, .pt or .pth file, by the network's own names.
 
-    weights  "ema" or "model" (raw). A file of weights alone does not say which it holds, and serves for both.
+    weights  "ema", "model" (raw), or "any": averaged ones where there are. A file of weights alone does
+             not say which it holds, and serves for each.
     Raises ValueError, also if the file holds the other kind only.
     """
     found = _parts(Path(path))
-    kind = weights if weights in found else None
+    kind = next((kind for kind in KEYS if weights in (kind, "any") and kind in found), None)
     if kind in found:
         return plain_names(_tensors(*found[kind]))
     if weights == "ema":

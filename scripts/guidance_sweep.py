@@ -82,7 +82,7 @@ def run(sweep: Sweep, options: Options, processes: Processes) -> None:
         )
     found = checkpoint.find(Path(options.checkpoint))
     for one in chosen.values():
-        plan_job(one, found, use_precision(one.precision, processes.device))
+        plan_job(one, found, use_precision(one.precision, processes.device), processes.device)
     folder, records = Path(options.out), {}
     with processes.main_first():
         if processes.main:

@@ -29,7 +29,8 @@ from trained import open_trained  # noqa: E402
 
 POOR_FIT = 0.05  # relative L2 distance of profiles
 COARSE = 0.002  # of a parameter; bf16 rounds to about that
-OF_THE_MOMENT = ("format", "version", "step", "files", "loss_sum", "loss_count")  # the rest of info.json is the run's
+# the rest of info.json is the run's
+OF_THE_MOMENT = ("format", "version", "step", "files", "tally", "loss_sum", "loss_count")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import checkpoint
+import files
 from build import load_weights
 from dit import DiT
 from ema import EMA, exponential
@@ -94,7 +95,7 @@ def test_a_failed_save_leaves_the_older_one_whole(saved, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(checkpoint, "save_file", fail)
+    monkeypatch.setattr(files, "save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         checkpoint.save(saved, 3, {"model": {"a": torch.zeros(1)}}, {})
     assert checkpoint.find(saved).step == 2

@@ -16,6 +16,7 @@ from test_fid import save_checkpoint
 from torch import nn
 
 import checkpoint
+import files
 import posthoc
 from ema import EMA, exponent, power
 from sample import Sampler, draw
@@ -180,7 +181,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
         partial.write_bytes(b"half")
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr(posthoc, "save_file", fail)
+    monkeypatch.setattr(files, "save_file", fail)
     with pytest.raises(OSError, match="step_0000005.*No space left"):
         posthoc.save_snapshot(tmp_path, 5, {0.1: {"w": torch.zeros(2)}})
     assert list(path.parent.iterdir()) == [path]
@@ -309,7 +310,7 @@ def test_a_failed_write_leaves_no_folder(tmp_path, run, monkeypatch):
     def fail(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", fail)
+    monkeypatch.setattr(files, "save_file", fail)
     with pytest.raises(SystemExit, match="narrow could not be written.*No space left"):
         launch(tmp_path, "run=results/a", "sigma_rel=0.1", "out=narrow")
     assert not [path.name for path in tmp_path.iterdir() if "narrow" in path.name]
