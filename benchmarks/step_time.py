@@ -1,17 +1,34 @@
-"""Time of a training step with and without routes: python benchmarks/step_time.py [overrides]
+"""What a training step costs, with and without routes: python benchmarks/step_time.py [overrides]
 
-Alternates dense and routed steps of the same network in one process, on random latents, and prints
-the median of each, their ratio with its spread over the pairs, and the ratio that the FLOPs allow.
-Overrides are those of train.py, e.g. experiment=imagenet256_s2 train.batch_size=16 pairs=20.
+Runs train.py's own steps on random latents, dense and routed ones taking turns in one process, and prints for
+each kind the median time, images/s, FLOP/s, MFU, peak memory, the ratio dense/routed with its spread, and that
+ratio over what the FLOPs allow; then the share of each stage, and optimizer and EMA against loops over
+the parameters. Overrides are those of train.py, and
+
+    pairs=24      turns that are measured
+    block=1       steps of a turn (5 on a GPU, where single steps would show the launch of the first kernels)
+    out=…         a JSON file to write as well
+
+python benchmarks/step_time.py experiment=imagenet256_s2 train.batch_size=16       # CPU
+python benchmarks/step_time.py experiment=imagenet256_xl2 train.batch_size=256     # GPU
 """
 
 from __future__ import annotations
 
+import datetime
+import json
+import platform
+import resource
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -20,56 +37,257 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import settings  # noqa: E402
-from build import build_network, build_optimizer, complete  # noqa: E402
-from compute import autocast, use_cores, use_precision  # noqa: E402
+import train  # noqa: E402
+from build import complete  # noqa: E402
+from compute import device_name, peak_flops, wait_for  # noqa: E402
 from ema import EMA  # noqa: E402
-from randomness import draw_step  # noqa: E402
-from routing_module import draw_ids  # noqa: E402
+from latents import Latents  # noqa: E402
+from runlog import git_revision  # noqa: E402
+from shards import write_dataset  # noqa: E402
+from signals import Stop  # noqa: E402
+from start import Run, start  # noqa: E402
+from updates import optimizer_step  # noqa: E402
+
+STAGES = ("data wait", "forward", "backward", "optimizer", "EMA", "rest")
+WARMUP, STAGED = 3, 5  # turns before the measurement, and steps taken stage by stage
 
 
 def main() -> None:
-    overrides = [argument for argument in sys.argv[1:] if not argument.startswith("pairs=")]
-    pairs = int(next((a.removeprefix("pairs=") for a in sys.argv[1:] if a.startswith("pairs=")), 40))
+    own = {"pairs": "24", "block": None, "out": None}
+    overrides = []
+    for argument in sys.argv[1:]:
+        key, _, value = argument.partition("=")
+        own.update({key: value}) if key in own else overrides.append(argument)
+    with tempfile.TemporaryDirectory() as folder:
+        run = open_run(Path(folder), overrides)
+        block = int(own["block"] or (5 if run.device.type == "cuda" else 1))
+        result = measure(run, kinds_of(run), int(own["pairs"]), block)
+    show(result)
+    if own["out"]:
+        Path(own["out"]).parent.mkdir(parents=True, exist_ok=True)
+        Path(own["out"]).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def open_run(folder: Path, overrides: list[str]) -> Run:
+    """A run as train.py starts it, on random latents of the config's shape, in a temporary folder."""
+    fixed = [f"dataset.path={folder}/data", f"results={folder}", "dataset.heldout=null", "sampling.decode=false"]
+    fixed += ["dataset.embedded=null", "eval.demo_samples=0", "init_from=null", "train.steps=1000000"]
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        cfg = settings.read(complete(OmegaConf.to_container(compose("config", overrides=overrides), resolve=True)))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision = use_precision(cfg.train.precision, device)
-    if device.type == "cpu":
-        use_cores(cfg.train.cpu_threads, processes=1)
-    network, process = build_network(cfg).to(device), settings.process_of(cfg)
-    optimizer, ema = build_optimizer(cfg, network), EMA(network)
-    batch, shape = cfg.train.batch_size, (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size)
-    x = torch.randn(batch, *shape, device=device)
-    y = torch.arange(batch, device=device) % cfg.dataset.num_classes
+        config = OmegaConf.to_container(compose("config", overrides=overrides + fixed), resolve=True)
+    cfg = settings.read(config)
+    shape, classes = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size), cfg.dataset.num_classes
+    count = 4 * cfg.train.batch_size
+    random = np.random.default_rng(0)
+    meaning = Latents(shape, tuple(map(str, range(classes))), "pixels", scale_applied=True)
+    write_dataset(
+        folder / "data", meaning, [(random.standard_normal((count, 1, *shape), np.float32), np.arange(count) % classes)]
+    )
+    return start(settings.read(complete(config)), config, Stop())
 
-    def step(number: int, routed: bool) -> float:
-        """One training step; returns its milliseconds."""
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        routes = cfg.model.routes if routed else ()
-        draws = draw_step(0, number, batch, shape, network.num_tokens, len(routes), posterior=False, device=device)
-        drawn = [(route, draw_ids(u, route.selection_ratio)) for route, u in zip(routes, draws.routes)]
-        with autocast(device, precision):
-            loss = process.loss(network, x, y, process.noise_level(draws.level), draws.noise, drawn).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ema.update(network, number)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return 1000 * (time.perf_counter() - start)
 
-    for number in range(3):
-        step(number, routed=False), step(number, routed=True)
-    times = [(step(n, routed=False), step(n, routed=True)) for n in range(3, 3 + pairs)]
-    dense, routed = (statistics.median(column) for column in zip(*times))
-    ratios = sorted(a / b for a, b in times)
-    ideal = network.forward_flops() / network.forward_flops(cfg.model.routes)
-    low, middle, high = ratios[len(ratios) // 4], statistics.median(ratios), ratios[-1 - len(ratios) // 4]
-    print(f"{cfg.name}, batch {batch}, {device}, {precision}, {torch.get_num_threads()} threads, {pairs} pairs")
-    print(f"dense {dense:.1f} ms, routed {routed:.1f} ms, ratio {middle:.3f} (quartiles {low:.3f}..{high:.3f})")
-    print(f"FLOPs allow {ideal:.3f}; reached {middle / ideal:.3f} of it")
+def kinds_of(run: Run) -> dict[str, settings.Settings]:
+    """Kinds of steps by name: without routes, with them, and with the route's last block in fp32 where that differs."""
+    cfg = run.cfg
+    if not cfg.model.routes:
+        sys.exit("error: model=dit has no routes to compare; leave model=tread, which measures both")
+
+    def routed(fp32: str) -> settings.Settings:
+        routes = tuple(replace(route, fp32=fp32) for route in cfg.model.routes)
+        return replace(cfg, model=replace(cfg.model, routes=routes))
+
+    kinds = {"dense": replace(cfg, train=replace(cfg.train, routes_until=0)), "routed": routed("off")}
+    return kinds | ({"routed, fp32: end": routed("end")} if run.precision == "bf16" else {})
+
+
+def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int, block: int) -> dict:
+    """All numbers of the table."""
+
+    def turn(cfg: settings.Settings) -> float:
+        """Milliseconds of a step."""
+        run.cfg = cfg
+        wait_for(run.device)
+        began = time.perf_counter()
+        for _ in range(block):
+            train.training_step(run)
+            run.step += 1
+        wait_for(run.device)
+        return 1000 * (time.perf_counter() - began) / block
+
+    cold, peaks = {}, {}
+    for name, cfg in kinds.items():
+        cold[name] = turn(cfg) * block / 1000
+    for _ in range(WARMUP - 1):
+        [turn(cfg) for cfg in kinds.values()]
+    for name, cfg in kinds.items():
+        peaks[name] = peak_memory(run, lambda cfg=cfg: turn(cfg))
+    times = {name: [] for name in kinds}
+    for number in range(pairs):
+        order = list(kinds) if number % 2 == 0 else list(kinds)[::-1]
+        for name in order:
+            times[name].append(turn(kinds[name]))
+    batch, peak = run.cfg.train.batch_size, peak_flops(run.device, run.precision)
+    dense_flops, rows = run.network.forward_flops(), {}
+    for name, cfg in kinds.items():
+        routes = () if name == "dense" else cfg.model.routes
+        ms, flops = statistics.median(times[name]), run.network.forward_flops(routes)
+        row = {"ms": ms, "images_per_s": 1000 * batch / ms, "flops_per_s": 3000 * flops * batch / ms}
+        row |= {"mfu": peak and row["flops_per_s"] / peak, "peak_gb": peaks[name], "first_turn_s": cold[name]}
+        if name != "dense":
+            ratios, ideal = [a / b for a, b in zip(times["dense"], times[name])], dense_flops / flops
+            low, high = interval(ratios)
+            row |= {"ratio": statistics.median(ratios), "ratio_95": [low, high], "ideal": ideal}
+            row |= {"of_ideal": row["ratio"] / ideal, "of_ideal_95": [low / ideal, high / ideal]}
+        run.cfg = cfg
+        rows[name] = row | {"stages": stages(run)}
+    return {
+        "name": run.cfg.name,
+        "parameters": sum(parameter.numel() for parameter in run.network.parameters()),
+        "batch": batch,
+        "micro_batch": run.micro_batches[0].stop - run.micro_batches[0].start,
+        "device": device_name(run.device),
+        "precision": run.precision,
+        "compile": run.cfg.train.compile,
+        "activation_checkpointing": run.cfg.train.activation_checkpointing,
+        "threads": torch.get_num_threads(),
+        "pairs": pairs,
+        "block": block,
+        "kinds": rows,
+        "update_over_loops": update_over_loops(run, pairs),
+        "command": " ".join(["python", "benchmarks/step_time.py", *sys.argv[1:]]),
+        "commit": git_revision(),
+        "torch": torch.__version__,
+        "machine": platform.platform(),
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """A 95% confidence interval of the median, from order statistics."""
+    ordered, margin = sorted(values), 0.98 * len(values) ** 0.5
+    low = max(0, int(len(values) / 2 - margin))
+    return ordered[low], ordered[len(values) - 1 - low]
+
+
+def peak_memory(run: Run, work: Callable[[], object]) -> float:
+    """GB that a device needs at most during some work; on a CPU, the process since it began."""
+    if run.device.type != "cuda":
+        work()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    torch.cuda.reset_peak_memory_stats(run.device)
+    work()
+    return torch.cuda.max_memory_allocated(run.device) / 1e9
+
+
+def stages(run: Run) -> dict[str, float]:
+    """Shares of a step by stage, each waited for: so the sum is more than a step takes that does not wait."""
+    spent = dict.fromkeys(STAGES, 0.0)
+
+    def timed(stage: str, function: Callable) -> Callable:
+        def call(*arguments: object) -> object:
+            wait_for(run.device)
+            began = time.perf_counter()
+            found = function(*arguments)
+            wait_for(run.device)
+            spent[stage] += time.perf_counter() - began
+            return found
+
+        return call
+
+    with (
+        patched(train, "training_loss", timed("forward", train.training_loss)),
+        patched(train, "backward", timed("backward", train.backward)),
+        patched(train, "optimizer_step", timed("optimizer", train.optimizer_step)),
+        patched(run.loader, "batches", timed("data wait", run.loader.batches)),
+        patched(EMA, "update", timed("EMA", EMA.update)),
+    ):
+        wait_for(run.device)
+        began = time.perf_counter()
+        for _ in range(STAGED):
+            train.training_step(run)
+            run.step += 1
+        wait_for(run.device)
+        total = time.perf_counter() - began
+    spent["rest"] = total - sum(spent.values())
+    return {stage: seconds / total for stage, seconds in spent.items()}
+
+
+@contextmanager
+def patched(owner: object, name: str, value: object) -> Iterator[None]:
+    """A context in which an attribute is another."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def update_over_loops(run: Run, pairs: int) -> dict[str, float | list[float]]:
+    """Time of the gradients' norm, AdamW and EMA in loops over the parameters, over that of the run's own."""
+    parameters, skip = list(run.network.parameters()), torch.zeros((), device=run.device)
+    gradients = [torch.randn_like(parameter) for parameter in parameters]
+    options = {"lr": 0.0, "betas": run.cfg.optim.betas, "eps": run.cfg.optim.eps, "weight_decay": 0.0}
+    loops = torch.optim.AdamW(parameters, **options, foreach=False, fused=False)
+    averaged = list(run.ema.network.parameters())
+
+    def own() -> None:
+        optimizer_step(run.optimizer, 0.0, None)
+        run.ema.update(run.network, run.step, skip)
+
+    @torch.no_grad()
+    def in_loops() -> None:
+        torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        loops.step()
+        loops.zero_grad()
+        for average, parameter in zip(averaged, parameters):
+            average.mul_(0.9999).add_(parameter, alpha=1e-4)
+
+    def turn(work: Callable[[], None]) -> float:
+        for parameter, gradient in zip(parameters, gradients):
+            parameter.grad = gradient
+        wait_for(run.device)
+        began = time.perf_counter()
+        work()
+        wait_for(run.device)
+        return 1000 * (time.perf_counter() - began)
+
+    for _ in range(2):
+        turn(own), turn(in_loops)
+    times = [(turn(own), turn(in_loops)) for _ in range(pairs)]
+    ours, theirs = (statistics.median(column) for column in zip(*times))
+    ratios = [b / a for a, b in times]
+    return {"ms": ours, "loops_ms": theirs, "ratio": statistics.median(ratios), "ratio_95": list(interval(ratios))}
+
+
+def show(result: dict) -> None:
+    """Print the table."""
+    print(
+        f"{result['name']}, {result['parameters']:,} parameters, batch {result['batch']} in micro-batches of "
+        f"{result['micro_batch']}, {result['device']}, {result['precision']}, compile {result['compile']}, "
+        f"{result['threads']} threads, torch {result['torch']}, {result['pairs']} turns of {result['block']} steps"
+    )
+    print(f"{'':<18} {'ms':>8} {'images/s':>9} {'TFLOP/s':>8} {'MFU':>6} {'GB':>6} {'first':>7}")
+    for name, row in result["kinds"].items():
+        mfu = "" if row["mfu"] is None else f"{row['mfu']:.3f}"
+        print(
+            f"{name:<18} {row['ms']:>8.1f} {row['images_per_s']:>9.1f} {row['flops_per_s'] / 1e12:>8.2f} {mfu:>6} "
+            f"{row['peak_gb']:>6.1f} {row['first_turn_s']:>6.1f}s"
+        )
+    for name, row in result["kinds"].items():
+        if "ratio" in row:
+            low, high = row["ratio_95"]
+            print(
+                f"dense / {name}: {row['ratio']:.3f} (95% of the median {low:.3f}..{high:.3f}), FLOPs allow "
+                f"{row['ideal']:.3f}: {row['of_ideal']:.3f} of that ({row['of_ideal_95'][0]:.3f}.."
+                f"{row['of_ideal_95'][1]:.3f})"
+            )
+    for name, row in result["kinds"].items():
+        print(f"{name}: " + ", ".join(f"{stage} {share:.1%}" for stage, share in row["stages"].items()))
+    update = result["update_over_loops"]
+    print(
+        f"optimizer and EMA {update['ms']:.1f} ms, in loops {update['loops_ms']:.1f} ms: {update['ratio']:.2f} times "
+        f"({update['ratio_95'][0]:.2f}..{update['ratio_95'][1]:.2f})"
+    )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,9 +18,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
+import checkpoint
 import settings
+import train
 from dit import DiT
 from inception import Inception
+from runlog import RunLog
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = Path(os.environ.get("TREAD_ASSETS", ROOT.parent / "shared"))
@@ -37,6 +42,53 @@ def launch_door(main: Callable, config: str, folder: Path, *overrides: str) -> s
         os.chdir(before)
         torch.set_num_threads(threads)
     return printed.getvalue()
+
+
+TINY = [
+    "model.hidden_size=16",
+    "model.depth=6",
+    "model.num_heads=2",
+    "train.batch_size=8",
+    "train.steps=6",
+    "train.cpu_threads=1",
+    "every.log=1",
+    "every.evaluate=3",
+    "every.sample=3",
+    "every.save=3",
+    "eval.points=64",
+    "eval.demo_samples=0",
+    "sampling.steps=2",
+    "sampling.per_class=1",
+]
+
+
+def launch(folder, *overrides: str) -> str:
+    """Do in this process what `python train.py` does in a folder; returns what it prints."""
+    return launch_door(train.main, "config", folder, *TINY, *overrides)
+
+
+def launch_processes(folder, *overrides: str, processes: int = 1, ok: bool = True) -> str:
+    """Run train.py from the command line, with several processes under torchrun; returns what it prints."""
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+        command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+    command += [str(ROOT / "train.py"), *TINY, *overrides]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert (done.returncode == 0) == ok, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def state(run):
+    found = checkpoint.find(run)
+    return {
+        f"{part}/{key}": value for part in ("model", "ema", "optimizer") for key, value in found.tensors(part).items()
+    }
+
+
+def records(run):
+    fields = ("step", "loss", "eval_loss")
+    return [{key: record[key] for key in fields if key in record} for record in RunLog(run).records()]
 
 
 def random_network(seed: int, **sizes: int) -> DiT:

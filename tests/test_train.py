@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ROOT, launch_door
+from conftest import ROOT, TINY, launch, launch_processes, records, state
 from PIL import Image
 
 import checkpoint
@@ -31,52 +31,6 @@ from shards import write_dataset
 from signals import Stop
 from start import start
 from updates import LearningRate, Tally
-
-TINY = [
-    "model.hidden_size=16",
-    "model.depth=6",
-    "model.num_heads=2",
-    "train.batch_size=8",
-    "train.steps=6",
-    "train.cpu_threads=1",
-    "every.log=1",
-    "every.evaluate=3",
-    "every.sample=3",
-    "every.save=3",
-    "eval.points=64",
-    "eval.demo_samples=0",
-    "sampling.steps=2",
-    "sampling.per_class=1",
-]
-
-
-def launch(folder, *overrides: str) -> str:
-    """Do in this process what `python train.py` does in a folder; returns what it prints."""
-    return launch_door(door.main, "config", folder, *TINY, *overrides)
-
-
-def launch_processes(folder, *overrides: str, processes: int = 1, ok: bool = True) -> str:
-    """Run train.py from the command line, with several processes under torchrun; returns what it prints."""
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-        command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
-    command += [str(ROOT / "train.py"), *TINY, *overrides]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert (done.returncode == 0) == ok, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def state(run):
-    found = checkpoint.find(run)
-    return {
-        f"{part}/{key}": value for part in ("model", "ema", "optimizer") for key, value in found.tensors(part).items()
-    }
-
-
-def records(run):
-    fields = ("step", "loss", "eval_loss")
-    return [{key: record[key] for key in fields if key in record} for record in RunLog(run).records()]
 
 
 @pytest.fixture(scope="module")
