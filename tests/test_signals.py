@@ -1,0 +1,136 @@
+"""Being asked to stop: what is left is what an undisturbed run has at that step, and says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, TINY, launch, state
+
+LONG = [*TINY, "train.steps=100000", "every.save=100000", "every.sample=100000", "every.evaluate=100000"]
+RUN = "results/digits-tread"
+
+
+def begin(folder, *command: str) -> subprocess.Popen:
+    """Start train.py, by `command` before it, and wait until it has done some steps."""
+    process = subprocess.Popen(
+        [sys.executable, *command, str(ROOT / "train.py"), *LONG],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    wait_until(lambda: steps_logged(folder) >= 3, process)
+    return process
+
+
+def steps_logged(folder) -> int:
+    path = folder / RUN / "metrics.jsonl"
+    return path.read_text().count('"loss"') if path.exists() else 0
+
+
+def status(folder) -> dict:
+    path = folder / RUN / "status.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def wait_until(condition, process=None, seconds=90):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        assert process is None or process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+
+
+def equals_an_undisturbed_run(folder, reference):
+    """The saved weights, averages and moments, bit for bit."""
+    step = status(folder)["step"]
+    launch(reference, f"train.steps={step}", "every.save=100000", "every.sample=100000", "every.evaluate=100000")
+    expected, found = state(reference / RUN), state(folder / RUN)
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_finishes_the_step_saves_and_exits_with_75(tmp_path, number):
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    process = begin(tmp_path / "a")
+    assert status(tmp_path / "a")["state"] == "running"
+    process.send_signal(number)
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 75 and "Traceback" not in text
+    found = status(tmp_path / "a")
+    assert found["state"] == "interrupted" and found["reason"] == number.name and found["step"] >= 3
+    assert f"stopped by {number.name} after step {found['step']}, which is saved" in text
+    equals_an_undisturbed_run(tmp_path / "a", tmp_path / "b")
+    launch(tmp_path / "a", f"train.steps={found['step'] + 2}")
+    assert status(tmp_path / "a")["state"] == "finished" and status(tmp_path / "a")["step"] == found["step"] + 2
+
+
+@pytest.mark.parametrize("to", ["launcher", "one process"])
+def test_two_processes_stop_after_the_same_step(tmp_path, to):
+    """Under torchrun, which passes SIGTERM on; or when a signal reaches one process alone."""
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
+    process = begin(tmp_path / "a", *torchrun, "--rdzv_endpoint=localhost:0")
+    if to == "launcher":
+        process.terminate()
+    else:
+        os.kill(status(tmp_path / "a")["pid"], signal.SIGUSR1)
+    text = process.communicate(timeout=60)[0]
+    found = status(tmp_path / "a")
+    assert found["state"] == "interrupted" and found["reason"] in ("SIGTERM", "SIGUSR1"), text
+    assert text.count("which is saved; start it again") == 1
+    resumed = state(tmp_path / "a" / RUN)
+    assert int(resumed["optimizer/step/x_embedder.proj.bias"]) == found["step"]
+
+
+def test_the_end_of_the_launcher_is_a_signal(tmp_path):
+    """accelerate launch dies of SIGTERM without telling the training process."""
+    process = begin(tmp_path, "-m", "accelerate.commands.launch", "--num_processes=1", "--cpu")
+    process.terminate()
+    process.wait(timeout=30)
+    wait_until(lambda: status(tmp_path)["state"] != "running", seconds=30)
+    assert status(tmp_path)["state"] == "interrupted" and status(tmp_path)["reason"] == "the launcher has ended"
+    process.communicate(timeout=30)
+
+
+BUSY = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from signals import Stop
+torch.set_num_threads(1)
+stop = Stop()
+stop.ending = lambda name: print("ending by", name, flush=True)
+x = torch.zeros(6000, 6000)
+print("ready", flush=True)
+x @ x
+print("asked by", stop.reason, stop.poll(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("again", [0.0, 0.8])
+def test_a_second_signal_ends_at_once_while_the_main_thread_computes(again):
+    """One product of seconds, in which no Python handler can run. What comes within half a second is one signal."""
+    process = subprocess.Popen([sys.executable, "-c", BUSY, str(ROOT)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    time.sleep(again)
+    process.send_signal(signal.SIGTERM)
+    text = process.communicate(timeout=60)[0]
+    if again:
+        assert process.returncode == 128 + signal.SIGTERM and text == "ending by SIGTERM\n"
+    else:
+        assert process.returncode == 0 and text.startswith("asked by SIG") and text.endswith(" True\n")
+
+
+def test_signals_do_again_what_they_did_before(tmp_path):
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    launch(tmp_path, "train.steps=1")
+    assert before == {number: signal.getsignal(number) for number in before}

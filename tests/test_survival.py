@@ -1,0 +1,391 @@
+"""Runs that meet damage, full disks, bad numbers, wrong launches and kill -9.
+
+The reference is the undisturbed run, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY, launch, launch_processes, records, state
+
+import checkpoint
+import train
+from latents import Latents
+from runlog import RunLog
+from shards import write_dataset
+
+RUN = Path("results/digits-tread")
+
+
+def same(a: Path, b: Path) -> bool:
+    first, second = state(a), state(b)
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def status(folder) -> dict:
+    return json.loads((folder / RUN / "status.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Eight steps, undisturbed, with a checkpoint each two."""
+    folder = tmp_path_factory.mktemp("whole")
+    launch(folder, "train.steps=8", "every.save=2", "train.micro_batch_size=4", "ema.power=[0.1]")
+    return folder
+
+
+OPTIONS = ("train.steps=8", "every.save=2", "train.micro_batch_size=4", "ema.power=[0.1]")
+
+
+# ----------------------------------------------------------------------------------------- resume
+
+
+def test_resumed_twice_within_an_epoch_with_accumulation(whole, tmp_path):
+    for steps in (2, 5, 8):
+        launch(tmp_path, *OPTIONS, f"train.steps={steps}")
+    assert [start["step"] for start in RunLog(tmp_path / RUN).starts()] == [0, 2, 5]
+    assert same(tmp_path / RUN, whole / RUN)
+    powers = [checkpoint.find(folder / RUN).tensors("powers") for folder in (tmp_path, whole)]
+    assert all(torch.equal(value, powers[1][key]) for key, value in powers[0].items()) and powers[0]
+    loss = [[r for r in records(folder / RUN) if "loss" in r] for folder in (tmp_path, whole)]
+    assert loss[0] == loss[1] and len(loss[0]) == 8
+    assert [r for r in records(tmp_path / RUN) if r["step"] == 8] == [r for r in records(whole / RUN) if r["step"] == 8]
+
+
+def test_another_number_of_processes_keeps_batches_and_draws(whole, tmp_path):
+    """Four steps by one process, four by two: equal up to the order of sums."""
+    launch(tmp_path, *OPTIONS, "train.steps=4")
+    launch_processes(tmp_path, *OPTIONS, processes=2)
+    for found, expected in zip(records(tmp_path / RUN), records(whole / RUN), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_two_processes_equal_one_over_20_steps_of_uneven_data(tmp_path):
+    """21 samples in batches of 8, 7 held out, 5 evaluation points: no share is even. A hang is a timeout."""
+    meaning = Latents(shape=(1, 8, 8), classes=tuple("0123456789"), autoencoder="pixels", scale_applied=True)
+    for part, count in (("train", 21), ("heldout", 7)):
+        content = np.random.default_rng(count).standard_normal((count, 1, 1, 8, 8))
+        write_dataset(tmp_path / part, meaning, [(content, np.arange(count) % 10)])
+    options = ["dataset.embedded=null", f"dataset.path={tmp_path}/train", f"dataset.heldout={tmp_path}/heldout"]
+    options += ["train.steps=20", "every.evaluate=7", "every.sample=20", "every.save=20", "eval.points=5"]
+    launch(tmp_path, *options, "name=one")
+    text = launch_processes(tmp_path, *options, "name=two", processes=2)
+    one, two = (records(tmp_path / "results" / name) for name in ("one", "two"))
+    assert [r["step"] for r in two if "loss" in r] == list(range(1, 21))  # written once
+    for found, expected in zip(two, one, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    assert text.count("expected for") <= 1 and text.count("  checkpoint  ") == 1
+
+
+# ----------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "info"])
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(whole, tmp_path, damage):
+    shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
+    folder = tmp_path / RUN / "step_0000008"
+    weights = folder / "ema.safetensors"
+    if damage == "flip":
+        content = bytearray(weights.read_bytes())
+        content[len(content) // 2] ^= 1
+        weights.write_bytes(content)
+    elif damage == "cut":
+        os.truncate(weights, 100)
+    elif damage == "remove":
+        weights.unlink()
+    else:
+        (folder / "info.json").write_text('{"format"')
+    text = launch(tmp_path, *OPTIONS)
+    assert "warning: " in text and str(RUN / "step_0000008") in text
+    assert "goes on at step 6, from the checkpoint before" in text
+    assert same(tmp_path / RUN, whole / RUN) and "goes on at step 8" in launch(tmp_path, *OPTIONS)
+
+
+def test_without_a_whole_checkpoint_nothing_is_begun(whole, tmp_path):
+    shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
+    for folder in (tmp_path / RUN).glob("step_*"):
+        os.truncate(folder / "model.safetensors", 10)
+    with pytest.raises(SystemExit, match=r"no checkpoint of \S+ is whole(?s:.*)step_0000008(?s:.*)step_0000002"):
+        launch(tmp_path, *OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [(("keep_last=1",), [8]), (("keep_last=2",), [6, 8]), (("keep_last=1", "keep_every=4"), [4, 8])],
+)
+def test_which_checkpoints_are_kept(tmp_path, options, left):
+    launch(tmp_path, "train.steps=8", "every.save=2", *(f"checkpoints.{option}" for option in options))
+    assert sorted(path.name for path in (tmp_path / RUN).glob("*step_*")) == [f"step_{step:07d}" for step in left]
+    assert checkpoint.find(tmp_path / RUN).step == 8
+
+
+def test_leftovers_of_a_kill_are_swept(whole, tmp_path):
+    shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
+    for name in (".step_0000010.partial", ".step_0000002.old"):
+        shutil.copytree(tmp_path / RUN / "step_0000002", tmp_path / RUN / name)
+    launch(tmp_path, *OPTIONS)
+    assert not list((tmp_path / RUN).glob(".step_*"))
+
+
+FULL = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))  # what a full disk does, to each file
+sys.path.insert(0, sys.argv[1])
+sys.argv = [sys.argv[1] + "/train.py", *sys.argv[2:]]
+import train
+train.open_door(train.main, [*train.settings.known_keys(), "experiment"])
+"""
+
+
+@pytest.mark.parametrize("how", ["full", "read-only"])
+def test_a_disk_that_takes_no_more_stops_with_a_message_and_leaves_older_checkpoints_whole(whole, tmp_path, how):
+    shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
+    if how == "full":
+        command = [sys.executable, "-c", FULL, str(ROOT), *TINY, *OPTIONS, "train.steps=10"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1, done.stderr
+        assert status(tmp_path)["state"] == "failed" and "could not be written" in status(tmp_path)["reason"]
+    else:
+        if os.geteuid() == 0:
+            pytest.skip("root may write anywhere")
+        (tmp_path / RUN).chmod(0o500)
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "train.py"), *TINY, *OPTIONS, "train.steps=10"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        (tmp_path / RUN).chmod(0o700)
+        assert done.returncode == 1
+    assert "could not be written" in done.stderr and "Traceback" not in done.stderr
+    assert checkpoint.find_whole(tmp_path / RUN)[0].step == 8 and same(tmp_path / RUN, whole / RUN)
+    assert not list((tmp_path / RUN).glob(".step_*"))
+
+
+# ------------------------------------------------------------------------------------ bad numbers
+
+
+def spoil(monkeypatch, steps: set[int]) -> None:
+    """Let the loss of some steps be NaN."""
+    training_loss, step = train.training_loss, {"now": 0}
+
+    def spoilt(*arguments):
+        losses = training_loss(*arguments)
+        step["now"] += 1
+        return losses * float("nan") if step["now"] - 1 in steps else losses
+
+    monkeypatch.setattr(train, "training_loss", spoilt)
+
+
+def test_bad_steps_are_skipped_and_counted(tmp_path, monkeypatch):
+    """Reference: the optimizer's own count of steps, and the mean of the good losses logged one by one."""
+    options = ("train.steps=6", "every.save=6")
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    with monkeypatch.context() as patch:
+        spoil(patch, {1, 2, 4})
+        text = launch(tmp_path / "a", *options, "every.log=6")
+    with monkeypatch.context() as patch:
+        spoil(patch, {1, 2, 4})
+        launch(tmp_path / "b", *options, "every.log=1")
+    found = state(tmp_path / "a" / RUN)
+    assert int(found["optimizer/step/x_embedder.proj.bias"]) == 3
+    assert "3 steps up to step 6 were skipped: loss or gradient not finite" in text
+    [line] = [r for r in RunLog(tmp_path / "a" / RUN).records() if "bad_steps" in r]
+    single = [r for r in RunLog(tmp_path / "b" / RUN).records() if "bad_steps" in r]
+    assert line["bad_steps"] == 3 and [r["bad_steps"] for r in single] == [0, 1, 1, 0, 1, 0]
+    good = [r for r in single if "loss" in r]
+    assert [r["step"] for r in good] == [1, 4, 6]
+    assert line["loss"] == pytest.approx(np.mean([r["loss"] for r in good]))
+    assert line["grad_norm"] == pytest.approx(np.mean([r["grad_norm"] for r in good]))
+    assert same(tmp_path / "a" / RUN, tmp_path / "b" / RUN)
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run_and_keep_the_checkpoint(tmp_path, monkeypatch):
+    spoil(monkeypatch, set(range(4, 100)))
+    with pytest.raises(SystemExit) as error:
+        launch(tmp_path, "train.steps=50", "every.save=3", "train.max_bad_steps=5")
+    found = re.search(
+        r"in (\d+) steps in a row, (\d+) to (\d+) .* σ lay between (\S+) and (\S+)\. Try", str(error.value)
+    )
+    assert found and [int(found[i]) for i in (1, 2, 3)] == [6, 4, 9]
+    assert 0 < float(found[4]) < float(found[5]) and "that of step 9" in str(error.value)
+    assert status(tmp_path)["state"] == "failed" and "optim.lr" in status(tmp_path)["reason"]
+    assert checkpoint.find_whole(tmp_path / RUN)[0].step == 9
+
+
+ONE_RANK = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+sys.argv = [sys.argv[1] + "/train.py", *sys.argv[2:]]
+import train
+calls, training_loss = [0], train.training_loss
+def spoilt(*arguments):
+    calls[0] += 1
+    losses = training_loss(*arguments)
+    return losses * (float("inf") if calls[0] == 2 and os.environ["RANK"] == "1" else 1.0)
+train.training_loss = spoilt
+train.open_door(train.main, [*train.settings.known_keys(), "experiment"])
+"""
+
+
+def test_a_bad_loss_of_one_process_is_skipped_by_all(tmp_path):
+    (tmp_path / "spoilt.py").write_text(ONE_RANK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
+    command += ["--rdzv_endpoint=localhost:0", "spoilt.py", str(ROOT), *TINY, "train.steps=3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [r["bad_steps"] for r in RunLog(tmp_path / RUN).records() if "bad_steps" in r] == [0, 1, 0]
+    assert int(state(tmp_path / RUN)["optimizer/step/x_embedder.proj.bias"]) == 2
+
+
+# ---------------------------------------------------------------------------------------- launches
+
+
+def test_a_number_of_processes_that_was_not_asked_for_is_an_error(tmp_path):
+    with pytest.raises(SystemExit, match="train.processes is 2, but 1 were launched: torchrun --nproc_per_node=2"):
+        launch(tmp_path, "train.processes=2")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2"]
+    environment = {key: value for key, value in os.environ.items() if key not in ("MASTER_PORT", "WORLD_SIZE")}
+    done = subprocess.run(
+        [*command, str(ROOT / "train.py"), *TINY],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+    assert done.returncode == 1 and "asked for several processes and started one" in done.stderr
+    assert not (tmp_path / "results").exists()
+
+
+def test_out_of_memory_names_the_micro_batch_that_fits(tmp_path, monkeypatch):
+    """A device that takes at most 3 images: of 8, 4, 2, 1 it takes 2."""
+    training_loss = train.training_loss
+
+    def limited(cfg, network, latents, stored, labels, draws):
+        if len(stored) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+        return training_loss(cfg, network, latents, stored, labels, draws)
+
+    monkeypatch.setattr(train, "training_loss", limited)
+    with pytest.raises(SystemExit, match="(?s)micro-batches of 8 images: CUDA out.*train.micro_batch_size=2 would fit"):
+        launch(tmp_path)
+    assert status(tmp_path)["state"] == "failed"
+    launch(tmp_path, "train.micro_batch_size=2")
+
+
+# ------------------------------------------------------------------------------------------ stages
+
+
+def test_routes_until_is_training_without_routes_from_there(tmp_path):
+    """Reference: a dense run that starts from the routed one's checkpoint."""
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    launch(tmp_path / "a", "train.routes_until=3")
+    launch(tmp_path / "b", "train.steps=3")
+    config = json.loads((tmp_path / "b" / RUN / "latest" / "info.json").read_text())
+    config["config"]["model"]["routes"] = []
+    (tmp_path / "b" / RUN / "step_0000003" / "info.json").write_text(json.dumps(config))
+    launch(tmp_path / "b", "model.routes=[]")
+    assert same(tmp_path / "a" / RUN, tmp_path / "b" / RUN)
+    flops = [
+        r["flops_per_s"] / r["images_per_s"] for r in RunLog(tmp_path / "a" / RUN).records() if "images_per_s" in r
+    ]
+    assert flops[-1] > 1.05 * flops[0]
+
+
+def test_init_from_raw_weights_and_a_learning_rate_schedule(tmp_path):
+    launch(tmp_path, "train.steps=3")
+    source = state(tmp_path / RUN)
+    options = ("model=dit", "train.steps=4", "optim.lr=1e-30", "optim.schedule=linear", "optim.warmup_steps=2")
+    for weights in ("ema", "model"):
+        launch(tmp_path, *options, f"init_from={RUN}", f"init_weights={weights}", f"name={weights}")
+        found = state(tmp_path / "results" / weights)
+        assert all(
+            torch.equal(found[f"model/{key[len(weights) + 1 :]}"], value)
+            for key, value in source.items()
+            if key.startswith(f"{weights}/")
+        )
+    rates = [r["lr"] for r in RunLog(tmp_path / "results" / "ema").records() if "lr" in r]
+    assert rates == pytest.approx([0.5e-30, 1e-30, 1e-30, 0.5e-30])
+
+
+# ------------------------------------------------------------------------------------------- kills
+
+FORKS = """
+import json, os, random, signal, sys, time
+root, kills, *options = sys.argv[1:]
+sys.path[:0] = [root, root + "/tests"]
+from pathlib import Path
+from conftest import launch
+run, random = Path("results/digits-tread"), random.Random(0)
+
+def steps():
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\\n") if path.exists() else 0
+
+def start():
+    child = os.fork()
+    if child == 0:
+        try:
+            launch(Path("."), *options)
+        except BaseException as error:
+            print("failed:", repr(error), flush=True)
+            os._exit(1)
+        os._exit(0)
+    return child
+
+killed, starts = 0, 0
+while killed < int(kills):
+    child, starts = start(), starts + 1
+    began, seen = time.monotonic(), None
+    while True:
+        done, code = os.waitpid(child, os.WNOHANG)
+        if done:
+            sys.exit(f"ended by itself with {code} after {killed} kills")
+        lines = json.loads((run / "status.json").read_text())["pid"] == child and steps() if run.exists() else 0
+        seen = lines if lines and seen is None else seen  # begins when the child has taken the folder
+        if seen is not None and lines > seen:
+            break
+        assert time.monotonic() - began < 60
+        time.sleep(0.002)
+    time.sleep(random.uniform(0, 0.25))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    killed += 1
+child = start()
+assert os.waitpid(child, 0)[1] == 0
+print(json.dumps({"kills": killed, "steps": steps()}))
+"""
+
+
+@pytest.mark.slow
+def test_a_hundred_kills_at_random_moments_change_no_bit(tmp_path):
+    """kill -9 within a quarter of a second after the first step of each start, uniformly; every second step is saved."""
+    options = [
+        "train.steps=2500",
+        "every.save=2",
+        "every.sample=100000",
+        "every.evaluate=50",
+        "checkpoints.keep_last=3",
+    ]
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, str(ROOT), "100", *options], cwd=tmp_path / "a", capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["kills"] == 100
+    launch(tmp_path / "b", *options)
+    assert same(tmp_path / "a" / RUN, tmp_path / "b" / RUN)
+    assert records(tmp_path / "a" / RUN) == records(tmp_path / "b" / RUN)
+    starts = [start["step"] for start in RunLog(tmp_path / "a" / RUN).starts()]
+    assert len(starts) == 101 and starts == sorted(starts) and starts[-1] > 100
