@@ -17,7 +17,6 @@ import posthoc
 import settings
 from compute import autocast
 from evaluation import heldout_loss
-from files import explain_failure
 from metrics import Moments
 from objective import step_draws
 from pictures import save_curve, save_grid
@@ -137,11 +136,10 @@ def save(run: Run) -> None:
 
     def write() -> None:
         parts = checkpoint.parts(run.network, run.ema.network, run.optimizer, networks)
-        with explain_failure(run.folder):
-            checkpoint.save(run.folder, run.step, parts, info)
-            if run.cfg.checkpoints.keep_last is not None:
-                checkpoint.prune(run.folder, run.cfg.checkpoints.keep_last, run.cfg.checkpoints.keep_every)
-            run.log.status("running", run.step)
+        checkpoint.save(run.folder, run.step, parts, info)
+        if run.cfg.checkpoints.keep_last is not None:
+            checkpoint.prune(run.folder, run.cfg.checkpoints.keep_last, run.cfg.checkpoints.keep_every)
+        run.log.status("running", run.step)
 
     from_main(run.accelerator, write)
     run.saved = run.step
@@ -150,12 +148,7 @@ def save(run: Run) -> None:
 def save_snapshot(run: Run) -> None:
     """Store the averages by power functions, for scripts/reconstruct_ema.py."""
     averages = {width: dict(average.network.named_parameters()) for width, average in run.averages.items()}
-
-    def write() -> None:
-        with explain_failure(run.folder):
-            posthoc.save_snapshot(run.folder, run.step, averages)
-
-    from_main(run.accelerator, write)
+    from_main(run.accelerator, lambda: posthoc.save_snapshot(run.folder, run.step, averages) and None)
 
 
 def read_tally(run: Run) -> dict[str, float]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 
+from signals import leave_at_once
 from typed import check_overrides
 
 
@@ -17,6 +18,7 @@ def open_door(main: Callable[[], None], known: Iterable[str]) -> None:
     except ValueError as error:
         sys.exit(f"error: {error}")
     main()
+    leave_at_once(0)
 
 
 def plain(composed: DictConfig) -> dict:

@@ -75,16 +75,22 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
+class Unwritable(OSError):
+    """A file that could not be written; the message says which and why."""
+
+
 @contextmanager
 def explain_failure(path: Path) -> Iterator[None]:
     """Let an OSError in the block name the path that could not be written, and the likely reason."""
     try:
         yield
+    except Unwritable:
+        raise
     except OSError as error:
         why = "is the disk full, or a file size limit set?"
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             why = "choose a place that you may write to."
-        raise OSError(f"{path} could not be written ({error}): {why} What was done before is kept") from error
+        raise Unwritable(f"{path} could not be written ({error}): {why} What was done before is kept") from error
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
 from accelerate.utils import broadcast_object_list
+from torch import nn
 from tqdm import tqdm
 
 from compute import use_cores, use_precision
@@ -34,7 +35,7 @@ def open_accelerator(precision: str, cpu_threads: int | None, processes: int | N
             "torchrun --nproc_per_node=<processes> train.py …, or with --num_processes 1"
         )
     # Autocast is compute.autocast, in training as in sampling. Without cpu=True, torchrun on CPUs would be one process.
-    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     on_cpu = not torch.accelerator.is_available()
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, kwargs_handlers=[ddp])
     kind, launched = accelerator.distributed_type.value, int(os.environ.get("WORLD_SIZE", 1))
@@ -54,6 +55,13 @@ def open_accelerator(precision: str, cpu_threads: int | None, processes: int | N
     if accelerator.is_main_process and asked not in ("no", precision):
         print(f"warning: accelerate's config says {asked}, train.precision decides: {precision}", file=sys.stderr)
     return accelerator, precision
+
+
+def distribute(accelerator: Accelerator, network: nn.Module) -> nn.Module:
+    """The network in DDP where there are several processes; its buffers are fixed numbers, never sent around."""
+    buffers = [name for name, _ in network.named_buffers()]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, buffers)
+    return accelerator.prepare(network)
 
 
 def from_main(accelerator: Accelerator, decide: Callable[[], T]) -> T:

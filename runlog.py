@@ -116,7 +116,7 @@ class RunLog:
     """metrics.jsonl and run.json of a run; the main process alone writes them. Open it before `claim`."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.metrics = folder, folder / "metrics.jsonl"
+        self.folder, self.metrics, self._lock = folder, folder / "metrics.jsonl", None
         self._seen = self._state()
 
     def _state(self) -> tuple[int, Path | None]:
@@ -167,8 +167,9 @@ class RunLog:
         return json.loads(path.read_text()) if path.exists() else {}
 
     def close(self) -> None:
-        """Give the folder back."""
-        self._lock.release()
+        """Give the folder back, if it was taken."""
+        if self._lock is not None:
+            self._lock.release()
 
     def write(self, record: dict) -> None:
         """Append one record; its "step" is the number of steps done."""

@@ -23,7 +23,7 @@ from files import check_place, point_to, write_whole
 from latents import LatentDataset, Latents
 from loading import Loader
 from probe import Probe, open_probe
-from processes import from_main, open_accelerator
+from processes import distribute, from_main, open_accelerator
 from randomness import generator, split_batch
 from runlog import Claim, RunLog, claim
 from signals import Stop
@@ -140,7 +140,7 @@ def start(cfg: settings.Settings, config: dict, stop: Stop) -> Run:
         heldout=heldout,
         loader=Loader(data, cfg.seed, cfg.train.batch_size, micro_batches, device, steps=cfg.train.steps),
         network=network,
-        wrapped=accelerator.prepare(network),
+        wrapped=distribute(accelerator, network),
         ema=ema,
         averages=averages,
         optimizer=optimizer,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 
 import hydra
@@ -23,10 +24,11 @@ from between import done_before, draw_samples, look, read_tally, save, save_snap
 from build import complete
 from cli import open_door
 from compute import autocast, peak_flops, wait_for
+from files import explain_failure
 from memory import find_fitting, smaller
 from objective import active_routes, step_draws, training_loss
 from processes import from_main
-from signals import INTERRUPTED, Stop
+from signals import INTERRUPTED, Stop, leave_at_once
 from start import Failure, Run, start
 from summary import describe, outcome
 from updates import backward, optimizer_step
@@ -45,12 +47,15 @@ def main(composed: DictConfig) -> None:
         leave(run, finished)
     except (ValueError, OSError, Failure) as error:
         note_failure(run, str(error))
+        leave_at_once(1, f"error: {error}")
         sys.exit(f"error: {error}")
     except Exception as error:
         note_failure(run, f"{type(error).__name__}: {error}")
+        leave_at_once(1, traceback.format_exc())
         raise
     finally:
         stop.close()
+    leave_at_once(0 if finished else INTERRUPTED)
     if not finished:
         sys.exit(INTERRUPTED)
 
@@ -82,14 +87,15 @@ def train(run: Run) -> bool:
             last = run.step == cfg.train.steps
             if run.step % cfg.every.log == 0 or last:
                 bar.set_postfix_str(log(run, clock), refresh=False)
-            with clock.paused():
+            with clock.paused(), explain_failure(run.folder):
                 on = look(run)
                 if run.averages and (run.step % (cfg.ema.snapshot_every or cfg.every.save) == 0 or last):
                     save_snapshot(run)
                 if run.step % cfg.every.save == 0 or last:
                     save(run)
     if run.step != (run.saved or 0):
-        save(run)
+        with explain_failure(run.folder):
+            save(run)
     return on and run.step == cfg.train.steps
 
 
@@ -164,7 +170,8 @@ def log(run: Run, clock: Clock) -> str:
         short = f", {speed:.0f} images/s"
     if clock.cold_start is not None:  # once a start
         values["cold_start_seconds"], clock.cold_start = round(clock.cold_start, 2), None
-    run.record(**values)
+    with explain_failure(run.folder):
+        run.record(**values)
     if tally["bad"]:
         run.say(f"warning: {int(tally['bad'])} steps up to step {run.step} were skipped: loss or gradient not finite")
     run.tally.restart()
@@ -231,6 +238,7 @@ def note_failure(run: Run | None, reason: str) -> None:
         with contextlib.suppress(OSError):
             who = "" if run.main else f"process {run.accelerator.process_index}: "
             run.log.status("failed", run.step, who + reason)
+        run.log.close()
 
 
 if __name__ == "__main__":

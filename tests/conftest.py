@@ -74,7 +74,7 @@ def launch_processes(folder, *overrides: str, processes: int = 1, ok: bool = Tru
         command += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
         command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
     command += [str(ROOT / "train.py"), *TINY, *overrides]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     assert (done.returncode == 0) == ok, done.stdout + done.stderr
     return done.stdout + done.stderr
 

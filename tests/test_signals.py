@@ -102,7 +102,7 @@ def test_the_end_of_the_launcher_is_a_signal(tmp_path):
 
 
 BUSY = """
-import sys, torch
+import sys, time, torch
 sys.path.insert(0, sys.argv[1])
 from signals import Stop
 torch.set_num_threads(1)
@@ -111,6 +111,7 @@ stop.ending = lambda name: print("ending by", name, flush=True)
 x = torch.zeros(6000, 6000)
 print("ready", flush=True)
 x @ x
+time.sleep(0.01)  # for the handlers
 print("asked by", stop.reason, stop.poll(), flush=True)
 """
 

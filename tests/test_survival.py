@@ -65,8 +65,10 @@ def test_another_number_of_processes_keeps_batches_and_draws(whole, tmp_path):
     """Four steps by one process, four by two: equal up to the order of sums."""
     launch(tmp_path, *OPTIONS, "train.steps=4")
     launch_processes(tmp_path, *OPTIONS, processes=2)
-    for found, expected in zip(records(tmp_path / RUN), records(whole / RUN), strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
+    found, expected = ([r for r in records(folder / RUN) if r["step"] != 4] for folder in (tmp_path, whole))
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    assert [r["step"] for r in found if "eval_loss" in r] == [3, 6, 8]
 
 
 def test_two_processes_equal_one_over_20_steps_of_uneven_data(tmp_path):
@@ -139,10 +141,9 @@ def test_leftovers_of_a_kill_are_swept(whole, tmp_path):
 FULL = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))  # what a full disk does, to each file
-sys.path.insert(0, sys.argv[1])
-sys.argv = [sys.argv[1] + "/train.py", *sys.argv[2:]]
-import train
-train.open_door(train.main, [*train.settings.known_keys(), "experiment"])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
+from conftest import launch
+launch(".", *sys.argv[2:])
 """
 
 
@@ -150,7 +151,7 @@ train.open_door(train.main, [*train.settings.known_keys(), "experiment"])
 def test_a_disk_that_takes_no_more_stops_with_a_message_and_leaves_older_checkpoints_whole(whole, tmp_path, how):
     shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
     if how == "full":
-        command = [sys.executable, "-c", FULL, str(ROOT), *TINY, *OPTIONS, "train.steps=10"]
+        command = [sys.executable, "-c", FULL, str(ROOT), *OPTIONS, "train.steps=10"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.returncode == 1, done.stderr
         assert status(tmp_path)["state"] == "failed" and "could not be written" in status(tmp_path)["reason"]
@@ -225,23 +226,23 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_keep_the_checkpoint(tmp_pat
 
 ONE_RANK = """
 import os, sys
-sys.path.insert(0, sys.argv[1])
-sys.argv = [sys.argv[1] + "/train.py", *sys.argv[2:]]
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
 import train
+from conftest import launch
 calls, training_loss = [0], train.training_loss
 def spoilt(*arguments):
     calls[0] += 1
     losses = training_loss(*arguments)
     return losses * (float("inf") if calls[0] == 2 and os.environ["RANK"] == "1" else 1.0)
 train.training_loss = spoilt
-train.open_door(train.main, [*train.settings.known_keys(), "experiment"])
+launch(".", *sys.argv[2:])
 """
 
 
 def test_a_bad_loss_of_one_process_is_skipped_by_all(tmp_path):
     (tmp_path / "spoilt.py").write_text(ONE_RANK)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
-    command += ["--rdzv_endpoint=localhost:0", "spoilt.py", str(ROOT), *TINY, "train.steps=3"]
+    command += ["--rdzv_endpoint=localhost:0", "spoilt.py", str(ROOT), "train.steps=3"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert [r["bad_steps"] for r in RunLog(tmp_path / RUN).records() if "bad_steps" in r] == [0, 1, 0]
@@ -310,11 +311,9 @@ def test_init_from_raw_weights_and_a_learning_rate_schedule(tmp_path):
     for weights in ("ema", "model"):
         launch(tmp_path, *options, f"init_from={RUN}", f"init_weights={weights}", f"name={weights}")
         found = state(tmp_path / "results" / weights)
-        assert all(
-            torch.equal(found[f"model/{key[len(weights) + 1 :]}"], value)
-            for key, value in source.items()
-            if key.startswith(f"{weights}/")
-        )
+        for key, value in source.items():
+            if key.startswith(f"{weights}/"):
+                torch.testing.assert_close(found[f"model/{key[len(weights) + 1 :]}"], value, rtol=0, atol=1e-20)
     rates = [r["lr"] for r in RunLog(tmp_path / "results" / "ema").records() if "lr" in r]
     assert rates == pytest.approx([0.5e-30, 1e-30, 1e-30, 0.5e-30])
 
@@ -370,7 +369,7 @@ print(json.dumps({"kills": killed, "steps": steps()}))
 
 @pytest.mark.slow
 def test_a_hundred_kills_at_random_moments_change_no_bit(tmp_path):
-    """kill -9 within a quarter of a second after the first step of each start, uniformly; every second step is saved."""
+    """kill -9 within a quarter of a second after the first step of each start, uniformly; each second step is saved."""
     options = [
         "train.steps=2500",
         "every.save=2",
