@@ -18,10 +18,12 @@ import torch
 from accelerate import Accelerator
 from conftest import ROOT, TINY, launch, launch_processes, records, state
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
-import train as door
+import train
 from build import build_network, build_optimizer, open_dataset
+from dit import DiT
 from ema import EMA, exponential
 from latents import LatentDataset, Latents
 from loading import Loader
@@ -154,7 +156,7 @@ def test_each_step_draws_its_own_ids_and_noise(read_config, monkeypatch, straigh
             tally=Tally("cpu"),
         )
         for run.step in range(3):
-            door.training_step(run)
+            train.training_step(run)
         return calls
 
     calls, again, other = seen(0), seen(0), seen(1)
@@ -164,6 +166,28 @@ def test_each_step_draws_its_own_ids_and_noise(read_config, monkeypatch, straigh
     for one, another in ((calls[0], calls[1]), (calls[1], calls[2]), (calls[0], other[0])):
         assert not torch.isclose(one[0], another[0]).all() and not torch.equal(one[3], another[3])
     assert 10 in torch.cat([y for _, y, _, _ in calls + other])  # some label is dropped
+
+
+def test_a_step_reads_nothing_back_from_the_device(tmp_path, monkeypatch):
+    """No operator that takes a number out of a tensor, with accumulation, clipping and all averages. The labels'
+    range, which is looked at on a CPU alone, does not count. On a GPU, tests/test_compiling.py watches the waits."""
+    seen, training_step = [], train.training_step
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+            seen.append(str(operator))
+            return operator(*arguments, **(options or {}))
+
+    def watched(run):
+        with Watch():
+            training_step(run)
+
+    monkeypatch.setattr(train, "training_step", watched)
+    monkeypatch.setattr(DiT, "check_inputs", lambda *_: None)
+    launch(tmp_path, "train.micro_batch_size=4", "optim.clip_norm=1", "ema.power=[0.1]", "train.steps=2")
+    assert len(seen) > 100 and any("fused_adamw" in name for name in seen)
+    waiting = ("_local_scalar_dense", "nonzero", "equal.default", "item", "masked_select", "unique")
+    assert not [name for name in seen if any(part in name for part in waiting)]
 
 
 @pytest.mark.parametrize(

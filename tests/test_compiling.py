@@ -1,0 +1,167 @@
+"""Compiled blocks: as many graphs as kinds of calls, the same numbers, and a way out where no compiler is.
+
+The reference is the network that is not compiled."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import launch, random_network, records
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import compiling
+import start
+import train
+from compute import autocast
+from edm import EDM
+from guidance import Guidance, Schedule
+from routing_module import Route, draw_ids
+from sample import Sampler, draw
+from trained import Model, compile_models
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def counted(*networks, backend="aot_eager"):
+    counter = CompileCounterWithBackend(backend)
+    for network in networks:
+        compiling.compile_blocks(network.blocks, counter)
+    return counter
+
+
+def test_a_graph_for_each_kind_of_call_however_deep_the_network():
+    """Kinds: all tokens and half of them with gradients, all without, in fp32 and bf16; a fp32 block under bf16."""
+    network = random_network(0, hidden_size=32, depth=6, num_heads=2)
+    eager, averaged = copy.deepcopy(network), copy.deepcopy(network).requires_grad_(False).eval()
+    names = list(network.state_dict())
+    counter = counted(network, averaged)
+    assert list(network.state_dict()) == names == list(copy.deepcopy(network).state_dict())
+    x, t, y = torch.randn(4, 4, 8, 8), torch.zeros(4), torch.arange(4)
+    for repeat in range(2):
+        for precision, fp32, expected in (("fp32", "off", 3), ("bf16", "off", 6), ("bf16", "end", 6)):
+            routes = [(Route(1, 3, 0.5, fp32), draw_ids(torch.rand(4, 16), 0.5))]
+            with autocast(CPU, precision):
+                pairs = [(model(x, t, y), model(x, t, y, routes)) for model in (network, eager)]
+                with torch.no_grad():
+                    averaged(x, t, y)
+            for ours, theirs in zip(*pairs):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0.02 if precision == "bf16" else 1e-5)
+            sum(output.float().sum() for output in pairs[0]).backward()
+            assert counter.frame_count == (6 if repeat else expected)
+
+
+def test_gradients_are_those_of_the_plain_network():
+    plain = random_network(1, hidden_size=32, depth=6, num_heads=2)
+    compiled, recomputed, both = (copy.deepcopy(plain) for _ in range(3))
+    counted(compiled, both)
+    recomputed.activation_checkpointing = both.activation_checkpointing = True
+    x, t, y = torch.randn(4, 4, 8, 8), torch.zeros(4), torch.arange(4)
+    routes = [(Route(1, 3, 0.5), draw_ids(torch.rand(4, 16), 0.5))]
+    for network in (plain, compiled, recomputed, both):
+        network(x, t, y, routes).square().sum().backward()
+    for name, parameter in plain.named_parameters():
+        gradients = [network.get_parameter(name).grad for network in (compiled, recomputed, both)]
+        assert torch.equal(gradients[1], parameter.grad)  # recomputation sees the same ids
+        for gradient in gradients:
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_guidance_with_changing_ratios_stays_eager_and_others_have_few_graphs():
+    constant, scheduled = (
+        Guidance("sparse", 2.0, 0.25, 0.75),
+        Guidance("sparse", 2.0, Schedule("linear", 0.0, 0.5), 0.75),
+    )
+    assert not constant.scheduled and scheduled.scheduled
+    network = random_network(0, hidden_size=32, depth=6, num_heads=2).eval().requires_grad_(False)
+    eager = Model(EDM(), copy.deepcopy(network), (Route(1, 3),))
+    counter = counted(network)
+    sampler = Sampler(steps=4, batch_size=4, guidance=constant)
+    ours, theirs = (
+        torch.cat(list(draw(model, range(6), torch.arange(6), sampler)))
+        for model in (Model(EDM(), network, (Route(1, 3),)), eager)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == 3  # all tokens, three quarters, a quarter; the short batch is padded
+    assert compile_models([eager, None], False, CPU) is None
+
+
+def test_settings_say_when(read_config):
+    assert not compiling.wanted("auto", CPU) and compiling.wanted(True, CPU)
+    assert compiling.wanted("auto", torch.device("cuda")) and not compiling.wanted(False, torch.device("cuda"))
+    with pytest.raises(ValueError, match="train.compile is 'always', but must be auto, true or false"):
+        read_config("train.compile=always")
+
+
+def test_without_a_compiler_a_run_goes_on_with_one_warning(tmp_path, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("no working C++ compiler\nsecond line")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    text = launch(tmp_path, "train.compile=true", "train.steps=2")
+    assert text.count("running without torch.compile, which fails here: RuntimeError: no working C++ compiler") == 1
+    assert [r["step"] for r in records(tmp_path / "results" / "digits-tread") if "loss" in r] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "graphs"), [("fp32", 4), ("bf16", 5)])
+def test_a_run_compiles_no_more_than_its_kinds_of_steps(tmp_path, monkeypatch, precision, graphs):
+    """Routed and, after routes_until, dense steps, evaluation with a short batch, grids: by the real compiler.
+
+    Graphs: all tokens and kept tokens with gradients, evaluation, sampling; in bf16 the route's last block in fp32.
+    """
+    counters = []
+
+    def counting(blocks):
+        counters.append(CompileCounterWithBackend("inductor"))
+        compile_blocks(blocks, counters[-1])
+
+    compile_blocks = compiling.compile_blocks
+    monkeypatch.setattr(start, "compile_blocks", counting)
+    options = ["train.steps=8", "train.routes_until=5", "eval.points=40", "eval.batch_size=16", "every.sample=4"]
+    options += [f"train.precision={precision}"]
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    text = launch(tmp_path / "a", *options, "train.compile=true")
+    assert "of which the first step took" in text and "warning" not in text
+    assert [counter.frame_count for counter in counters] == [graphs]
+    launch(tmp_path / "b", *options)
+    ours, theirs = (records(tmp_path / name / "results" / "digits-tread") for name in "ab")
+    for found, expected in zip(ours, theirs, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4 if precision == "fp32" else 0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_training_step_on_a_gpu_waits_for_nothing_and_uses_flash_attention(tmp_path, monkeypatch):
+    """PyTorch's own watch over synchronising calls, and the operators that its profiler saw."""
+    training_step, steps = train.training_step, []
+
+    def watched(run):
+        steps.append(run.step)
+        if run.step < 4:  # the first ones compile
+            return training_step(run)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            if run.step > 4:
+                return training_step(run)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                training_step(run)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        names = {event.key for event in profile.key_averages() if "attention" in event.key}
+        assert any("flash_attention" in name for name in names) and not any("math" in name for name in names), names
+
+    monkeypatch.setattr(train, "training_step", watched)
+    launch(
+        tmp_path, "train.steps=8", "train.precision=bf16", "model.hidden_size=128", "model.routes.0.fp32=off",
+        "train.micro_batch_size=4", "optim.clip_norm=1", "ema.power=[0.1]",
+    )  # fmt: skip
+    assert steps == list(range(8))
