@@ -332,6 +332,10 @@ def steps():
     path = run / "metrics.jsonl"
     return path.read_bytes().count(b"\\n") if path.exists() else 0
 
+def taken_by(child):
+    path = run / "status.json"
+    return path.exists() and json.loads(path.read_text())["pid"] == child
+
 def start():
     child = os.fork()
     if child == 0:
@@ -351,9 +355,9 @@ while killed < int(kills):
         done, code = os.waitpid(child, os.WNOHANG)
         if done:
             sys.exit(f"ended by itself with {code} after {killed} kills")
-        lines = json.loads((run / "status.json").read_text())["pid"] == child and steps() if run.exists() else 0
-        seen = lines if lines and seen is None else seen  # begins when the child has taken the folder
-        if seen is not None and lines > seen:
+        if seen is None and taken_by(child):
+            seen = steps()
+        if seen is not None and steps() > seen:
             break
         assert time.monotonic() - began < 60
         time.sleep(0.002)
