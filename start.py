@@ -179,7 +179,8 @@ def take_folder(run: Run, claimed: Claim) -> None:
     """Write down that the run starts, in the main process. Raises OSError, also without room for a checkpoint."""
     cfg = run.cfg
     copies = 4 + len(run.averages)  # weights, EMA, two moments of AdamW
-    check_place(run.folder, copies * sum(4 * parameter.numel() for parameter in run.network.parameters()))
+    checkpoint_bytes = copies * sum(4 * parameter.numel() for parameter in run.network.parameters())
+    check_place(run.folder, checkpoint_bytes if run.step < cfg.train.steps else 0)
     facts = {"processes": run.accelerator.num_processes, "device": str(run.device), "precision": run.precision}
     run.log.start(run.step, run.config, **facts)
     write_whole(run.folder / "config.yaml", OmegaConf.to_yaml(run.config))

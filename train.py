@@ -79,6 +79,7 @@ def train(run: Run) -> bool:
             try:
                 training_step(run)
             except torch.OutOfMemoryError as error:
+                traceback.clear_frames(error.__traceback__)  # which hold what the step had allocated
                 raise Failure(explain_memory(run, str(error))) from error
             run.step += 1
             bar.update()
@@ -187,16 +188,16 @@ def explain_memory(run: Run, error: str) -> str:
     draws = step_draws(cfg, run.data.latents, run.network.num_tokens, run.step, run.device).rows(rows)
     [(stored, labels), *_] = run.loader.batches(run.step)
     parameters = list(run.network.parameters())
-    room = [] if run.optimizer.state else [torch.empty_like(p) for p in 2 * parameters]  # moments that are yet to come
 
     def attempt(size: int) -> None:
-        few = slice(0, size)
+        few, moments = slice(0, size), [] if run.optimizer.state else 2 * parameters  # of AdamW, yet to come
+        room = [torch.empty_like(parameter) for parameter in moments]
         with torch.compiler.set_stance("force_eager"), autocast(run.device, run.precision):
             loss = training_loss(cfg, run.network, run.data.latents, stored[few], labels[few], draws.rows(few)).mean()
         loss.backward()
+        del room  # held until here
 
     size = find_fitting(attempt, smaller(share, tried))
-    del room
     advice = (
         f"train.micro_batch_size={size} would fit, with the same results" if size else "even one image does not fit"
     )
@@ -224,7 +225,8 @@ def leave(run: Run, finished: bool) -> None:
     if run.main:
         reason = None if finished else run.stop.reason or "another process was asked to stop"
         if not finished:
-            run.say(f"{run.folder}: stopped by {reason} after step {run.step}, which is saved; start it again to go on")
+            saved = f"after step {run.step}, which is saved" if run.step else "before its first step"
+            run.say(f"{run.folder}: stopped by {reason} {saved}; start it again to go on")
         run.log.status("finished" if finished else "interrupted", run.step, reason)
         run.log.close()
     if run.wandb is not None:

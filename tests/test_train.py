@@ -168,6 +168,14 @@ def test_each_step_draws_its_own_ids_and_noise(read_config, monkeypatch, straigh
     assert 10 in torch.cat([y for _, y, _, _ in calls + other])  # some label is dropped
 
 
+def test_processes_sum_their_gradients_once_a_step(tmp_path, monkeypatch):
+    """All micro-batches but the last run in DDP's no_sync."""
+    calls, no_sync = [], Accelerator.no_sync
+    monkeypatch.setattr(Accelerator, "no_sync", lambda self, model: calls.append(model) or no_sync(self, model))
+    launch(tmp_path, "train.micro_batch_size=2", "train.steps=2")
+    assert len(calls) == 2 * 3
+
+
 def test_a_step_reads_nothing_back_from_the_device(tmp_path, monkeypatch):
     """No operator that takes a number out of a tensor, with accumulation, clipping and all averages. The labels'
     range, which is looked at on a CPU alone, does not count. On a GPU, tests/test_compiling.py watches the waits."""
