@@ -17,6 +17,7 @@ import posthoc
 import settings
 from compute import autocast
 from evaluation import heldout_loss
+from files import explain_failure
 from metrics import Moments
 from objective import step_draws
 from pictures import save_curve, save_grid
@@ -55,7 +56,10 @@ def done_before(run: Run) -> set[str]:
 
 
 def evaluate(run: Run) -> float:
-    """Full-token loss of the EMA weights on held-out data, see evaluation.py. Cut short if the run is to stop."""
+    """Full-token loss of the EMA weights on held-out data, see evaluation.py.
+
+    Cut short if the run was asked to stop: then it is no mean, as run.stop.agreed() tells all processes.
+    """
     options, model, accelerator = run.cfg.eval, run.model, run.accelerator
     ranks, total = accelerator.num_processes, torch.zeros((), device=run.device)
     mine = torch.arange(options.points)[accelerator.process_index :: ranks]
@@ -102,8 +106,9 @@ def draw_grid(run: Run) -> None:
         classes = spread_classes(cfg.dataset.num_classes, cfg.sampling.classes)
         labels = torch.tensor(classes).repeat_interleave(cfg.sampling.per_class)
         pictures = draw_samples(run, labels)
-        save_grid(grid_path(run), pictures.numpy(), cfg.sampling.per_class)
-        save_curve(run.folder / "loss.png", run.log.records(), routed=bool(cfg.model.routes))
+        with explain_failure(grid_path(run)):
+            save_grid(grid_path(run), pictures.numpy(), cfg.sampling.per_class)
+            save_curve(run.folder / "loss.png", run.log.records(), routed=bool(cfg.model.routes))
 
     from_main(run.accelerator, draw)
 
@@ -116,9 +121,17 @@ def draw_samples(run: Run, labels: Tensor) -> Tensor:
     return torch.cat(list(stream))
 
 
-def save(run: Run) -> None:
-    """Write a checkpoint of this step. Raises OSError if it can't be, Failure if the weights are broken."""
+def save(run: Run) -> bool:
+    """Write a checkpoint of this step, unless it was skipped: what is saved is known to have worked; True if written.
+
+    The last step of a run is saved in any case, but then removes no older ones. Raises OSError if it can't be
+    written, Failure if the weights are broken.
+    """
     tally = read_tally(run)
+    skipped = tally["in_a_row"] > 0
+    if skipped and run.step < run.cfg.train.steps:
+        return False
+    tally["loss"] = run.accelerator.gather(run.tally.sums[:1].clone()).tolist()  # of each process
     norms = torch._foreach_norm(list(run.network.parameters()))
     if not torch.stack(norms).isfinite().all():
         raise Failure(
@@ -136,13 +149,15 @@ def save(run: Run) -> None:
 
     def write() -> None:
         parts = checkpoint.parts(run.network, run.ema.network, run.optimizer, networks)
-        checkpoint.save(run.folder, run.step, parts, info)
-        if run.cfg.checkpoints.keep_last is not None:
-            checkpoint.prune(run.folder, run.cfg.checkpoints.keep_last, run.cfg.checkpoints.keep_every)
-        run.log.status("running", run.step)
+        with explain_failure(run.folder / f"step_{run.step:07d}"):
+            checkpoint.save(run.folder, run.step, parts, info)
+            if run.cfg.checkpoints.keep_last is not None and not skipped:
+                checkpoint.prune(run.folder, run.cfg.checkpoints.keep_last, run.cfg.checkpoints.keep_every)
+            run.log.status("running", run.step)
 
     from_main(run.accelerator, write)
     run.saved = run.step
+    return True
 
 
 def save_snapshot(run: Run) -> None:
@@ -154,26 +169,26 @@ def save_snapshot(run: Run) -> None:
 def read_tally(run: Run) -> dict[str, float]:
     """The tally with the loss averaged over the processes, on all of them. Raises Failure for too many bad steps."""
     tally = run.tally.read()
-    run.tally.sums[:1] = run.accelerator.reduce(run.tally.sums[:1].clone(), "mean")
-    tally["loss"] = run.tally.sums[0].item()
-    if tally["in_a_row"] > run.cfg.train.max_bad_steps:
-        raise Failure(explain_bad_steps(run, int(tally["in_a_row"])))
+    tally["loss"] = run.accelerator.reduce(run.tally.sums[0].clone(), "mean").item()
+    if tally["longest"] > run.cfg.train.max_bad_steps:
+        end = run.step - int(tally["ago"])
+        raise Failure(explain_bad_steps(run, range(end - int(tally["longest"]), end)))
     return tally
 
 
-def explain_bad_steps(run: Run, count: int) -> str:
+def explain_bad_steps(run: Run, steps: range) -> str:
     """For people: which steps were bad, at which noise levels, and what to try. They are drawn again to see that."""
-    process, first = settings.process_of(run.cfg), run.step - count
+    process = settings.process_of(run.cfg)
     levels = torch.cat(
         [
             process.noise_level(step_draws(run.cfg, run.data.latents, run.network.num_tokens, step, run.device).level)
-            for step in range(first, min(run.step, first + 100))
+            for step in steps[:100]
         ]
     )
     kept = f"the last good checkpoint is that of step {run.saved}" if run.saved else "nothing was saved yet"
     return (
-        f"loss or gradient was not finite in {count} steps in a row, {first} to {run.step - 1} (train.max_bad_steps "
-        f"{run.cfg.train.max_bad_steps}), which were skipped. Their {process.level_name} lay between "
-        f"{levels.min():.3g} and {levels.max():.3g}. Try a smaller optim.lr, optim.clip_norm=1 or "
+        f"loss or gradient was not finite in {len(steps)} steps in a row, {steps[0] + 1} to {steps[-1] + 1} "
+        f"(train.max_bad_steps {run.cfg.train.max_bad_steps}), which were skipped. Their {process.level_name} lay "
+        f"between {levels.min():.3g} and {levels.max():.3g}. Try a smaller optim.lr, optim.clip_norm=1 or "
         f"train.precision=fp32; {kept}"
     )

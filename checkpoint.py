@@ -88,7 +88,8 @@ class Checkpoint:
         """The hash that info.json states of one part. Raises ValueError if it does not hold the part."""
         file = f"{name}.safetensors"
         if file not in self.info["files"]:
-            raw = "; weights=model takes the weights that are not averaged" if name == "ema" else ""
+            other = {"ema": "model", "model": "ema"}.get(name)
+            raw = f"; weights={other} (of train.py: init_weights={other}) takes those" if other else ""
             raise ValueError(f"{self.folder} holds no {name} part, only {', '.join(self.info['files'])}{raw}")
         return self.info["files"][file]["sha256"]
 
@@ -138,9 +139,12 @@ def find(path: Path) -> Checkpoint:
         info = json.loads((folder / "info.json").read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise Damaged(f"{folder / 'info.json'} is damaged ({error})") from error
-    if info.get("format") != "checkpoint" or info.get("version") != VERSION:
-        kind = f"{info.get('format')!r} version {info.get('version')}"
+    stated = (info.get("format"), info.get("version")) if isinstance(info, dict) else (None, None)
+    if None not in stated and stated != ("checkpoint", VERSION):
+        kind = f"{stated[0]!r} version {stated[1]}"
         raise ValueError(f"{folder} is a {kind}, but this code reads 'checkpoint' version {VERSION}")
+    if None in stated or not {"step", "files"} <= info.keys():
+        raise Damaged(f"{folder / 'info.json'} is damaged: it does not state format, version, step and files")
     return Checkpoint(folder.resolve(), info)
 
 
@@ -156,11 +160,22 @@ def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
             if not (folder / "info.json").is_file():
                 raise Damaged(f"{folder} has no info.json")
             found = find(folder)
-            for file in found.info["files"]:
-                found.verify(file.removesuffix(".safetensors"))
+            if found.step != _step(folder):
+                raise Damaged(f"{folder / 'info.json'} is damaged: it states step {found.step}")
+            missing = [key for key in ("config", "latents", "samples") if key not in found.info]
+            parts = [file.removesuffix(".safetensors") for file in found.info["files"]]
+            missing += [name for name in ("model", "ema", "optimizer") if name not in parts]
+            if missing:
+                raise Damaged(f"{folder} lacks {', '.join(missing)}, so that no training can go on from it")
+            for name in parts:
+                found.verify(name)
             return found, problems
         except Damaged as error:
             problems.append(str(error))
+        except PermissionError:
+            raise
+        except (OSError, LookupError, AttributeError, TypeError) as error:  # a disk's error; info.json of another shape
+            problems.append(f"{folder} can't be read ({type(error).__name__}: {error})")
     if problems:
         raise ValueError(f"no checkpoint of {run} is whole; name=… starts anew\n  " + "\n  ".join(problems))
     return None, []

@@ -42,8 +42,15 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
+def settle_compile(value: bool | str, device: torch.device) -> tuple[bool, str | None]:
+    """Whether to compile on a device, and, where that was wanted and does not work, why."""
+    reason = why_not(device) if wanted(value, device) else None
+    return wanted(value, device) and reason is None, reason
+
+
 def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor") -> None:
     """Compile each block in place: names, weights and copies of the network stay as they are."""
     torch._dynamo.config.cache_size_limit = max(GRAPHS, torch._dynamo.config.cache_size_limit)
+    torch._dynamo.config.optimize_ddp = False  # which would cut a block in DDP; between blocks, sums overlap anyway
     for block in blocks:
         block.compile(dynamic=False, fullgraph=True, backend=backend)

@@ -27,10 +27,11 @@ import checkpoint
 import digits
 import settings
 from cli import open_door, plain
+from compiling import compile_blocks, settle_compile
 from compute import device_name, use_precision
 from files import check_place, explain_failure, sha256
 from inception import CLASSES, POOL_FEATURES, SPATIAL_FEATURES, find_weights
-from job import Job, Options, plan_job, settle_paths
+from job import Job, Options, plan_job, read_options, settle_paths
 from judge import Judge, features_of, open_judge
 from parts import Parts
 from picture_sets import Pictures, open_pictures, save_npz
@@ -41,7 +42,6 @@ from runlog import versions
 from sample import draw_pictures, seeded_labels
 from scorelog import ScoreFiles, add_line, table
 from scoring import as_arrays, part_size, score, warnings
-from trained import compile_models
 
 GRID = 64  # pictures of fid.png
 FEATURE_BYTES = 4 * (POOL_FEATURES + SPATIAL_FEATURES + CLASSES)
@@ -51,7 +51,7 @@ Opened = TypeVar("Opened", Pictures, Reference)
 @hydra.main(version_base="1.3", config_path="configs", config_name="fid")
 def main(composed: DictConfig) -> None:
     try:
-        run(read_options(composed), Processes(None))
+        run(read_options(plain(composed)), Processes(None))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except torch.OutOfMemoryError as error:
@@ -69,7 +69,10 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
     """
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
-    jobs = [plan_job(options, checkpoint.find(path), precision, processes.device) for path in paths]
+    compiled, reason = settle_compile(options.compile, processes.device)
+    if reason:
+        processes.say(f"warning: running without torch.compile, which fails here: {reason}")
+    jobs = [plan_job(options, checkpoint.find(path), precision, compiled) for path in paths]
     samples = open_set(open_pictures, options.samples, options.crop, processes)
     reference, weights = None, None
     if options.reference is not None:
@@ -108,15 +111,6 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
     if samples is not None:
         score_pictures(samples, judge, options, processes)
     return records
-
-
-def read_options(composed: DictConfig) -> Options:
-    """The options with ~ in paths expanded, where the shell has not done it."""
-    config = plain(composed)
-    paths = ("checkpoint", "samples", "reference", "save_reference", "inception", "autoencoder", "out", "cache")
-    for section, keys in ((config, paths), (config["guidance"], ("checkpoint",))):
-        section |= {key: str(Path(section[key]).expanduser()) for key in keys if section[key]}
-    return settings.read(config, Options)
 
 
 def open_set(opener: Callable[..., Opened], path: str | None, crop: int | None, processes: Processes) -> Opened | None:
@@ -234,8 +228,8 @@ def draw_parts(
         return spent
     guidance, device = job.sampler.guidance, processes.device
     model, weak = job.trained.load(device, guidance), job.weak and job.weak.load(device, guidance)
-    if reason := compile_models((model, weak), job.settings.get("compiled", False), device):
-        processes.say(f"warning: running without torch.compile, which fails here: {reason}")
+    if job.settings.get("compiled"):
+        compile_blocks([block for one in (model, weak) if one for block in one.network.blocks])
     with processes.bar("samples", sum(len(parts.ranges[number]) for number in mine)) as progress:
         for number in mine:
             seeds, arrays, began = [job.seeds[i] for i in parts.ranges[number]], {}, time.perf_counter()

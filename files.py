@@ -65,7 +65,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file in one piece: readers see the old content or the new."""
-    partial = path.with_name(f".{path.name}.{threading.current_thread().name}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     try:
         partial.write_text(text)
         sync(partial)
@@ -118,7 +118,7 @@ def check_place(folder: Path, needed: int) -> None:
         probe.touch()
         probe.unlink()
     if needed > free_bytes(folder):
-        raise OSError(f"{folder} has {free_bytes(folder) / 1e9:.1f} GB free, but {needed / 1e9:.1f} GB are needed")
+        raise OSError(f"{folder} has {free_bytes(folder) / 1e6:,.0f} MB free, but {needed / 1e6:,.0f} MB are needed")
 
 
 def free_bytes(folder: Path) -> int:

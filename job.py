@@ -6,11 +6,10 @@ import glob
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
-
 import autoencoder
 import checkpoint
-from compiling import check_compile, wanted
+import settings
+from compiling import check_compile
 from compute import check_precision
 from guidance import Guidance
 from latents import Latents
@@ -75,6 +74,14 @@ class Options:
         check_compile("compile", self.compile)
 
 
+def read_options(config: dict) -> Options:
+    """The options with ~ in paths expanded, where the shell has not done it."""
+    paths = ("checkpoint", "samples", "reference", "save_reference", "inception", "autoencoder", "out", "cache")
+    for section, keys in ((config, paths), (config["guidance"], ("checkpoint",))):
+        section |= {key: str(Path(section[key]).expanduser()) for key in keys if section[key]}
+    return settings.read(config, Options)
+
+
 @dataclass(frozen=True)
 class Job:
     """What scoring a checkpoint means.
@@ -135,8 +142,8 @@ def settle_paths(options: Options) -> tuple[Options, list[Path]]:
     return options, [one.folder for one in found]
 
 
-def plan_job(options: Options, found: checkpoint.Checkpoint, precision: str, device: torch.device) -> Job:
-    """Settle what scoring a checkpoint on a device means, but for the reference; `precision` is of sampling, settled.
+def plan_job(options: Options, found: checkpoint.Checkpoint, precision: str, compiled: bool = False) -> Job:
+    """Settle what scoring a checkpoint means, but for the reference; precision and compiled are of sampling, settled.
 
     Raises ValueError or FileNotFoundError if it can't be scored so.
     """
@@ -175,7 +182,7 @@ def plan_job(options: Options, found: checkpoint.Checkpoint, precision: str, dev
         **({"routes": [asdict(route) for route in routes]} if routes else {}),
         "dtype": precision,
         "batch_size": sampler.batch_size,
-        **({"compiled": True} if wanted(options.compile, device) and not options.guidance.scheduled else {}),
+        **({"compiled": True} if compiled and not options.guidance.scheduled else {}),
         "decoder": autoencoder.decoder_hash(latents, options.autoencoder),
         "latents": {key: getattr(latents, key) for key in ("scale", "shift", "channel_shift", "channel_scale")},
         cfg.objective: asdict(process),

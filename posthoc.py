@@ -10,6 +10,7 @@ results/<run>/ema_snapshots/step_0001000.safetensors
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torch import Tensor
 from ema import exponent
 from files import explain_failure, save_tensors, sync
 
-FORMAT = {"format": "ema_snapshot", "version": "1"}
+FORMAT = {"format": "ema_snapshot", "version": 1}
 NEGLIGIBLE = 1e-8  # a coefficient this small changes nothing in fp32
 FP16_ROUNDING = 2e-4  # root mean square of the relative error of rounding to fp16
 
@@ -64,7 +65,7 @@ def save_snapshot(run: Path, step: int, averages: Mapping[float, Mapping[str, Te
     path = run / "ema_snapshots" / f"step_{step:07d}.safetensors"
     with explain_failure(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_safetensors(path, tensors, {**FORMAT, "step": str(step)})
+        write_safetensors(path, tensors, {"snapshot": json.dumps({**FORMAT, "step": step})})  # one key: equal bytes
     return path
 
 
@@ -109,7 +110,7 @@ def find_snapshots(run: Path) -> list[Snapshot]:
 def _header(path: Path) -> Snapshot:
     try:
         with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
+            metadata = json.loads((file.metadata() or {}).get("snapshot", "{}"))
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
         if any(metadata.get(key) != value for key, value in FORMAT.items()):
             raise ValueError(f"its metadata is {metadata}, but must hold {FORMAT}")
@@ -122,7 +123,7 @@ def _header(path: Path) -> Snapshot:
             raise ValueError("its averages have different parameters")
         for sigma_rel in by_width:
             exponent(sigma_rel)
-        return Snapshot(int(metadata["step"]), tuple(sorted(by_width)), path, first)
+        return Snapshot(metadata["step"], tuple(sorted(by_width)), path, first)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise ValueError(f"{path} is damaged or no snapshot ({error}); remove it to do without") from error
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs, PartialState
 from accelerate.utils import broadcast_object_list
 from torch import nn
 from tqdm import tqdm
 
 from compute import use_cores, use_precision
 from files import Lock, explain_failure
+from signals import PATIENCE
 
 T = TypeVar("T")
 
@@ -35,9 +36,9 @@ def open_accelerator(precision: str, cpu_threads: int | None, processes: int | N
             "torchrun --nproc_per_node=<processes> train.py …, or with --num_processes 1"
         )
     # Autocast is compute.autocast, in training as in sampling. Without cpu=True, torchrun on CPUs would be one process.
-    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True), InitProcessGroupKwargs(timeout=PATIENCE)]
     on_cpu = not torch.accelerator.is_available()
-    accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, kwargs_handlers=[ddp])
+    accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, kwargs_handlers=handlers)
     kind, launched = accelerator.distributed_type.value, int(os.environ.get("WORLD_SIZE", 1))
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
         raise ValueError(f"accelerate is set to {kind}, but this code runs on one device or by DDP")
@@ -65,16 +66,18 @@ def distribute(accelerator: Accelerator, network: nn.Module) -> nn.Module:
 
 
 def from_main(accelerator: Accelerator, decide: Callable[[], T]) -> T:
-    """What the main process decides, for all; a ValueError or OSError of it is raised by all."""
-    decided, error = None, None
+    """What the main process decides, for all. Its errors are raised by all, unforeseen ones as RuntimeError."""
+    decided, error, told = None, None, None
     if accelerator.is_main_process:
         try:
             decided = decide()
-        except (ValueError, OSError) as raised:
+        except Exception as raised:  # nobody must wait for a process that has failed
             error = raised
-    decided, error = broadcast_object_list([decided, error])
-    if error is not None:
-        raise error
+            known = isinstance(error, (ValueError, OSError))
+            told = error if known else RuntimeError(f"the main process failed: {type(error).__name__}: {error}")
+    decided, told = broadcast_object_list([decided, told])
+    if told is not None:
+        raise error or told
     return decided
 
 

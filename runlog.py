@@ -125,9 +125,11 @@ class RunLog:
         return len(self.starts()), found and found.resolve()
 
     def starts(self) -> list[dict]:
-        """What run.json holds: time, step, command, versions and config of each start; [] before the first."""
-        path = self.folder / "run.json"
-        return json.loads(path.read_text()) if path.exists() else []
+        """What run.json holds: time, step, command, versions and config of each start; [] without a readable one."""
+        try:
+            return json.loads((self.folder / "run.json").read_text())
+        except (FileNotFoundError, ValueError):  # a damaged one; what decides stands in the checkpoints
+            return []
 
     def start(self, step: int, config: dict, **facts: object) -> None:
         """Take the folder, note a start or resumption, and forget metrics of steps that will be done again.
@@ -147,6 +149,8 @@ class RunLog:
         kept = [record for record in self.records() if record["step"] <= step]
         write_whole(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
         sweep(self.folder)
+        for leftover in self.folder.glob(".*.json*.partial"):
+            leftover.unlink(missing_ok=True)
         self.status("running", step)
 
     def status(self, state: str, step: int, reason: str | None = None) -> None:
@@ -159,12 +163,18 @@ class RunLog:
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             who = {"host": platform.node(), "pid": os.getpid()}
             content = {"state": state, "step": step, "reason": reason, "time": now, **who}
-            write_whole(self.folder / "status.json", json.dumps(content, indent=1) + "\n")
+            text = json.dumps(content, indent=1) + "\n"
+            try:
+                write_whole(self.folder / "status.json", text)
+            except OSError:  # a full disk still has the room of the old one
+                (self.folder / "status.json").write_text(text)
 
     def read_status(self) -> dict:
-        """What status.json holds; {} without one."""
-        path = self.folder / "status.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+        """What status.json holds; {} without a readable one."""
+        try:
+            return json.loads((self.folder / "status.json").read_text())
+        except (FileNotFoundError, ValueError):  # it informs people alone, so a damaged one stops nothing
+            return {}
 
     def close(self) -> None:
         """Give the folder back, if it was taken."""
@@ -179,7 +189,7 @@ class RunLog:
     def records(self) -> list[dict]:
         """All whole records so far; lines that a crash cut short are left out."""
         records = []
-        for line in self.metrics.read_text().splitlines() if self.metrics.exists() else []:
+        for line in self.metrics.read_text(errors="replace").splitlines() if self.metrics.exists() else []:
             try:
                 records.append(json.loads(line))
             except json.JSONDecodeError:

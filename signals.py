@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import sys
@@ -13,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+PATIENCE = datetime.timedelta(hours=2)  # with other processes: one may hash or write a large checkpoint meanwhile
 INTERRUPTED = 75  # exit code of a run that was stopped and saved: EX_TEMPFAIL, "try again later"
-ONE = (
-    0.5  # seconds in which a signal that comes again is the same one: torchrun passes on what the terminal has sent too
-)
+SAME = 0.5  # seconds in which a signal that comes again is the same one: torchrun repeats what the terminal sent to all
 
 
 def leave_at_once(code: int, last_words: str = "") -> None:
@@ -64,7 +64,7 @@ class Stop:
             if received[0] not in SIGNALS:
                 continue
             first = first or time.monotonic()
-            if time.monotonic() - first > ONE:
+            if time.monotonic() - first > SAME:
                 try:
                     if self.ending is not None:
                         self.ending(signal.Signals(received[0]).name)
@@ -74,7 +74,7 @@ class Stop:
 
     def connect(self, processes: int) -> None:
         """Let several processes agree, through gloo on their CPUs: no device is waited for."""
-        self._group = dist.new_group(backend="gloo") if processes > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if processes > 1 else None
 
     def poll(self) -> bool:
         """Whether to stop now, the same on all processes, which all call it once a step.

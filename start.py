@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,9 @@ import checkpoint
 import posthoc
 import settings
 from build import build_learning_rate, build_network, build_optimizer, load_weights, open_datasets
-from compiling import compile_blocks, wanted, why_not
+from compiling import compile_blocks, settle_compile
 from ema import EMA, exponential, power
-from files import check_place, point_to, write_whole
+from files import check_place, explain_failure, point_to, write_whole
 from latents import LatentDataset, Latents
 from loading import Loader
 from probe import Probe, open_probe
@@ -84,7 +85,8 @@ class Run:
 
     def record(self, **values: float) -> None:
         if self.main:
-            self.log.write({"step": self.step, **values})
+            with explain_failure(self.log.metrics):
+                self.log.write({"step": self.step, **values})
             if self.wandb is not None:
                 self.wandb.log(values, step=self.step)
 
@@ -128,7 +130,9 @@ def start(cfg: settings.Settings, config: dict, stop: Stop) -> Run:
         networks = {width: average.network for width, average in averages.items()}
         checkpoint.restore(found, network, ema.network, optimizer, networks)
     network.activation_checkpointing = cfg.train.activation_checkpointing
-    uncompiled = compile_both(cfg, network, ema.network, device)
+    compiled, reason = settle_compile(cfg.train.compile, device)
+    if compiled:
+        compile_blocks([*network.blocks, *ema.network.blocks])
     run = Run(
         cfg=cfg,
         config=config,
@@ -150,29 +154,23 @@ def start(cfg: settings.Settings, config: dict, stop: Stop) -> Run:
         log=log,
         stop=stop,
         began=began,
-        tally=Tally(device, found and tally_of(found.info)),
+        tally=Tally(device, found and tally_of(found.info, accelerator.process_index, accelerator.num_processes)),
         step=found.step if found else 0,
         saved=found.step if found else None,
     )
     from_main(accelerator, lambda: take_folder(run, claimed))
-    if uncompiled:
-        run.say(f"warning: running without torch.compile, which fails here: {uncompiled}")
+    if reason:
+        run.say(f"warning: running without torch.compile, which fails here: {reason}")
     return run
 
 
-def compile_both(cfg: settings.Settings, network: nn.Module, averaged: nn.Module, device: torch.device) -> str | None:
-    """Compile the blocks of both networks if that is wanted and possible; returns why it is not."""
-    if not wanted(cfg.train.compile, device):
-        return None
-    reason = why_not(device)
-    if reason is None:
-        compile_blocks([*network.blocks, *averaged.blocks])
-    return reason
-
-
-def tally_of(info: dict) -> dict[str, float]:
-    """What a checkpoint says of the steps since the last log; before bad steps were counted, all were good."""
-    return info["tally"] if "tally" in info else {"loss": info["loss_sum"], "good": info["loss_count"]}
+def tally_of(info: dict, process: int, processes: int) -> dict[str, float]:
+    """What a checkpoint says of the steps since the last log: this process's own loss, or else the mean."""
+    if "tally" not in info:  # before bad steps were counted, all were good
+        return {"loss": info["loss_sum"], "good": info["loss_count"]}
+    losses = info["tally"]["loss"]
+    loss = losses[process] if len(losses) == processes else statistics.mean(losses)
+    return {**info["tally"], "loss": loss}
 
 
 def take_folder(run: Run, claimed: Claim) -> None:
@@ -183,17 +181,33 @@ def take_folder(run: Run, claimed: Claim) -> None:
     check_place(run.folder, checkpoint_bytes if run.step < cfg.train.steps else 0)
     facts = {"processes": run.accelerator.num_processes, "device": str(run.device), "precision": run.precision}
     run.log.start(run.step, run.config, **facts)
-    write_whole(run.folder / "config.yaml", OmegaConf.to_yaml(run.config))
+    try:
+        prepare_folder(run, claimed)
+    except (ValueError, OSError) as error:
+        run.log.status("failed", run.step, str(error))
+        run.log.close()
+        raise
+
+
+def prepare_folder(run: Run, claimed: Claim) -> None:
+    """Bring a run's folder to the step it goes on from. Raises OSError, or ValueError for what wandb refuses."""
+    cfg = run.cfg
+    with explain_failure(run.folder):
+        write_whole(run.folder / "config.yaml", OmegaConf.to_yaml(run.config))
+        posthoc.forget_after(run.folder, run.step)
+        if claimed.found:
+            point_to(run.folder / "latest", claimed.found.folder.name)
     run.stop.ending = lambda signal: run.log.status(
         "interrupted", run.step, f"{signal} came a second time; steps after {run.saved or 0} will be done again"
     )
-    posthoc.forget_after(run.folder, run.step)
     for problem in claimed.damaged:
         run.say(f"warning: {problem}")
     if claimed.found:
-        point_to(run.folder / "latest", claimed.found.folder.name)
         run.say(f"{run.folder} goes on at step {run.step}" + ", from the checkpoint before" * bool(claimed.damaged))
     for key, (before, now) in claimed.changed.items():
         run.say(f"  {key} was {before}, is {now}")
+    if cfg.optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
+        rate = run.learning_rate.at(run.step)
+        run.say(f"warning: the learning rate falls until train.steps, so it now goes on at {rate:.3g}")
     if cfg.wandb.enabled:
         run.wandb = start_wandb(cfg, run.config, run.folder)

@@ -163,6 +163,8 @@ def fit(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str)
         problems.append(f"of other shapes: {_listed(other)}")
     if coarse := [f"{name} {whole[name].dtype}" for name in shared if not whole[name].is_floating_point()]:
         problems.append(f"no floating-point numbers: {_listed(coarse)}")
+    elif broken := [name for name in shared if not whole[name].isfinite().all()]:
+        raise ValueError(f"the weights of {where} are broken: not all numbers are finite in {_listed(broken)}")
     if not problems:
         return {name: whole[name].to(expected[name].dtype) for name in expected}
     theirs, ours = sizes(state), sizes(expected)

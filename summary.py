@@ -25,7 +25,7 @@ def describe(
     dense, routed = network.forward_flops(), network.forward_flops(cfg.model.routes)
     epochs = cfg.train.steps / data.steps_per_epoch(cfg.train.batch_size)
     accumulation, micro = len(micro_batches), micro_batches[0].stop - micro_batches[0].start
-    tokens = network.num_tokens
+    tokens, widths = network.num_tokens, len(cfg.ema.power)
     routes = [
         f"r({route.start}→{route.end}) keeps {num_keep(tokens, route.selection_ratio)} of {tokens} tokens, "
         f"fp32: {route.fp32}"
@@ -41,8 +41,13 @@ def describe(
         f"{dense:.3e} a forward pass of all tokens",
         "batch": f"{cfg.train.batch_size} = {processes} processes × {accumulation} accumulation steps × {micro} images",
         "device": device,
-        "disk": f"{16 * parameters / 1e6:,.0f} MB a checkpoint, every {cfg.every.save:,} steps",
+        "disk": f"{(16 + 4 * widths) * parameters / 1e6:,.0f} MB a checkpoint, every {cfg.every.save:,} steps",
     }
+    if cfg.train.routes_until is not None:
+        lines["routes"] += f"; none from step {cfg.train.routes_until:,} on"
+    if widths:
+        every = cfg.ema.snapshot_every or cfg.every.save
+        lines["disk"] += f"; {2 * widths * parameters / 1e6:,.0f} MB of averages stored every {every:,} steps"
     return "\n".join(f"  {name:<10}{text}" for name, text in lines.items())
 
 

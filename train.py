@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import hydra
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch._dynamo.exc import BackendCompilerFailed
 from tqdm import tqdm
 
 import digits
@@ -24,7 +25,6 @@ from between import done_before, draw_samples, look, read_tally, save, save_snap
 from build import complete
 from cli import open_door
 from compute import autocast, peak_flops, wait_for
-from files import explain_failure
 from memory import find_fitting, smaller
 from objective import active_routes, step_draws, training_loss
 from processes import from_main
@@ -49,8 +49,13 @@ def main(composed: DictConfig) -> None:
         note_failure(run, str(error))
         leave_at_once(1, f"error: {error}")
         sys.exit(f"error: {error}")
+    except torch.OutOfMemoryError as error:
+        advice = "a smaller eval.batch_size, sampling.classes or sampling.per_class needs less"
+        note_failure(run, f"out of memory beside the training steps: {first_line(error)}: {advice}")
+        leave_at_once(1, f"error: {error}\n{advice}")
+        sys.exit(f"error: {error}\n{advice}")
     except Exception as error:
-        note_failure(run, f"{type(error).__name__}: {error}")
+        note_failure(run, first_line(error))
         leave_at_once(1, traceback.format_exc())
         raise
     finally:
@@ -66,21 +71,18 @@ def main(composed: DictConfig) -> None:
 def train(run: Run) -> bool:
     """All steps that are left, with what is due between them. False if the run was asked to stop before the end."""
     cfg = run.cfg
-    if run.step == cfg.train.steps:
+    if run.step >= cfg.train.steps:
         run.say(f"{run.folder} is finished: train.steps above {run.step} trains on, name=… starts another run")
     else:
         device = f"{run.device}, {run.precision}"
         run.say(describe(cfg, run.network, run.data, run.accelerator.num_processes, run.micro_batches, device))
     on = look(run, from_main(run.accelerator, lambda: done_before(run)))  # what an interruption left undone
-    clock = Clock(run)
+    clock, postponed = Clock(run), False
     pace = 0.5 if sys.stderr.isatty() else 20  # seconds between updates of the bar
     with tqdm(total=cfg.train.steps, initial=run.step, disable=not run.main, unit="step", mininterval=pace) as bar:
         while on and run.step < cfg.train.steps and not run.stop.poll():
-            try:
-                training_step(run)
-            except torch.OutOfMemoryError as error:
-                traceback.clear_frames(error.__traceback__)  # which hold what the step had allocated
-                raise Failure(explain_memory(run, str(error))) from error
+            if trouble := step_or_trouble(run):
+                raise Failure(explain_memory(run, trouble))
             run.step += 1
             bar.update()
             clock.tick()
@@ -88,16 +90,32 @@ def train(run: Run) -> bool:
             last = run.step == cfg.train.steps
             if run.step % cfg.every.log == 0 or last:
                 bar.set_postfix_str(log(run, clock), refresh=False)
-            with clock.paused(), explain_failure(run.folder):
+            with clock.paused():
                 on = look(run)
                 if run.averages and (run.step % (cfg.ema.snapshot_every or cfg.every.save) == 0 or last):
                     save_snapshot(run)
-                if run.step % cfg.every.save == 0 or last:
-                    save(run)
+                if run.step % cfg.every.save == 0 or last or postponed:
+                    postponed = not save(run)
     if run.step != (run.saved or 0):
-        with explain_failure(run.folder):
-            save(run)
-    return on and run.step == cfg.train.steps
+        save(run)
+    return on and run.step >= cfg.train.steps
+
+
+def step_or_trouble(run: Run) -> str | None:
+    """A training step, without compiled blocks from where their compiler fails.
+
+    Returns what the device says if its memory does not suffice, when what the step had of it is free again.
+    """
+    try:
+        training_step(run)
+    except torch.OutOfMemoryError as error:
+        return str(error)
+    except BackendCompilerFailed as error:  # a block's graph, although why_not's sample went well
+        run.say(f"warning: going on without torch.compile, which failed: {first_line(error)}")
+        torch.compiler.set_stance("force_eager")
+        run.optimizer.zero_grad()
+        training_step(run)
+    return None
 
 
 def training_step(run: Run) -> None:
@@ -171,8 +189,7 @@ def log(run: Run, clock: Clock) -> str:
         short = f", {speed:.0f} images/s"
     if clock.cold_start is not None:  # once a start
         values["cold_start_seconds"], clock.cold_start = round(clock.cold_start, 2), None
-    with explain_failure(run.folder):
-        run.record(**values)
+    run.record(**values)
     if tally["bad"]:
         run.say(f"warning: {int(tally['bad'])} steps up to step {run.step} were skipped: loss or gradient not finite")
     run.tally.restart()
@@ -194,7 +211,7 @@ def explain_memory(run: Run, error: str) -> str:
         room = [torch.empty_like(parameter) for parameter in moments]
         with torch.compiler.set_stance("force_eager"), autocast(run.device, run.precision):
             loss = training_loss(cfg, run.network, run.data.latents, stored[few], labels[few], draws.rows(few)).mean()
-        loss.backward()
+        torch.autograd.grad(loss, parameters)  # not backward(), which would have DDP wait for other processes
         del room  # held until here
 
     size = find_fitting(attempt, smaller(share, tried))
@@ -221,26 +238,31 @@ def finish(run: Run) -> None:
 
 
 def leave(run: Run, finished: bool) -> None:
-    """Say how it ended, and give back the folder and the processes."""
+    """Say how it ended, and give back the folder."""
     if run.main:
         reason = None if finished else run.stop.reason or "another process was asked to stop"
         if not finished:
-            saved = f"after step {run.step}, which is saved" if run.step else "before its first step"
-            run.say(f"{run.folder}: stopped by {reason} {saved}; start it again to go on")
+            saved = f"step {run.saved} is saved" if run.saved else "nothing is saved yet"
+            run.say(f"{run.folder}: stopped by {reason} after step {run.step}; {saved}; start it again to go on")
         run.log.status("finished" if finished else "interrupted", run.step, reason)
         run.log.close()
     if run.wandb is not None:
         run.wandb.finish(exit_code=0 if finished else INTERRUPTED)
-    run.accelerator.end_training()
 
 
 def note_failure(run: Run | None, reason: str) -> None:
     """Write down why the run failed, if it had begun and the disk still takes it."""
     if run is not None:
         with contextlib.suppress(OSError):
+            time.sleep(0 if run.main else 2)  # what all fail by is the main process's to say
             who = "" if run.main else f"process {run.accelerator.process_index}: "
             run.log.status("failed", run.step, who + reason)
         run.log.close()
+
+
+def first_line(error: Exception) -> str:
+    """An error in a line: compilers say thousands."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
 
 
 if __name__ == "__main__":

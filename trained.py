@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from torch import nn
 import checkpoint
 import settings
 from build import build_network
-from compiling import compile_blocks, why_not
 from edm import EDM
 from guidance import NO_GUIDANCE, Guidance
 from latents import Latents
@@ -73,15 +71,6 @@ class Trained:
         network = build_network(self.cfg)
         network.load_state_dict(self.found.tensors(self.weights))
         return Model(self.process, network.to(device).eval().requires_grad_(False), self.routes(guidance))
-
-
-def compile_models(models: Iterable[Model | None], compiled: bool, device: torch.device) -> str | None:
-    """Compile the blocks of networks to be sampled, if that is wanted; where it is impossible, returns why."""
-    reason = why_not(device) if compiled else None
-    if compiled and reason is None:
-        for model in filter(None, models):
-            compile_blocks(model.network.blocks)
-    return reason
 
 
 def open_trained(found: checkpoint.Checkpoint, weights: str) -> Trained:

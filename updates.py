@@ -79,11 +79,11 @@ def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, clip_norm: float
 class Tally:
     """Sums over the steps since the last log, on the device: loss, norm of the gradients, good and bad steps.
 
-    Beside them the number of bad steps in a row, which does not begin anew with a log. `sums` (5,) fp32
-    has them in the order of NAMES.
+    Beside them the bad steps in a row up to now, the longest such row since the last log, and how many steps ago
+    that ended. `sums` (7,) fp32 has them in the order of NAMES.
     """
 
-    NAMES = ("loss", "grad_norm", "good", "bad", "in_a_row")
+    NAMES = ("loss", "grad_norm", "good", "bad", "in_a_row", "longest", "ago")
 
     def __init__(self, device: torch.device | str, values: dict[str, float] | None = None) -> None:
         self.sums = torch.tensor([(values or {}).get(name, 0.0) for name in self.NAMES], device=device)
@@ -92,12 +92,17 @@ class Tally:
         """Count a step: its mean loss, and what optimizer_step returned."""
         good = 1 - skip
         step = torch.stack([loss.float().where(good > 0, 0.0), norm.where(good > 0, 0.0), good, skip])
-        self.sums = torch.cat([self.sums[:4] + step, (self.sums[4:] + 1) * skip])
+        in_a_row, longest, ago = self.sums[4:].unbind()
+        in_a_row = (in_a_row + 1) * skip
+        longer = in_a_row > longest
+        rows = torch.stack([in_a_row, torch.where(longer, in_a_row, longest), torch.where(longer, 0.0, ago + 1)])
+        self.sums = torch.cat([self.sums[:4] + step, rows])
 
     def read(self) -> dict[str, float]:
         """The sums by name. Waits for the device."""
         return dict(zip(self.NAMES, self.sums.tolist()))
 
     def restart(self) -> None:
-        """Begin anew, but for the bad steps in a row."""
-        self.sums = torch.cat([torch.zeros_like(self.sums[:4]), self.sums[4:]])
+        """Begin anew, but for the bad steps in a row up to now."""
+        zeros, in_a_row = torch.zeros_like(self.sums), self.sums[4:5]
+        self.sums = torch.cat([zeros[:4], in_a_row, in_a_row, zeros[6:]])

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import checkpoint  # noqa: E402
 import fid  # noqa: E402
+from job import read_options  # noqa: E402
 from processes import Processes  # noqa: E402
 
 SHARED = ("labels=balanced", "num_samples=1000", "steps=18", "batch_size=250")
@@ -48,7 +50,7 @@ def score(run: Path, kind: str, scale: float | None, processes: Processes) -> di
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
         composed = compose("fid", overrides=options)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        (record,) = fid.run(fid.read_options(composed), processes)
+        (record,) = fid.run(read_options(OmegaConf.to_container(composed, resolve=True)), processes)
     return record
 
 

@@ -46,6 +46,7 @@ from runlog import git_revision  # noqa: E402
 from shards import write_dataset  # noqa: E402
 from signals import Stop  # noqa: E402
 from start import Run, start  # noqa: E402
+from typed import check_overrides  # noqa: E402
 from updates import optimizer_step  # noqa: E402
 
 STAGES = ("data wait", "forward", "backward", "optimizer", "EMA", "rest")
@@ -58,10 +59,18 @@ def main() -> None:
     for argument in sys.argv[1:]:
         key, _, value = argument.partition("=")
         own.update({key: value}) if key in own else overrides.append(argument)
-    with tempfile.TemporaryDirectory() as folder:
-        run = open_run(Path(folder), overrides)
-        block = int(own["block"] or (5 if run.device.type == "cuda" else 1))
-        result = measure(run, kinds_of(run), int(own["pairs"]), block)
+    try:
+        check_overrides(overrides, [*settings.known_keys(), "experiment"])
+        pairs, block = int(own["pairs"]), int(own["block"] or (5 if torch.cuda.is_available() else 1))
+        if pairs < 6 or block < 1:
+            raise ValueError(
+                f"pairs is {pairs} and block {block}, but an interval of the median needs 6 turns of a step"
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            run = open_run(Path(folder), overrides)
+            result = measure(run, kinds_of(run), pairs, block)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
     show(result)
     if own["out"]:
         Path(own["out"]).parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +91,10 @@ def open_run(folder: Path, overrides: list[str]) -> Run:
     write_dataset(
         folder / "data", meaning, [(random.standard_normal((count, 1, *shape), np.float32), np.arange(count) % classes)]
     )
-    return start(settings.read(complete(config)), config, Stop())
+    stop = Stop()
+    run = start(settings.read(complete(config)), config, stop)
+    stop.close()  # Ctrl-C ends a benchmark
+    return run
 
 
 def kinds_of(run: Run) -> dict[str, settings.Settings]:
@@ -93,7 +105,7 @@ def kinds_of(run: Run) -> dict[str, settings.Settings]:
 
     def routed(fp32: str) -> settings.Settings:
         routes = tuple(replace(route, fp32=fp32) for route in cfg.model.routes)
-        return replace(cfg, model=replace(cfg.model, routes=routes))
+        return replace(cfg, model=replace(cfg.model, routes=routes), train=replace(cfg.train, routes_until=None))
 
     kinds = {"dense": replace(cfg, train=replace(cfg.train, routes_until=0)), "routed": routed("off")}
     return kinds | ({"routed, fp32: end": routed("end")} if run.precision == "bf16" else {})
@@ -146,7 +158,7 @@ def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int, block: in
         "micro_batch": run.micro_batches[0].stop - run.micro_batches[0].start,
         "device": device_name(run.device),
         "precision": run.precision,
-        "compile": run.cfg.train.compile,
+        "compiled": run.network.blocks[0]._compiled_call_impl is not None,
         "activation_checkpointing": run.cfg.train.activation_checkpointing,
         "threads": torch.get_num_threads(),
         "pairs": pairs,
@@ -261,9 +273,10 @@ def update_over_loops(run: Run, pairs: int) -> dict[str, float | list[float]]:
 
 def show(result: dict) -> None:
     """Print the table."""
+    compiled = "compiled" if result["compiled"] else "not compiled"
     print(
         f"{result['name']}, {result['parameters']:,} parameters, batch {result['batch']} in micro-batches of "
-        f"{result['micro_batch']}, {result['device']}, {result['precision']}, compile {result['compile']}, "
+        f"{result['micro_batch']}, {result['device']}, {result['precision']}, {compiled}, "
         f"{result['threads']} threads, torch {result['torch']}, {result['pairs']} turns of {result['block']} steps"
     )
     print(f"{'':<18} {'ms':>8} {'images/s':>9} {'TFLOP/s':>8} {'MFU':>6} {'GB':>6} {'first':>7}")

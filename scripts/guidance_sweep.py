@@ -16,7 +16,7 @@ from pathlib import Path
 import hydra
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,7 +29,7 @@ from cli import open_door, plain  # noqa: E402
 from compute import use_precision  # noqa: E402
 from files import check_place, explain_failure  # noqa: E402
 from guidance import Schedule  # noqa: E402
-from job import Options, plan_job, settle_paths  # noqa: E402
+from job import Options, plan_job, read_options, settle_paths  # noqa: E402
 from pictures import save_heat_maps  # noqa: E402
 from processes import Processes  # noqa: E402
 
@@ -58,7 +58,7 @@ def main(composed: DictConfig) -> None:
     try:
         tree = plain(composed)
         sweep = settings.read(tree.pop("sweep"), Sweep, "sweep.")
-        run(sweep, fid.read_options(OmegaConf.create(tree)), Processes(None))
+        run(sweep, read_options(tree), Processes(None))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except torch.OutOfMemoryError as error:
@@ -82,7 +82,7 @@ def run(sweep: Sweep, options: Options, processes: Processes) -> None:
         )
     found = checkpoint.find(Path(options.checkpoint))
     for one in chosen.values():
-        plan_job(one, found, use_precision(one.precision, processes.device), processes.device)
+        plan_job(one, found, use_precision(one.precision, processes.device))
     folder, records = Path(options.out), {}
     with processes.main_first():
         if processes.main:

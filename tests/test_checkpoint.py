@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,8 +99,32 @@ def test_a_failed_save_leaves_the_older_one_whole(saved, monkeypatch):
     monkeypatch.setattr(files, "save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         checkpoint.save(saved, 3, {"model": {"a": torch.zeros(1)}}, {})
-    assert checkpoint.find(saved).step == 2
+    assert checkpoint.find(saved).step == 2 and os.readlink(saved / "latest") == "step_0000002"
     assert sorted(p.name for p in saved.iterdir()) == ["latest", "step_0000001", "step_0000002"]
+
+
+def test_what_gets_a_name_is_on_the_disk_before(tmp_path, monkeypatch):
+    """Each file and its folder before the rename, `latest` after it."""
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def synced(descriptor):
+        events.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", lambda a, b: events.append(("name", Path(b).name)) or replace(a, b))
+    checkpoint.save(tmp_path, 1, {"model": {"a": torch.zeros(1)}}, {})
+    before = [("sync", name) for name in (".step_0000001.partial", "info.json", "model.safetensors")]
+    assert sorted(events[:3]) == before and events[2] == before[0]
+    assert events[3:] == [
+        ("name", "step_0000001"),
+        ("sync", tmp_path.name),
+        ("name", "latest"),
+        ("sync", tmp_path.name),
+    ]
+    events.clear()
+    write_whole(tmp_path / "status.json", "{}")
+    assert [kind for kind, _ in events] == ["sync", "name"] and events[1][1] == "status.json"
 
 
 def test_a_folder_is_replaced_only_by_a_whole_one(tmp_path):

@@ -272,9 +272,7 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
 
     def settings_of(latents=RGB, reference="r", config=found.info["config"], **changed):
         one = checkpoint.Checkpoint(found.folder, found.info | {"latents": asdict(latents), "config": config})
-        return (
-            plan_job(read(base | changed, Options), one, "fp32", torch.device("cpu")).against(reference, "i").settings
-        )
+        return plan_job(read(base | changed, Options), one, "fp32").against(reference, "i").settings
 
     usual = settings_of()
     cfg = {"kind": "cfg", "scale": 1.5, "strong": 0.0, "weak": 0.0}

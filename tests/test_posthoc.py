@@ -220,8 +220,8 @@ def test_damaged_snapshots_are_named(tmp_path):
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="step_0000010.safetensors is damaged"):
         posthoc.find_snapshots(tmp_path)
-    for key, metadata in (("0.1/w", {}), ("w", {**posthoc.FORMAT, "step": "10"}), ("0.1/w", posthoc.FORMAT)):
-        save_file({key: torch.ones(2)}, path, metadata)
+    for key, metadata in (("0.1/w", {}), ("w", {**posthoc.FORMAT, "step": 10}), ("0.1/w", posthoc.FORMAT)):
+        save_file({key: torch.ones(2)}, path, {"snapshot": json.dumps(metadata)})
         with pytest.raises(ValueError, match="step_0000010.safetensors is damaged or no snapshot"):
             posthoc.find_snapshots(tmp_path)
 

@@ -67,7 +67,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_75(tmp_path, number):
     assert process.returncode == 75 and "Traceback" not in text
     found = status(tmp_path / "a")
     assert found["state"] == "interrupted" and found["reason"] == number.name and found["step"] >= 3
-    assert f"stopped by {number.name} after step {found['step']}, which is saved" in text
+    assert f"stopped by {number.name} after step {found['step']}; step {found['step']} is saved" in text
     equals_an_undisturbed_run(tmp_path / "a", tmp_path / "b")
     launch(tmp_path / "a", f"train.steps={found['step'] + 2}")
     assert status(tmp_path / "a")["state"] == "finished" and status(tmp_path / "a")["step"] == found["step"] + 2
@@ -86,7 +86,7 @@ def test_two_processes_stop_after_the_same_step(tmp_path, to):
     text = process.communicate(timeout=60)[0]
     found = status(tmp_path / "a")
     assert found["state"] == "interrupted" and found["reason"] in ("SIGTERM", "SIGUSR1"), text
-    assert text.count("which is saved; start it again") == 1
+    assert text.count("is saved; start it again") == 1
     resumed = state(tmp_path / "a" / RUN)
     assert int(resumed["optimizer/step/x_embedder.proj.bias"]) == found["step"]
 

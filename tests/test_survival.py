@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY, launch, launch_processes, records, state
+from torch._dynamo.exc import BackendCompilerFailed
 
+import between
 import checkpoint
+import dit
 import train
 from latents import Latents
 from runlog import RunLog
@@ -91,7 +95,7 @@ def test_two_processes_equal_one_over_20_steps_of_uneven_data(tmp_path):
 # ----------------------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "info"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "step", '{"format"', "", "{}", "[]"])
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(whole, tmp_path, damage):
     shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
     folder = tmp_path / RUN / "step_0000008"
@@ -104,8 +108,11 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(whol
         os.truncate(weights, 100)
     elif damage == "remove":
         weights.unlink()
+    elif damage == "step":
+        info = json.loads((folder / "info.json").read_text())
+        (folder / "info.json").write_text(json.dumps({**info, "step": 7}))
     else:
-        (folder / "info.json").write_text('{"format"')
+        (folder / "info.json").write_text(damage)
     text = launch(tmp_path, *OPTIONS)
     assert "warning: " in text and str(RUN / "step_0000008") in text
     assert "goes on at step 6, from the checkpoint before" in text
@@ -218,10 +225,47 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_keep_the_checkpoint(tmp_pat
     found = re.search(
         r"in (\d+) steps in a row, (\d+) to (\d+) .* σ lay between (\S+) and (\S+)\. Try", str(error.value)
     )
-    assert found and [int(found[i]) for i in (1, 2, 3)] == [6, 4, 9]
-    assert 0 < float(found[4]) < float(found[5]) and "that of step 9" in str(error.value)
+    assert found and [int(found[i]) for i in (1, 2, 3)] == [6, 5, 10]
+    assert 0 < float(found[4]) < float(found[5]) and "that of step 3" in str(error.value)
     assert status(tmp_path)["state"] == "failed" and "optim.lr" in status(tmp_path)["reason"]
-    assert checkpoint.find_whole(tmp_path / RUN)[0].step == 9
+    assert checkpoint.find_whole(tmp_path / RUN)[0].step == 3  # what was skipped is not saved
+
+
+def test_a_row_of_bad_steps_that_has_ended_counts_too(tmp_path, monkeypatch):
+    spoil(monkeypatch, set(range(4, 10)))
+    with pytest.raises(SystemExit, match="not finite in 6 steps in a row, 5 to 10 "):
+        launch(tmp_path, "train.steps=12", "every.log=12", "every.save=12", "train.max_bad_steps=5")
+
+
+def test_skipped_steps_change_no_average_and_remove_no_checkpoint(tmp_path, monkeypatch):
+    """Three steps and three bad ones, against three steps. The last one is saved all the same."""
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    options = ("ema.power=[0.1]", "checkpoints.keep_last=1")
+    launch(tmp_path / "b", *options, "train.steps=3")
+    spoil(monkeypatch, {3, 4, 5})
+    launch(tmp_path / "a", *options)
+    found, expected = (checkpoint.find(tmp_path / name / RUN) for name in "ab")
+    assert found.step == 6 and (tmp_path / "a" / RUN / "step_0000003").is_dir()
+    for part in ("model", "ema", "powers", "optimizer"):
+        ours, theirs = found.tensors(part), expected.tensors(part)
+        assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def test_a_save_that_is_due_at_a_bad_step_waits_for_a_good_one(tmp_path, monkeypatch):
+    spoil(monkeypatch, {2, 3})
+    launch(tmp_path)
+    assert sorted(path.name for path in (tmp_path / RUN).glob("step_*")) == ["step_0000005", "step_0000006"]
+
+
+def test_the_learning_rate_and_clipping_that_are_set_are_used(tmp_path, monkeypatch):
+    """What the optimizer is given; and Adam's first moments, (1 − β₁) of the clipped gradients."""
+    used, optimizer_step = [], train.optimizer_step
+    monkeypatch.setattr(train, "optimizer_step", lambda *given: used.append(given[1]) or optimizer_step(*given))
+    launch(tmp_path, "train.steps=4", "optim.warmup_steps=3", "optim.lr=0.3", "optim.clip_norm=1e-6", "every.save=1")
+    assert used == pytest.approx([0.1, 0.2, 0.3, 0.3])
+    moments = checkpoint.find(tmp_path / RUN / "step_0000001").tensors("optimizer")
+    first = torch.cat([value.flatten() for key, value in moments.items() if key.startswith("exp_avg/")])
+    assert first.norm().item() == pytest.approx(1e-7, rel=1e-3)
 
 
 ONE_RANK = """
@@ -285,7 +329,85 @@ def test_out_of_memory_names_the_micro_batch_that_fits(tmp_path, monkeypatch):
     launch(tmp_path, "train.micro_batch_size=2")
 
 
+def test_a_compiler_that_fails_in_a_step_is_left_out_from_there(whole, tmp_path, monkeypatch):
+    """Reference: the run that never compiled."""
+
+    class Broken(BackendCompilerFailed):
+        def __init__(self):
+            Exception.__init__(self, "file too short\nand more")
+
+    calls, training_loss = [], train.training_loss
+
+    def failing(*arguments):
+        calls.append(1)
+        if len(calls) == 2:  # the second of two micro-batches: the first one's gradients are there
+            raise Broken
+        return training_loss(*arguments)
+
+    monkeypatch.setattr(train, "training_loss", failing)
+    try:
+        text = launch(tmp_path, *OPTIONS)
+    finally:
+        torch.compiler.set_stance("default")
+    assert text.count("warning: going on without torch.compile, which failed: Broken: file too short\n") == 1
+    assert same(tmp_path / RUN, whole / RUN)
+
+
+def test_activation_checkpointing_changes_no_bit(whole, tmp_path, monkeypatch):
+    calls, recompute = [], dit.checkpoint
+    monkeypatch.setattr(dit, "checkpoint", lambda *given, **options: calls.append(1) or recompute(*given, **options))
+    launch(tmp_path, *OPTIONS, "train.activation_checkpointing=true")
+    assert len(calls) == 8 * 2 * 6 and same(tmp_path / RUN, whole / RUN)
+
+
+# --------------------------------------------------------------------------------------- interrupted
+
+
+def test_an_evaluation_that_was_interrupted_is_done_on_resumption(whole, tmp_path, monkeypatch):
+    heldout_loss = between.heldout_loss
+
+    def interrupting(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return heldout_loss(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ending:
+        patch.setattr(between, "heldout_loss", interrupting)
+        launch(tmp_path, *OPTIONS)
+    assert ending.value.code == 75 and status(tmp_path)["state"] == "interrupted" and status(tmp_path)["step"] == 3
+    assert not [r for r in records(tmp_path / RUN) if "eval_loss" in r]
+    launch(tmp_path, *OPTIONS)
+    ours, theirs = (sorted(map(str, records(folder / RUN))) for folder in (tmp_path, whole))
+    assert ours == theirs and same(tmp_path / RUN, whole / RUN)
+
+
+def test_the_first_reason_of_a_failure_stays(tmp_path):
+    log = RunLog(tmp_path)
+    log.status("running", 1)
+    log.status("failed", 2, "out of memory")
+    log.status("failed", 2, "connection closed")
+    log.status("interrupted", 3, "SIGTERM")
+    assert [log.read_status()[key] for key in ("state", "step", "reason")] == ["failed", 2, "out of memory"]
+    log.status("running", 3)
+    assert log.read_status()["state"] == "running"
+    for name in ("status.json", "run.json"):  # damaged ones stop nothing
+        (tmp_path / name).write_text('{"sta')
+    assert log.read_status() == {} and log.starts() == []
+
+
 # ------------------------------------------------------------------------------------------ stages
+
+
+def test_snapshots_of_averages_come_as_asked_and_go_when_the_run_goes_back(whole, tmp_path):
+    launch(tmp_path, *OPTIONS, "ema.snapshot_every=3")
+    folder = tmp_path / RUN / "ema_snapshots"
+    assert sorted(path.name for path in folder.iterdir()) == [f"step_000000{step}.safetensors" for step in (3, 6, 8)]
+    first = (folder / "step_0000006.safetensors").read_bytes()
+    (folder / "step_0000006.safetensors").rename(folder / "step_0000007.safetensors")
+    os.truncate(tmp_path / RUN / "step_0000008" / "ema.safetensors", 10)
+    launch(tmp_path, *OPTIONS, "ema.snapshot_every=8")  # from step 6
+    assert sorted(path.name for path in folder.iterdir()) == [f"step_000000{step}.safetensors" for step in (3, 8)]
+    launch(tmp_path, *OPTIONS, "name=again", "ema.snapshot_every=6")
+    assert (tmp_path / "results" / "again" / "ema_snapshots" / "step_0000006.safetensors").read_bytes() == first
 
 
 def test_routes_until_is_training_without_routes_from_there(tmp_path):
