@@ -355,7 +355,8 @@ def test_claim(tmp_path):
 def test_claim_without_latest_finds_the_newest_checkpoint(tmp_path):
     config = {"seed": 0}
     for step in (1, 2):
-        checkpoint.save(tmp_path, step, {}, {"config": config})
+        parts = {name: {} for name in ("model", "ema", "optimizer")}
+        checkpoint.save(tmp_path, step, parts, {"config": config, "latents": {}, "samples": 0})
     shutil.rmtree(tmp_path / "step_0000002")  # a damaged one, removed by hand: `latest` names nothing
     assert claim(tmp_path, "auto", config).found.step == 1
     with pytest.raises(ValueError, match="seed: 0 there, 1 here"):
