@@ -163,7 +163,7 @@ def save(run: Run) -> bool:
 def save_snapshot(run: Run) -> None:
     """Store the averages by power functions, for scripts/reconstruct_ema.py."""
     averages = {width: dict(average.network.named_parameters()) for width, average in run.averages.items()}
-    from_main(run.accelerator, lambda: posthoc.save_snapshot(run.folder, run.step, averages) and None)
+    from_main(run.accelerator, lambda: posthoc.save_snapshot(run.folder, run.step, averages))
 
 
 def read_tally(run: Run) -> dict[str, float]:

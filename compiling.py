@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -50,6 +49,8 @@ def settle_compile(value: bool | str, device: torch.device) -> tuple[bool, str |
 
 def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor") -> None:
     """Compile each block in place: names, weights and copies of the network stay as they are."""
+    import torch._dynamo  # imported here because it takes seconds, and whoever does not compile needs none of it
+
     torch._dynamo.config.cache_size_limit = max(GRAPHS, torch._dynamo.config.cache_size_limit)
     torch._dynamo.config.optimize_ddp = False  # which would cut a block in DDP; between blocks, sums overlap anyway
     for block in blocks:

@@ -21,11 +21,11 @@ def find_fitting(attempt: Callable[[int], None], sizes: list[int]) -> int | None
     for size in sizes:
         if size > at_most:
             continue
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         try:
             attempt(size)
             return size
         except torch.OutOfMemoryError:
             at_most = size // 2
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
     return None

@@ -113,6 +113,7 @@ def kinds_of(run: Run) -> dict[str, settings.Settings]:
 
 def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int, block: int) -> dict:
     """All numbers of the table."""
+    commit = git_revision()  # of the code that runs, whatever is changed while it does
 
     def turn(cfg: settings.Settings) -> float:
         """Milliseconds of a step."""
@@ -166,7 +167,7 @@ def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int, block: in
         "kinds": rows,
         "update_over_loops": update_over_loops(run, pairs),
         "command": " ".join(["python", "benchmarks/step_time.py", *sys.argv[1:]]),
-        "commit": git_revision(),
+        "commit": commit,
         "torch": torch.__version__,
         "machine": platform.platform(),
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

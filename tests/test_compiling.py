@@ -93,6 +93,19 @@ def test_a_guidance_with_changing_ratios_stays_eager_and_others_have_few_graphs(
     assert counter.frame_count == 3  # all tokens, three quarters, a quarter; the short batch is padded
 
 
+def test_a_block_in_ddp_is_one_graph():
+    """Dynamo would cut it at the bounds of DDP's buckets, which are 1 MB and 25 MB."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        network = random_network(0, hidden_size=768, depth=2, num_heads=2)
+        counter = counted(network, backend="eager")
+        wrapped = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
+        wrapped(torch.randn(1, 4, 8, 8), torch.zeros(1), torch.zeros(1, dtype=torch.int64)).square().sum().backward()
+        assert counter.frame_count == 1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_settings_say_when(read_config):
     assert not compiling.wanted("auto", CPU) and compiling.wanted(True, CPU)
     assert compiling.wanted("auto", torch.device("cuda")) and not compiling.wanted(False, torch.device("cuda"))
