@@ -20,12 +20,12 @@ SAME = 0.5  # seconds in which a signal that comes again is the same one: torchr
 
 
 def leave_at_once(code: int, last_words: str = "") -> None:
-    """End this process without taking anything apart, where it is one of several; elsewhere do nothing.
+    """End this process without taking anything apart, where it has process groups; elsewhere do nothing.
 
     A gloo group that is deleted waits for its threads while it holds Python's lock, and a thread may wait for
     that lock to drop a tensor: then the process never ends.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if dist.is_initialized():
         sys.stdout.flush()
         sys.stderr.write(last_words and last_words + "\n")
         sys.stderr.flush()

@@ -138,11 +138,11 @@ def training_step(run: Run) -> None:
 
 
 class Clock:
-    """Steps per second since the last log, without pauses and the first step, which compiles."""
+    """Steps per second since the last log, without pauses, and without the first step, which compiles."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.start_step, self.began = run, run.step, time.perf_counter()
-        self.first_step = self.cold_start = None
+        self.first_step = self.first_wait = self.cold_start = None
         self.restart()
 
     def restart(self) -> None:
@@ -156,6 +156,7 @@ class Clock:
             wait_for(run.device)
             now = time.perf_counter()
             self.first_step, self.cold_start = now - self.began, now - run.began
+            self.first_wait = run.loader.waited
             run.say(f"  start     {self.cold_start:.1f} s, of which the first step took {self.first_step:.1f} s")
             self.restart()
         if done == 21:
@@ -177,16 +178,16 @@ def log(run: Run, clock: Clock) -> str:
     values = {"lr": rate, "bad_steps": int(tally["bad"])}
     if tally["good"]:
         values |= {name: tally[name] / tally["good"] for name in ("loss", "grad_norm")}
-    seconds, steps, short = time.perf_counter() - clock.since, run.step - clock.first, ""
-    if steps:
-        speed = steps * run.cfg.train.batch_size / seconds
-        flops = 3 * run.network.forward_flops(active_routes(run.cfg, run.step - 1)) * speed
-        values |= {"images_per_s": round(speed, 1), "flops_per_s": float(f"{flops:.4g}")}
-        peak = peak_flops(run.device, run.precision)
-        if peak is not None:
-            values["mfu"] = round(flops / (peak * run.accelerator.num_processes), 4)
-        values["data_wait"] = round(run.loader.waited / seconds, 5)
-        short = f", {speed:.0f} images/s"
+    seconds, steps, waited = time.perf_counter() - clock.since, run.step - clock.first, run.loader.waited
+    if not steps:  # the first step is all there is
+        seconds, steps, waited = clock.first_step, 1, clock.first_wait
+    speed = steps * run.cfg.train.batch_size / seconds
+    flops = 3 * run.network.forward_flops(active_routes(run.cfg, run.step - 1)) * speed
+    values |= {"images_per_s": round(speed, 1), "flops_per_s": float(f"{flops:.4g}")}
+    peak = peak_flops(run.device, run.precision)
+    if peak is not None:
+        values["mfu"] = round(flops / (peak * run.accelerator.num_processes), 4)
+    values["data_wait"] = round(waited / seconds, 5)
     if clock.cold_start is not None:  # once a start
         values["cold_start_seconds"], clock.cold_start = round(clock.cold_start, 2), None
     run.record(**values)
@@ -194,7 +195,7 @@ def log(run: Run, clock: Clock) -> str:
         run.say(f"warning: {int(tally['bad'])} steps up to step {run.step} were skipped: loss or gradient not finite")
     run.tally.restart()
     clock.restart()
-    return f"loss {values['loss']:.4f}{short}" if "loss" in values else "no good step"
+    return f"loss {values['loss']:.4f}, {speed:.0f} images/s" if "loss" in values else "no good step"
 
 
 def explain_memory(run: Run, error: str) -> str:

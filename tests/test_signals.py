@@ -57,7 +57,10 @@ def equals_an_undisturbed_run(folder, reference):
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+# SIGUSR1 is tests/test_launches.py's, too
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
+)
 def test_a_signal_finishes_the_step_saves_and_exits_with_75(tmp_path, number):
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     process = begin(tmp_path / "a")
@@ -108,7 +111,7 @@ from signals import Stop
 torch.set_num_threads(1)
 stop = Stop()
 stop.ending = lambda name: print("ending by", name, flush=True)
-x = torch.zeros(6000, 6000)
+x = torch.zeros(4500, 4500)
 print("ready", flush=True)
 x @ x
 time.sleep(0.01)  # for the handlers
