@@ -139,7 +139,7 @@ def test_a_run_compiles_no_more_than_its_kinds_of_steps(tmp_path, monkeypatch, p
     compile_blocks = compiling.compile_blocks
     monkeypatch.setattr(start, "compile_blocks", counting)
     options = ["train.steps=8", "train.routes_until=5", "eval.points=40", "eval.batch_size=16", "every.sample=4"]
-    options += [f"train.precision={precision}"]
+    options += [f"train.precision={precision}", "model.routes.0.start=1", "model.routes.0.end=3"]
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     text = launch(tmp_path / "a", *options, "train.compile=true")
     assert "of which the first step took" in text and "warning" not in text
