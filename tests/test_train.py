@@ -119,7 +119,7 @@ def test_a_killed_run_repeats_what_was_not_saved(tmp_path, processes):
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-@pytest.mark.parametrize(("processes", "micro"), [(1, 2), (2, "null"), (2, 2)])
+@pytest.mark.parametrize(("processes", "micro"), [(1, 2), (2, 2)])
 def test_the_split_of_a_batch_changes_nothing_but_rounding(straight, tmp_path, processes, micro):
     overrides = [f"train.micro_batch_size={micro}"]
     text = (
