@@ -118,13 +118,7 @@ def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int, block: in
     def turn(cfg: settings.Settings) -> float:
         """Milliseconds of a step."""
         run.cfg = cfg
-        wait_for(run.device)
-        began = time.perf_counter()
-        for _ in range(block):
-            train.training_step(run)
-            run.step += 1
-        wait_for(run.device)
-        return 1000 * (time.perf_counter() - began) / block
+        return 1000 * take_steps(run, block) / block
 
     cold, peaks = {}, {}
     for name, cfg in kinds.items():
@@ -174,6 +168,17 @@ def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int, block: in
     }
 
 
+def take_steps(run: Run, count: int) -> float:
+    """Do so many training steps; returns the seconds until the device is done."""
+    wait_for(run.device)
+    began = time.perf_counter()
+    for _ in range(count):
+        train.training_step(run)
+        run.step += 1
+    wait_for(run.device)
+    return time.perf_counter() - began
+
+
 def interval(values: list[float]) -> tuple[float, float]:
     """A 95% confidence interval of the median, from order statistics."""
     ordered, margin = sorted(values), 0.98 * len(values) ** 0.5
@@ -213,13 +218,7 @@ def stages(run: Run) -> dict[str, float]:
         patched(run.loader, "batches", timed("data wait", run.loader.batches)),
         patched(EMA, "update", timed("EMA", EMA.update)),
     ):
-        wait_for(run.device)
-        began = time.perf_counter()
-        for _ in range(STAGED):
-            train.training_step(run)
-            run.step += 1
-        wait_for(run.device)
-        total = time.perf_counter() - began
+        total = take_steps(run, STAGED)
     spent["rest"] = total - sum(spent.values())
     return {stage: seconds / total for stage, seconds in spent.items()}
 
