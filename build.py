@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 import digits
+from backbone import Backbone
 from checkpoint import read_weights
 from dit import DiT
 from latents import LatentDataset, Latents, read_index
+from rwkv import RWKV
 from settings import Network, Settings, process_of, read
 from state_dicts import fit
 from updates import LearningRate
@@ -19,20 +21,23 @@ from updates import LearningRate
 MEASURES = ("channels", "size", "num_classes")
 
 
-def build_network(cfg: Settings | Network) -> nn.Module:
-    """The network of a run, freshly initialised from torch's global generator, on the default device."""
-    return DiT(
-        input_size=cfg.dataset.size,
-        patch_size=cfg.model.patch_size,
-        in_channels=cfg.dataset.channels,
-        hidden_size=cfg.model.hidden_size,
-        depth=cfg.model.depth,
-        num_heads=cfg.model.num_heads,
-        mlp_ratio=cfg.model.mlp_ratio,
-        num_classes=cfg.dataset.num_classes,
-        learn_sigma=cfg.model.learn_sigma,
-        init=cfg.model.init,
-    )
+def build_network(cfg: Settings | Network) -> Backbone:
+    """The network of a run, freshly initialised from torch's global generator, on the default device.
+
+    Nothing else asks which architecture it is.
+    """
+    sizes = {
+        "input_size": cfg.dataset.size,
+        "patch_size": cfg.model.patch_size,
+        "in_channels": cfg.dataset.channels,
+        "hidden_size": cfg.model.hidden_size,
+        "depth": cfg.model.depth,
+        "mlp_ratio": cfg.model.mlp_ratio,
+        "num_classes": cfg.dataset.num_classes,
+        "learn_sigma": cfg.model.learn_sigma,
+        "init": cfg.model.init,
+    }
+    return RWKV(**sizes) if cfg.model.architecture == "rwkv" else DiT(num_heads=cfg.model.num_heads, **sizes)
 
 
 def build_optimizer(cfg: Settings, network: nn.Module) -> torch.optim.AdamW:

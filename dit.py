@@ -1,86 +1,17 @@
 """Diffusion transformer (DiT; Peebles & Xie, ICCV 2023, arXiv 2212.09748) with adaLN-Zero.
 
 Parameter names and shapes are those of public DiT checkpoints, so such a state dict loads with
-strict=True. The network draws nothing: routes come in with their token ids drawn, and dropping
-labels is the training loop's business (a dropped label is the null class, number num_classes).
+strict=True. What stands around the blocks is in backbone.py.
 
-Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D hidden size.
+Shapes: B samples, N tokens, D hidden size.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from functools import partial
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from routing_module import Route, check_routes, num_keep, run_blocks
-
-INIT_CHOICES = ("adaln_zero", "xavier")
-
-
-def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Scale and shift tokens (B, N, D) by per-sample vectors (B, D)."""
-    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
-
-
-def sincos_positions(dim: int, grid_size: int) -> Tensor:
-    """Fixed 2-D sine-cosine positions, (grid_size², dim) fp32, computed in float64.
-
-    The first half of the channels holds the column (w), the second the row (h), each as sines
-    followed by cosines: the order of public DiT checkpoints.
-    """
-    frequency = 10000.0 ** (-torch.arange(dim // 4, dtype=torch.float64) / (dim / 4))
-    angle = torch.arange(grid_size, dtype=torch.float64)[:, None] * frequency
-    line = torch.cat([angle.sin(), angle.cos()], dim=1)
-    column = line[None, :, :].expand(grid_size, -1, -1)
-    row = line[:, None, :].expand(-1, grid_size, -1)
-    return torch.cat([column, row], dim=2).reshape(grid_size**2, dim).float()
-
-
-class PatchEmbed(nn.Module):
-    """Non-overlapping patches to tokens: (B, C, S, S) → (B, N, D), in raster order."""
-
-    def __init__(self, in_channels: int, patch_size: int, hidden_size: int) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(in_channels, hidden_size, patch_size, stride=patch_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x).flatten(2).transpose(1, 2).contiguous()
-
-
-class TimestepEmbedder(nn.Module):
-    """Scalar noise input → vector: 256 cosines and sines, then a two-layer MLP. (B,) → (B, D)."""
-
-    def __init__(self, hidden_size: int, frequency_size: int = 256) -> None:
-        super().__init__()
-        self.frequency_size = frequency_size
-        self.mlp = nn.Sequential(nn.Linear(frequency_size, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size))
-
-    def frequencies(self, t: Tensor) -> Tensor:
-        """(B,) → (B, 256) fp32: cosines first, then sines."""
-        half = self.frequency_size // 2
-        exponent = torch.arange(half, dtype=torch.float32, device=t.device) / half
-        angle = t.float()[:, None] * torch.exp(-math.log(10000.0) * exponent)
-        return torch.cat([angle.cos(), angle.sin()], dim=1)
-
-    def forward(self, t: Tensor) -> Tensor:
-        return self.mlp(self.frequencies(t))
-
-
-class LabelEmbedder(nn.Module):
-    """Class label → vector; row num_classes is the null class. (B,) int64 → (B, D)."""
-
-    def __init__(self, num_classes: int, hidden_size: int) -> None:
-        super().__init__()
-        self.embedding_table = nn.Embedding(num_classes + 1, hidden_size)
-
-    def forward(self, y: Tensor) -> Tensor:
-        return self.embedding_table(y)
+from backbone import Backbone, modulate
 
 
 class Attention(nn.Module):
@@ -130,29 +61,8 @@ class DiTBlock(nn.Module):
         return x
 
 
-class FinalLayer(nn.Module):
-    """Tokens to patch values: (B, N, D), (B, D) → (B, N, p·p·out_channels)."""
-
-    def __init__(self, dim: int, patch_size: int, out_channels: int) -> None:
-        super().__init__()
-        self.norm_final = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
-        self.linear = nn.Linear(dim, patch_size**2 * out_channels)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
-
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
-        return self.linear(modulate(self.norm_final(x), shift, scale))
-
-
-class DiT(nn.Module):
-    """The network F(x; t, y). Argument names are public DiT's.
-
-    input_size   height and width of the latents; a multiple of patch_size.
-    num_classes  labels are 0..num_classes−1; num_classes itself is the null class.
-    learn_sigma  twice the output channels (public checkpoints); the second half is unused here.
-    init         "adaln_zero": modulations and the last layer start at zero, so that an untrained
-                 network outputs 0 (the paper's); "xavier": all linear layers Xavier-uniform, what
-                 the released TREAD code runs, since there the zeroing is overwritten.
+class DiT(Backbone):
+    """The network F(x; t, y) of transformer blocks; sizes, labels and start: see Backbone.
 
     Raises ValueError for sizes that do not fit one another.
     """
@@ -170,89 +80,23 @@ class DiT(nn.Module):
         learn_sigma: bool = False,
         init: str = "adaln_zero",
     ) -> None:
-        super().__init__()
-        if input_size % patch_size:
-            raise ValueError(f"input_size {input_size} is not a multiple of patch_size {patch_size}")
         if hidden_size % num_heads:
             raise ValueError(f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}")
-        if hidden_size % 4:
-            raise ValueError(f"hidden_size {hidden_size} is not a multiple of 4 (2-D sine-cosine positions)")
-        if init not in INIT_CHOICES:
-            raise ValueError(f"init is {init!r}, but must be one of {', '.join(INIT_CHOICES)}")
-        self.input_size, self.patch_size, self.in_channels = input_size, patch_size, in_channels
-        self.num_classes, self.learn_sigma = num_classes, learn_sigma
-        self.out_channels = 2 * in_channels if learn_sigma else in_channels
-        self.num_tokens = (input_size // patch_size) ** 2
-        self.hidden_size, self.mlp_ratio = hidden_size, mlp_ratio
-        self.activation_checkpointing = False  # True: keep a block's input alone and compute the block again backward
+        super().__init__(
+            lambda: DiTBlock(hidden_size, num_heads, mlp_ratio),
+            input_size,
+            patch_size,
+            in_channels,
+            hidden_size,
+            depth,
+            num_classes,
+            learn_sigma,
+            init,
+        )
+        self.mlp_ratio = mlp_ratio
 
-        self.x_embedder = PatchEmbed(in_channels, patch_size, hidden_size)
-        self.t_embedder = TimestepEmbedder(hidden_size)
-        self.y_embedder = LabelEmbedder(num_classes, hidden_size)
-        self.register_buffer("pos_embed", sincos_positions(hidden_size, input_size // patch_size)[None])
-        self.blocks = nn.ModuleList(DiTBlock(hidden_size, num_heads, mlp_ratio) for _ in range(depth))
-        self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
-        self.initialize(init)
-
-    def initialize(self, init: str) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
-        nn.init.xavier_uniform_(self.x_embedder.proj.weight.view(self.x_embedder.proj.out_channels, -1))
-        nn.init.zeros_(self.x_embedder.proj.bias)
-        nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
-        if init == "adaln_zero":
-            nn.init.normal_(self.t_embedder.mlp[0].weight, std=0.02)
-            nn.init.normal_(self.t_embedder.mlp[2].weight, std=0.02)
-            for module in (*self.blocks, self.final_layer):
-                nn.init.zeros_(module.adaLN_modulation[1].weight)
-            nn.init.zeros_(self.final_layer.linear.weight)
-
-    def unpatchify(self, x: Tensor) -> Tensor:
-        """(B, N, p·p·C) → (B, C, S, S)."""
-        side, p = self.input_size // self.patch_size, self.patch_size
-        x = x.view(-1, side, side, p, p, self.out_channels)
-        return x.permute(0, 5, 1, 3, 2, 4).reshape(-1, self.out_channels, side * p, side * p)
-
-    def check_inputs(self, x: Tensor, y: Tensor) -> None:
-        """Shapes always; label values only where they lie on the CPU, so that no GPU waits."""
-        expected = (self.in_channels, self.input_size, self.input_size)
-        if tuple(x.shape[1:]) != expected:
-            raise ValueError(f"x has shape {tuple(x.shape)}, but this network takes (B, *{expected})")
-        if y.device.type == "cpu" and y.numel() and not 0 <= int(y.min()) <= int(y.max()) <= self.num_classes:
-            raise ValueError(
-                f"labels lie in {int(y.min())}..{int(y.max())}, but this network knows "
-                f"0..{self.num_classes - 1} and the null class {self.num_classes}"
-            )
-
-    def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True) -> int:
-        """FLOPs of one forward pass for one sample, two a multiply-add: matrix products and attention.
-
-        attention  false leaves out the products of queries, keys and values (linear layers alone).
-        """
-        N, D, depth = self.num_tokens, self.hidden_size, len(self.blocks)
-        tokens = [N] * depth
-        for route in check_routes(routes, depth):
-            tokens[route.start : route.end + 1] = [num_keep(N, route.selection_ratio)] * (route.end + 1 - route.start)
-        linear = sum((4 + 2 * self.mlp_ratio) * K * D * D for K in tokens)  # qkv, proj, fc1, fc2
-        products = sum(2 * K * K * D for K in tokens) if attention else 0
-        modulation = (6 * depth + 2) * D * D
-        patches = N * D * self.patch_size**2 * (self.in_channels + self.out_channels)
-        time = (self.t_embedder.frequency_size + D) * D
-        return int(2 * (linear + products + modulation + patches + time))
-
-    def recomputed(self) -> list[Callable[..., Tensor]]:
-        """The blocks under activation checkpointing; nothing in them is random, so no generator is kept for it."""
-        return [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in self.blocks]
-
-    def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Sequence[tuple[Route, Tensor]] = ()) -> Tensor:
-        """x (B, C, S, S), t (B,) noise input, y (B,) int64 labels → (B, out_channels, S, S).
-
-        routes: pairs (Route, ids_keep (B, K)), see routing_module.run_blocks; () runs all tokens.
-        """
-        self.check_inputs(x, y)
-        x = self.x_embedder(x) + self.pos_embed  # (B, N, D)
-        c = self.t_embedder(t) + self.y_embedder(y)  # (B, D)
-        x = run_blocks(self.recomputed() if self.activation_checkpointing else self.blocks, x, c, routes=routes)
-        return self.unpatchify(self.final_layer(x, c))
+    def block_flops(self, tokens: int, attention: bool) -> float:
+        D = self.hidden_size
+        linear = (4 + 2 * self.mlp_ratio) * tokens * D * D  # qkv, proj, fc1, fc2
+        products = 2 * tokens * tokens * D if attention else 0
+        return linear + products + 6 * D * D

@@ -103,6 +103,21 @@ class EDM:
         D = self.denoise(network, x + sigma.view(-1, 1, 1, 1) * noise, sigma, y, routes)
         return self.weight(sigma) * (D - x).square().mean(dim=(1, 2, 3))
 
+    def errors(
+        self,
+        network: Callable[..., Tensor],
+        x: Tensor,
+        y: Tensor,
+        sigma: Tensor,
+        noise: Tensor,
+        routes: Sequence[tuple[Route, Tensor]] = (),
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `loss` averages, (weighted squared errors, D, noisy input), each (B, C, S, S) fp32."""
+        sigma = sigma.float()
+        noisy = x + sigma.view(-1, 1, 1, 1) * noise
+        D = self.denoise(network, noisy, sigma, y, routes)
+        return self.weight(sigma).view(-1, 1, 1, 1) * (D - x).square(), D, noisy
+
     def schedule(self, num_steps: int = 40) -> Tensor:
         """Noise levels σ_0 = sigma_max .. σ_{N−1} = sigma_min, σ_N = 0 (Eq. 5): (N+1,) fp64."""
         if num_steps < 2:

@@ -26,6 +26,7 @@ def generator(*address: int | str, device: torch.device | str = "cpu") -> torch.
 class Draws:
     """What one training step draws, for B samples of a batch.
 
+    step       its number.
     level      (B,) standard normal, to become noise levels.
     noise      (B, C, S, S) standard normal, to be added to the latents.
     drop       (B,) uniform, to drop labels.
@@ -33,6 +34,7 @@ class Draws:
     posterior  (B, C, S, S) standard normal, to sample latents from moments; None if they are plain.
     """
 
+    step: int
     level: Tensor
     noise: Tensor
     drop: Tensor
@@ -43,7 +45,7 @@ class Draws:
         """The draws of some samples of the batch."""
         posterior = None if self.posterior is None else self.posterior[rows]
         routes = tuple(r[rows] for r in self.routes)
-        return Draws(self.level[rows], self.noise[rows], self.drop[rows], routes, posterior)
+        return Draws(self.step, self.level[rows], self.noise[rows], self.drop[rows], routes, posterior)
 
 
 def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | None) -> list[slice]:
@@ -86,6 +88,7 @@ def draw_step(
         return torch.rand(size, generator=generator(seed, step, stream, device=device), device=device)
 
     return Draws(
+        step=step,
         level=normal("sigma", batch_size),
         noise=normal("noise", batch_size, *shape),
         drop=uniform("drop", batch_size),

@@ -108,6 +108,21 @@ class RF:
         v = self.velocity(network, (1 - level) * x + level * noise, t, y, routes)
         return (v - (noise - x)).square().mean(dim=(1, 2, 3))
 
+    def errors(
+        self,
+        network: Callable[..., Tensor],
+        x: Tensor,
+        y: Tensor,
+        t: Tensor,
+        noise: Tensor,
+        routes: Sequence[tuple[Route, Tensor]] = (),
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `loss` averages, (squared errors, D = x_t − t·v, x_t), each (B, C, S, S) fp32."""
+        level = t.float().view(-1, 1, 1, 1)
+        noisy = (1 - level) * x + level * noise
+        v = self.velocity(network, noisy, t, y, routes)
+        return (v - (noise - x)).square(), noisy - level * v, noisy
+
     def schedule(self, num_steps: int = 50) -> Tensor:
         """Times 1 .. 0 in even steps: (N+1,) fp64."""
         if num_steps < 1:

@@ -10,7 +10,8 @@ This file needs torch alone. A network uses it in one line,
 
 where `routes` is a sequence of pairs (Route, ids_keep). The ids are drawn by the caller,
 `draw_ids(torch.rand(B, N), ratio)`, so that nothing in the network is random and tests,
-recomputation and per-image seeds can hand in their own.
+recomputation and per-image seeds can hand in their own. Other ways to choose ids are in
+routing_ids.py, routes for networks that can't be edited in routing_hooks.py.
 
 Shapes: B samples, N tokens, K kept tokens, D channels.
 """
@@ -18,12 +19,14 @@ Shapes: B samples, N tokens, K kept tokens, D channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 FP32_CHOICES = ("auto", "end", "next", "off")
+SELECT_CHOICES = ("token", "row", "shared")
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,16 @@ class Route:
     fp32             which block runs in fp32 while autocast is on (the paper's stability rule):
                      "end" = block `end`, "next" = the block behind it, "off" = none,
                      "auto" = "end" where at most 3 blocks follow the route, else "off".
+    select           how the ids of this route are chosen (routing_ids.choose_ids): single tokens of each
+                     sample, whole rows of the token grid of each sample ("row"), or the same tokens in
+                     the whole batch ("shared").
     """
 
     start: int
     end: int
     selection_ratio: float = 0.5
     fp32: str = "auto"
+    select: str = "token"
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.selection_ratio < 1.0:
@@ -50,16 +57,18 @@ class Route:
             )
         if self.fp32 not in FP32_CHOICES:
             raise ValueError(f"fp32 is {self.fp32!r}, but must be one of {', '.join(FP32_CHOICES)}")
+        if self.select not in SELECT_CHOICES:
+            raise ValueError(f"select is {self.select!r}, but must be one of {', '.join(SELECT_CHOICES)}")
 
     @classmethod
-    def for_depth(cls, depth: int, selection_ratio: float = 0.5, fp32: str = "auto") -> Route:
+    def for_depth(cls, depth: int, selection_ratio: float = 0.5, fp32: str = "auto", select: str = "token") -> Route:
         """The paper's rule, r(2→depth−4): e.g. 2→8 of 12 blocks, 2→20 of 24, 2→24 of 28."""
         if depth - 4 < 2:
             raise ValueError(
                 f"the rule r(2→depth−4) gives r(2→{depth - 4}) at depth {depth}, which holds no "
                 "block: it needs a depth of at least 6; state start and end yourself"
             )
-        return cls(2, depth - 4, selection_ratio, fp32)
+        return cls(2, depth - 4, selection_ratio, fp32, select)
 
     def resolve(self, depth: int) -> Route:
         """The same route with non-negative ends and fp32 settled, for a network of `depth` blocks.
@@ -80,7 +89,7 @@ class Route:
             fp32 = "end" if depth - 1 - end <= 3 else "off"
         if fp32 == "next" and end + 1 == depth:
             raise ValueError(f'fp32 is "next", but no block follows route end {end} of {depth} blocks')
-        return Route(start, end, self.selection_ratio, fp32)
+        return replace(self, start=start, end=end, fp32=fp32)
 
     @property
     def fp32_block(self) -> int | None:
@@ -120,23 +129,52 @@ def draw_ids(noise: Tensor, selection_ratio: float, sort: bool = True) -> Tensor
 
 
 def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
-    """Take the kept tokens: (B, N, D), (B, K) → (B, K, D), in the order of the ids."""
-    return tokens.gather(1, ids_keep.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
+    """Take the kept tokens, or what travels with them: (B, N, …), (B, K) → (B, K, …), in the order of the ids."""
+    return tokens.gather(1, _spread(ids_keep, tokens))
 
 
 def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
-    """Put the kept tokens back: (B, N, D), (B, K, D), (B, K) → (B, N, D).
+    """Put the kept tokens back: (B, N, …), (B, K, …), (B, K) → (B, N, …).
 
     Tokens not named in ids_keep are those of `saved`, bit for bit; gradients reach both.
     """
-    index = ids_keep.unsqueeze(-1).expand(-1, -1, saved.shape[-1])
-    return saved.scatter(1, index, kept.to(saved.dtype))
+    return saved.scatter(1, _spread(ids_keep, saved), kept.to(saved.dtype))
 
 
-def run_in_fp32(block: Callable[..., Tensor], tokens: Tensor, *shared: Tensor) -> Tensor:
+def _spread(ids_keep: Tensor, tokens: Tensor) -> Tensor:
+    """Ids as an index into the tokens: (B, K) → (B, K, …)."""
+    return ids_keep.view(*ids_keep.shape, *[1] * (tokens.ndim - 2)).expand(-1, -1, *tokens.shape[2:])
+
+
+def kept_grid(route: Route, ids_keep: Tensor, grid: tuple[int, int]) -> tuple[int, int]:
+    """(rows, columns) of the grid that a row route's kept tokens form, out of a grid of N tokens.
+
+    Raises ValueError if the route does not choose rows, or the ids are not whole rows in raster
+    order (their values are looked at on a CPU only, so that no GPU waits).
+    """
+    width = grid[1]
+    if route.select != "row":
+        raise ValueError(
+            f"the route {route.start}→{route.end} selects by {route.select!r}, but these blocks need a grid of tokens: "
+            'it takes select="row"'
+        )
+    whole = ids_keep.shape[1] % width == 0
+    if whole and ids_keep.device.type == "cpu":
+        rows = ids_keep.view(len(ids_keep), -1, width)
+        whole = bool((rows == rows[..., :1] + torch.arange(width)).all() and (rows[..., 0] % width == 0).all())
+        whole = whole and bool((rows[..., 0].diff(dim=1) > 0).all())
+    if not whole:
+        raise ValueError(
+            f"ids_keep of the route {route.start}→{route.end} are not whole rows of the {grid[0]}×{width} grid in "
+            "raster order; routing_ids.row_ids draws such"
+        )
+    return ids_keep.shape[1] // width, width
+
+
+def run_in_fp32(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Call a block with autocast off and floating-point inputs in fp32 (TF32 stays allowed)."""
-    with torch.autocast(tokens.device.type, enabled=False):
-        return block(*(a.float() if a.is_floating_point() else a for a in (tokens, *shared)))
+    with torch.autocast(inputs[0].device.type, enabled=False):
+        return block(*(a.float() if a.is_floating_point() else a for a in inputs))
 
 
 def run_blocks(
@@ -144,26 +182,36 @@ def run_blocks(
     tokens: Tensor,
     *shared: Tensor,
     routes: Sequence[tuple[Route, Tensor]] = (),
+    along: Sequence[Tensor] = (),
+    grid: tuple[int, int] | None = None,
 ) -> Tensor:
     """Run blocks in order under routes.
 
-    blocks   callables (tokens, *shared) → tokens.
+    blocks   callables (tokens, *along, *shared) → tokens.
     tokens   (B, N, D).
     shared   what every block gets besides and what has no token axis (e.g. the conditioning).
     routes   pairs (Route, ids_keep (B, K) int64); the ids are used as they come, whatever the
              route's ratio, and the blocks see the kept tokens in their order.
+    along    (B, N, …) tensors that travel with the tokens (e.g. tables of rotary positions): blocks
+             on a route get the kept tokens' own.
+    grid     (rows, columns) of the tokens, in raster order, for blocks that need it: each is called
+             with grid=, and blocks on a route get the shape that the kept tokens form. Such routes
+             select rows.
 
     Returns (B, N, D). Raises ValueError for routes that do not fit the blocks or ids that do not
-    fit the tokens.
+    fit the tokens or the grid.
     """
-    ids_at = {}
+    ids_at, shapes = {}, {}
     for route, ids_keep in routes:
         if ids_keep.ndim != 2 or ids_keep.shape[0] != tokens.shape[0] or ids_keep.shape[1] > tokens.shape[1]:
             raise ValueError(
                 f"ids_keep has shape {tuple(ids_keep.shape)}, but must be (B, K) with "
                 f"B = {tokens.shape[0]} and K at most {tokens.shape[1]} tokens"
             )
-        ids_at[route.resolve(len(blocks)).start] = ids_keep
+        start = route.resolve(len(blocks)).start
+        ids_at[start] = ids_keep
+        if grid is not None:
+            shapes[start] = kept_grid(route, ids_keep, grid)
     resolved = check_routes([route for route, _ in routes], len(blocks))
     starts = {route.start for route in resolved}
     ends = {route.end for route in resolved}
@@ -171,14 +219,17 @@ def run_blocks(
     device = tokens.device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
+    seen, shape = along, grid
     for index, block in enumerate(blocks):
         if index in starts:
             saved, ids_keep = tokens, ids_at[index]
-            tokens = gather_tokens(saved, ids_keep)
+            tokens, seen = gather_tokens(saved, ids_keep), [gather_tokens(one, ids_keep) for one in along]
+            shape = shapes.get(index)
+        call = block if shape is None else partial(block, grid=shape)
         if autocast and index in in_fp32:
-            tokens = run_in_fp32(block, tokens, *shared)
+            tokens = run_in_fp32(call, tokens, *seen, *shared)
         else:
-            tokens = block(tokens, *shared)
+            tokens = call(tokens, *seen, *shared)
         if index in ends:
-            tokens = scatter_tokens(saved, tokens, ids_keep)
+            tokens, seen, shape = scatter_tokens(saved, tokens, ids_keep), along, grid
     return tokens

@@ -28,7 +28,7 @@ from guidance import NO_GUIDANCE, Branch, Call, Guidance, Routes, guided
 from pictures import save_grid
 from randomness import generator, seeded_normal, seeded_uniform
 from rf import RF
-from routing_module import draw_ids, num_keep
+from routing_ids import choose_ids, count_kept
 from solvers import call_order, check_solver, solve
 from trained import Model, open_trained, open_weak
 
@@ -165,20 +165,20 @@ def _branch(model: Model, y: Tensor, routes: Callable[[int], Routes], precision:
 def _routes(
     model: Model, seeds: list[int], ratios: Sequence[float], stream: str, device: torch.device
 ) -> Callable[[int], Routes]:
-    """Number of a call → the model's routes under that call's ratio, with ids of one draw for each call and route."""
-    tokens = model.network.num_tokens
+    """Number of a call → the model's routes under that call's ratio, with ids of one draw for each call and route.
+
+    A sample's ids follow from its seed: of a route trained with ids shared by a batch, each has its own.
+    """
+    tokens, grid = model.network.num_tokens, model.network.grid
+    own = [replace(route, select="token") if route.select == "shared" else route for route in model.routes]
     uniform = [
         seeded_uniform(seeds, (len(ratios), tokens), f"route {number} {stream}").to(device)
-        for number in range(len(model.routes) if any(ratios) else 0)
+        for number in range(len(own) if any(ratios) else 0)
     ]
 
     def routes(call: int) -> Routes:
-        if num_keep(tokens, ratios[call]) == tokens:
-            return ()
-        return [
-            (replace(route, selection_ratio=ratios[call]), draw_ids(drawn[:, call], ratios[call]))
-            for route, drawn in zip(model.routes, uniform)
-        ]
+        drawn = [(replace(route, selection_ratio=ratios[call]), u[:, call]) for route, u in zip(own, uniform)]
+        return [(route, choose_ids(route, u, grid)) for route, u in drawn if count_kept(route, tokens, grid) < tokens]
 
     return routes
 

@@ -12,7 +12,8 @@ from edm import EDM
 from ema import exponent, exponential
 from latents import PLACEMENTS
 from rf import RF
-from routing_module import Route, check_routes
+from routing_ids import RatioSchedule
+from routing_module import SELECT_CHOICES, Route, check_routes
 from solvers import check_solver
 from updates import LearningRate
 
@@ -29,6 +30,10 @@ def check_objective(name: str) -> None:
         raise ValueError(f"objective is {name!r}, but must be edm or rf (rectified flow)")
 
 
+# by architecture, how routes can select tokens
+ARCHITECTURES = {"dit": SELECT_CHOICES, "rwkv": ("row",)}
+
+
 @dataclass(frozen=True)
 class Model:
     name: str
@@ -43,11 +48,24 @@ class Model:
     init: str
 
     def __post_init__(self) -> None:
-        if self.architecture != "dit":
-            raise ValueError(f"model.architecture is {self.architecture!r}, but there is only dit")
+        if self.architecture not in ARCHITECTURES:
+            raise ValueError(
+                f"model.architecture is {self.architecture!r}, but must be one of {', '.join(ARCHITECTURES)}"
+            )
+        for number, route in enumerate(self.routes):
+            if route.select not in self.selects:
+                raise ValueError(
+                    f"model.routes.{number}.select is {route.select!r}, but the blocks of {self.architecture} look at "
+                    f"neighbours in the token grid: it must be {' or '.join(self.selects)}"
+                )
         sizes = ("hidden_size", "depth", "num_heads", "patch_size", "mlp_ratio")
         _positive("model", **{name: getattr(self, name) for name in sizes})
         check_routes(self.routes, self.depth)
+
+    @property
+    def selects(self) -> tuple[str, ...]:
+        """How routes of this architecture can select tokens, the usual way first."""
+        return ARCHITECTURES[self.architecture]
 
 
 @dataclass(frozen=True)
@@ -86,6 +104,9 @@ class Train:
     label_drop: float
     routes_until: int | None
     max_bad_steps: int
+    ratio_schedule: RatioSchedule | None = None  # defaults are for runs begun before the key was there
+    loss_tokens: str = "all"
+    reconstruction: float = 0.0
 
     def __post_init__(self) -> None:
         for key in ("steps", "batch_size", "micro_batch_size", "cpu_threads", "processes", "max_bad_steps"):
@@ -94,6 +115,12 @@ class Train:
         if self.routes_until is not None and self.routes_until < 0:
             raise ValueError(f"train.routes_until is {self.routes_until}, but must be a number of steps")
         check_precision("train.precision", self.precision)
+        if self.loss_tokens not in ("all", "kept"):
+            raise ValueError(f"train.loss_tokens is {self.loss_tokens!r}, but must be all or kept")
+        if self.reconstruction < 0 or (self.reconstruction and self.loss_tokens == "all"):
+            raise ValueError(
+                f"train.reconstruction is {self.reconstruction}, but must be 0, or positive with train.loss_tokens=kept"
+            )
         if not 0 <= self.label_drop <= 1:
             raise ValueError(f"train.label_drop is {self.label_drop}, but must lie in [0, 1]")
 
@@ -293,6 +320,9 @@ class Settings:
         if self.init_weights not in ("ema", "model"):
             raise ValueError(f"init_weights is {self.init_weights!r}, but must be ema or model")
         check_objective(self.objective)
+        for key, unset in (("ratio_schedule", None), ("loss_tokens", "all")):
+            if getattr(self.train, key) != unset and not self.model.routes:
+                raise ValueError(f"train.{key} is of routes, but model={self.model.name} has none")
         if self.sampling.steps is not None:
             process_of(self).schedule(self.sampling.steps)  # raises ValueError for too few
         if "/" in self.name or self.name in ("", ".", ".."):

@@ -8,7 +8,8 @@ from torch import nn
 
 from digits import METRICS
 from latents import LatentDataset
-from routing_module import check_routes, num_keep
+from routing_ids import count_kept
+from routing_module import check_routes
 from settings import Settings
 
 
@@ -27,8 +28,8 @@ def describe(
     accumulation, micro = len(micro_batches), micro_batches[0].stop - micro_batches[0].start
     tokens, widths = network.num_tokens, len(cfg.ema.power)
     routes = [
-        f"r({route.start}→{route.end}) keeps {num_keep(tokens, route.selection_ratio)} of {tokens} tokens, "
-        f"fp32: {route.fp32}"
+        f"r({route.start}→{route.end}) keeps {count_kept(route, tokens, network.grid)} of {tokens} tokens "
+        f"by {route.select}, fp32: {route.fp32}"
         for route in check_routes(cfg.model.routes, cfg.model.depth)
     ]
     lines = {

@@ -59,7 +59,8 @@ class Trained:
     def routes(self, guidance: Guidance) -> tuple[Route, ...]:
         """Those it was trained with; without any, and if a guidance is forced, the paper's r(2→depth−4)."""
         forced = guidance.force and guidance.row.routed and not self.cfg.model.routes
-        return (Route.for_depth(self.cfg.model.depth),) if forced else self.cfg.model.routes
+        model = self.cfg.model
+        return (Route.for_depth(model.depth, select=model.selects[0]),) if forced else model.routes
 
     def outline(self, guidance: Guidance) -> Model:
         """The network without weights, to count tokens and FLOPs by."""

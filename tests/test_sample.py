@@ -148,7 +148,7 @@ def test_what_guidance_comes_to_at_its_ends(tiny, smaller, process):
 class Gaussians(torch.nn.Module):
     """A network that knows its data: N(0, std²), std by class, lower without a class and with tokens left out."""
 
-    num_classes, in_channels, input_size, num_tokens = 10, 1, 2, 16
+    num_classes, in_channels, input_size, num_tokens, grid = 10, 1, 2, 16, (4, 4)
 
     def __init__(self, process, factor=1.0):
         super().__init__()

@@ -14,6 +14,7 @@ import typed
 from build import build_network
 from edm import EDM
 from rf import RF
+from routing_ids import choose_ids
 from routing_module import Route
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
@@ -36,9 +37,10 @@ def test_every_config_composes_and_builds(read_config, chosen, model):
         network = build_network(cfg)
     noise = torch.zeros(2, dtype=torch.float32, device="meta")
     x = torch.zeros(2, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, device="meta")
-    routes = [(r, torch.zeros(2, 8, dtype=torch.int64, device="meta")) for r in cfg.model.routes]
+    noise_of_tokens = torch.zeros(2, network.num_tokens, device="meta")
+    routes = [(route, choose_ids(route, noise_of_tokens, network.grid)) for route in cfg.model.routes]
     assert network(x, noise, noise.long(), routes=routes).shape == x.shape
-    assert (model == "tread") == bool(cfg.model.routes)
+    assert model.startswith("tread") == bool(cfg.model.routes)
 
 
 @pytest.mark.parametrize("experiment", PAPER)
@@ -207,7 +209,14 @@ def test_every_key_is_read_somewhere():
     used = set().union(*(chains(path) for path in ROOT.glob("*.py") if path.name != "settings.py"))
     used |= {chain for chain in chains(ROOT / "settings.py") if chain.startswith("self.dataset.")}
     used |= set(re.findall(r"\$\{([a-z.]+)\}", (ROOT / "configs" / "config.yaml").read_text()))
-    whole = ("edm", "rf", "model.routes", "recipe", "tags")  # read as objects of their own; recipe: the test below
+    whole = (
+        "edm",
+        "rf",
+        "model.routes",
+        "train.ratio_schedule",
+        "recipe",
+        "tags",
+    )  # read as objects of their own; recipe: the test below
     for key in settings.known_keys():
         if key.startswith(tuple(f"{name}." for name in whole)) or any(
             k.startswith(key + ".") for k in settings.known_keys()

@@ -19,9 +19,9 @@ import torch
 from conftest import ROOT, TINY, launch, launch_processes, records, state
 from torch._dynamo.exc import BackendCompilerFailed
 
+import backbone
 import between
 import checkpoint
-import dit
 import train
 from latents import Latents
 from runlog import RunLog
@@ -354,8 +354,10 @@ def test_a_compiler_that_fails_in_a_step_is_left_out_from_there(whole, tmp_path,
 
 
 def test_activation_checkpointing_changes_no_bit(whole, tmp_path, monkeypatch):
-    calls, recompute = [], dit.checkpoint
-    monkeypatch.setattr(dit, "checkpoint", lambda *given, **options: calls.append(1) or recompute(*given, **options))
+    calls, recompute = [], backbone.checkpoint
+    monkeypatch.setattr(
+        backbone, "checkpoint", lambda *given, **options: calls.append(1) or recompute(*given, **options)
+    )
     launch(tmp_path, *OPTIONS, "train.activation_checkpointing=true")
     assert len(calls) == 8 * 2 * 6 and same(tmp_path / RUN, whole / RUN)
 

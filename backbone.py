@@ -1,0 +1,220 @@
+"""What DiT and Diffusion-RWKV have in common: latents → tokens → blocks under routes → latents.
+
+Embedders, last layer, their names and their start are public DiT's (Peebles & Xie, ICCV 2023, arXiv
+2212.09748); the blocks are dit.py's and rwkv.py's. The network draws nothing: routes come in with
+their token ids drawn, and dropping labels is the training loop's business (a dropped label is the
+null class, number num_classes).
+
+Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from routing_ids import count_kept
+from routing_module import Route, check_routes, run_blocks
+
+INIT_CHOICES = ("adaln_zero", "xavier")
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Scale and shift tokens (B, N, D) by per-sample vectors (B, D)."""
+    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+def sincos_positions(dim: int, grid_size: int) -> Tensor:
+    """Fixed 2-D sine-cosine positions, (grid_size², dim) fp32, computed in float64.
+
+    The first half of the channels holds the column (w), the second the row (h), each as sines
+    followed by cosines: the order of public DiT checkpoints.
+    """
+    frequency = 10000.0 ** (-torch.arange(dim // 4, dtype=torch.float64) / (dim / 4))
+    angle = torch.arange(grid_size, dtype=torch.float64)[:, None] * frequency
+    line = torch.cat([angle.sin(), angle.cos()], dim=1)
+    column = line[None, :, :].expand(grid_size, -1, -1)
+    row = line[:, None, :].expand(-1, grid_size, -1)
+    return torch.cat([column, row], dim=2).reshape(grid_size**2, dim).float()
+
+
+class PatchEmbed(nn.Module):
+    """Non-overlapping patches to tokens: (B, C, S, S) → (B, N, D), in raster order."""
+
+    def __init__(self, in_channels: int, patch_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(in_channels, hidden_size, patch_size, stride=patch_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).flatten(2).transpose(1, 2).contiguous()
+
+
+class TimestepEmbedder(nn.Module):
+    """Scalar noise input → vector: 256 cosines and sines, then a two-layer MLP. (B,) → (B, D)."""
+
+    def __init__(self, hidden_size: int, frequency_size: int = 256) -> None:
+        super().__init__()
+        self.frequency_size = frequency_size
+        self.mlp = nn.Sequential(nn.Linear(frequency_size, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size))
+
+    def frequencies(self, t: Tensor) -> Tensor:
+        """(B,) → (B, 256) fp32: cosines first, then sines."""
+        half = self.frequency_size // 2
+        exponent = torch.arange(half, dtype=torch.float32, device=t.device) / half
+        angle = t.float()[:, None] * torch.exp(-math.log(10000.0) * exponent)
+        return torch.cat([angle.cos(), angle.sin()], dim=1)
+
+    def forward(self, t: Tensor) -> Tensor:
+        return self.mlp(self.frequencies(t))
+
+
+class LabelEmbedder(nn.Module):
+    """Class label → vector; row num_classes is the null class. (B,) int64 → (B, D)."""
+
+    def __init__(self, num_classes: int, hidden_size: int) -> None:
+        super().__init__()
+        self.embedding_table = nn.Embedding(num_classes + 1, hidden_size)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return self.embedding_table(y)
+
+
+class FinalLayer(nn.Module):
+    """Tokens to patch values: (B, N, D), (B, D) → (B, N, p·p·out_channels)."""
+
+    def __init__(self, dim: int, patch_size: int, out_channels: int) -> None:
+        super().__init__()
+        self.norm_final = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+        self.linear = nn.Linear(dim, patch_size**2 * out_channels)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
+        return self.linear(modulate(self.norm_final(x), shift, scale))
+
+
+class Backbone(nn.Module):
+    """The network F(x; t, y) around blocks of one kind. Argument names are public DiT's.
+
+    make_block   makes a block, called depth times: (tokens (B, N, D), conditioning (B, D)) → (B, N, D), and
+                 grid=(rows, columns) of the tokens where the class sets needs_grid; its modulation's last
+                 layer is adaLN_modulation[1].
+    input_size   height and width of the latents; a multiple of patch_size.
+    num_classes  labels are 0..num_classes−1; num_classes itself is the null class.
+    learn_sigma  twice the output channels (public checkpoints); the second half is unused here.
+    init         "adaln_zero": modulations and the last layer start at zero, so that an untrained
+                 network outputs 0 (the paper's); "xavier": all linear layers Xavier-uniform, what
+                 the released TREAD code runs, since there the zeroing is overwritten.
+
+    Raises ValueError for sizes that do not fit one another.
+    """
+
+    needs_grid = False
+
+    def __init__(
+        self,
+        make_block: Callable[[], nn.Module],
+        input_size: int,
+        patch_size: int,
+        in_channels: int,
+        hidden_size: int,
+        depth: int,
+        num_classes: int,
+        learn_sigma: bool,
+        init: str,
+    ) -> None:
+        super().__init__()
+        if input_size % patch_size:
+            raise ValueError(f"input_size {input_size} is not a multiple of patch_size {patch_size}")
+        if hidden_size % 4:
+            raise ValueError(f"hidden_size {hidden_size} is not a multiple of 4 (2-D sine-cosine positions)")
+        if init not in INIT_CHOICES:
+            raise ValueError(f"init is {init!r}, but must be one of {', '.join(INIT_CHOICES)}")
+        side = input_size // patch_size
+        self.input_size, self.patch_size, self.in_channels = input_size, patch_size, in_channels
+        self.num_classes, self.learn_sigma, self.hidden_size = num_classes, learn_sigma, hidden_size
+        self.out_channels = 2 * in_channels if learn_sigma else in_channels
+        self.grid, self.num_tokens = (side, side), side**2
+        self.activation_checkpointing = False  # True: keep a block's input alone and compute the block again backward
+
+        self.x_embedder = PatchEmbed(in_channels, patch_size, hidden_size)
+        self.t_embedder = TimestepEmbedder(hidden_size)
+        self.y_embedder = LabelEmbedder(num_classes, hidden_size)
+        self.register_buffer("pos_embed", sincos_positions(hidden_size, side)[None])
+        self.blocks = nn.ModuleList(make_block() for _ in range(depth))
+        self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
+        self.initialize(init)
+
+    def initialize(self, init: str) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        nn.init.xavier_uniform_(self.x_embedder.proj.weight.view(self.x_embedder.proj.out_channels, -1))
+        nn.init.zeros_(self.x_embedder.proj.bias)
+        nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
+        if init == "adaln_zero":
+            nn.init.normal_(self.t_embedder.mlp[0].weight, std=0.02)
+            nn.init.normal_(self.t_embedder.mlp[2].weight, std=0.02)
+            for module in (*self.blocks, self.final_layer):
+                nn.init.zeros_(module.adaLN_modulation[1].weight)
+            nn.init.zeros_(self.final_layer.linear.weight)
+
+    def unpatchify(self, x: Tensor) -> Tensor:
+        """(B, N, p·p·C) → (B, C, S, S)."""
+        (rows, columns), p = self.grid, self.patch_size
+        x = x.view(-1, rows, columns, p, p, self.out_channels)
+        return x.permute(0, 5, 1, 3, 2, 4).reshape(-1, self.out_channels, rows * p, columns * p)
+
+    def check_inputs(self, x: Tensor, y: Tensor) -> None:
+        """Shapes always; label values only where they lie on the CPU, so that no GPU waits."""
+        expected = (self.in_channels, self.input_size, self.input_size)
+        if tuple(x.shape[1:]) != expected:
+            raise ValueError(f"x has shape {tuple(x.shape)}, but this network takes (B, *{expected})")
+        if y.device.type == "cpu" and y.numel() and not 0 <= int(y.min()) <= int(y.max()) <= self.num_classes:
+            raise ValueError(
+                f"labels lie in {int(y.min())}..{int(y.max())}, but this network knows "
+                f"0..{self.num_classes - 1} and the null class {self.num_classes}"
+            )
+
+    def block_flops(self, tokens: int, attention: bool) -> float:
+        """Multiply-adds of a block for one sample of so many tokens, see forward_flops."""
+        raise NotImplementedError
+
+    def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True) -> int:
+        """FLOPs of one forward pass for one sample, two a multiply-add: matrix products and token mixing.
+
+        attention  false leaves out what mixes tokens (DiT: the products of queries, keys and values): linear
+                   layers alone.
+        """
+        D, depth = self.hidden_size, len(self.blocks)
+        tokens = [self.num_tokens] * depth
+        for route in check_routes(routes, depth):
+            kept = count_kept(route, self.num_tokens, self.grid)
+            tokens[route.start : route.end + 1] = [kept] * (route.end + 1 - route.start)
+        blocks = sum(self.block_flops(K, attention) for K in tokens)
+        patches = self.num_tokens * D * self.patch_size**2 * (self.in_channels + self.out_channels)
+        time = (self.t_embedder.frequency_size + D) * D
+        return int(2 * (blocks + patches + 2 * D * D + time))
+
+    def recomputed(self) -> list[Callable[..., Tensor]]:
+        """The blocks under activation checkpointing; nothing in them is random, so no generator is kept for it."""
+        return [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in self.blocks]
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Sequence[tuple[Route, Tensor]] = ()) -> Tensor:
+        """x (B, C, S, S), t (B,) noise input, y (B,) int64 labels → (B, out_channels, S, S).
+
+        routes: pairs (Route, ids_keep (B, K)), see routing_module.run_blocks; () runs all tokens.
+        """
+        self.check_inputs(x, y)
+        x = self.x_embedder(x) + self.pos_embed  # (B, N, D)
+        c = self.t_embedder(t) + self.y_embedder(y)  # (B, D)
+        blocks = self.recomputed() if self.activation_checkpointing else self.blocks
+        x = run_blocks(blocks, x, c, routes=routes, grid=self.grid if self.needs_grid else None)
+        return self.unpatchify(self.final_layer(x, c))

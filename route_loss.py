@@ -1,0 +1,51 @@
+"""The training loss over kept tokens alone, for several routes: the first arXiv version of TREAD (2501.04765v1).
+
+What is known of it here: the denoising loss is averaged over the patches that each route leaves in the blocks,
+and over the routes; beside it stands, with a coefficient, a masked reconstruction (as MaskDiT's, Zheng et al.
+2023, arXiv 2306.09305) of the patches that each route takes around, also averaged over the routes. Its target
+is the noisy input, normalised in each patch. The published method has neither: all patches count, once.
+
+Shapes: B samples, C channels, S×S latents, N = (S/p)² patches in raster order, K of them kept by a route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EPSILON = 1e-6  # added to a patch's variance
+
+
+def to_patches(x: Tensor, patch_size: int) -> Tensor:
+    """(B, C, S, S) → (B, N, C·p·p), patches in raster order."""
+    return F.unfold(x, patch_size, stride=patch_size).transpose(1, 2)
+
+
+def kept_loss(squared: Tensor, ids: Sequence[Tensor], patch_size: int) -> Tensor:
+    """Mean of squared errors (B, C, S, S) over the patches that a route keeps, averaged over the routes: (B,).
+
+    ids  each route's ids_keep (B, K).
+    """
+    patches = to_patches(squared, patch_size).mean(dim=2)  # (B, N)
+    return torch.stack([patches.gather(1, ids_keep).mean(dim=1) for ids_keep in ids]).mean(dim=0)
+
+
+def reconstruction_loss(denoised: Tensor, noisy: Tensor, ids: Sequence[Tensor], patch_size: int) -> Tensor:
+    """Squared error of the patches that a route takes around, averaged over the routes: (B,).
+
+    denoised  (B, C, S, S), the network's estimate of the data, which stands for the reconstruction.
+    noisy     (B, C, S, S), its input; each patch of it with mean 0 and variance 1 is the target.
+    ids       each route's ids_keep (B, K). Where a route keeps all, its term is 0.
+    """
+    target = to_patches(noisy, patch_size)
+    variance, mean = torch.var_mean(target, dim=2, keepdim=True, correction=0)
+    squared = (to_patches(denoised, patch_size) - (target - mean) / (variance + EPSILON).sqrt()).square()
+    error = squared.mean(dim=2)  # (B, N)
+    losses = []
+    for ids_keep in ids:
+        around = torch.ones_like(error).scatter(1, ids_keep, 0)
+        losses.append((error * around).sum(dim=1) / around.sum(dim=1).clamp(min=1))
+    return torch.stack(losses).mean(dim=0)

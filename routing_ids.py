@@ -1,0 +1,163 @@
+"""Ways to choose the tokens that stay on a route: plain functions from uniform numbers to ids.
+
+Each returns ids_keep (B, K) int64 in raster order, for run_blocks or attach_routes. K is the same for
+all samples. All take numbers and draw none: `torch.rand(B, N, generator=…)` for the whole batch, of a
+generator seeded by (seed, step), and then the rows of one's own share of the batch, makes the ids a
+function of (seed, step, position in the global batch), whatever the number of processes.
+
+This file needs torch and routing_module.py alone.
+
+Shapes: B samples, N = H·W tokens of an H×W grid in raster order, K kept tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from routing_module import Route, draw_ids, num_keep
+
+
+def force(noise: Tensor, keep: Tensor, selection_ratio: float) -> Tensor:
+    """Numbers by which some tokens are kept for certain, and the others by chance: (B, N), in the place of noise.
+
+    keep  (B, N) bool, true where a token must stay. As many tokens as ever are kept: the forced ones
+          are among them.
+
+    Raises ValueError if a sample forces more tokens than are kept; looking at that waits for a GPU
+    where the mask lies on one.
+    """
+    if keep.shape != noise.shape or keep.dtype != torch.bool:
+        raise ValueError(
+            f"force_keep is {tuple(keep.shape)} {keep.dtype}, but must be {tuple(noise.shape)} of torch.bool, as noise"
+        )
+    most, kept = int(keep.sum(dim=1).max()) if len(keep) else 0, num_keep(noise.shape[1], selection_ratio)
+    if most > kept:
+        raise ValueError(
+            f"force_keep holds {most} tokens of a sample, but selection_ratio {selection_ratio} keeps {kept} of "
+            f"{noise.shape[1]}: force fewer or route fewer around"
+        )
+    return noise.masked_fill(keep, -1.0)
+
+
+def row_ids(noise: Tensor, selection_ratio: float, grid: tuple[int, int], force_keep: Tensor | None = None) -> Tensor:
+    """Keep whole rows of the grid, for blocks that look at neighbours: H − int(H·ratio) of them, in order.
+
+    noise       (B, N), of which a row's first number decides.
+    grid        (H, W); the kept rows form a grid (K / W, W).
+    force_keep  (B, N) bool; a row stays if one of its tokens must.
+    """
+    height, width = _check_grid(noise, grid)
+    chances = noise.view(-1, height, width)[:, :, 0]
+    if force_keep is not None:
+        chances = force(chances, force_keep.view(-1, height, width).any(dim=2), selection_ratio)
+    rows = draw_ids(chances, selection_ratio)  # (B, K / W)
+    return (rows[:, :, None] * width + torch.arange(width, device=rows.device)).flatten(1)
+
+
+def shared_ids(noise: Tensor, selection_ratio: float, force_keep: Tensor | None = None) -> Tensor:
+    """Keep the same tokens in all samples, chosen by the first sample's numbers.
+
+    For models whose positions or masks have no batch axis. Of a batch that is split over processes
+    or accumulation steps, hand every part the same first row, or the parts choose differently.
+    force_keep  (B, N) bool; a token stays if it must in one of the samples.
+    """
+    chances = noise[:1]
+    if force_keep is not None:
+        chances = force(chances, force_keep.any(dim=0, keepdim=True), selection_ratio)
+    return draw_ids(chances, selection_ratio).expand(len(noise), -1)
+
+
+def choose_ids(
+    route: Route,
+    noise: Tensor,
+    grid: tuple[int, int] | None = None,
+    force_keep: Tensor | None = None,
+    prefix: int = 0,
+) -> Tensor:
+    """The ids of a route, by its `select` and its ratio.
+
+    noise       (B, N) uniform numbers of the tokens that may be routed.
+    grid        (H, W) of those, for select="row".
+    force_keep  (B, N) bool, tokens that stay; the number of kept ones does not change.
+    prefix      so many tokens stand before the N (class, register or text tokens) and always stay;
+                the ids are those of the whole sequence, (B, prefix + K).
+
+    Raises ValueError for a missing grid, or more forced tokens than are kept.
+    """
+    ratio = route.selection_ratio
+    if route.select == "row":
+        if grid is None:
+            raise ValueError('select="row" needs grid=(rows, columns) of the tokens')
+        ids = row_ids(noise, ratio, grid, force_keep)
+    elif route.select == "shared":
+        ids = shared_ids(noise, ratio, force_keep)
+    else:
+        ids = draw_ids(noise if force_keep is None else force(noise, force_keep, ratio), ratio)
+    return keep_prefix(ids, prefix) if prefix else ids
+
+
+def keep_prefix(ids_keep: Tensor, prefix: int) -> Tensor:
+    """Ids among the tokens behind a prefix → ids of the whole sequence, with the prefix: (B, K) → (B, prefix + K)."""
+    first = torch.arange(prefix, device=ids_keep.device).expand(len(ids_keep), -1)
+    return torch.cat([first, ids_keep + prefix], dim=1)
+
+
+def count_kept(route: Route, num_tokens: int, grid: tuple[int, int] | None = None) -> int:
+    """How many of N tokens choose_ids keeps for a route (without a prefix)."""
+    if route.select != "row" or grid is None:
+        return num_keep(num_tokens, route.selection_ratio)
+    return num_keep(grid[0], route.selection_ratio) * grid[1]
+
+
+def _check_grid(noise: Tensor, grid: tuple[int, int]) -> tuple[int, int]:
+    if noise.ndim != 2 or noise.shape[1] != math.prod(grid):
+        raise ValueError(
+            f"noise has shape {tuple(noise.shape)}, but a {grid[0]}×{grid[1]} grid needs (batch, {math.prod(grid)})"
+        )
+    return grid
+
+
+@dataclass(frozen=True)
+class RatioSchedule:
+    """A selection_ratio that changes over training steps, in a few levels.
+
+    start, end    the ratio up to step `first` and from step `last` on, in [0, 1).
+    shape         how it gets there: "linear", or "cosine" (flat at both ends).
+    levels        of how many different ratios it is made: each is a number of tokens, and so a graph
+                  of its own where blocks are compiled.
+    """
+
+    start: float
+    end: float
+    last: int
+    first: int = 0
+    shape: str = "linear"
+    levels: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("start", "end"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must lie in [0, 1): a selection_ratio")
+        if not 0 <= self.first < self.last:
+            raise ValueError(f"first {self.first} and last {self.last} must be steps, 0 <= first < last")
+        if self.shape not in ("linear", "cosine"):
+            raise ValueError(f"shape is {self.shape!r}, but must be linear or cosine")
+        if self.levels < 2:
+            raise ValueError(f"levels is {self.levels}, but a change takes at least 2")
+
+    def at(self, step: int) -> float:
+        """The ratio of training step `step` (0, 1, …)."""
+        done = min(max((step - self.first) / (self.last - self.first), 0.0), 1.0)
+        if self.shape == "cosine":
+            done = (1 - math.cos(math.pi * done)) / 2
+        level = min(int(done * self.levels), self.levels - 1) / (self.levels - 1)
+        return self.start + (self.end - self.start) * level
+
+    def apply(self, routes: Sequence[Route], step: int) -> tuple[Route, ...]:
+        """The routes with the ratio of a step."""
+        return tuple(replace(route, selection_ratio=self.at(step)) for route in routes)

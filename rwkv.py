@@ -1,0 +1,130 @@
+"""Diffusion-RWKV (Fei et al. 2024, arXiv 2404.04478): bidirectional RWKV blocks in the place of DiT's.
+
+A block mixes tokens (spatial mix: gated WKV, wkv.py) and then channels, each behind a shift that hands
+every token a part of its four neighbours' channels, as Vision-RWKV does (Duan et al. 2024, arXiv
+2403.02308). Conditioning, gates and last layer are DiT's adaLN-Zero (backbone.py), which is one of that
+paper's own choices; its long skips between shallow and deep blocks are left out, so that the
+configuration is DiT's, as in TREAD. All costs are linear in the number of tokens.
+
+Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backbone import Backbone, modulate
+from wkv import products, wkv
+
+DECAY_RANGE = 8.0  # channels start with decays w = 0 .. 8 over the whole sequence
+
+
+def quad_shift(x: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Each quarter of the channels moves one token down, up, right or left; zeros enter: (B, H·W, D) → (B, H·W, D)."""
+    height, width = grid
+    down, up, right, left = x.unflatten(1, (height, width)).chunk(4, dim=3)
+    moved = [
+        F.pad(down, (0, 0, 0, 0, 1, 0))[:, :-1],  # from the row above
+        F.pad(up, (0, 0, 0, 0, 0, 1))[:, 1:],
+        F.pad(right, (0, 0, 1, 0))[:, :, :-1],  # from the column before
+        F.pad(left, (0, 0, 0, 1))[:, :, 1:],
+    ]
+    return torch.cat(moved, dim=3).flatten(1, 2)
+
+
+class SpatialMix(nn.Module):
+    """Token mixing: σ(r) ⊙ WKV(k, v), all from tokens blended with their neighbours. (B, N, D) → (B, N, D)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.mix_r, self.mix_k, self.mix_v = (nn.Parameter(torch.full((dim,), 0.5)) for _ in range(3))
+        self.decay = nn.Parameter(torch.linspace(0, DECAY_RANGE, dim // 4).repeat(4))  # w: all, in each shift
+        self.bonus = nn.Parameter(torch.zeros(dim))  # u
+        self.receptance, self.key, self.value, self.output = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        shifted = quad_shift(x, grid)
+        r = self.receptance(torch.lerp(shifted, x, self.mix_r))
+        k = self.key(torch.lerp(shifted, x, self.mix_k))
+        v = self.value(torch.lerp(shifted, x, self.mix_v))
+        return self.output(r.sigmoid() * wkv(k, v, self.decay, self.bonus).to(r.dtype))
+
+
+class ChannelMix(nn.Module):
+    """Gated token-wise MLP with squared ReLU, of blended tokens. (B, N, D) → (B, N, D)."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.mix_r, self.mix_k = (nn.Parameter(torch.full((dim,), 0.5)) for _ in range(2))
+        self.receptance = nn.Linear(dim, dim, bias=False)
+        self.key = nn.Linear(dim, hidden_dim, bias=False)
+        self.value = nn.Linear(hidden_dim, dim, bias=False)
+
+    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        shifted = quad_shift(x, grid)
+        r = self.receptance(torch.lerp(shifted, x, self.mix_r))
+        k = self.key(torch.lerp(shifted, x, self.mix_k))
+        return r.sigmoid() * self.value(k.relu().square())
+
+
+class RWKVBlock(nn.Module):
+    """Spatial mix and channel mix, their norms and residuals modulated by the conditioning (adaLN-Zero)."""
+
+    def __init__(self, dim: int, mlp_ratio: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+        self.spatial_mix = SpatialMix(dim)
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+        self.channel_mix = ChannelMix(dim, int(dim * mlp_ratio))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+
+    def forward(self, x: Tensor, c: Tensor, grid: tuple[int, int]) -> Tensor:
+        """x (B, H·W, D) tokens of the grid (H, W), c (B, D) conditioning → (B, H·W, D)."""
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
+        x = x + gate1.unsqueeze(1) * self.spatial_mix(modulate(self.norm1(x), shift1, scale1), grid)
+        x = x + gate2.unsqueeze(1) * self.channel_mix(modulate(self.norm2(x), shift2, scale2), grid)
+        return x
+
+
+class RWKV(Backbone):
+    """The network F(x; t, y) of RWKV blocks; sizes, labels and start: see Backbone.
+
+    Its blocks look at neighbours, so that routes take whole rows: Route(…, select="row").
+    mlp_ratio  width of the channel mix over hidden_size.
+
+    Raises ValueError for sizes that do not fit one another.
+    """
+
+    needs_grid = True
+
+    def __init__(
+        self,
+        input_size: int = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        hidden_size: int = 768,
+        depth: int = 12,
+        mlp_ratio: float = 4.0,
+        num_classes: int = 1000,
+        learn_sigma: bool = False,
+        init: str = "adaln_zero",
+    ) -> None:
+        super().__init__(
+            lambda: RWKVBlock(hidden_size, mlp_ratio),
+            input_size,
+            patch_size,
+            in_channels,
+            hidden_size,
+            depth,
+            num_classes,
+            learn_sigma,
+            init,
+        )
+        self.mlp_ratio = mlp_ratio
+
+    def block_flops(self, tokens: int, attention: bool) -> float:
+        D = self.hidden_size
+        linear = (5 + 2 * self.mlp_ratio) * tokens * D * D  # r, k, v, output; r, key, value of the channel mix
+        return linear + (products(tokens, D) if attention else 0) + 6 * D * D
