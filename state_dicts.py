@@ -176,14 +176,16 @@ def fit(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str)
 
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
-    """The settings that a DiT's shapes tell; model.num_heads is not among them."""
+    """The settings that a network's names and shapes tell; model.num_heads is not among them."""
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     if len(shapes.get(FIRST, ())) != 4:
         return {}
     hidden_size, channels, patch_size, _ = shapes[FIRST]
     blocks = {match[1] for name in shapes if (match := re.match(r"blocks\.(\d+)\.", name))}
-    found = {"model.hidden_size": hidden_size, "model.depth": len(blocks), "model.patch_size": patch_size}
-    if width := shapes.get("blocks.0.mlp.fc1.weight"):
+    rwkv = "blocks.0.channel_mix.key.weight" in shapes
+    found = {"model.architecture": "rwkv" if rwkv else "dit"}
+    found |= {"model.hidden_size": hidden_size, "model.depth": len(blocks), "model.patch_size": patch_size}
+    if width := shapes.get("blocks.0.channel_mix.key.weight" if rwkv else "blocks.0.mlp.fc1.weight"):
         found["model.mlp_ratio"] = width[0] / hidden_size
     if rows := shapes.get("final_layer.linear.weight"):
         found["model.learn_sigma"] = rows[0] == 2 * patch_size**2 * channels

@@ -12,6 +12,8 @@ from routing_ids import count_kept
 from routing_module import check_routes
 from settings import Settings
 
+SELECTS = {"token": "", "row": " in whole rows", "shared": ", the same ones in a batch"}
+
 
 def describe(
     cfg: Settings,
@@ -28,8 +30,8 @@ def describe(
     accumulation, micro = len(micro_batches), micro_batches[0].stop - micro_batches[0].start
     tokens, widths = network.num_tokens, len(cfg.ema.power)
     routes = [
-        f"r({route.start}→{route.end}) keeps {count_kept(route, tokens, network.grid)} of {tokens} tokens "
-        f"by {route.select}, fp32: {route.fp32}"
+        f"r({route.start}→{route.end}) keeps {count_kept(route, tokens, network.grid)} of {tokens} tokens"
+        f"{SELECTS[route.select]}, fp32: {route.fp32}"
         for route in check_routes(cfg.model.routes, cfg.model.depth)
     ]
     lines = {

@@ -63,6 +63,25 @@ def main() -> None:
                 f"| {size} | {networks[0].num_tokens} | {route.start}→{route.end} | {counts[0]:,} | {counts[1]:,} "
                 f"| {costs[0]:.2f} | {costs[1]:.2f} | {costs[0] / costs[1]:.3f} |"
             )
+    print(
+        "\nDiffusion-RWKV in the same sizes, with half of the rows routed around; 12 blocks of width 960 are no size of"
+    )
+    print("DiT's: they come nearest to the 210M parameters that the paper's table lists.\n")
+    print("| size | tokens | parameters | over DiT's | dense GMAC | routed GMAC | ratio | of it token mixing, dense |")
+    print("|---|---|---|---|---|---|---|---|")
+    wide = ("experiment=imagenet256_b2", "model.hidden_size=960")
+    shapes = {size: (f"experiment=imagenet256_{name}",) for size, name in SIZES.items()} | {"960 × 12": wide}
+    for size, shape in shapes.items():
+        for side in (32, 64):
+            cfg = read(*shape, "model=tread_rwkv", f"dataset.size={side}")
+            network, dit = build(cfg).network, build(read(*shape, "model=dit", f"dataset.size={side}")).network
+            ours, theirs = (sum(p.numel() for p in one.parameters()) for one in (network, dit))
+            dense, linear = (network.forward_flops((), attention) / 2e9 for attention in (True, False))
+            routed = network.forward_flops(cfg.model.routes) / 2e9
+            print(
+                f"| {size} | {network.num_tokens} | {ours:,} | {ours / theirs:.3f} | {dense:.2f} | {routed:.2f} "
+                f"| {dense / routed:.3f} | {100 * (dense - linear) / dense:.2f}% |"
+            )
     print("\nA step of sampling XL/2 at 256 tokens, r(2→24), the mean of 50 steps by Euler (rectified flow).\n")
     print("| guidance | GMAC, linear | of none | GMAC, with attention | of none |\n|---|---|---|---|---|")
     model, plain = build(read("experiment=sit256_xl2", "model=tread")), {}

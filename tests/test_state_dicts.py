@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from build import load_weights
 from dit import DiT
+from rwkv import RWKV
 from state_dicts import describe, fit, plain_names, read_state_dict, read_state_dicts, sizes
 
 SIZES = {"patch_size": 2, "hidden_size": 16, "depth": 3, "num_heads": 2}
@@ -220,8 +221,18 @@ def test_other_sizes_are_refused_with_the_settings_that_fit(file, fitting):
 def test_sizes_of_the_public_networks():
     with torch.device("meta"):
         state = DiT(hidden_size=384, depth=12, num_heads=6, learn_sigma=True).state_dict()
+        recurrent = RWKV(hidden_size=384, depth=12, learn_sigma=True).state_dict()
     text = "hidden_size 384, depth 12, patch_size 2, mlp_ratio 4.0, learn_sigma true, num_classes 1000, channels 4"
-    assert describe(sizes(state)) == f"{text}, size 32"
+    assert describe(sizes(state)) == f"architecture dit, {text}, size 32"
+    assert describe(sizes(recurrent)) == f"architecture rwkv, {text}, size 32"
+
+
+def test_weights_of_the_other_architecture_are_refused_with_its_name():
+    sizes = {"input_size": 8, "in_channels": 1, "hidden_size": 16, "depth": 2, "num_classes": 10}
+    dit, rwkv = DiT(num_heads=2, **sizes).state_dict(), RWKV(**sizes).state_dict()
+    for theirs, ours, name in ((dit, rwkv, "dit"), (rwkv, dit, "rwkv")):
+        with pytest.raises(ValueError, match=f"settings that fit it: model.architecture={name}$"):
+            fit(theirs, ours, "a file")
 
 
 def test_entries_that_are_missing_or_too_many_are_named():

@@ -1,0 +1,123 @@
+"""What mixing tokens costs as they become more: python benchmarks/linear_cost.py [width=384 heads=6 most=4096 …]
+
+Forward and backward of one DiT block and one RWKV block, of their token mixing alone (attention, WKV), in turns in one
+process, for 64 tokens up to `most`, with as many samples as make 4,096 tokens (65,536 on a GPU). Milliseconds are
+medians over the rounds, for 1,000 tokens: what is linear in the tokens stays the same down its column. Beside them
+stand the multiply-adds a token of the two blocks, by arithmetic.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from compute import autocast, device_name, wait_for  # noqa: E402
+from dit import DiT, DiTBlock  # noqa: E402
+from runlog import git_revision  # noqa: E402
+from rwkv import RWKV, RWKVBlock  # noqa: E402
+from wkv import wkv  # noqa: E402
+
+
+def main() -> None:
+    given = {"width": 384, "heads": 6, "most": 4096, "rounds": 5, "out": ""}
+    for argument in sys.argv[1:]:
+        key, _, value = argument.partition("=")
+        if key not in given:
+            sys.exit(f"error: unknown option {key!r}; there are {', '.join(given)}")
+        given[key] = value if key == "out" else int(value)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    total = 65536 if device.type == "cuda" else 4096
+    blocks = DiTBlock(given["width"], given["heads"], 4.0).to(device), RWKVBlock(given["width"], 4.0).to(device)
+    if device.type == "cuda":
+        for block in blocks:
+            block.compile()
+
+    print(
+        f"{device_name(device)}, {precision}, width {given['width']}, {total:,} tokens a batch, commit {git_revision()}"
+    )
+    print(
+        "| tokens | attention, ms | WKV, ms | DiT block, ms | RWKV block, ms | WKV/attention | DiT block, MMAC | RWKV |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    rows, tokens = [], 64
+    while tokens <= given["most"]:
+        row = measure(blocks, tokens, max(1, total // tokens), given["rounds"], device, precision)
+        row |= {"tokens": tokens, **arithmetic(given["width"], given["heads"], tokens)}
+        rows.append(row)
+        columns = ("attention", "wkv", "dit_block", "rwkv_block")
+        cells = " | ".join(f"{row[name]:.2f}" for name in columns)
+        cells += f" | {row['wkv'] / row['attention']:.2f} | {row['dit_mmac']:.2f} | {row['rwkv_mmac']:.2f}"
+        print(f"| {tokens:,} | {cells} |", flush=True)
+        tokens *= 4
+    if given["out"]:
+        facts = {"device": device_name(device), "precision": precision, "commit": git_revision(), **given}
+        Path(given["out"]).write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+
+
+def measure(
+    blocks: tuple[DiTBlock, RWKVBlock],
+    tokens: int,
+    batch: int,
+    rounds: int,
+    device: torch.device,
+    precision: str,
+) -> dict[str, float]:
+    """Median milliseconds of a forward and backward pass for 1,000 tokens, by what runs."""
+    attended, mixed = blocks
+    width, side = attended.attn.proj.out_features, math.isqrt(tokens)
+    x, k, v = (torch.randn(batch, tokens, width, device=device, requires_grad=True) for _ in range(3))
+    c = torch.randn(batch, width, device=device)
+    mix = mixed.spatial_mix
+    heads = attended.attn.num_heads
+
+    def attention() -> Tensor:
+        q, keys, values = (one.unflatten(2, (heads, -1)).transpose(1, 2) for one in (x, k, v))
+        if precision == "bf16":
+            q, keys, values = q.bfloat16(), keys.bfloat16(), values.bfloat16()
+        return torch.nn.functional.scaled_dot_product_attention(q, keys, values)
+
+    calls: dict[str, Callable[[], Tensor]] = {
+        "attention": attention,
+        "wkv": lambda: wkv(k, v, mix.decay, mix.bonus),
+        "dit_block": lambda: attended(x, c),
+        "rwkv_block": lambda: mixed(x, c, grid=(side, tokens // side)),
+    }
+    times = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            wait_for(device)
+            began = time.perf_counter()
+            with autocast(device, precision):
+                output = call()
+            output.float().sum().backward()
+            wait_for(device)
+            if turn:  # the first one warms up
+                times[name].append(1e6 * (time.perf_counter() - began) / (batch * tokens))
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def arithmetic(width: int, heads: int, tokens: int) -> dict[str, float]:
+    """Millions of multiply-adds a token of a block of each kind, without its modulation."""
+    with torch.device("meta"):
+        sizes = {"input_size": 2, "hidden_size": width, "depth": 1}
+        networks = {"dit": DiT(num_heads=heads, **sizes), "rwkv": RWKV(**sizes)}
+    return {
+        f"{name}_mmac": (network.block_flops(tokens, True) - 6 * width**2) / tokens / 1e6
+        for name, network in networks.items()
+    }
+
+
+if __name__ == "__main__":
+    main()
