@@ -98,10 +98,7 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
     if (folder / "latest").is_dir() and not (folder / "latest").is_symlink():
         raise FileExistsError(f"{folder / 'latest'} is a folder, but must be a link; remove it if step_… is there too")
     before = found.info["config"] if found else starts[-1]["config"]
-    first = {"objective": "edm", "rf": config.get("rf")}  # what runs were before there was a choice
-    before = {key: first[key] for key in first if key in config} | before
-    before |= {"ema": {"power": [], **before["ema"]}} if "ema" in before else {}
-    changed = differences(before, config)
+    changed = differences(_completed(before, config), config)
     names = (*FIXED, config.get("objective", "edm"))
     fixed = [key for key in changed if any(key == name or key.startswith(name + ".") for name in names)]
     if fixed:
@@ -110,6 +107,16 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
     if found is None and resume is True:
         raise FileNotFoundError(f"resume=true, but {folder} holds no checkpoint yet; resume=auto starts it again")
     return Claim(found, changed, damaged)
+
+
+def _completed(before: dict, config: dict) -> dict:
+    """A run's config with the keys that it lacks because there was no choice when it was begun."""
+    first = {"objective": "edm", "rf": config.get("rf")}
+    before = {key: first[key] for key in first if key in config} | before
+    for section, added in (("ema", {"power": []}), ("train", {"loss_tokens": "all", "reconstruction": 0.0})):
+        before |= {section: {**added, **before[section]}} if section in before else {}
+    routes = [{"select": "token", **route} for route in before.get("model", {}).get("routes", ())]
+    return before | ({"model": {**before["model"], "routes": routes}} if routes else {})
 
 
 class RunLog:

@@ -76,6 +76,15 @@ def test_only_doors_know_launchers_and_printing(name):
     assert "print" not in {call.func.id for call in calls}
 
 
+def test_one_file_knows_which_architecture_runs():
+    """Only build.py makes networks; beside it settings.py knows the names, and summary.py prints them."""
+    assert {name for name in FILES if {"dit", "rwkv"} & set(imports(TREES[name]))} == {"build"}
+    attributes = {
+        name: {node.attr for node in ast.walk(TREES[name]) if isinstance(node, ast.Attribute)} for name in FILES
+    }
+    assert {name for name in FILES if "architecture" in attributes[name]} == {"build", "settings", "summary"}
+
+
 def test_packages_are_declared():
     files = [ROOT / "requirements.txt", ROOT / "requirements-import.txt"]
     declared = {line.split(">")[0] for file in files for line in file.read_text().splitlines()}
