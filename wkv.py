@@ -28,8 +28,9 @@ CHUNK = 32
 def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
     """Weighted averages of the values: (B, T, D), (B, T, D), (D,), (D,) → (B, T, D) fp32.
 
-    Computed in fp32 whatever comes in, with exponents relative to the largest one in sight: keys may be
-    of any size. |w|, the exponent that a decay spans over the whole sequence, may be up to 60.
+    Computed in fp32 whatever comes in (the products in TF32 where that is allowed), with exponents relative
+    to the largest one in sight: keys may be of any size. |w|, the exponent that a decay spans over the whole
+    sequence, may be up to 60, and u anything from −60 up (from −20 up where w is negative).
     """
     device = k.device.type
     with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext():
@@ -42,21 +43,28 @@ def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
         v = F.pad(v, padding).unflatten(2, (-1, length))
         u = u.float().view(-1, 1, 1, 1)
 
-        scale = _scale(k.detach(), decay.detach(), u.detach())
+        scale = _scale(k.detach(), decay.detach())
         e = (k - scale).exp()
         x = torch.stack([e * v, e], dim=1)  # (D, 2, B, C, L): numerator and denominator
         before, behind = _sums(x, x, scale, decay)
-        total = before + behind + x * u.exp().unsqueeze(1)
-        return (total[:, 0] / total[:, 1]).flatten(2)[..., :T].permute(1, 2, 0)
+        own = k + u
+        top = torch.maximum(own, scale).detach()  # u is out of scale's sight: here each token has a unit of its own
+        own = (own - top).exp()
+        total = (before + behind) * (scale - top).exp().unsqueeze(1) + torch.stack([own * v, own], dim=1)
+        total = total.flatten(3)[..., :T]  # (D, 2, B, T), before dividing: in the padding sums may overflow
+        return (total[:, 0] / total[:, 1]).permute(1, 2, 0)
 
 
-def _scale(k: Tensor, decay: Tensor, u: Tensor) -> Tensor:
-    """The largest exponent that each chunk meets, up to decay within chunks: (D, B, C, L) → (D, B, C, 1)."""
+def _scale(k: Tensor, decay: Tensor) -> Tensor:
+    """The largest exponent that each chunk meets, up to decay within chunks: (D, B, C, L) → (D, B, C, 1).
+
+    Weights that grow with the distance (w < 0) are not followed: everyone meets the largest one in full.
+    """
     m = k.amax(dim=3)
-    fall = decay.squeeze(3) * k.shape[3] * torch.arange(k.shape[2], device=k.device)  # (D, 1, C)
+    fall = decay.squeeze(3).clamp(min=0) * k.shape[3] * torch.arange(k.shape[2], device=k.device)  # (D, 1, C)
     before = (m + fall).cummax(dim=2).values - fall
     behind = (m - fall).flip(2).cummax(dim=2).values.flip(2) + fall
-    return torch.stack([before, behind, m + u.squeeze(3)]).amax(dim=0).unsqueeze(3)
+    return torch.maximum(before, behind).unsqueeze(3)
 
 
 def _sums(a: Tensor, b: Tensor, scale: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:

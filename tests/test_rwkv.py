@@ -1,0 +1,370 @@
+"""Diffusion-RWKV against naive twins written with loops, closed forms, and torch's counter of FLOPs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import compiling
+from compute import autocast
+from dit import DiT
+from routing_ids import choose_ids, row_ids
+from routing_module import Route, draw_ids, run_blocks
+from rwkv import RWKV, ChannelMix, RWKVBlock, SpatialMix, quad_shift
+
+CPU = torch.device("cpu")
+
+
+def scramble(module):
+    """Every parameter matters: weights N(0, 0.05), and where tokens are blended or decay, numbers of that kind."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in module.named_parameters():
+        kind = name.split(".")[-1]
+        scale = 3.0 if kind in ("decay", "bonus") else 1.0 if kind.startswith("mix_") else 0.05
+        parameter.data = scale * torch.randn(parameter.shape, generator=generator)
+    return module
+
+
+def network(depth=6, **sizes):
+    sizes = {"input_size": 8, "hidden_size": 32, "num_classes": 10, **sizes}
+    return scramble(RWKV(depth=depth, **sizes))
+
+
+def batch(size=4):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(size, 4, 8, 8, generator=generator), torch.rand(size, generator=generator), torch.arange(size)
+
+
+def rows(count, ratio=0.5, grid=(4, 4), seed=0):
+    """ids of whole rows, (count, K)"""
+    return row_ids(torch.rand(count, grid[0] * grid[1], generator=torch.Generator().manual_seed(seed)), ratio, grid)
+
+
+def naive_shift(x, grid):
+    """Token by token: each quarter looks at the token above, below, to the left, to the right."""
+    (height, width), quarter = grid, x.shape[2] // 4
+    out = torch.zeros_like(x)
+    for part, (down, right) in enumerate(((-1, 0), (1, 0), (0, -1), (0, 1))):
+        channels = slice(part * quarter, (part + 1) * quarter)
+        for row in range(height):
+            for column in range(width):
+                if 0 <= row + down < height and 0 <= column + right < width:
+                    seen = (row + down) * width + column + right
+                    out[:, row * width + column, channels] = x[:, seen, channels]
+    return out
+
+
+def naive_wkv(k, v, w, u):
+    """The formula over all pairs of tokens (test_wkv.py has it against the chunks)."""
+    T = k.shape[1]
+    distance = (torch.arange(T)[:, None] - torch.arange(T)).abs()[:, :, None]
+    exponent = k[:, None] + torch.where(distance == 0, u, -(distance - 1) * w / T)
+    return (exponent.softmax(dim=2) * v[:, None]).sum(dim=2)
+
+
+def blend(x, shifted, mix):
+    return mix * x + (1 - mix) * shifted
+
+
+def naive_spatial(m, x, grid):
+    """(σ(R) ⊙ WKV(K, V))·W_O with R, K, V = blended tokens·W."""
+    shifted = naive_shift(x, grid)
+    r, k, v = (
+        blend(x, shifted, mix) @ layer.weight.T
+        for mix, layer in ((m.mix_r, m.receptance), (m.mix_k, m.key), (m.mix_v, m.value))
+    )
+    return (1 / (1 + (-r).exp()) * naive_wkv(k, v, m.decay, m.bonus)) @ m.output.weight.T
+
+
+def naive_channel(m, x, grid):
+    """σ(R) ⊙ (max(K, 0)²·W_V)."""
+    shifted = naive_shift(x, grid)
+    r = blend(x, shifted, m.mix_r) @ m.receptance.weight.T
+    k = blend(x, shifted, m.mix_k) @ m.key.weight.T
+    return 1 / (1 + (-r).exp()) * (k.clamp(min=0) ** 2 @ m.value.weight.T)
+
+
+def naive_block(block, x, c, grid):
+    """x + α·mix(γ·norm(x) + β), twice, with β, γ − 1, α from the conditioning."""
+    layer = block.adaLN_modulation[1]
+    found = (c * c.sigmoid()) @ layer.weight.T + layer.bias
+    b1, g1, a1, b2, g2, a2 = found[:, None].chunk(6, dim=2)
+
+    def norm(y):
+        return (y - y.mean(dim=2, keepdim=True)) / (y.var(dim=2, correction=0, keepdim=True) + 1e-6).sqrt()
+
+    x = x + a1 * naive_spatial(block.spatial_mix, (1 + g1) * norm(x) + b1, grid)
+    return x + a2 * naive_channel(block.channel_mix, (1 + g2) * norm(x) + b2, grid)
+
+
+GRIDS = [(4, 4), (1, 5), (6, 1), (2, 7), (7, 2), (1, 1)]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_shift_equals_a_loop(grid):
+    x = torch.randn(2, grid[0] * grid[1], 8)
+    assert torch.equal(quad_shift(x, grid), naive_shift(x, grid))
+
+
+def test_shift_moves_quarters_down_up_right_and_left():
+    x = torch.zeros(1, 9, 4)
+    x[0, 4] = 1.0  # the centre of 3×3
+    assert [quad_shift(x, (3, 3))[0, :, part].nonzero().tolist() for part in range(4)] == [[[7]], [[1]], [[5]], [[3]]]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_parts_and_block_equal_their_equations(grid):
+    x, c = torch.randn(2, grid[0] * grid[1], 16), torch.randn(2, 16)
+    for module, twin in (
+        (SpatialMix(16), lambda m: naive_spatial(m, x.double(), grid)),
+        (ChannelMix(16, 40), lambda m: naive_channel(m, x.double(), grid)),
+        (RWKVBlock(16, 2.5), lambda m: naive_block(m, x.double(), c.double(), grid)),
+    ):
+        scramble(module)
+        found = module(x, c, grid) if isinstance(module, RWKVBlock) else module(x, grid)
+        torch.testing.assert_close(found.double(), twin(copy.deepcopy(module).double()), rtol=1e-5, atol=1e-6)
+
+
+def test_network_is_its_blocks_on_the_token_grid():
+    model = network(depth=2)
+    x, t, y = batch(2)
+    double = copy.deepcopy(model).double()
+    tokens = (double.x_embedder(x.double()) + double.pos_embed).detach()
+    c = (model.t_embedder(t) + model.y_embedder(y)).double()
+    for block in double.blocks:
+        tokens = naive_block(block, tokens, c, (4, 4))
+    expected = double.unpatchify(double.final_layer(tokens, c))
+    torch.testing.assert_close(model(x, t, y).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_untrained_network_outputs_zero_and_xavier_does_not():
+    x, t, y = batch()
+    for init, zero in (("adaln_zero", True), ("xavier", False)):
+        out = RWKV(input_size=8, hidden_size=32, depth=2, num_classes=10, init=init)(x, t, y)
+        assert out.isfinite().all() and (out.abs().max() == 0) == zero
+
+
+@pytest.mark.parametrize(("dim", "depth", "mlp_ratio"), [(768, 12, 4.0), (384, 12, 4.0), (64, 3, 2.5)])
+def test_parameter_count(dim, depth, mlp_ratio):
+    """Matrices, 7 vectors and the modulation of each block, and the frame that DiT has as well."""
+    with torch.device("meta"):
+        ours = RWKV(hidden_size=dim, depth=depth, mlp_ratio=mlp_ratio)
+        frame = DiT(hidden_size=dim, depth=0, num_heads=4)
+    block = (5 + 2 * mlp_ratio) * dim**2 + 7 * dim + 6 * dim**2 + 6 * dim
+    assert sum(p.numel() for p in ours.parameters()) == depth * block + sum(p.numel() for p in frame.parameters())
+    own = {name: value.shape for name, value in ours.state_dict().items() if not name.startswith("blocks.")}
+    assert own == {name: value.shape for name, value in frame.state_dict().items()}
+
+
+@pytest.mark.parametrize("routes", [(), (Route(1, 4, 0.5),), (Route(0, 1, 0.25), Route(3, 5, 0.7))])
+def test_flops_agree_with_torchs_counter(routes):
+    """All products, those of WKV among them; rows that stay: 2, 3 and 4 − int(2.8) = 2 of 4."""
+    routes = [Route(r.start, r.end, r.selection_ratio, select="row") for r in routes]
+    x, t, y = batch(2)
+    drawn = [(route, rows(2, route.selection_ratio)) for route in routes]
+    model = network(mlp_ratio=3.0)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(x, t, y, routes=drawn)
+    assert 2 * model.forward_flops(routes) == counter.get_total_flops()
+
+
+def test_blocks_cost_in_proportion_to_the_tokens():
+    """Twice the tokens: twice the cost, up to the modulation, which is once a sample; attention's cost quadruples."""
+    sizes = {"input_size": 8, "hidden_size": 768, "depth": 1}
+    with torch.device("meta"):
+        ours, dit = RWKV(**sizes), DiT(num_heads=12, **sizes)
+
+    def growth(model, tokens, mixing_alone=False):
+        def cost(n):
+            less = model.block_flops(n, False) if mixing_alone else model.block_flops(0, False)
+            return model.block_flops(n, True) - less
+
+        return cost(2 * tokens) / cost(tokens)
+
+    for tokens in (64, 256, 1024, 4096, 16384):
+        assert growth(ours, tokens) == pytest.approx(2, rel=1e-3)
+        assert growth(ours, tokens, mixing_alone=True) == pytest.approx(2, rel=0.04)
+        assert growth(dit, tokens, mixing_alone=True) == 4
+    assert growth(dit, 16384) > 3
+
+
+def test_flops_of_a_large_grid_are_those_that_torch_counts():
+    block = scramble(RWKVBlock(16, 4.0))
+    for grid in ((8, 8), (16, 8), (16, 16), (32, 33)):
+        n = grid[0] * grid[1]
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            block(torch.randn(1, n, 16), torch.randn(1, 16), grid)
+        assert counter.get_total_flops() == 2 * network(depth=1, hidden_size=16).block_flops(n, True)
+
+
+def test_blocks_on_a_route_see_the_kept_grid():
+    seen = []
+    model = network()
+    for block in model.blocks:
+        block.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append((args[0].shape[1], kwargs["grid"])), with_kwargs=True
+        )
+    routes = [(Route(1, 2, 0.5, select="row"), rows(4, 0.5)), (Route(4, 4, 0.25, select="row"), rows(4, 0.25))]
+    model(*batch(), routes=routes)
+    whole, half, most = (16, (4, 4)), (8, (2, 4)), (12, (3, 4))
+    assert seen == [whole, half, half, whole, most, whole]
+
+
+def test_a_row_route_is_the_smaller_image_and_leaves_the_rest():
+    """The twin cuts the rows out of the image by hand, runs the blocks on what is then an image, and puts them back."""
+    height, width = 5, 3
+    blocks = [scramble(RWKVBlock(16, 2.0)) for _ in range(4)]
+    x, c = torch.randn(3, height * width, 16), torch.randn(3, 16)
+    route, ids = Route(1, 2, 0.5, select="row"), rows(3, 0.5, (height, width))
+    chosen = ids.view(3, -1, width)[:, :, 0] // width
+    assert chosen.shape == (3, 3) and len(chosen.unique(dim=0)) > 1 and (chosen.diff(dim=1) > 1).any()  # and gaps
+    found = run_blocks(blocks[:3], x, c, routes=[(route, ids)], grid=(height, width))
+
+    before = blocks[0](x, c, (height, width))
+    expected = before.clone().double()
+    for sample in range(3):
+        image = before[sample].view(height, width, 16)
+        part = torch.stack([image[row] for row in chosen[sample]]).reshape(1, -1, 16).double()
+        for block in blocks[1:3]:
+            part = naive_block(copy.deepcopy(block).double(), part, c[sample : sample + 1].double(), (3, width))
+        for place, row in enumerate(chosen[sample]):
+            expected[sample].view(height, width, 16)[row] = part[0].view(3, width, 16)[place]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+    bypassed = torch.ones(3, height * width, dtype=torch.bool).scatter_(1, ids, False)
+    assert bypassed.sum() == 3 * 2 * width
+    assert torch.equal(found[bypassed], before[bypassed])
+    assert not torch.equal(found[~bypassed], before[~bypassed])
+
+
+def test_ratio_zero_equals_dense():
+    model = network()
+    dense = model(*batch())
+    assert torch.equal(model(*batch(), routes=[(Route(1, 4, 0.0, select="row"), rows(4, 0.0))]), dense)
+    assert not torch.equal(model(*batch(), routes=[(Route(1, 4, 0.5, select="row"), rows(4))]), dense)
+
+
+@pytest.mark.parametrize("select", ["token", "shared"])
+def test_routes_of_single_tokens_are_refused(select):
+    route = Route(1, 4, 0.5, select=select)
+    ids = choose_ids(route, torch.rand(4, 16), (4, 4))
+    with pytest.raises(ValueError, match=f"1→4 selects by '{select}'.*need a grid.*it takes select=\"row\""):
+        network()(*batch(), routes=[(route, ids)])
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [0, 1, 2, 3, 5, 6, 7, 8],  # four in a line, but not from a row's start
+        [8, 9, 10, 11, 0, 1, 2, 3],  # rows, but not in raster order
+        [1, 0, 2, 3, 4, 5, 6, 7],
+        [0, 1, 2, 3, 0, 1, 2, 3],
+        [0, 1, 2, 3, 4],
+    ],
+)
+def test_ids_that_are_not_whole_rows_are_refused(ids):
+    ids = torch.tensor([ids]).expand(4, -1)
+    with pytest.raises(ValueError, match="1→4 are not whole rows of the 4×4 grid in raster order; .*row_ids"):
+        network()(*batch(), routes=[(Route(1, 4, 0.5, select="row"), ids)])
+
+
+def test_gradients_reach_everything_and_recomputation_finds_the_same():
+    plain = network()
+    recomputed = copy.deepcopy(plain)
+    recomputed.activation_checkpointing = True
+    routes = [(Route(1, 3, 0.5, select="row"), rows(4))]
+    for model in (plain, recomputed):
+        model(*batch(), routes=routes).square().sum().backward()
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad.abs().sum() > 0, name
+        assert torch.equal(recomputed.get_parameter(name).grad, parameter.grad), name
+
+
+def test_compiled_blocks_have_a_graph_for_each_kind_of_call():
+    """Kinds: all tokens and half of the rows, in fp32 and bf16; the route's fp32 block is one of them."""
+    torch._dynamo.reset()
+    model = network(depth=4)
+    eager = copy.deepcopy(model)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiling.compile_blocks(model.blocks, counter)
+    for precision, fp32, graphs in (("fp32", "off", 2), ("bf16", "end", 4)):
+        routes = [(Route(1, 2, 0.5, fp32, "row"), rows(4))]
+        with autocast(CPU, precision):
+            ours, theirs = (each(*batch(), routes=routes) for each in (model, eager))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0.02 if precision == "bf16" else 1e-5)
+        assert counter.frame_count == graphs
+        if precision == "fp32":
+            for output in (ours, theirs):
+                output.square().sum().backward()
+            for name, parameter in eager.named_parameters():
+                torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-4)
+    torch._dynamo.reset()
+
+
+def test_half_precision_is_close_and_the_routes_last_block_runs_in_fp32():
+    """The twin is the network in fp32. WKV itself is fp32 in every block, whatever its projections are."""
+    model, dtypes = network(), []
+    for block in model.blocks:
+        block.spatial_mix.key.register_forward_hook(lambda _, __, output: dtypes.append(output.dtype))
+    routes = [(Route(1, 3, 0.5, "end", "row"), rows(4))]
+    exact = model(*batch(), routes=routes)
+    dtypes.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(*batch(), routes=routes)
+    assert [i for i, dtype in enumerate(dtypes) if dtype == torch.float32] == [3]
+    out.float().square().sum().backward()
+    assert out.isfinite().all() and all(p.grad.isfinite().all() for p in model.parameters())
+    assert (out - exact).abs().max() <= 0.02 * exact.abs().max()
+
+
+def test_row_routes_on_dit_are_token_routes_with_those_ids(tiny):
+    """The ablation: a DiT needs no grid, and which ids come is all that a route is to it."""
+    ids = rows(4)
+    by_row, by_token = (tiny(*batch(), routes=[(Route(1, 4, 0.5, select=select), ids)]) for select in ("row", "token"))
+    assert torch.equal(by_row, by_token)
+    assert not torch.equal(by_row, tiny(*batch(), routes=[(Route(1, 4, 0.5), draw_ids(torch.rand(4, 16), 0.5))]))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        tiny(*batch(), routes=[(Route(1, 4, 0.7, select="row"), rows(4, 0.7))])  # 2 rows of 4 stay, of tokens 16 − 11
+    assert 4 * tiny.forward_flops([Route(1, 4, 0.7, select="row")]) == pytest.approx(
+        counter.get_total_flops(), rel=0.01
+    )
+    assert tiny.forward_flops([Route(1, 4, 0.7, select="row")]) > tiny.forward_flops([Route(1, 4, 0.7)])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shown"),
+    [({"input_size": 9}, "9.*2"), ({"hidden_size": 30}, "30.*4"), ({"init": "ones"}, "ones.*xavier")],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes, shown):
+    with pytest.raises(ValueError, match=shown):
+        RWKV(**{"input_size": 8, "hidden_size": 32, "depth": 1, **sizes})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_routed_training_on_a_gpu():
+    """A step in bf16 under a row route; and the parts of a block on a GPU against the CPU's, in fp32."""
+    device = torch.device("cuda")
+    model = network()
+    x, t, y = batch(8)
+    routes = [(Route(1, 4, 0.5, "end", "row"), rows(8))]
+    expected = model(x, t, y, routes=routes)
+    model, x, t, y = model.to(device), x.to(device), t.to(device), y.to(device)
+    routes = [(route, ids.to(device)) for route, ids in routes]
+    torch.testing.assert_close(model(x, t, y, routes=routes).cpu(), expected, rtol=1e-3, atol=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(2):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x, t, y, routes=routes).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[1] < losses[0]

@@ -1,0 +1,197 @@
+"""Bidirectional WKV against its formula written out: all pairs of tokens, a softmax over exponents, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from compute import exact
+from wkv import products, wkv
+
+COUNTS = [1, 2, 3, 5, 16, 17, 31, 32, 33, 49, 64, 255, 256, 1000, 1024, 1100]  # one, two and three levels of chunks
+
+
+def naive(k, v, w, u):
+    """wkv_t = Σ_i a_ti·v_i / Σ_i a_ti, a_ti = exp(k_i − (|t − i| − 1)·w/T), a_tt = exp(k_t + u)."""
+    k, v, w, u = (x.double() for x in (k, v, w, u))
+    T = k.shape[1]
+    distance = (torch.arange(T)[:, None] - torch.arange(T)).abs()[:, :, None]  # (T, T, 1)
+    exponent = k[:, None] + torch.where(distance == 0, u, -(distance - 1) * w / T)  # (B, T, T, D)
+    return (exponent.softmax(dim=2) * v[:, None]).sum(dim=2)
+
+
+def recurrent(k, v, w, u):
+    """The same by two scans, from the front and from the back, one token a step."""
+    k, v, w, u = (x.double() for x in (k, v, w, u))
+    T, top = k.shape[1], k.max()
+
+    def scan(order):
+        sums, seen = [torch.zeros_like(k[:, 0]) for _ in range(2)], {}
+        for t in order:
+            seen[t] = sums
+            weight = (k[:, t] - top).exp()
+            sums = [s * (-w / T).exp() + x for s, x in zip(sums, (weight * v[:, t], weight))]
+        return seen
+
+    before, behind = scan(range(T)), scan(reversed(range(T)))
+    own = [(k[:, t] - top + u).exp() for t in range(T)]
+    pairs = [
+        [a + b + x for a, b, x in zip(before[t], behind[t], (own[t] * v[:, t], own[t]))]  # numerator, denominator
+        for t in range(T)
+    ]
+    return torch.stack([above / below for above, below in pairs], dim=1)
+
+
+def inputs(tokens, size=1.0, w=(0.0, 3.0, -3.0, 8.0), u=(0.0, 1.0, -1.0, 0.5), batch=2, seed=0):
+    """k and v (batch, tokens, D), w and u (D,), one channel for each of the given decays."""
+    generator = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(batch, tokens, len(w), generator=generator) for _ in range(2))
+    return size * k, v, torch.tensor(w), torch.tensor(u)
+
+
+def derived(function, given):
+    """The output, and the gradients of all inputs under a fixed weighting of the output."""
+    leaves = [x.detach().clone().requires_grad_() for x in given]
+    out = function(*leaves)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    (out * weight).sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def assert_as_naive(given, tolerance=2e-5):
+    """Output and gradients are finite and the twin's, within a share of the largest number of each, or of 1."""
+    for found, expected in zip(derived(wkv, given), derived(naive, given), strict=True):
+        assert found.dtype == torch.float32 and found.shape == expected.shape
+        assert found.isfinite().all()
+        assert (found - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1.0)
+
+
+@pytest.mark.parametrize("tokens", COUNTS)
+def test_equals_the_formula(tokens):
+    if tokens < 300:
+        assert_as_naive(inputs(tokens))
+    else:  # the twin takes tokens² numbers a channel
+        assert_as_naive(inputs(tokens, w=(3.0, -3.0), u=(1.0, -1.0), batch=1))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 33, 100])
+def test_equals_two_scans(tokens):
+    given = inputs(tokens)
+    torch.testing.assert_close(naive(*given), recurrent(*given))  # the twins agree
+    torch.testing.assert_close(wkv(*given).double(), recurrent(*given), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1.0, 60.0, 400.0])
+@pytest.mark.parametrize("tokens", [1, 2, 16, 31, 32, 33, 64, 255])
+def test_keys_decays_and_bonuses_of_any_size(tokens, size):
+    """Up to the limits that the docstring states: decays ±60, bonuses from −60 up, from −20 where w is negative."""
+    w = (60.0, 60.0, 60.0, -60.0, -60.0, -60.0, 0.0, 0.0)
+    u = (-60.0, 0.0, 1000.0, -20.0, 0.0, 60.0, -60.0, 60.0)
+    half = len(w) // 2
+    for part in (slice(half), slice(half, None)):
+        k, v, *rest = inputs(tokens, size, w[part], u[part], batch=1, seed=tokens)
+        assert_as_naive((k, v, *rest), tolerance=2e-4)
+
+
+@pytest.mark.parametrize("tokens", [33, 1100])
+@pytest.mark.parametrize("w", [60.0, 0.0, -60.0])
+def test_a_single_large_key(tokens, w):
+    """One key 300 above all others, in front, in the middle or behind: all look at it alone."""
+    for place in (0, tokens // 2, tokens - 1):
+        k, v, w_all, u = inputs(tokens, w=(w,), u=(-15.0,), batch=1)
+        k[:, place] += 300
+        assert_as_naive((k, v, w_all, u), tolerance=2e-4)
+
+
+def test_one_token_is_its_own_value():
+    k, v, w, u = inputs(1)
+    torch.testing.assert_close(wkv(k, v, w, u), v)
+
+
+@pytest.mark.parametrize("tokens", [5, 32, 77, 256])
+def test_reversing_the_tokens_reverses_the_output(tokens):
+    k, v, w, u = inputs(tokens)
+    torch.testing.assert_close(wkv(k.flip(1), v.flip(1), w, u), wkv(k, v, w, u).flip(1))
+
+
+@pytest.mark.parametrize("tokens", [5, 77])
+def test_adding_to_all_keys_of_a_channel_changes_nothing(tokens):
+    k, v, w, u = inputs(tokens)
+    k = (k * 8).round() / 8  # so that the sum has no rounding
+    torch.testing.assert_close(wkv(k + torch.tensor([1.0, -7.0, 64.0, -200.0]), v, w, u), wkv(k, v, w, u))
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_without_decay_and_bonus_it_is_a_mean_by_keys(tokens):
+    """Closed form: w = u = 0 makes every a_ti = exp(k_i), one softmax for all tokens."""
+    k, v, _, _ = inputs(tokens)
+    mean = (k.softmax(dim=1) * v).sum(dim=1, keepdim=True).expand_as(v)
+    torch.testing.assert_close(wkv(k, v, torch.zeros(4), torch.zeros(4)), mean, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [16, 100])
+def test_half_precision_costs_the_rounding_of_the_inputs_alone(tokens):
+    k, v, w, u = inputs(tokens)
+    rounded = (k.bfloat16(), v.bfloat16(), w, u)
+    leaves = [x.detach().requires_grad_() for x in rounded]
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out = wkv(*leaves)
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(out.double(), naive(*rounded), rtol=1e-5, atol=1e-5)
+        gradients = torch.autograd.grad(out.sum(), leaves)
+        assert [x.dtype for x in gradients] == [x.dtype for x in rounded]
+        for found, expected in zip(gradients, derived_of_sum(rounded), strict=True):
+            rtol = 2**-8 if found.dtype == torch.bfloat16 else 1e-4  # a gradient is rounded as its input is
+            torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=1e-4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(wkv(k, v, w, u), wkv(*(x.float() for x in (k, v, w, u))))  # autocast rounds nothing
+
+
+def derived_of_sum(given):
+    leaves = [x.double().requires_grad_() for x in given]
+    return torch.autograd.grad(naive(*leaves).sum(), leaves)
+
+
+def test_compiled_it_is_one_graph_with_the_same_numbers():
+    torch._dynamo.reset()
+    given = inputs(100)
+    compiled = torch.compile(wkv, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(derived(compiled, given), derived(wkv, given), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 32, 33, 100, 1024, 1100])
+def test_products_are_those_that_torch_counts(tokens):
+    with FlopCounterMode(display=False) as counter:
+        wkv(*inputs(tokens, batch=3))
+    assert counter.get_total_flops() == 2 * 3 * products(tokens, 4)
+
+
+def test_products_are_linear_in_the_tokens():
+    """32 multiply-adds a token for each of four sums, 1/32 of that for chunks, 1/32 of that …: at most 32²/31.
+
+    To the last product that is so for powers of 32, of which n = 32ᵐ takes 4·(32² + … + 32ᵐ⁺¹). Other
+    numbers differ by the last level, of less than 32 sums, and by the padding of a chunk on each level.
+    """
+    for power in (1, 2, 3, 4):
+        assert products(32**power, 1) == 4 * sum(32 ** (level + 1) for level in range(1, power + 1))
+    for tokens in (1024, 2048, 4096, 16384, 65536):
+        assert 4 * 32 <= products(tokens, 1) / tokens <= 4 * 32**2 / 31
+        assert products(8 * tokens, 1) / products(tokens, 1) == pytest.approx(8, rel=2e-3)
+        assert products(tokens, 768) == 768 * products(tokens, 1)
+    assert products(1025, 1) < 1.07 * products(1024, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tokens", [16, 256, 1100])
+def test_on_a_gpu_it_equals_the_formula(tokens):
+    given = inputs(tokens, w=(0.0, 8.0, 60.0, -60.0), batch=1)
+    with exact():
+        found = derived(lambda *leaves: wkv(*(x.to("cuda") for x in leaves)).cpu(), given)
+    for ours, theirs in zip(found, derived(naive, given), strict=True):
+        assert ours.isfinite().all()
+        assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max().clamp(min=1.0)
