@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from routing_ids import choose_ids
@@ -36,11 +37,20 @@ Inputs = tuple[tuple, dict]
 
 def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
     """For blocks whose first positional input is the tokens (B, N, D), and nothing else has a token axis."""
+    if not args:
+        raise ValueError(
+            f"the block was called by keywords alone ({', '.join(kwargs)}), which say not where the tokens are: "
+            "give attach_routes a select and a join"
+        )
     return (gather_tokens(args[0], ids_keep), *args[1:]), kwargs
 
 
 def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
     """For blocks that return the tokens alone."""
+    if not isinstance(output, Tensor):
+        raise ValueError(
+            f"the block returned a {type(output).__name__}, not the tokens alone: give attach_routes a join"
+        )
     return scatter_tokens(saved[0][0], output, ids_keep)
 
 
@@ -58,12 +68,14 @@ class Routing:
         self._select, self._join = select, join
         self._ids: tuple[Tensor, ...] | None = None
         self._handles = []
+        self._running: list[list[tuple[Inputs, Tensor]]] = []  # of each block, the call that is under way
         for number, route in enumerate(routes):
             for block in blocks[route.start : route.end + 1]:
                 self._attach(block, number)
 
     def _attach(self, block: nn.Module, number: int) -> None:
-        running: list[tuple[Inputs, Tensor]] = []  # of the call that is under way
+        running: list[tuple[Inputs, Tensor]] = []
+        self._running.append(running)
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Inputs | None:
             running.clear()
@@ -87,7 +99,7 @@ class Routing:
         if len(ids_keep) != len(self.routes):
             raise ValueError(f"{len(ids_keep)} sets of ids for {len(self.routes)} routes: each route needs its own")
         for ids in ids_keep:
-            if ids.ndim != 2 or ids.is_floating_point():
+            if ids.ndim != 2 or ids.dtype != torch.int64:
                 raise ValueError(f"ids have shape {tuple(ids.shape)} and type {ids.dtype}, but must be (B, K) int64")
         if self._ids is not None:
             raise RuntimeError("the routes are on already: leave the first context before entering another")
@@ -98,6 +110,8 @@ class Routing:
             yield
         finally:
             self._ids = None
+            for running in self._running:  # a call that failed holds its tensors
+                running.clear()
 
     def on(
         self,

@@ -156,6 +156,8 @@ class RatioSchedule:
         if self.shape == "cosine":
             done = (1 - math.cos(math.pi * done)) / 2
         level = min(int(done * self.levels), self.levels - 1) / (self.levels - 1)
+        if level == 1:
+            return self.end  # exactly: a last bit less would keep a token more
         return self.start + (self.end - self.start) * level
 
     def apply(self, routes: Sequence[Route], step: int) -> tuple[Route, ...]:
