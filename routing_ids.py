@@ -22,23 +22,21 @@ from torch import Tensor
 from routing_module import Route, draw_ids, num_keep
 
 
-def force(noise: Tensor, keep: Tensor, selection_ratio: float) -> Tensor:
+def force(noise: Tensor, keep: Tensor, selection_ratio: float, unit: str = "tokens") -> Tensor:
     """Numbers by which some tokens are kept for certain, and the others by chance: (B, N), in the place of noise.
 
     keep  (B, N) bool, true where a token must stay. As many tokens as ever are kept: the forced ones
           are among them.
+    unit  what an error calls them.
 
     Raises ValueError if a sample forces more tokens than are kept; looking at that waits for a GPU
     where the mask lies on one.
     """
-    if keep.shape != noise.shape or keep.dtype != torch.bool:
-        raise ValueError(
-            f"force_keep is {tuple(keep.shape)} {keep.dtype}, but must be {tuple(noise.shape)} of torch.bool, as noise"
-        )
+    _check_mask(noise, keep)
     most, kept = int(keep.sum(dim=1).max()) if len(keep) else 0, num_keep(noise.shape[1], selection_ratio)
     if most > kept:
         raise ValueError(
-            f"force_keep holds {most} tokens of a sample, but selection_ratio {selection_ratio} keeps {kept} of "
+            f"force_keep holds {most} {unit} of a sample, but selection_ratio {selection_ratio} keeps {kept} of "
             f"{noise.shape[1]}: force fewer or route fewer around"
         )
     return noise.masked_fill(keep, -1.0)
@@ -54,7 +52,8 @@ def row_ids(noise: Tensor, selection_ratio: float, grid: tuple[int, int], force_
     height, width = _check_grid(noise, grid)
     chances = noise.view(-1, height, width)[:, :, 0]
     if force_keep is not None:
-        chances = force(chances, force_keep.view(-1, height, width).any(dim=2), selection_ratio)
+        _check_mask(noise, force_keep)
+        chances = force(chances, force_keep.view(-1, height, width).any(dim=2), selection_ratio, "rows")
     rows = draw_ids(chances, selection_ratio)  # (B, K / W)
     return (rows[:, :, None] * width + torch.arange(width, device=rows.device)).flatten(1)
 
@@ -63,11 +62,13 @@ def shared_ids(noise: Tensor, selection_ratio: float, force_keep: Tensor | None 
     """Keep the same tokens in all samples, chosen by the first sample's numbers.
 
     For models whose positions or masks have no batch axis. Of a batch that is split over processes
-    or accumulation steps, hand every part the same first row, or the parts choose differently.
+    or accumulation steps, hand every part the same first row (and the same forced tokens), or the parts
+    choose differently.
     force_keep  (B, N) bool; a token stays if it must in one of the samples.
     """
     chances = noise[:1]
     if force_keep is not None:
+        _check_mask(noise, force_keep)
         chances = force(chances, force_keep.any(dim=0, keepdim=True), selection_ratio)
     return draw_ids(chances, selection_ratio).expand(len(noise), -1)
 
@@ -87,7 +88,7 @@ def choose_ids(
     prefix      so many tokens stand before the N (class, register or text tokens) and always stay;
                 the ids are those of the whole sequence, (B, prefix + K).
 
-    Raises ValueError for a missing grid, or more forced tokens than are kept.
+    Raises ValueError for a missing grid, one of another number of tokens, or more forced tokens than are kept.
     """
     ratio = route.selection_ratio
     if route.select == "row":
@@ -120,6 +121,13 @@ def _check_grid(noise: Tensor, grid: tuple[int, int]) -> tuple[int, int]:
             f"noise has shape {tuple(noise.shape)}, but a {grid[0]}×{grid[1]} grid needs (batch, {math.prod(grid)})"
         )
     return grid
+
+
+def _check_mask(noise: Tensor, keep: Tensor) -> None:
+    if keep.shape != noise.shape or keep.dtype != torch.bool:
+        raise ValueError(
+            f"force_keep is {tuple(keep.shape)} {keep.dtype}, but must be {tuple(noise.shape)} of torch.bool, as noise"
+        )
 
 
 @dataclass(frozen=True)
@@ -156,9 +164,7 @@ class RatioSchedule:
         if self.shape == "cosine":
             done = (1 - math.cos(math.pi * done)) / 2
         level = min(int(done * self.levels), self.levels - 1) / (self.levels - 1)
-        if level == 1:
-            return self.end  # exactly: a last bit less would keep a token more
-        return self.start + (self.end - self.start) * level
+        return (1 - level) * self.start + level * self.end  # both ends exactly, so that they keep what they say
 
     def apply(self, routes: Sequence[Route], step: int) -> tuple[Route, ...]:
         """The routes with the ratio of a step."""

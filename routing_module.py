@@ -200,9 +200,16 @@ def run_blocks(
              with grid=, and blocks on a route get the shape that the kept tokens form. Such routes
              select rows.
 
-    Returns (B, N, D). Raises ValueError for routes that do not fit the blocks or ids that do not
-    fit the tokens or the grid.
+    Returns (B, N, D). Raises ValueError for routes that do not fit the blocks, or for ids, a grid or
+    tensors along that do not fit the tokens.
     """
+    if grid is not None and grid[0] * grid[1] != tokens.shape[1]:
+        raise ValueError(f"a grid of {grid[0]}×{grid[1]} does not hold {tokens.shape[1]} tokens")
+    for one in along:
+        if one.shape[:2] != tokens.shape[:2]:
+            raise ValueError(
+                f"what travels along has shape {tuple(one.shape)}, but the tokens' begins with {tuple(tokens.shape[:2])}"
+            )
     ids_at, shapes = {}, {}
     for route, ids_keep in routes:
         if ids_keep.ndim != 2 or ids_keep.shape[0] != tokens.shape[0] or ids_keep.shape[1] > tokens.shape[1]:

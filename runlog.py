@@ -26,6 +26,8 @@ FIXED = (
     "dataset.num_classes",
     "train.batch_size",
     "train.label_drop",
+    "train.loss_tokens",
+    "train.reconstruction",
     "ema.power",
 )
 PACKAGES = ("torch", "accelerate", "hydra-core", "diffusers", "numpy", "pillow", "scikit-learn", "safetensors")

@@ -75,7 +75,7 @@ class Sampler:
         return sum(1 + (call.weak is not None) for call in self.plan(process))
 
     def flops(self, model: Model, weak: Model | None = None, attention: bool = True) -> int:
-        """FLOPs of the networks a sample, see DiT.forward_flops; weak: a second network of the guidance."""
+        """FLOPs of the networks a sample, see Backbone.forward_flops; weak: a second network of the guidance."""
 
         def cost(model: Model, ratio: float) -> int:
             routes = [replace(route, selection_ratio=ratio) for route in model.routes]

@@ -12,7 +12,7 @@ from edm import EDM
 from ema import exponent, exponential
 from latents import PLACEMENTS
 from rf import RF
-from routing_ids import RatioSchedule
+from routing_ids import RatioSchedule, count_kept
 from routing_module import SELECT_CHOICES, Route, check_routes
 from solvers import check_solver
 from updates import LearningRate
@@ -320,6 +320,13 @@ class Settings:
         if self.init_weights not in ("ema", "model"):
             raise ValueError(f"init_weights is {self.init_weights!r}, but must be ema or model")
         check_objective(self.objective)
+        for number, route in enumerate(self.model.routes if self.dataset.size else ()):
+            side = self.dataset.size // self.model.patch_size
+            if route.selection_ratio and count_kept(route, side**2, (side, side)) == side**2:
+                raise ValueError(
+                    f"model.routes.{number}.selection_ratio {route.selection_ratio} routes nothing around: "
+                    f"it is less than one {'row' if route.select == 'row' else 'token'} of the {side}×{side} tokens"
+                )
         for key, unset in (("ratio_schedule", None), ("loss_tokens", "all")):
             if getattr(self.train, key) != unset and not self.model.routes:
                 raise ValueError(f"train.{key} is of routes, but model={self.model.name} has none")

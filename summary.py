@@ -25,14 +25,16 @@ def describe(
 ) -> str:
     """Data, size, FLOPs, tokens kept, the batch and its split, disk space: one line each."""
     parameters = sum(parameter.numel() for parameter in network.parameters())
-    dense, routed = network.forward_flops(), network.forward_flops(cfg.model.routes)
+    schedule = cfg.train.ratio_schedule
+    active = schedule.apply(cfg.model.routes, 0) if schedule else cfg.model.routes
+    dense, routed = network.forward_flops(), network.forward_flops(active)
     epochs = cfg.train.steps / data.steps_per_epoch(cfg.train.batch_size)
     accumulation, micro = len(micro_batches), micro_batches[0].stop - micro_batches[0].start
     tokens, widths = network.num_tokens, len(cfg.ema.power)
     routes = [
         f"r({route.start}→{route.end}) keeps {count_kept(route, tokens, network.grid)} of {tokens} tokens"
         f"{SELECTS[route.select]}, fp32: {route.fp32}"
-        for route in check_routes(cfg.model.routes, cfg.model.depth)
+        for route in check_routes(active, cfg.model.depth)
     ]
     lines = {
         "run": f"{cfg.name}, {cfg.train.steps:,} steps, {epochs:.1f} epochs",
@@ -46,6 +48,13 @@ def describe(
         "device": device,
         "disk": f"{(16 + 4 * widths) * parameters / 1e6:,.0f} MB a checkpoint, every {cfg.every.save:,} steps",
     }
+    if schedule:
+        lines["routes"] += (
+            f"; ratio {schedule.start:g} up to step {schedule.first:,}, {schedule.end:g} from {schedule.last:,} on"
+        )
+        lines["FLOPs"] += "; at the first step"
+    if cfg.train.loss_tokens == "kept":
+        lines["objective"] += f", of kept tokens, with {cfg.train.reconstruction:g} of a masked reconstruction"
     if cfg.train.routes_until is not None:
         lines["routes"] += f"; none from step {cfg.train.routes_until:,} on"
     if widths:

@@ -101,7 +101,9 @@ def kinds_of(run: Run) -> dict[str, settings.Settings]:
     """Kinds of steps by name: without routes, with them, and with the route's last block in fp32 where that differs."""
     cfg = run.cfg
     if not cfg.model.routes:
-        sys.exit("error: model=dit has no routes to compare; leave model=tread, which measures both")
+        sys.exit(
+            f"error: model={cfg.model.name} has no routes to compare; model=tread and model=tread_rwkv measure both"
+        )
 
     def routed(fp32: str) -> settings.Settings:
         routes = tuple(replace(route, fp32=fp32) for route in cfg.model.routes)

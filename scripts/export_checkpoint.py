@@ -2,7 +2,7 @@
 
 python scripts/export_checkpoint.py checkpoint=results/my-run out=exports/my-run
 
-The folder holds ema.safetensors (public DiT's parameter names), info.json and config.yaml, and is a
+The folder holds ema.safetensors (a DiT's in public DiT's parameter names), info.json and config.yaml, and is a
 checkpoint itself: sample.py, fid.py and init_from take it. All options: configs/export_checkpoint.yaml.
 """
 

@@ -109,7 +109,7 @@ def account(saved: checkpoint.Checkpoint, options: Options) -> str:
         [
             f"{saved.folder}: {' and '.join(names[kind] for kind in parts)} weights of {options.weights}",
             f"  of {describe(sizes(saved.tensors(parts[0])))}",
-            f"  taken as {trained}, with num_heads {config['model']['num_heads']}: no file tells either",
+            f"  taken as {trained}, with num_heads {config['model']['num_heads']} in attention: no file tells either",
             f"  {use}",
         ]
     )

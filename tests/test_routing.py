@@ -9,7 +9,17 @@ import pytest
 import torch
 from conftest import ROOT
 
-from routing_module import Route, check_routes, draw_ids, gather_tokens, num_keep, run_blocks, scatter_tokens
+from routing_ids import row_ids
+from routing_module import (
+    Route,
+    check_routes,
+    draw_ids,
+    gather_tokens,
+    kept_grid,
+    num_keep,
+    run_blocks,
+    scatter_tokens,
+)
 
 
 def drawn(batch: int, tokens: int, ratio: float, seed: int = 0, sort: bool = True) -> torch.Tensor:
@@ -39,6 +49,88 @@ def test_gather_and_scatter_equal_loops():
         for position, i in enumerate(ids[b]):
             back[b, i] = 2 * kept[b, position]
     assert torch.equal(scatter_tokens(tokens, 2 * kept, ids), back)
+
+
+@pytest.mark.parametrize("more", [(), (4,), (2, 3), (2, 3, 2)], ids=str)
+def test_what_travels_with_tokens_may_have_any_axes_behind_theirs(more):
+    """Masks (B, N), tables of positions (B, N, heads, pairs, …): against loops."""
+    tokens, ids = torch.randn(3, 7, *more), drawn(3, 7, 0.5, sort=False)
+    kept = gather_tokens(tokens, ids)
+    assert torch.equal(kept, torch.stack([torch.stack([tokens[b, i] for i in ids[b]]) for b in range(3)]))
+    back = tokens.clone()
+    for b in range(3):
+        for position, i in enumerate(ids[b]):
+            back[b, i] = -kept[b, position]
+    assert torch.equal(scatter_tokens(tokens, -kept, ids), back)
+
+
+def test_blocks_get_the_positions_of_their_own_tokens():
+    """Token i gets the angle 100 + i added in each block that it passes; beside it travels a table of more axes."""
+    seen = []
+
+    def block(x, angle, table, c):
+        seen.append((x[..., 0].round(), angle, table, c))
+        return torch.stack([x[..., 0], x[..., 1] + angle], dim=2)
+
+    index = torch.arange(10.0).expand(2, 10)
+    x, angle = torch.stack([index, torch.zeros(2, 10)], dim=2), 100 + index
+    table, c = index.view(2, 10, 1, 1) * torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.randn(2, 5)
+    routes = [(Route(1, 2, 0.5), drawn(2, 10, 0.5, 1)), (Route(4, 4, 0.3), drawn(2, 10, 0.3, 2))]
+    out = run_blocks([block] * 6, x, c, routes=routes, along=(angle, table))
+    for number, (tokens, angles, tables, shared) in enumerate(seen):
+        ids = {1: routes[0][1], 2: routes[0][1], 4: routes[1][1]}.get(number, index.long())
+        assert torch.equal(tokens, ids.float()) and torch.equal(angles, 100 + tokens) and shared is c
+        assert torch.equal(tables[:, :, 1, 0], 3 * tokens) and tables.shape == (*ids.shape, 2, 2)
+    assert not torch.equal(routes[0][1], index[:, :5].long())  # the first five of a table that is not gathered
+    visits = torch.full((2, 10), 3.0)
+    for (_, ids), blocks in zip(routes, (2, 1)):
+        visits.scatter_add_(1, ids, torch.full(ids.shape, float(blocks)))
+    assert torch.equal(out[..., 1], visits * angle)
+
+
+def test_blocks_get_the_shape_of_the_kept_rows():
+    """Each is called with the grid of its tokens, in fp32 under autocast too; without a grid, with none."""
+    seen = []
+
+    def block(x, c, grid):
+        seen.append((x.dtype, x.shape[1], grid))
+        return x + x.mean(dim=1, keepdim=True)
+
+    x, c = torch.randn(3, 20, 4), torch.randn(3, 4)
+    noise = torch.rand(3, 20)
+    routes = [
+        (Route(1, 2, 0.5, "end", "row"), row_ids(noise, 0.5, (5, 4))),
+        (Route(4, 4, 0.2, "off", "row"), row_ids(noise, 0.2, (5, 4))),
+    ]
+    run_blocks([block] * 6, x, c, routes=routes, grid=(5, 4))
+    assert [shape for _, *shape in seen] == [[20, (5, 4)]] + [[12, (3, 4)]] * 2 + [
+        [20, (5, 4)],
+        [16, (4, 4)],
+        [20, (5, 4)],
+    ]
+    seen.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run_blocks([block] * 6, x.bfloat16(), c, routes=routes, grid=(5, 4))
+    assert [dtype == torch.float32 for dtype, *_ in seen] == [False, False, True, False, False, False]
+    assert seen[2][1:] == (12, (3, 4))
+    assert torch.equal(run_blocks([lambda x, c: x], x, c, routes=routes[:0]), x)
+
+
+def test_ids_that_are_no_rows_of_the_grid_are_refused():
+    route, rows = Route(0, 0, 0.5, select="row"), torch.tensor([[4, 5, 6, 7, 12, 13, 14, 15], [0, 1, 2, 3, 4, 5, 6, 7]])
+    assert kept_grid(route, rows, (4, 4)) == (2, 4)
+    wrong = [
+        rows[:, :7],  # not all of a row
+        rows - rows.new_tensor([[1], [0]]),  # shifted
+        rows[:, [4, 5, 6, 7, 0, 1, 2, 3]],  # another order of rows
+        rows[:, [1, 0, 2, 3, 4, 5, 6, 7]],  # another order in a row
+        rows[:, [0, 1, 2, 3, 0, 1, 2, 3]],  # a row twice
+    ]
+    for ids in wrong:
+        with pytest.raises(ValueError, match="not whole rows of the 4×4 grid"):
+            kept_grid(route, ids, (4, 4))
+    with pytest.raises(ValueError, match="0→0 selects by 'token'.*select=\"row\""):
+        run_blocks([lambda x, grid: x], torch.zeros(2, 16, 1), routes=[(Route(0, 0), rows)], grid=(4, 4))
 
 
 def test_bypassed_tokens_are_those_of_the_block_before():

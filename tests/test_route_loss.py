@@ -1,0 +1,346 @@
+"""The loss of kept tokens against loops over patches, and whole runs by each way to route.
+
+The references are formulas written out here, the plain loss, and another way to make the same run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import launch, launch_door, state
+from PIL import Image
+
+import fid
+import sample
+from build import build_network
+from edm import EDM
+from latents import Latents
+from objective import active_routes, step_draws, training_loss
+from rf import RF
+from route_loss import EPSILON, kept_loss, reconstruction_loss, to_patches
+from routing_ids import choose_ids
+from routing_module import Route
+from rwkv import RWKV
+
+LATENTS = Latents(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
+TWO = "model.routes=[{start:1,end:2},{start:4,end:4,selection_ratio:0.25}]"
+KEPT = ("model.depth=6", "train.batch_size=4", "train.label_drop=0.5", "train.loss_tokens=kept")
+PROCESSES = [EDM(sigma_data=0.7), RF(), RF(reverse=True)]
+
+
+def ids_of(*kept: int, tokens: int = 16, batch: int = 3) -> list[torch.Tensor]:
+    """For each number, ids of so many tokens."""
+    return [torch.rand(batch, tokens).argsort(dim=1)[:, :count].sort(dim=1).values for count in kept]
+
+
+def patch(x: torch.Tensor, image: int, number: int, size: int) -> torch.Tensor:
+    """Patch `number` of an image, in raster order: (C, p, p)."""
+    row, column = divmod(number, x.shape[3] // size)
+    return x[image, :, row * size : (row + 1) * size, column * size : (column + 1) * size]
+
+
+def by_loops(squared, denoised, noisy, ids, size, coefficient):
+    """The loss written out: means over the pixels of a patch, patches of a route, and routes."""
+    losses = []
+    for image in range(len(squared)):
+        total = 0.0
+        for ids_keep in ids:
+            kept = set(ids_keep[image].tolist())
+            around = [number for number in range((squared.shape[2] // size) ** 2) if number not in kept]
+            total += sum(patch(squared, image, number, size).mean() for number in kept) / len(kept)
+            for number in around:
+                target = patch(noisy, image, number, size)
+                target = (target - target.mean()) / (target.var(correction=0) + EPSILON).sqrt()
+                error = (patch(denoised, image, number, size) - target).square().mean()
+                total += coefficient * error / len(around)
+        losses.append(total / len(ids))
+    return torch.stack(losses)
+
+
+def setting(read_config, *overrides):
+    """(cfg, stored, labels, draws) of a step on four samples."""
+    cfg = read_config(*KEPT, *overrides)
+    draws = step_draws(cfg, LATENTS, 16, 7, torch.device("cpu"))
+    return cfg, torch.randn(4, 4, 8, 8), torch.tensor([1, 2, 3, 4]), draws
+
+
+# ---------------------------------------------------------------------------------------- the parts
+
+
+@pytest.mark.parametrize(("channels", "side", "size"), [(4, 8, 2), (3, 6, 3), (1, 5, 1), (2, 4, 4)])
+def test_patches_are_in_raster_order(channels, side, size):
+    x = torch.randn(2, channels, side, side)
+    found = to_patches(x, size)
+    assert found.shape == (2, (side // size) ** 2, channels * size**2)
+    for image in range(2):
+        for number in range(found.shape[1]):
+            assert torch.equal(found[image, number], patch(x, image, number, size).flatten())
+
+
+def test_both_losses_equal_loops():
+    squared, denoised, noisy = torch.rand(3, 4, 8, 8), torch.randn(3, 4, 8, 8), 2 + 3 * torch.randn(3, 4, 8, 8)
+    for ids in (ids_of(8), ids_of(5, 12, 1), ids_of(16, 8)):
+        kept = kept_loss(squared, ids, 2)
+        torch.testing.assert_close(kept, by_loops(squared, denoised, noisy, ids, 2, 0.0))
+        found = kept + 0.3 * reconstruction_loss(denoised, noisy, ids, 2)
+        torch.testing.assert_close(found, by_loops(squared, denoised, noisy, ids, 2, 0.3))
+
+
+def test_a_flat_patch_is_reconstructed_as_zero():
+    """Its variance is 0, and its target is 0, not 0 / 0; a route that keeps all has no patches to reconstruct."""
+    flat, denoised = torch.full((3, 4, 8, 8), 5.0), torch.full((3, 4, 8, 8), 2.0)
+    torch.testing.assert_close(reconstruction_loss(denoised, flat, ids_of(8), 2), torch.full((3,), 4.0))
+    assert torch.equal(reconstruction_loss(denoised, flat, ids_of(16), 2), torch.zeros(3))
+
+
+def test_gradients_reach_each_losss_own_patches_alone():
+    """∂/∂squared = Σ over the routes that keep a patch of 1 / (routes · K · pixels); the other loss has the rest."""
+    squared, denoised = (torch.randn(3, 4, 8, 8, requires_grad=True) for _ in range(2))
+    ids = ids_of(8, 12)
+    kept_loss(squared, ids, 2).sum().backward()
+    expected = torch.zeros(3, 16)
+    for ids_keep in ids:
+        expected.scatter_add_(1, ids_keep, torch.full(ids_keep.shape, 1 / (2 * ids_keep.shape[1] * 16)))
+    torch.testing.assert_close(to_patches(squared.grad, 2), expected[:, :, None].expand(-1, -1, 16))
+    reconstruction_loss(denoised, torch.randn(3, 4, 8, 8), ids, 2).sum().backward()
+    in_all = (
+        torch.zeros(3, 16).scatter_add_(1, ids[0], torch.ones(3, 8)).scatter_add_(1, ids[1], torch.ones(3, 12)) == 2
+    )
+    assert in_all.any() and not in_all.all()
+    assert torch.equal(to_patches(denoised.grad, 2).abs().sum(dim=2) == 0, in_all)
+
+
+@pytest.mark.parametrize("process", PROCESSES, ids=["edm", "rf", "reversed rf"])
+def test_errors_are_what_the_loss_averages(tiny, process):
+    x, noise, y = torch.randn(3, 4, 8, 8), torch.randn(3, 4, 8, 8), torch.tensor([1, 2, 10])
+    level, everything = process.noise_level(torch.randn(3)), [torch.arange(16).expand(3, 16)] * 2
+    for routes in ((), [(Route(1, 3), ids_of(8)[0])]):
+        with torch.no_grad():
+            squared, denoised, noisy = process.errors(tiny, x, y, level, noise, routes)
+            loss = process.loss(tiny, x, y, level, noise, routes)
+            torch.testing.assert_close(denoised, process.denoise(tiny, noisy, level, y, routes))
+        assert squared.shape == denoised.shape == x.shape and squared.dtype == torch.float32
+        torch.testing.assert_close(squared.mean(dim=(1, 2, 3)), loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(kept_loss(squared, everything, 2), loss, rtol=1e-6, atol=0)
+        assert torch.equal(reconstruction_loss(denoised, noisy, everything, 2), torch.zeros(3))
+        a, b = (1.0, level) if isinstance(process, EDM) else (1 - level.view(-1, 1, 1, 1), level)
+        torch.testing.assert_close(noisy, a * x + b.view(-1, 1, 1, 1) * noise)
+
+
+# ---------------------------------------------------------------------------------- the whole loss
+
+
+@pytest.mark.parametrize("objective", ["edm", "rf"])
+def test_a_training_loss_of_kept_tokens_equals_the_formula(read_config, tiny, objective):
+    """Two routes and a coefficient, from the network's own output at those routes."""
+    overrides = (TWO, f"objective={objective}", "train.reconstruction=0.1")
+    cfg, stored, labels, draws = setting(read_config, *overrides)
+    y = torch.where(draws.drop < 0.5, 10, labels)
+    routes = [(route, choose_ids(route, numbers)) for route, numbers in zip(cfg.model.routes, draws.routes)]
+    assert [ids.shape[1] for _, ids in routes] == [8, 12] and 0 < (y == 10).sum() < 4
+    with torch.no_grad():
+        found = training_loss(cfg, tiny, LATENTS, stored, labels, draws)
+        if objective == "edm":
+            sigma = (-1.2 + 1.2 * draws.level).exp().view(-1, 1, 1, 1)
+            noisy = stored + sigma * draws.noise
+            denoised = EDM().denoise(tiny, noisy, sigma.flatten(), y, routes)
+            squared = (sigma**2 + 0.25) / (0.5 * sigma) ** 2 * (denoised - stored) ** 2
+        else:
+            t = draws.level.sigmoid().view(-1, 1, 1, 1)
+            noisy = (1 - t) * stored + t * draws.noise
+            v = tiny(noisy, t.flatten(), y, routes=routes)
+            denoised, squared = noisy - t * v, (v - draws.noise + stored) ** 2
+    expected = by_loops(squared, denoised, noisy, [ids for _, ids in routes], 2, 0.1)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    cfg, *_ = setting(read_config, *overrides[:2])
+    with torch.no_grad():
+        without = training_loss(cfg, tiny, LATENTS, stored, labels, draws)
+    assert not torch.isclose(without, found).any()
+
+
+@pytest.mark.parametrize("objective", ["edm", "rf"])
+def test_what_should_come_out_of_patches_routed_around_counts_for_nothing(read_config, tiny, objective):
+    """Other data and noise there that make the same noisy input: loss and gradients of kept tokens stay as they are."""
+    cfg, stored, labels, draws = setting(read_config, f"objective={objective}")
+    (ids,) = (choose_ids(route, numbers) for route, numbers in zip(cfg.model.routes, draws.routes))
+    around = torch.ones(4, 16).scatter(1, ids, 0).view(4, 1, 4, 4)
+    change = around.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3) * torch.randn(4, 4, 8, 8)
+    if objective == "edm":
+        back = change / (-1.2 + 1.2 * draws.level).exp().view(-1, 1, 1, 1)
+    else:
+        t = draws.level.sigmoid().view(-1, 1, 1, 1)
+        back = (1 - t) / t * change
+    plain = read_config(*KEPT, f"objective={objective}", "train.loss_tokens=all")
+    losses, gradients = [], []
+    for kind in (cfg, plain):
+        for data, drawn in ((stored, draws), (stored + change, replace(draws, noise=draws.noise - back))):
+            losses.append(training_loss(kind, tiny, LATENTS, data, labels, drawn))
+            gradients.append(torch.autograd.grad(losses[-1].mean(), tiny.final_layer.linear.weight)[0])
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-3)
+    assert not torch.isclose(losses[3], losses[2], rtol=0.01).any()
+    assert not torch.isclose(gradients[3], gradients[2], rtol=0.01, atol=0.01).all()
+
+
+def test_it_is_off_unless_asked_for_and_where_no_route_is(read_config, tiny):
+    """Bit for bit the plain loss."""
+    cfg, stored, labels, draws = setting(read_config, "train.loss_tokens=all")
+    assert read_config().train.loss_tokens == "all" and read_config().train.reconstruction == 0
+    y, sigma = torch.where(draws.drop < 0.5, 10, labels), EDM().noise_level(draws.level)
+    routes = [(cfg.model.routes[0], choose_ids(cfg.model.routes[0], draws.routes[0]))]
+    with torch.no_grad():
+        found = training_loss(cfg, tiny, LATENTS, stored, labels, draws)
+        assert torch.equal(found, EDM().loss(tiny, stored, y, sigma, draws.noise, routes))
+        cfg, *_, draws = setting(read_config, "train.routes_until=7", "train.reconstruction=0.1")
+        found = training_loss(cfg, tiny, LATENTS, stored, labels, draws)
+        assert torch.equal(found, EDM().loss(tiny, stored, y, sigma, draws.noise))
+
+
+# ---------------------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shown"),
+    [
+        (["train.reconstruction=0.1"], "reconstruction is 0.1.*train.loss_tokens=kept"),
+        (["train.reconstruction=-1", "train.loss_tokens=kept"], "reconstruction is -1"),
+        (["train.loss_tokens=routed"], "routed.*all or kept"),
+        (["model=dit", "train.loss_tokens=kept"], "train.loss_tokens is of routes, but model=dit has none"),
+        (["model=rwkv", "train.loss_tokens=kept"], "train.loss_tokens is of routes, but model=rwkv has none"),
+        (
+            ["model=dit", "train.ratio_schedule={start:0.5,end:0.2,last:5}"],
+            "ratio_schedule is of routes, but model=dit",
+        ),
+        (["model.routes.0.select=column"], "select is 'column', but must be one of token, row, shared"),
+        (["model=tread_rwkv", "model.routes.0.select=token"], "routes.0.select is 'token'.*neighbours.*must be row"),
+        (["model=rwkv", "model.routes=[{start:2,end:4}]"], "routes.0.select is 'token'.*rwkv.*must be row"),
+        (
+            ["train.ratio_schedule={start:0.5,end:0.2,final:5}"],
+            "'train.ratio_schedule.final'.*known one is 'train.ratio_schedule",
+        ),
+        (["train.ratio_schedule={start:0.5,end:0.2}"], "missing settings: train.ratio_schedule.last"),
+        (["train.ratio_schedule={start:0.5,end:0.2,last:many}"], "train.ratio_schedule.last is 'many'"),
+        (["train.ratio_schedule={start:0.5,end:1.0,last:5}"], "end is 1.0"),
+        (["train.ratio_schedule=0.5"], "train.ratio_schedule is 0.5, but must be {start, end, last.*null"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(read_config, overrides, shown):
+    with pytest.raises(ValueError, match=shown):
+        read_config(*overrides)
+
+
+# -------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """One folder, so that the digits are written once."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def rows(place):
+    """That folder with a run of RWKV with a route, and one without; and what was printed."""
+    return place, launch(place, "model=tread_rwkv") + launch(place, "model=rwkv")
+
+
+def check_run(folder, name):
+    """The records of a run of six steps that went well."""
+    run = folder / "results" / name
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = {record["step"]: record["loss"] for record in records if "loss" in record}
+    assert list(losses) == [1, 2, 3, 4, 5, 6] and np.isfinite(list(losses.values())).all()
+    evaluated = {record["step"]: record["eval_loss"] for record in records if "eval_loss" in record}
+    assert list(evaluated) == [3, 6] and np.isfinite(list(evaluated.values())).all()
+    assert np.asarray(Image.open(run / "samples" / "step_0000006.png")).std() > 0
+    return records
+
+
+def test_rwkv_trains_with_and_without_a_route(rows):
+    folder, text = rows
+    routed, dense = check_run(folder, "digits-tread_rwkv"), check_run(folder, "digits-rwkv")
+    assert "r(2→2) keeps 8 of 16 tokens by row" in text and "rwkv, " in text and "routes    none" in text
+    speeds = [next(r["flops_per_s"] / r["images_per_s"] for r in run if "loss" in r) for run in (routed, dense)]
+    assert speeds[0] < 0.95 * speeds[1]
+    weights = state(folder / "results/digits-rwkv").keys()
+    assert weights == state(folder / "results/digits-tread_rwkv").keys()
+    assert any("spatial_mix" in key for key in weights)
+
+
+@pytest.mark.parametrize("select", ["row", "shared"])
+def test_dit_trains_with_rows_and_with_one_draw_a_batch(place, select):
+    text = launch(place, f"model.routes.0.select={select}", f"name={select}")
+    check_run(place, select)
+    assert f"r(2→2) keeps 8 of 16 tokens by {select}" in text
+
+
+def test_the_first_papers_training_goes_on_where_it_was(place):
+    """Two routes, the loss of kept tokens and a reconstruction: three and three steps equal six, bit for bit."""
+    overrides = ["model.routes=[{start:1,end:2},{start:4,end:4}]", "train.loss_tokens=kept", "train.reconstruction=0.1"]
+    text = launch(place, *overrides, "name=whole")
+    assert "r(1→2) keeps 8 of 16 tokens" in text and "r(4→4) keeps 8 of 16 tokens" in text
+    launch(place, *overrides, "name=parts", "train.steps=3")
+    assert "goes on at step 3" in launch(place, *overrides, "name=parts")
+    found, expected = (state(place / "results" / name) for name in ("parts", "whole"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    for name in ("parts", "whole"):
+        check_run(place, name)
+
+
+def test_a_ratio_schedule_is_followed(place, read_config):
+    """12, 8 and 4 of 16 tokens routed around, two steps each: by the FLOPs that are logged."""
+    schedule = "train.ratio_schedule={start:0.75,end:0.25,last:5,levels:3}"
+    cfg = read_config("model.hidden_size=16", "model.depth=6", "model.num_heads=2", schedule)
+    ratios = [0.75, 0.75, 0.5, 0.5, 0.25, 0.25]
+    assert [active_routes(cfg, step) for step in range(6)] == [(Route(2, -4, ratio),) for ratio in ratios]
+    launch(place, schedule, "name=schedule")
+    records = [record for record in check_run(place, "schedule") if "loss" in record]
+    network = build_network(cfg)
+    costs = [3 * network.forward_flops([Route(2, 2, ratio)]) for ratio in ratios]
+    found = [record["flops_per_s"] / record["images_per_s"] for record in records]
+    assert found == pytest.approx(costs, rel=2e-3) and costs[4] / costs[0] > 1.05
+
+
+# ------------------------------------------------------------------------------------------- doors
+
+SPARSE = ("guidance=sparse", "guidance.strong=0.25", "guidance.weak=0.5", "steps=2")
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The routes that RWKV was called with."""
+    calls, forward = [], RWKV.forward
+
+    def watched(self, x, t, y, routes=()):
+        calls.append(list(routes))
+        return forward(self, x, t, y, routes)
+
+    monkeypatch.setattr(RWKV, "forward", watched)
+    return calls
+
+
+def test_rwkv_is_sampled_and_scored_under_its_route(rows, seen):
+    folder, _ = rows
+    given = ("checkpoint=results/digits-tread_rwkv", *SPARSE)
+    text = launch_door(sample.main, "sample", folder, *given, "classes=[3]", "seeds=0-1")
+    assert "ratios 0.25 and 0.5" in text and "NFE 6" in text and (folder / "samples.png").exists()
+    assert [(route.select, ids.shape[1]) for ((route, ids),) in seen] == [("row", 12), ("row", 8)] * 3
+    seen.clear()
+    launch_door(fid.main, "fid", folder, *given, "num_samples=4", "batch_size=4", "save_samples=true")
+    assert [(route.select, ids.shape[1]) for ((route, ids),) in seen] == [("row", 12), ("row", 8)] * 3
+    settings = json.loads((folder / "results/digits-tread_rwkv/latest/fid.json").read_text())["settings"]
+    assert settings["nfe"] == 6 and "sparse" in str(settings["guidance"])
+
+
+def test_forced_guidance_of_rwkv_takes_rows(rows, seen):
+    """Trained without a route, it runs by the paper's rule, which is r(2→2) of 6 blocks, and by rows."""
+    folder, _ = rows
+    given = ("checkpoint=results/digits-rwkv", *SPARSE, "classes=[3]", "seeds=0-1")
+    with pytest.raises(SystemExit, match="trained without a route.*guidance.force=true"):
+        launch_door(sample.main, "sample", folder, *given)
+    launch_door(sample.main, "sample", folder, *given, "guidance.force=true")
+    assert {(route.start, route.end, route.select) for ((route, _),) in seen} == {(2, 2, "row")}
+    assert [ids.shape[1] for ((_, ids),) in seen] == [12, 8] * 3

@@ -1,0 +1,289 @@
+"""Ways to choose ids against loops over samples, rows and tokens, counting, and closed forms of the schedule."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from edm import EDM
+from guidance import Guidance
+from latents import Latents
+from objective import step_draws, training_loss
+from randomness import split_batch
+from routing_ids import RatioSchedule, choose_ids, count_kept, force, keep_prefix, row_ids, shared_ids
+from routing_module import Route, draw_ids, num_keep
+from sample import Sampler, draw
+from trained import Model
+
+SELECTS = ("token", "row", "shared")
+
+
+def uniform(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.rand(batch, tokens, generator=torch.Generator().manual_seed(seed))
+
+
+def mask(batch: int, tokens: int, *places: tuple[int, int]) -> torch.Tensor:
+    """False but at (sample, token)."""
+    found = torch.zeros(batch, tokens, dtype=torch.bool)
+    for sample, token in places:
+        found[sample, token] = True
+    return found
+
+
+def shares(subsets: torch.Tensor, size: int) -> tuple[int, float]:
+    """How many different rows there are, and how far their shares lie from being equal, in standard errors."""
+    _, counts = subsets.unique(dim=0, return_counts=True)
+    p = 1 / size
+    return len(counts), ((counts / len(subsets) - p).abs().max() / (p * (1 - p) / len(subsets)) ** 0.5).item()
+
+
+# ------------------------------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize(("grid", "ratio"), [((4, 4), 0.5), ((5, 3), 0.3), ((3, 7), 0.9), ((6, 1), 0.5), ((1, 6), 0.9)])
+def test_row_ids_equal_a_loop(grid, ratio):
+    height, width = grid
+    noise = uniform(7, height * width)
+    expected = []
+    for numbers in noise.tolist():
+        first = sorted(range(height), key=lambda row: numbers[row * width])
+        rows = sorted(first[: height - int(height * ratio)])
+        expected.append([row * width + column for row in rows for column in range(width)])
+    found = row_ids(noise, ratio, grid)
+    assert found.tolist() == expected and found.dtype == torch.int64
+
+
+def test_every_set_of_rows_is_equally_likely_and_samples_differ():
+    ids = row_ids(uniform(20000, 18), 0.5, (6, 3))
+    rows = ids.view(20000, 3, 3) // 3
+    assert ids.shape == (20000, 9) and (rows == rows[..., :1]).all() and (ids.diff(dim=1) > 0).all()
+    number, errors = shares(rows[..., 0], math.comb(6, 3))
+    assert number == math.comb(6, 3) and errors < 5
+
+
+# ----------------------------------------------------------------------------------------- shared
+
+
+def test_shared_ids_are_those_of_the_first_sample():
+    noise = uniform(5, 12)
+    ids = shared_ids(noise, 0.25)
+    assert ids.shape == (5, 9) and torch.equal(ids, draw_ids(noise, 0.25)[:1].expand(5, -1))
+    other = torch.cat([noise[:1], uniform(4, 12, seed=1)])
+    assert torch.equal(shared_ids(other, 0.25), ids)
+    assert not torch.equal(shared_ids(noise.flip(0), 0.25), ids)
+
+
+# ----------------------------------------------------------------------------------------- forced
+
+
+def test_forced_tokens_stay_and_the_others_are_drawn_as_ever():
+    noise, keep = uniform(20000, 6), torch.zeros(20000, 6, dtype=torch.bool)
+    keep[:, 2] = True
+    ids = draw_ids(force(noise, keep, 0.5), 0.5)
+    assert ids.shape == (20000, 3) and (ids == 2).any(dim=1).all()
+    number, errors = shares(ids, math.comb(5, 2))
+    assert number == math.comb(5, 2) and errors < 5
+
+
+def test_forced_tokens_equal_a_loop():
+    """The forced ones, then those of the smallest numbers, each sample with a mask of its own."""
+    noise, keep = uniform(50, 10), uniform(50, 10, seed=1) < 0.2
+    assert 1 < keep.sum(dim=1).max() <= 5 and keep.sum(dim=1).min() == 0
+    expected = []
+    for numbers, forced in zip(noise.tolist(), keep.tolist()):
+        order = sorted(range(10), key=lambda token: (not forced[token], numbers[token]))
+        expected.append(sorted(order[:5]))
+    assert choose_ids(Route(0, 0, 0.5), noise, force_keep=keep).tolist() == expected
+    nothing = torch.zeros_like(keep)
+    assert torch.equal(choose_ids(Route(0, 0, 0.5), noise, force_keep=nothing), draw_ids(noise, 0.5))
+
+
+def test_a_row_stays_if_one_of_its_tokens_must():
+    """Forced with row 4 in all samples, and with rows 0 and 1 in the second one, which leaves no choice."""
+    noise = uniform(20000, 15)
+    keep = mask(20000, 15, (1, 0), (1, 5))
+    keep[:, 13] = True
+    ids = row_ids(noise, 0.4, (5, 3), keep)
+    rows = ids.view(20000, 3, 3)[..., 0] // 3
+    assert ids.shape == (20000, 9) and (rows == 4).any(dim=1).all() and rows[1].tolist() == [0, 1, 4]
+    number, errors = shares(rows[2:], math.comb(4, 2))
+    assert number == math.comb(4, 2) and errors < 5
+
+
+def test_a_shared_token_stays_if_it_must_in_one_sample():
+    """The two that the first sample's numbers would route first, forced by other samples, and its two smallest."""
+    noise = uniform(4, 8)
+    order = noise[0].argsort().tolist()
+    ids = shared_ids(noise, 0.5, mask(4, 8, (1, order[-1]), (3, order[-2])))
+    assert ids.tolist() == [sorted(order[-2:] + order[:2])] * 4
+
+
+@pytest.mark.parametrize(
+    ("select", "places", "shown"),
+    [
+        ("token", [(1, token) for token in range(9)], "9 tokens of a sample.*0.5 keeps 8 of 16"),
+        ("row", [(1, 0), (1, 5), (1, 10)], "3 rows of a sample.*0.5 keeps 2 of 4"),
+        ("shared", [(token % 3, token) for token in range(9)], "9 tokens of a sample.*0.5 keeps 8 of 16"),
+    ],
+)
+def test_more_forced_than_kept_is_refused(select, places, shown):
+    route = Route(0, 0, 0.5, select=select)
+    with pytest.raises(ValueError, match=shown):
+        choose_ids(route, uniform(3, 16), (4, 4), mask(3, 16, *places))
+    assert choose_ids(route, uniform(3, 16), (4, 4), mask(3, 16, *places[:-1])).shape == (3, 8)
+
+
+@pytest.mark.parametrize("select", SELECTS)
+@pytest.mark.parametrize(
+    "keep",
+    [mask(3, 16).long(), mask(3, 15), mask(1, 16), mask(6, 16), mask(1, 16)[0]],
+    ids=["int64", "tokens", "one sample", "samples", "no batch"],
+)
+def test_a_mask_of_another_shape_or_type_is_refused(select, keep):
+    with pytest.raises(ValueError, match="force_keep is .* but must be \\(3, 16\\) of torch.bool"):
+        choose_ids(Route(0, 0, select=select), uniform(3, 16), (4, 4), keep)
+
+
+# ------------------------------------------------------------------------------ prefix, count, grid
+
+
+@pytest.mark.parametrize("select", SELECTS)
+def test_a_prefix_always_stays(select):
+    noise, route = uniform(3, 16), Route(0, 0, 0.5, select=select)
+    found, plain = choose_ids(route, noise, (4, 4), prefix=2), choose_ids(route, noise, (4, 4))
+    assert found.tolist() == [[0, 1, *(token + 2 for token in ids)] for ids in plain.tolist()]
+    assert torch.equal(keep_prefix(plain, 2), found) and torch.equal(keep_prefix(plain, 0), plain)
+    forced = choose_ids(route, noise, (4, 4), mask(3, 16, (0, 7)), prefix=2)  # the mask is of those behind it
+    assert forced.shape == (3, 10) and 9 in forced[0] and (forced[:, :2] == torch.arange(2)).all()
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 0.9, 0.99])
+def test_count_kept_is_what_is_chosen(ratio):
+    for height, width in itertools.product(range(1, 11), (1, 2, 5, 8)):
+        tokens = height * width
+        for select in SELECTS:
+            route = Route(0, 0, ratio, select=select)
+            chosen = choose_ids(route, torch.zeros(2, tokens), (height, width))
+            assert chosen.shape == (2, count_kept(route, tokens, (height, width))), (height, width, select)
+            assert chosen.shape[1] > 0
+        assert count_kept(Route(0, 0, ratio), tokens) == num_keep(tokens, ratio)
+
+
+def test_rows_need_a_grid_that_fits():
+    route = Route(0, 0, select="row")
+    with pytest.raises(ValueError, match="row.* needs grid="):
+        choose_ids(route, uniform(2, 16))
+    for noise, grid in ((uniform(2, 16), (4, 5)), (uniform(2, 15), (4, 4)), (uniform(2, 16)[0], (4, 4))):
+        with pytest.raises(ValueError, match=f"noise has shape .* a {grid[0]}×{grid[1]} grid needs"):
+            choose_ids(route, noise, grid)
+
+
+# --------------------------------------------------------------------------------------- schedule
+
+
+@pytest.mark.parametrize("levels", [2, 3, 8])
+def test_a_linear_schedule_holds_each_level_equally_long(levels):
+    """Level k of steps first + [k, k + 1)·length / levels, in whole numbers."""
+    schedule = RatioSchedule(0.75, 0.25, last=1100, first=100, levels=levels)
+    for step in range(1300):
+        level = min(max(step - 100, 0) * levels // 1000, levels - 1)
+        assert schedule.at(step) == pytest.approx(0.75 - 0.5 * level / (levels - 1)), step
+
+
+@pytest.mark.parametrize("levels", [3, 5])
+def test_a_cosine_schedule_is_flat_at_both_ends(levels):
+    """Level k begins where (1 − cos πu) / 2 = k / levels, at u = arccos(1 − 2k / levels) / π."""
+    schedule = RatioSchedule(0.2, 0.6, last=1000, shape="cosine", levels=levels)
+    begins = [math.acos(1 - 2 * k / levels) / math.pi * 1000 for k in range(1, levels)]
+    for step in range(1100):
+        level = sum(step >= begin for begin in begins)
+        assert schedule.at(step) == pytest.approx(0.2 + 0.4 * level / (levels - 1)), step
+    held = [sum(schedule.at(step) == ratio for step in range(1000)) for ratio in (0.2, schedule.at(500))]
+    assert held[0] > 1.5 * held[1]
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+@pytest.mark.parametrize("levels", [2, 3, 8, 50])
+def test_a_schedule_has_so_many_ratios_and_keeps_its_ends(shape, levels):
+    """0.7 → 0.1, whose difference is no binary fraction: at the end it is 0.1, so that 2 of 20 tokens are routed."""
+    schedule = RatioSchedule(0.7, 0.1, last=300, first=10, shape=shape, levels=levels)
+    ratios = [schedule.at(step) for step in range(400)]
+    assert len(set(ratios)) == levels and ratios == sorted(ratios, reverse=True)
+    assert set(ratios[:11]) == {0.7} and set(ratios[300:]) == {0.1} and schedule.at(10**9) == 0.1
+    if levels % 2:
+        assert schedule.at(155) == pytest.approx(0.4)  # the middle
+    assert num_keep(20, schedule.at(300)) == 18
+
+
+def test_a_schedule_is_of_all_routes():
+    routes = (Route(1, 2, 0.5, "off", "row"), Route(4, 4, 0.9))
+    found = RatioSchedule(0.75, 0.25, last=4, levels=3).apply(routes, 2)
+    assert found == (Route(1, 2, 0.5, "off", "row"), Route(4, 4, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "shown"),
+    [
+        ({"start": 1.0}, "start is 1.0"),
+        ({"end": -0.1}, "end is -0.1"),
+        ({"first": 10}, "first 10 and last 10"),
+        ({"first": -1}, "first -1 and last 10"),
+        ({"shape": "step"}, "'step'.*linear or cosine"),
+        ({"levels": 1}, "levels is 1"),
+    ],
+)
+def test_a_schedule_that_can_not_be_is_refused(wrong, shown):
+    with pytest.raises(ValueError, match=shown):
+        RatioSchedule(**{"start": 0.5, "end": 0.25, "last": 10, **wrong})
+
+
+# ---------------------------------------------------------------------- independence of the company
+
+
+@pytest.mark.parametrize("select", SELECTS)
+def test_ids_and_losses_do_not_depend_on_how_a_batch_is_split(read_config, tiny, select):
+    """Two processes of two micro-batches each, and the whole batch at once; "shared" is the same in all parts."""
+    cfg = read_config("model.depth=6", "train.batch_size=8", f"model.routes.0.select={select}")
+    latents = Latents(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
+    stored, labels = torch.randn(8, 4, 8, 8), torch.arange(8)
+    draws, route = step_draws(cfg, latents, 16, 3, torch.device("cpu")), cfg.model.routes[0]
+    whole = choose_ids(route, draws.routes[0], tiny.grid)
+    parts = [rows for rank in range(2) for rows in split_batch(8, 2, rank, 2)]
+    assert len(parts) == 4
+    split = [choose_ids(route, draws.rows(rows).routes[0], tiny.grid) for rows in parts]
+    assert torch.equal(torch.cat(split), whole) and (len(whole.unique(dim=0)) == 1) == (select == "shared")
+    assert not torch.equal(choose_ids(route, step_draws(cfg, latents, 16, 4, "cpu").routes[0], tiny.grid), whole)
+    with torch.no_grad():
+        expected = training_loss(cfg, tiny, latents, stored, labels, draws)
+        losses = [training_loss(cfg, tiny, latents, stored[r], labels[r], draws.rows(r)) for r in parts]
+    torch.testing.assert_close(torch.cat(losses), expected)
+
+
+@pytest.mark.parametrize("select", SELECTS)
+def test_a_pictures_ids_follow_from_its_seed_alone(tiny, select):
+    """In any company and batch. Of a route trained with one draw a batch, each picture has its own."""
+    seen = []
+    tiny.register_forward_pre_hook(lambda _, args, more: seen.append(more["routes"]), with_kwargs=True)
+    model, guidance = Model(EDM(), tiny, (Route(1, 3, select=select),)), Guidance("sparse", 1.5, 0.25, 0.5)
+
+    def drawn(seeds: list[int], batch_size: int) -> dict[int, list]:
+        """Seed → its ids, call by call."""
+        seen.clear()
+        labels, sampler = torch.tensor(seeds) % 10, Sampler(2, batch_size, guidance=guidance)
+        list(draw(model, seeds, labels, sampler))
+        calls = [seen[i : i + 6] for i in range(0, len(seen), 6)]  # 2N − 1 calls of two branches
+        return {
+            seed: [routes[0][1][place % batch_size].tolist() for routes in calls[place // batch_size]]
+            for place, seed in enumerate(seeds)
+        }
+
+    together = drawn([5, 8, 2, 11], 4)
+    assert drawn([11, 5], 2) == {seed: together[seed] for seed in (11, 5)}
+    assert drawn([8, 2, 5], 1) == {seed: together[seed] for seed in (8, 2, 5)}
+    assert [len(ids) for ids in together[5]] == [12, 8] * 3
+    assert all(len({str(one[call]) for one in together.values()}) > 1 for call in range(6))
+    if select == "row":
+        assert all(ids == [4 * (i // 4) + j for i in ids[::4] for j in range(4)] for ids in together[5])
