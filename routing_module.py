@@ -208,7 +208,7 @@ def run_blocks(
     for one in along:
         if one.shape[:2] != tokens.shape[:2]:
             raise ValueError(
-                f"what travels along has shape {tuple(one.shape)}, but the tokens' begins with {tuple(tokens.shape[:2])}"
+                f"what travels along has shape {tuple(one.shape)}, but tokens begin with {tuple(tokens.shape[:2])}"
             )
     ids_at, shapes = {}, {}
     for route, ids_keep in routes:

@@ -9,11 +9,12 @@ import os
 import platform
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
 from checkpoint import Checkpoint, find_whole, newest, sweep
 from files import Lock, write_whole
+from routing_module import Route
 
 # What a resumed run must share with its checkpoint, beside the section of its objective: else it were another run.
 FIXED = (
@@ -100,7 +101,7 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
     if (folder / "latest").is_dir() and not (folder / "latest").is_symlink():
         raise FileExistsError(f"{folder / 'latest'} is a folder, but must be a link; remove it if step_… is there too")
     before = found.info["config"] if found else starts[-1]["config"]
-    changed = differences(_completed(before, config), config)
+    changed = differences(_completed(before, config), _completed(config, config))
     names = (*FIXED, config.get("objective", "edm"))
     fixed = [key for key in changed if any(key == name or key.startswith(name + ".") for name in names)]
     if fixed:
@@ -112,12 +113,13 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
 
 
 def _completed(before: dict, config: dict) -> dict:
-    """A run's config with the keys that it lacks because there was no choice when it was begun."""
+    """A run's config with the keys that it lacks: begun before there was a choice, or left at their defaults."""
     first = {"objective": "edm", "rf": config.get("rf")}
     before = {key: first[key] for key in first if key in config} | before
     for section, added in (("ema", {"power": []}), ("train", {"loss_tokens": "all", "reconstruction": 0.0})):
         before |= {section: {**added, **before[section]}} if section in before else {}
-    routes = [{"select": "token", **route} for route in before.get("model", {}).get("routes", ())]
+    plain = {item.name: item.default for item in fields(Route) if item.default is not MISSING}
+    routes = [plain | route for route in before.get("model", {}).get("routes", ())]
     return before | ({"model": {**before["model"], "routes": routes}} if routes else {})
 
 

@@ -5,6 +5,7 @@ The references are formulas written out here, the plain loss, and another way to
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -207,6 +208,11 @@ def test_it_is_off_unless_asked_for_and_where_no_route_is(read_config, tiny):
     [
         (["train.reconstruction=0.1"], "reconstruction is 0.1.*train.loss_tokens=kept"),
         (["train.reconstruction=-1", "train.loss_tokens=kept"], "reconstruction is -1"),
+        (["model.routes.0.selection_ratio=0.06"], "0.06 routes nothing around.*less than one token of the 4×4 tokens"),
+        (
+            ["model=tread_rwkv", "model.routes.0.selection_ratio=0.2"],
+            "routes nothing around.*less than one row of the 4×4",
+        ),
         (["train.loss_tokens=routed"], "routed.*all or kept"),
         (["model=dit", "train.loss_tokens=kept"], "train.loss_tokens is of routes, but model=dit has none"),
         (["model=rwkv", "train.loss_tokens=kept"], "train.loss_tokens is of routes, but model=rwkv has none"),
@@ -262,7 +268,7 @@ def check_run(folder, name):
 def test_rwkv_trains_with_and_without_a_route(rows):
     folder, text = rows
     routed, dense = check_run(folder, "digits-tread_rwkv"), check_run(folder, "digits-rwkv")
-    assert "r(2→2) keeps 8 of 16 tokens by row" in text and "rwkv, " in text and "routes    none" in text
+    assert "r(2→2) keeps 8 of 16 tokens in whole rows" in text and "rwkv, " in text and "routes    none" in text
     speeds = [next(r["flops_per_s"] / r["images_per_s"] for r in run if "loss" in r) for run in (routed, dense)]
     assert speeds[0] < 0.95 * speeds[1]
     weights = state(folder / "results/digits-rwkv").keys()
@@ -274,7 +280,8 @@ def test_rwkv_trains_with_and_without_a_route(rows):
 def test_dit_trains_with_rows_and_with_one_draw_a_batch(place, select):
     text = launch(place, f"model.routes.0.select={select}", f"name={select}")
     check_run(place, select)
-    assert f"r(2→2) keeps 8 of 16 tokens by {select}" in text
+    kept = {"row": "in whole rows", "shared": "the same ones in a batch"}[select]
+    assert re.search(rf"r\(2→2\) keeps 8 of 16 tokens,? {kept}, fp32", text)
 
 
 def test_the_first_papers_training_goes_on_where_it_was(place):
@@ -291,12 +298,13 @@ def test_the_first_papers_training_goes_on_where_it_was(place):
 
 
 def test_a_ratio_schedule_is_followed(place, read_config):
-    """12, 8 and 4 of 16 tokens routed around, two steps each: by the FLOPs that are logged."""
+    """12, 8 and 4 of 16 tokens routed around, two steps each: by the FLOPs that are logged. It is announced."""
     schedule = "train.ratio_schedule={start:0.75,end:0.25,last:5,levels:3}"
     cfg = read_config("model.hidden_size=16", "model.depth=6", "model.num_heads=2", schedule)
     ratios = [0.75, 0.75, 0.5, 0.5, 0.25, 0.25]
     assert [active_routes(cfg, step) for step in range(6)] == [(Route(2, -4, ratio),) for ratio in ratios]
-    launch(place, schedule, "name=schedule")
+    text = launch(place, schedule, "name=schedule")
+    assert "keeps 4 of 16 tokens, fp32: end; ratio 0.75 up to step 0, 0.25 from 5 on" in text
     records = [record for record in check_run(place, "schedule") if "loss" in record]
     network = build_network(cfg)
     costs = [3 * network.forward_flops([Route(2, 2, ratio)]) for ratio in ratios]

@@ -173,6 +173,14 @@ def test_several_disjoint_routes():
     assert torch.equal(out[..., 0], visits)
 
 
+def test_what_does_not_fit_the_tokens_is_refused():
+    x = torch.zeros(2, 8, 1)
+    with pytest.raises(ValueError, match="a grid of 2×3 does not hold 8 tokens"):
+        run_blocks([], x, grid=(2, 3))
+    with pytest.raises(ValueError, match="along has shape \\(2, 9, 4\\), but tokens begin with \\(2, 8\\)"):
+        run_blocks([], x, along=[torch.zeros(2, 9, 4)])
+
+
 def test_given_ids_are_used_as_they_come():
     order = []
     ids = torch.tensor([[3, 1, 2]])
