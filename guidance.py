@@ -101,7 +101,8 @@ class Guidance:
 
     kind          a row of KINDS.
     scale         ω.
-    strong, weak  shares of tokens routed around in the branches, in [0, 1); for the sparse kinds.
+    strong, weak  shares of tokens routed around in the branches, in [0, 1); for the sparse kinds. Of N
+                  tokens int(N·share) are, of row routes as many of the rows.
     interval      noise levels (lowest, highest), both included, of EDM's σ or rectified flow's t, outside
                   of which the strong branch runs alone (Kynkäänniemi et al. 2024, arXiv 2404.07724).
     checkpoint    of the weak network, a path; None: it is the strong one.

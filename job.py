@@ -13,7 +13,7 @@ from compiling import check_compile
 from compute import check_precision
 from guidance import Guidance
 from latents import Latents
-from sample import LABELS, Sampler, relative_cost
+from sample import LABELS, Sampler, check_ratios, relative_cost
 from solvers import check_solver
 from trained import Trained, open_trained, open_weak
 
@@ -160,6 +160,7 @@ def plan_job(options: Options, found: checkpoint.Checkpoint, precision: str, com
         process, options.steps, options.solver, min(options.batch_size, count), precision, options.guidance
     )
     outlines = [one and one.outline(options.guidance) for one in (trained, weak)]
+    check_ratios(sampler, *outlines)
     latents = trained.latents
     routes = [
         route

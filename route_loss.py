@@ -3,7 +3,8 @@
 What is known of it here: the denoising loss is averaged over the patches that each route leaves in the blocks,
 and over the routes; beside it stands, with a coefficient, a masked reconstruction (as MaskDiT's, Zheng et al.
 2023, arXiv 2306.09305) of the patches that each route takes around, also averaged over the routes. Its target
-is the noisy input, normalised in each patch. The published method has neither: all patches count, once.
+is the noisy input, normalised over the numbers of each patch (0, where a patch is a single number). The
+published method has neither: all patches count, once.
 
 Shapes: B samples, C channels, S×S latents, N = (S/p)² patches in raster order, K of them kept by a route.
 """

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,51 +68,56 @@ class Routing:
         self.routes = routes
         self._select, self._join = select, join
         self._ids: tuple[Tensor, ...] | None = None
+        self._tokens: int | None = None
+        self._running: dict[int, tuple[Inputs, Tensor]] = {}  # by block, the call that is under way
         self._handles = []
-        self._running: list[list[tuple[Inputs, Tensor]]] = []  # of each block, the call that is under way
         for number, route in enumerate(routes):
-            for block in blocks[route.start : route.end + 1]:
-                self._attach(block, number)
+            for index in range(route.start, route.end + 1):  # methods, so that a copy of the model has its own
+                before, behind = partial(self._before, number, index), partial(self._behind, index)
+                self._handles += [
+                    blocks[index].register_forward_pre_hook(before, with_kwargs=True),
+                    blocks[index].register_forward_hook(behind, with_kwargs=True),
+                ]
 
-    def _attach(self, block: nn.Module, number: int) -> None:
-        running: list[tuple[Inputs, Tensor]] = []
-        self._running.append(running)
+    def _before(self, number: int, index: int, module: nn.Module, args: tuple, kwargs: dict) -> Inputs | None:
+        self._running.pop(index, None)
+        if self._ids is None:
+            return None
+        ids_keep = self._ids[number]
+        if self._select is select_first and args and self._tokens not in (None, args[0].shape[1]):
+            raise ValueError(
+                f"the numbers (and prefix) are of {self._tokens} tokens, but block {index} gets {args[0].shape[1]}"
+            )
+        picked = self._select(args, kwargs, ids_keep)
+        self._running[index] = (args, kwargs), ids_keep
+        return picked
 
-        def before(module: nn.Module, args: tuple, kwargs: dict) -> Inputs | None:
-            running.clear()
-            if self._ids is None:
-                return None
-            ids_keep = self._ids[number]
-            running.append(((args, kwargs), ids_keep))
-            return self._select(args, kwargs, ids_keep)
-
-        def behind(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-            return self._join(output, *running.pop()) if running else output
-
-        self._handles += [
-            block.register_forward_pre_hook(before, with_kwargs=True),
-            block.register_forward_hook(behind, with_kwargs=True),
-        ]
+    def _behind(self, index: int, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        return self._join(output, *self._running.pop(index)) if index in self._running else output
 
     @contextlib.contextmanager
-    def on_ids(self, *ids_keep: Tensor) -> Iterator[None]:
-        """Run the model under ids that are drawn already: (B, K) for each route. Whatever their K, it is the ratio."""
+    def on_ids(self, *ids_keep: Tensor, tokens: int | None = None) -> Iterator[None]:
+        """Run the model under ids that are drawn already: (B, K) for each route. Whatever their K, it is the ratio.
+
+        tokens  how many the ids choose from, checked where no `select` was given; None: not checked.
+        """
         if len(ids_keep) != len(self.routes):
             raise ValueError(f"{len(ids_keep)} sets of ids for {len(self.routes)} routes: each route needs its own")
         for ids in ids_keep:
-            if ids.ndim != 2 or ids.dtype != torch.int64:
-                raise ValueError(f"ids have shape {tuple(ids.shape)} and type {ids.dtype}, but must be (B, K) int64")
+            if ids.ndim != 2 or ids.dtype != torch.int64 or not ids.shape[1]:
+                raise ValueError(
+                    f"ids have shape {tuple(ids.shape)} and type {ids.dtype}, but must be (B, K) int64, K > 0"
+                )
         if self._ids is not None:
             raise RuntimeError("the routes are on already: leave the first context before entering another")
         if not self._handles:
             raise RuntimeError("the routes were removed from the model: attach them anew")
-        self._ids = ids_keep
+        self._ids, self._tokens = ids_keep, tokens
         try:
             yield
         finally:
-            self._ids = None
-            for running in self._running:  # a call that failed holds its tensors
-                running.clear()
+            self._ids = self._tokens = None
+            self._running.clear()  # a call that failed holds its tensors
 
     def on(
         self,
@@ -129,7 +135,8 @@ class Routing:
         if len(each) != len(self.routes):
             raise ValueError(f"{len(noise)} tensors of noise for {len(self.routes)} routes: give one for each, or one")
         routes = self.routes if ratio is None else [replace(route, selection_ratio=ratio) for route in self.routes]
-        return self.on_ids(*(choose_ids(route, u, grid, force_keep, prefix) for route, u in zip(routes, each)))
+        ids = [choose_ids(route, u, grid, force_keep, prefix) for route, u in zip(routes, each)]
+        return self.on_ids(*ids, tokens=prefix + each[0].shape[1])
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -139,7 +146,7 @@ class Routing:
 
 def attach_routes(
     blocks: nn.ModuleList,
-    routes: Sequence[Route],
+    routes: Route | Sequence[Route],
     select: Callable[[tuple, dict, Tensor], Inputs] = select_first,
     join: Callable[[Any, Inputs, Tensor], Any] = join_first,
 ) -> Routing:
@@ -149,8 +156,10 @@ def attach_routes(
     routes        disjoint; ends may be negative. Their fp32 is not kept here: "auto" means none.
     select, join  what travels with the tokens, see above; blocks (tokens, …) → tokens need neither.
 
-    Raises ValueError for routes that do not fit the blocks, or that ask for a block in fp32.
+    Raises ValueError for routes that do not fit the blocks or ask for a block in fp32, and for a block that
+    stands in the list twice.
     """
+    routes = [routes] if isinstance(routes, Route) else routes
     for route in routes:
         if route.fp32 not in ("auto", "off"):
             raise ValueError(
@@ -159,6 +168,8 @@ def attach_routes(
             )
     if not routes:
         raise ValueError("no routes were given to attach")
+    if len({id(block) for block in blocks}) < len(blocks):
+        raise ValueError("a block stands in the list more than once: hooks can't tell its calls apart")
     resolved = [route.resolve(len(blocks)) for route in routes]
     check_routes(resolved, len(blocks))
     return Routing(blocks, tuple(replace(route, fp32="off") for route in resolved), select, join)

@@ -88,9 +88,12 @@ def choose_ids(
     prefix      so many tokens stand before the N (class, register or text tokens) and always stay;
                 the ids are those of the whole sequence, (B, prefix + K).
 
-    Raises ValueError for a missing grid, one of another number of tokens, or more forced tokens than are kept.
+    Raises ValueError for a missing grid or one of another number of tokens, for more forced tokens than are
+    kept, and for a negative prefix.
     """
     ratio = route.selection_ratio
+    if prefix < 0:
+        raise ValueError(f"prefix is {prefix}, but must be a number of tokens")
     if route.select == "row":
         if grid is None:
             raise ValueError('select="row" needs grid=(rows, columns) of the tokens')
@@ -132,12 +135,12 @@ def _check_mask(noise: Tensor, keep: Tensor) -> None:
 
 @dataclass(frozen=True)
 class RatioSchedule:
-    """A selection_ratio that changes over training steps, in a few levels.
+    """A selection_ratio that changes over training steps, in a few levels; it is that of all routes.
 
     start, end    the ratio up to step `first` and from step `last` on, in [0, 1).
     shape         how it gets there: "linear", or "cosine" (flat at both ends).
-    levels        of how many different ratios it is made: each is a number of tokens, and so a graph
-                  of its own where blocks are compiled.
+    levels        of how many different ratios it is made, 2..16: each is a number of tokens, and so a
+                  graph of its own where blocks are compiled.
     """
 
     start: float
@@ -155,8 +158,8 @@ class RatioSchedule:
             raise ValueError(f"first {self.first} and last {self.last} must be steps, 0 <= first < last")
         if self.shape not in ("linear", "cosine"):
             raise ValueError(f"shape is {self.shape!r}, but must be linear or cosine")
-        if self.levels < 2:
-            raise ValueError(f"levels is {self.levels}, but a change takes at least 2")
+        if not 2 <= self.levels <= 16:
+            raise ValueError(f"levels is {self.levels}, but must lie in 2..16: each is compiled anew")
 
     def at(self, step: int) -> float:
         """The ratio of training step `step` (0, 1, …)."""
@@ -167,5 +170,5 @@ class RatioSchedule:
         return (1 - level) * self.start + level * self.end  # both ends exactly, so that they keep what they say
 
     def apply(self, routes: Sequence[Route], step: int) -> tuple[Route, ...]:
-        """The routes with the ratio of a step."""
+        """The routes with the ratio of a step in the place of their own."""
         return tuple(replace(route, selection_ratio=self.at(step)) for route in routes)

@@ -122,6 +122,8 @@ def draw_ids(noise: Tensor, selection_ratio: float, sort: bool = True) -> Tensor
 
     Returns ids_keep, (B, K) int64 with K = num_keep(N, selection_ratio).
     """
+    if not 0.0 <= selection_ratio < 1.0:
+        raise ValueError(f"selection_ratio is {selection_ratio}, but must lie in [0, 1)")
     if noise.ndim != 2:
         raise ValueError(f"noise has shape {tuple(noise.shape)}, but must be (batch, tokens)")
     ids_keep = noise.argsort(dim=1, stable=True)[:, : num_keep(noise.shape[1], selection_ratio)]

@@ -96,6 +96,25 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
         )
 
 
+def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> None:
+    """Raise ValueError unless a guidance's ratios, where they are not 0, take tokens around on the networks' routes."""
+    plan = sampler.plan(model.process)
+    branches = {
+        "strong": (model, [call.strong for call in plan]),
+        "weak": (weak or model, [call.weak or 0.0 for call in plan]),
+    }
+    for name, (one, ratios) in branches.items():
+        if any(ratios) and not one.routes:
+            raise ValueError(f"guidance={sampler.guidance.kind} routes tokens around, but the model has no routes")
+        tokens, grid = one.network.num_tokens, one.network.grid
+        for route in one.routes if any(ratios) else ():
+            if count_kept(replace(route, selection_ratio=max(ratios)), tokens, grid) == tokens:
+                raise ValueError(
+                    f"guidance.{name} {max(ratios):g} routes nothing around: it is less than one "
+                    f"{'row' if route.select == 'row' else 'token'} of the {grid[0]}×{grid[1]} tokens"
+                )
+
+
 def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:
     """FLOPs of a sample over those of the same steps without guidance, all tokens running."""
     return sampler.flops(model, weak) / replace(sampler, guidance=NO_GUIDANCE).flops(model)
@@ -117,10 +136,7 @@ def draw(
     if len(seeds) != len(labels) or not len(seeds):
         raise ValueError(f"{len(seeds)} seeds for {len(labels)} labels: each sample needs one of both")
     check_labels(labels, model.network.num_classes)
-    plan = sampler.plan(model.process)
-    for one, ratios in ((model, [call.strong for call in plan]), (weak or model, [call.weak or 0.0 for call in plan])):
-        if any(ratios) and not one.routes:
-            raise ValueError(f"guidance={sampler.guidance.kind} routes tokens around, but the model has no routes")
+    check_ratios(sampler, model, weak)
     for start in range(0, len(seeds), sampler.batch_size):
         part, y = list(seeds[start : start + sampler.batch_size]), labels[start : start + sampler.batch_size]
         missing = sampler.batch_size - len(part)
@@ -285,7 +301,9 @@ def main(composed: DictConfig) -> None:
         sampler = Sampler.of(trained.process, options.steps, options.solver, batch_size, precision, options.guidance)
         check_labels(labels, trained.cfg.dataset.num_classes)
         nfe = sampler.nfe(trained.process)
-        cost = relative_cost(sampler, *(one and one.outline(options.guidance) for one in (trained, weaker)))
+        outlines = [one and one.outline(options.guidance) for one in (trained, weaker)]
+        check_ratios(sampler, *outlines)
+        cost = relative_cost(sampler, *outlines)
         check_place(Path(options.out).parent, 0)
         model, weak = trained.load(device, options.guidance), weaker and weaker.load(device, options.guidance)
         decoder = autoencoder.preview

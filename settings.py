@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import typed
@@ -320,11 +320,14 @@ class Settings:
         if self.init_weights not in ("ema", "model"):
             raise ValueError(f"init_weights is {self.init_weights!r}, but must be ema or model")
         check_objective(self.objective)
-        for number, route in enumerate(self.model.routes if self.dataset.size else ()):
-            side = self.dataset.size // self.model.patch_size
-            if route.selection_ratio and count_kept(route, side**2, (side, side)) == side**2:
+        fits = self.dataset.size and self.dataset.size % self.model.patch_size == 0  # else the network says so
+        for number, route in enumerate(self.model.routes if fits else ()):
+            side, schedule = self.dataset.size // self.model.patch_size, self.train.ratio_schedule
+            ratio = max(schedule.start, schedule.end) if schedule else route.selection_ratio
+            if ratio and count_kept(replace(route, selection_ratio=ratio), side**2, (side, side)) == side**2:
                 raise ValueError(
-                    f"model.routes.{number}.selection_ratio {route.selection_ratio} routes nothing around: "
+                    f"{'train.ratio_schedule' if schedule else f'model.routes.{number}.selection_ratio'} {ratio:g} "
+                    "routes nothing around: "
                     f"it is less than one {'row' if route.select == 'row' else 'token'} of the {side}×{side} tokens"
                 )
         for key, unset in (("ratio_schedule", None), ("loss_tokens", "all")):

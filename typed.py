@@ -59,7 +59,13 @@ def _build(kind: type, tree: Any, prefix: str, known: list[str]) -> Any:
     missing = [item.name for item in fields(kind) if item.name not in tree and item.default is MISSING]
     if missing:
         raise ValueError(f"missing settings: {', '.join(prefix + name for name in missing)}")
-    return kind(**{key: _convert(hints[key], value, prefix + key, known) for key, value in tree.items()})
+    values = {key: _convert(hints[key], value, prefix + key, known) for key, value in tree.items()}
+    try:
+        return kind(**values)
+    except ValueError as error:
+        if str(error).partition(" ")[0] not in hints:
+            raise
+        raise ValueError(f"{prefix}{error}") from error  # classes that are no settings name their own keys alone
 
 
 def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:

@@ -23,76 +23,59 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 32
+DECAY_LIMIT, BONUS_LIMIT = 60.0, 20.0  # of exponents: both together lie within fp32's, which ends at e^±87
 
 
 def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
     """Weighted averages of the values: (B, T, D), (B, T, D), (D,), (D,) → (B, T, D) fp32.
 
-    Computed in fp32 whatever comes in (the products in TF32 where that is allowed), with exponents relative
-    to the largest one in sight: keys may be of any size. |w|, the exponent that a decay spans over the whole
-    sequence, may be up to 60, and u anything from −60 up (from −20 up where w is negative).
+    Computed in fp32 whatever comes in (the products in TF32 where that is allowed), relative to the largest
+    key of each sample and channel: keys may be of any size, since what underflows beside that one weighs
+    nothing anywhere, as long as decays and bonuses span less than fp32 does. So w, which a decay spans over
+    the whole sequence, counts as at most ±60, and u as at least −20.
     """
     device = k.device.type
     with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext():
         T = k.shape[1]
-        decay = w.float().view(-1, 1, 1, 1) / T  # of one token
+        decay = w.float().clamp(-DECAY_LIMIT, DECAY_LIMIT).view(-1, 1, 1, 1) / T  # of one token
         length = min(T, CHUNK)
         padding = (0, -T % length)
         k, v = (x.float().permute(2, 0, 1) for x in (k, v))  # (D, B, T): the products below go channel by channel
+        k = k - k.detach().amax(dim=2, keepdim=True)
         k = F.pad(k, padding, value=-math.inf).unflatten(2, (-1, length))  # (D, B, C, L); weights exp(−∞) = 0
         v = F.pad(v, padding).unflatten(2, (-1, length))
-        u = u.float().view(-1, 1, 1, 1)
 
-        scale = _scale(k.detach(), decay.detach())
-        e = (k - scale).exp()
-        x = torch.stack([e * v, e], dim=1)  # (D, 2, B, C, L): numerator and denominator
-        before, behind = _sums(x, x, scale, decay)
-        own = k + u
-        top = torch.maximum(own, scale).detach()  # u is out of scale's sight: here each token has a unit of its own
+        e = k.exp()
+        before, behind = _sums(torch.stack([e * v, e], dim=1), decay)  # numerator and denominator, (D, 2, B, C, L)
+        own = k + u.float().clamp(min=-BONUS_LIMIT).view(-1, 1, 1, 1)
+        top = own.detach().clamp(min=0)  # bonuses may be large: each token has a unit of its own here
         own = (own - top).exp()
-        total = (before + behind) * (scale - top).exp().unsqueeze(1) + torch.stack([own * v, own], dim=1)
+        total = (before + behind) * (-top).exp().unsqueeze(1) + torch.stack([own * v, own], dim=1)
         total = total.flatten(3)[..., :T]  # (D, 2, B, T), before dividing: in the padding sums may overflow
         return (total[:, 0] / total[:, 1]).permute(1, 2, 0)
 
 
-def _scale(k: Tensor, decay: Tensor) -> Tensor:
-    """The largest exponent that each chunk meets, up to decay within chunks: (D, B, C, L) → (D, B, C, 1).
+def _sums(x: Tensor, decay: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """For each place i, Σ_{j<i} x_j·exp(−(i − j − 1)·decay) and Σ_{j>i} y_j·exp(−(j − i − 1)·decay).
 
-    Weights that grow with the distance (w < 0) are not followed: everyone meets the largest one in full.
+    x, y (D, 2, B, C, L), L places in each of C chunks, y None for x itself; decay (D, 1, 1, 1) of one
+    place. Returns both sums, each (D, 2, B, C, L).
     """
-    m = k.amax(dim=3)
-    fall = decay.squeeze(3).clamp(min=0) * k.shape[3] * torch.arange(k.shape[2], device=k.device)  # (D, 1, C)
-    before = (m + fall).cummax(dim=2).values - fall
-    behind = (m - fall).flip(2).cummax(dim=2).values.flip(2) + fall
-    return torch.maximum(before, behind).unsqueeze(3)
-
-
-def _sums(a: Tensor, b: Tensor, scale: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
-    """For each place i, Σ_{j<i} a_j·exp(−(i − j − 1)·decay) and Σ_{j>i} b_j·exp(−(j − i − 1)·decay).
-
-    a, b (D, 2, B, C, L) in units of exp(scale), scale (D, B, C, 1) one for each chunk, decay (D, 1, 1, 1)
-    of one place. Returns both sums, (D, 2, B, C, L), in the same units.
-    """
-    D, _, B, C, L = a.shape
-    place, rate = torch.arange(L, device=a.device), decay.view(D, 1, 1)
+    y = x if y is None else y
+    D, _, _, C, L = x.shape
+    place, rate = torch.arange(L, device=x.device), decay.view(D, 1, 1)
     gap = place - place.view(L, 1)  # (L, L), from the row's place to the column's
     reach = torch.where(gap > 0, ((1 - gap.clamp(min=1)) * rate).exp(), 0)  # (D, L, L)
-    before = (a.view(D, -1, L) @ reach).view_as(a)
-    behind = (b.view(D, -1, L) @ reach.mT).view_as(b)
+    before = (x.view(D, -1, L) @ reach).view_as(x)
+    behind = (y.view(D, -1, L) @ reach.mT).view_as(y)
     if C == 1:
         return before, behind
 
     fall = (-place * decay).exp().unsqueeze(1)  # (D, 1, 1, 1, L)
-    right, left = (a * fall.flip(4)).sum(dim=4), (b * fall).sum(dim=4)  # (D, 2, B, C): a chunk, seen from its ends
+    right, left = (x * fall.flip(4)).sum(dim=4), (y * fall).sum(dim=4)  # (D, 2, B, C): a chunk, seen from its ends
     length = min(C, CHUNK)
-    missing = -C % length
-    scale = scale.squeeze(3)
-    padded = torch.cat([scale, scale[..., -1:].expand(-1, -1, missing)], dim=2).unflatten(2, (-1, length))
-    common = padded.amax(dim=3, keepdim=True)
-    ratio = (padded - common).exp().unsqueeze(1)  # (D, 1, B, C', L')
-    right, left = (F.pad(x, (0, missing)).unflatten(3, (-1, length)) * ratio for x in (right, left))
-    first, last = _sums(right, left, common, decay * L)
-    first, last = ((x / ratio).flatten(3)[..., :C].unsqueeze(4) for x in (first, last))
+    right, left = (F.pad(one, (0, -C % length)).unflatten(3, (-1, length)) for one in (right, left))
+    first, last = (one.flatten(3)[..., :C].unsqueeze(4) for one in _sums(right, decay * L, left))
     return before + first * fall, behind + last * fall.flip(4)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from compiling import compile_blocks  # noqa: E402
 from compute import autocast, device_name, wait_for  # noqa: E402
 from dit import DiT, DiTBlock  # noqa: E402
 from runlog import git_revision  # noqa: E402
@@ -35,25 +36,27 @@ def main() -> None:
         key, _, value = argument.partition("=")
         if key not in given:
             sys.exit(f"error: unknown option {key!r}; there are {', '.join(given)}")
+        if key != "out" and not value.isdigit():
+            sys.exit(f"error: {key} is {value!r}, but must be a whole number")
         given[key] = value if key == "out" else int(value)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = "bf16" if device.type == "cuda" else "fp32"
     total = 65536 if device.type == "cuda" else 4096
     blocks = DiTBlock(given["width"], given["heads"], 4.0).to(device), RWKVBlock(given["width"], 4.0).to(device)
     if device.type == "cuda":
-        for block in blocks:
-            block.compile()
+        compile_blocks(blocks)
+    mixing = torch.compile(wkv, dynamic=False) if device.type == "cuda" else wkv
 
+    facts = {"device": device_name(device), "precision": precision, "batch_tokens": total, "commit": git_revision()}
+    print(", ".join(f"{key} {value}" for key, value in (facts | given).items()))
     print(
-        f"{device_name(device)}, {precision}, width {given['width']}, {total:,} tokens a batch, commit {git_revision()}"
+        "ms of forward and backward for 1,000 tokens; MMAC: millions of multiply-adds of a forward pass for one token\n"
     )
-    print(
-        "| tokens | attention, ms | WKV, ms | DiT block, ms | RWKV block, ms | WKV/attention | DiT block, MMAC | RWKV |"
-    )
+    print("| tokens | attention | WKV | DiT block | RWKV block | WKV/attention | DiT block, MMAC | RWKV block, MMAC |")
     print("|---|---|---|---|---|---|---|---|")
     rows, tokens = [], 64
     while tokens <= given["most"]:
-        row = measure(blocks, tokens, max(1, total // tokens), given["rounds"], device, precision)
+        row = measure(blocks, mixing, tokens, max(1, total // tokens), given["rounds"], device, precision)
         row |= {"tokens": tokens, **arithmetic(given["width"], given["heads"], tokens)}
         rows.append(row)
         columns = ("attention", "wkv", "dit_block", "rwkv_block")
@@ -62,12 +65,12 @@ def main() -> None:
         print(f"| {tokens:,} | {cells} |", flush=True)
         tokens *= 4
     if given["out"]:
-        facts = {"device": device_name(device), "precision": precision, "commit": git_revision(), **given}
-        Path(given["out"]).write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+        Path(given["out"]).write_text(json.dumps({**facts, **given, "rows": rows}, indent=1) + "\n")
 
 
 def measure(
     blocks: tuple[DiTBlock, RWKVBlock],
+    mixing: Callable[..., Tensor],
     tokens: int,
     batch: int,
     rounds: int,
@@ -90,7 +93,7 @@ def measure(
 
     calls: dict[str, Callable[[], Tensor]] = {
         "attention": attention,
-        "wkv": lambda: wkv(k, v, mix.decay, mix.bonus),
+        "wkv": lambda: mixing(k, v, mix.decay, mix.bonus),
         "dit_block": lambda: attended(x, c),
         "rwkv_block": lambda: mixed(x, c, grid=(side, tokens // side)),
     }

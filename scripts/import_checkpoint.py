@@ -104,12 +104,15 @@ def account(saved: checkpoint.Checkpoint, options: Options) -> str:
     if options.predicts == "noise":
         use = f"accelerate launch train.py init_from={saved.folder}{' init_weights=model' * raw} name=… and its sizes"
         trained = "trained to predict noise, so that they start runs and are not sampled"
+    found = sizes(saved.tensors(parts[0]))
+    if found.get("model.architecture") == "dit":
+        trained += f", with num_heads {config['model']['num_heads']}"
     names = {"ema": "averaged (ema)", "model": "raw (model)"}
     return "\n".join(
         [
             f"{saved.folder}: {' and '.join(names[kind] for kind in parts)} weights of {options.weights}",
-            f"  of {describe(sizes(saved.tensors(parts[0])))}",
-            f"  taken as {trained}, with num_heads {config['model']['num_heads']} in attention: no file tells either",
+            f"  of {describe(found)}",
+            f"  taken as {trained}: no file tells",
             f"  {use}",
         ]
     )

@@ -466,6 +466,8 @@ def test_routes_that_can_not_be_attached_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             attach_routes(blocks, routes)
+    with pytest.raises(ValueError, match="more than once"):
+        attach_routes([*blocks, blocks[0]], [Route(1, 2)])
     assert not any(block._forward_hooks for block in blocks)
 
 
@@ -492,6 +494,38 @@ def test_ids_that_do_not_fit_are_refused():
     with pytest.raises((RuntimeError, IndexError)), routing.on_ids(ids + 16, ids):
         one.run()
     assert torch.equal(one.run(), before)
+
+
+def test_numbers_for_another_count_of_tokens_are_refused():
+    """A forgotten prefix would route the first tokens alone."""
+    one = case("dit")
+    routing, before = one.attach(), one.run()
+    for noise, prefix, count in ((one.noise[:, :9], 0, 9), (one.noise, 7, 23)):
+        with pytest.raises(ValueError, match=f"of {count} tokens, but block 1 gets 16"):
+            with routing.on(noise, prefix=prefix):
+                one.run()
+    with pytest.raises(ValueError, match="prefix is -1"):
+        routing.on(one.noise, prefix=-1)
+    assert torch.equal(one.run(), before)
+
+
+def test_a_copy_of_a_model_has_routes_of_its_own():
+    one = case("dit")
+    one.model.routing = one.attach()
+    copied = copy.deepcopy(one.model)
+    before = one.run()
+
+    def run_copy():
+        return copied(**one.inputs).sample
+
+    with one.model.routing.on(one.noise):
+        inside = one.run()
+        assert torch.equal(run_copy(), before)  # an average of weights sees all tokens
+    with copied.routing.on(one.noise):
+        assert torch.equal(run_copy(), inside) and torch.equal(one.run(), before)
+    copied.routing.remove()
+    assert not any(block._forward_hooks for block in copied.transformer_blocks)
+    assert all(block._forward_hooks for block in one.blocks[1:-1])
 
 
 def test_blocks_that_need_more_than_the_default_say_so():

@@ -77,7 +77,8 @@ def test_only_doors_know_launchers_and_printing(name):
 
 
 def test_one_file_knows_which_architecture_runs():
-    """Only build.py makes networks; beside it settings.py knows the names, and summary.py prints them."""
+    """Only build.py makes networks; settings.py knows their names, summary.py prints them, and state_dicts.py reads
+    them off the weights' names."""
     assert {name for name in FILES if {"dit", "rwkv"} & set(imports(TREES[name]))} == {"build"}
     attributes = {
         name: {node.attr for node in ast.walk(TREES[name]) if isinstance(node, ast.Attribute)} for name in FILES

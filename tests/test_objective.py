@@ -92,6 +92,9 @@ def test_runs_from_before_there_was_a_choice_go_on(tmp_path):
     assert "goes on at step 3" in text and "loss_tokens" not in text and "select" not in text
     with pytest.raises(SystemExit, match="objective: edm there, rf here"):
         launch(tmp_path, "name=digits-tread")
+    for changed in ("train.loss_tokens=kept", "model.routes.0.select=row"):
+        with pytest.raises(SystemExit, match="holds a run with other settings"):
+            launch_door(train.main, "config", tmp_path, *TINY, "train.steps=5", changed)
 
 
 def test_a_training_loss_is_the_flows(read_config, tiny):

@@ -17,6 +17,7 @@ from PIL import Image
 import fid
 import sample
 from build import build_network
+from dit import DiT
 from edm import EDM
 from latents import Latents
 from objective import active_routes, step_draws, training_loss
@@ -213,6 +214,12 @@ def test_it_is_off_unless_asked_for_and_where_no_route_is(read_config, tiny):
             ["model=tread_rwkv", "model.routes.0.selection_ratio=0.2"],
             "routes nothing around.*less than one row of the 4×4",
         ),
+        (
+            ["model=tread_rwkv", "train.ratio_schedule={start:0.1,end:0.2,last:5}"],
+            "train.ratio_schedule 0.2 routes nothing around.*less than one row",
+        ),
+        (["model.routes.0.selection_ratio=1.0"], "^model.routes.0.selection_ratio is 1.0, but must lie in"),
+        (["model.routes.0.select=rows"], "^model.routes.0.select is 'rows', but must be one of token, row, shared"),
         (["train.loss_tokens=routed"], "routed.*all or kept"),
         (["model=dit", "train.loss_tokens=kept"], "train.loss_tokens is of routes, but model=dit has none"),
         (["model=rwkv", "train.loss_tokens=kept"], "train.loss_tokens is of routes, but model=rwkv has none"),
@@ -229,7 +236,7 @@ def test_it_is_off_unless_asked_for_and_where_no_route_is(read_config, tiny):
         ),
         (["train.ratio_schedule={start:0.5,end:0.2}"], "missing settings: train.ratio_schedule.last"),
         (["train.ratio_schedule={start:0.5,end:0.2,last:many}"], "train.ratio_schedule.last is 'many'"),
-        (["train.ratio_schedule={start:0.5,end:1.0,last:5}"], "end is 1.0"),
+        (["train.ratio_schedule={start:0.5,end:1.0,last:5}"], "^train.ratio_schedule.end is 1.0"),
         (["train.ratio_schedule=0.5"], "train.ratio_schedule is 0.5, but must be {start, end, last.*null"),
     ],
 )
@@ -297,14 +304,24 @@ def test_the_first_papers_training_goes_on_where_it_was(place):
         check_run(place, name)
 
 
-def test_a_ratio_schedule_is_followed(place, read_config):
-    """12, 8 and 4 of 16 tokens routed around, two steps each: by the FLOPs that are logged. It is announced."""
+def test_a_ratio_schedule_is_followed(place, read_config, monkeypatch):
+    """12, 8 and 4 of 16 tokens routed around, two steps each, as the network sees them and the FLOPs say that are
+    logged. It is announced."""
+    seen, forward = [], DiT.forward
+
+    def watched(self, x, t, y, routes=()):
+        seen.extend(ids.shape[1] for _, ids in routes)
+        return forward(self, x, t, y, routes)
+
+    monkeypatch.setattr(DiT, "forward", watched)
     schedule = "train.ratio_schedule={start:0.75,end:0.25,last:5,levels:3}"
     cfg = read_config("model.hidden_size=16", "model.depth=6", "model.num_heads=2", schedule)
     ratios = [0.75, 0.75, 0.5, 0.5, 0.25, 0.25]
     assert [active_routes(cfg, step) for step in range(6)] == [(Route(2, -4, ratio),) for ratio in ratios]
     text = launch(place, schedule, "name=schedule")
+    assert seen == [4, 4, 8, 8, 12, 12]
     assert "keeps 4 of 16 tokens, fp32: end; ratio 0.75 up to step 0, 0.25 from 5 on" in text
+    assert "of all tokens; at the first step\n" in text
     records = [record for record in check_run(place, "schedule") if "loss" in record]
     network = build_network(cfg)
     costs = [3 * network.forward_flops([Route(2, 2, ratio)]) for ratio in ratios]
@@ -341,6 +358,16 @@ def test_rwkv_is_sampled_and_scored_under_its_route(rows, seen):
     assert [(route.select, ids.shape[1]) for ((route, ids),) in seen] == [("row", 12), ("row", 8)] * 3
     settings = json.loads((folder / "results/digits-tread_rwkv/latest/fid.json").read_text())["settings"]
     assert settings["nfe"] == 6 and "sparse" in str(settings["guidance"])
+
+
+@pytest.mark.parametrize(("door", "config"), [(sample.main, "sample"), (fid.main, "fid")])
+def test_a_guidance_that_would_route_nothing_is_refused(rows, seen, door, config):
+    """Less than one of 4 rows: both branches would be the same, for twice the cost."""
+    folder, _ = rows
+    given = ("checkpoint=results/digits-tread_rwkv", "guidance=sparse", "guidance.strong=0", "guidance.weak=0.2")
+    with pytest.raises(SystemExit, match="guidance.weak 0.2 routes nothing around: it is less than one row of the 4×4"):
+        launch_door(door, config, folder, *given)
+    assert not seen
 
 
 def test_forced_guidance_of_rwkv_takes_rows(rows, seen):

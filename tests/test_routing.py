@@ -173,6 +173,12 @@ def test_several_disjoint_routes():
     assert torch.equal(out[..., 0], visits)
 
 
+def test_ids_of_a_ratio_outside_the_unit_interval_are_not_drawn():
+    for ratio in (-0.1, 1.0):
+        with pytest.raises(ValueError, match=f"selection_ratio is {ratio}"):
+            draw_ids(torch.rand(2, 8), ratio)
+
+
 def test_what_does_not_fit_the_tokens_is_refused():
     x = torch.zeros(2, 8, 1)
     with pytest.raises(ValueError, match="a grid of 2×3 does not hold 8 tokens"):

@@ -105,6 +105,15 @@ def naive_block(block, x, c, grid):
 GRIDS = [(4, 4), (1, 5), (6, 1), (2, 7), (7, 2), (1, 1)]
 
 
+def test_where_it_starts():
+    """Decays of 0 to 8 in each of the four shifts, no bonus, tokens and neighbours blended half and half."""
+    mix = SpatialMix(16)
+    assert torch.allclose(mix.decay.view(4, 4), torch.tensor([0.0, 8 / 3, 16 / 3, 8.0]).expand(4, -1))
+    assert not mix.bonus.any()
+    for one in (mix.mix_r, mix.mix_k, mix.mix_v, ChannelMix(16, 32).mix_r, ChannelMix(16, 32).mix_k):
+        assert (one == 0.5).all()
+
+
 @pytest.mark.parametrize("grid", GRIDS)
 def test_shift_equals_a_loop(grid):
     x = torch.randn(2, grid[0] * grid[1], 8)

@@ -85,13 +85,22 @@ def test_equals_two_scans(tokens):
 @pytest.mark.parametrize("size", [1.0, 60.0, 400.0])
 @pytest.mark.parametrize("tokens", [1, 2, 16, 31, 32, 33, 64, 255])
 def test_keys_decays_and_bonuses_of_any_size(tokens, size):
-    """Up to the limits that the docstring states: decays ±60, bonuses from −60 up, from −20 where w is negative."""
+    """Up to the limits that the docstring states: decays ±60, bonuses from −20 up."""
     w = (60.0, 60.0, 60.0, -60.0, -60.0, -60.0, 0.0, 0.0)
-    u = (-60.0, 0.0, 1000.0, -20.0, 0.0, 60.0, -60.0, 60.0)
+    u = (-20.0, 0.0, 1000.0, -20.0, 0.0, 60.0, -20.0, 60.0)
     half = len(w) // 2
     for part in (slice(half), slice(half, None)):
         k, v, *rest = inputs(tokens, size, w[part], u[part], batch=1, seed=tokens)
         assert_as_naive((k, v, *rest), tolerance=2e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 255])
+def test_decays_and_bonuses_beyond_the_limits_count_as_the_limits(tokens):
+    """What a network learns can't break it."""
+    k, v, w, u = inputs(tokens, 60.0, (200.0, -1e4, 61.0, -60.0), (-95.0, -1e4, -21.0, 0.0))
+    clamped = wkv(k, v, torch.tensor([60.0, -60.0, 60.0, -60.0]), torch.tensor([-20.0, -20.0, -20.0, 0.0]))
+    assert torch.equal(wkv(k, v, w, u), clamped)
+    assert all(one.isfinite().all() for one in derived(wkv, (k, v, w, u)))
 
 
 @pytest.mark.parametrize("tokens", [33, 1100])
