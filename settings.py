@@ -325,10 +325,10 @@ class Settings:
             side, schedule = self.dataset.size // self.model.patch_size, self.train.ratio_schedule
             ratio = max(schedule.start, schedule.end) if schedule else route.selection_ratio
             if ratio and count_kept(replace(route, selection_ratio=ratio), side**2, (side, side)) == side**2:
+                key = "train.ratio_schedule" if schedule else f"model.routes.{number}.selection_ratio"
+                unit = "row" if route.select == "row" else "token"
                 raise ValueError(
-                    f"{'train.ratio_schedule' if schedule else f'model.routes.{number}.selection_ratio'} {ratio:g} "
-                    "routes nothing around: "
-                    f"it is less than one {'row' if route.select == 'row' else 'token'} of the {side}×{side} tokens"
+                    f"{key} {ratio:g} routes nothing around: it is less than one {unit} of the {side}×{side} tokens"
                 )
         for key, unset in (("ratio_schedule", None), ("loss_tokens", "all")):
             if getattr(self.train, key) != unset and not self.model.routes:
