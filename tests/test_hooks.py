@@ -632,7 +632,11 @@ def test_the_files_copied_alone_need_torch_alone(tmp_path):
 def test_examples_of_the_page_run(number):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        exec(compile(EXAMPLES[number], f"docs/routing.md, example {number + 1}", "exec"), {"__name__": "example"})
+        left = {"__name__": "example"}
+        exec(compile(EXAMPLES[number], f"docs/routing.md, example {number + 1}", "exec"), left)
+    model = left.get("model") or left["network"]
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert any(parameter.grad is not None for parameter in model.parameters()) or left.get("optimizer")
 
 
 def test_the_page_has_its_examples():
