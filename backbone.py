@@ -103,7 +103,7 @@ class Backbone(nn.Module):
 
     make_block   makes a block, called depth times: (tokens (B, N, D), conditioning (B, D)) → (B, N, D), and
                  grid=(rows, columns) of the tokens where the class sets needs_grid; its modulation's last
-                 layer is adaLN_modulation[1].
+                 layer is adaLN_modulation[1], and its multiply_adds(tokens, attention) says what it costs.
     input_size   height and width of the latents; a multiple of patch_size.
     num_classes  labels are 0..num_classes−1; num_classes itself is the null class.
     learn_sigma  twice the output channels (public checkpoints); the second half is unused here.
@@ -183,10 +183,6 @@ class Backbone(nn.Module):
                 f"0..{self.num_classes - 1} and the null class {self.num_classes}"
             )
 
-    def block_flops(self, tokens: int, attention: bool) -> float:
-        """Multiply-adds of a block for one sample of so many tokens, see forward_flops."""
-        raise NotImplementedError
-
     def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True) -> int:
         """FLOPs of one forward pass for one sample, two a multiply-add: matrix products and token mixing.
 
@@ -198,7 +194,7 @@ class Backbone(nn.Module):
         for route in check_routes(routes, depth):
             kept = count_kept(route, self.num_tokens, self.grid)
             tokens[route.start : route.end + 1] = [kept] * (route.end + 1 - route.start)
-        blocks = sum(self.block_flops(K, attention) for K in tokens)
+        blocks = sum(block.multiply_adds(K, attention) for block, K in zip(self.blocks, tokens))
         patches = self.num_tokens * D * self.patch_size**2 * (self.in_channels + self.out_channels)
         time = (self.t_embedder.frequency_size + D) * D
         return int(2 * (blocks + patches + 2 * D * D + time))

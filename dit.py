@@ -60,6 +60,13 @@ class DiTBlock(nn.Module):
         x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
         return x
 
+    def multiply_adds(self, tokens: int, attention: bool = True) -> int:
+        """Of a forward pass for one sample of so many tokens; attention false: of the linear layers alone."""
+        D, hidden = self.mlp.fc2.out_features, self.mlp.fc2.in_features
+        linear = tokens * D * (4 * D + 2 * hidden)  # qkv, proj; fc1, fc2
+        products = 2 * tokens * tokens * D if attention else 0
+        return linear + products + 6 * D * D
+
 
 class DiT(Backbone):
     """The network F(x; t, y) of transformer blocks; sizes, labels and start: see Backbone.
@@ -93,10 +100,3 @@ class DiT(Backbone):
             learn_sigma,
             init,
         )
-        self.mlp_ratio = mlp_ratio
-
-    def block_flops(self, tokens: int, attention: bool) -> float:
-        D = self.hidden_size
-        linear = (4 + 2 * self.mlp_ratio) * tokens * D * D  # qkv, proj, fc1, fc2
-        products = 2 * tokens * tokens * D if attention else 0
-        return linear + products + 6 * D * D

@@ -99,9 +99,8 @@ class EDM:
 
         x clean latents, noise standard normal of the same shape, sigma (B,).
         """
-        sigma = sigma.float()
-        D = self.denoise(network, x + sigma.view(-1, 1, 1, 1) * noise, sigma, y, routes)
-        return self.weight(sigma) * (D - x).square().mean(dim=(1, 2, 3))
+        squared, _, _ = self.errors(network, x, y, sigma, noise, routes)
+        return self.weight(sigma.float()) * squared.mean(dim=(1, 2, 3))
 
     def errors(
         self,
@@ -112,11 +111,11 @@ class EDM:
         noise: Tensor,
         routes: Sequence[tuple[Route, Tensor]] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `loss` averages, (weighted squared errors, D, noisy input), each (B, C, S, S) fp32."""
+        """What `loss` averages and weighs, (squared errors, D, noisy input), each (B, C, S, S) fp32."""
         sigma = sigma.float()
         noisy = x + sigma.view(-1, 1, 1, 1) * noise
         D = self.denoise(network, noisy, sigma, y, routes)
-        return self.weight(sigma).view(-1, 1, 1, 1) * (D - x).square(), D, noisy
+        return (D - x).square(), D, noisy
 
     def schedule(self, num_steps: int = 40) -> Tensor:
         """Noise levels σ_0 = sigma_max .. σ_{N−1} = sigma_min, σ_N = 0 (Eq. 5): (N+1,) fp64."""

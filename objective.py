@@ -65,7 +65,7 @@ def training_loss(
         return process.loss(network, x, y, level, draws.noise, routes)
     squared, denoised, noisy = process.errors(network, x, y, level, draws.noise, routes)
     ids = [ids_keep for _, ids_keep in routes]
-    loss = kept_loss(squared, ids, cfg.model.patch_size)
+    loss = process.weight(level) * kept_loss(squared, ids, cfg.model.patch_size)
     if cfg.train.reconstruction:
         loss = loss + cfg.train.reconstruction * reconstruction_loss(denoised, noisy, ids, cfg.model.patch_size)
     return loss

@@ -62,6 +62,10 @@ class RF:
         quantile = (torch.arange(count, dtype=torch.float64) + 0.5) / count
         return self.noise_level(math.sqrt(2) * torch.erfinv(2 * quantile - 1))
 
+    def weight(self, t: Tensor) -> Tensor:
+        """Loss weight of each time: 1."""
+        return torch.ones_like(t)
+
     def velocity(
         self,
         network: Callable[..., Tensor],
@@ -104,9 +108,7 @@ class RF:
 
         x clean latents, noise standard normal of the same shape, t (B,).
         """
-        level = t.float().view(-1, 1, 1, 1)
-        v = self.velocity(network, (1 - level) * x + level * noise, t, y, routes)
-        return (v - (noise - x)).square().mean(dim=(1, 2, 3))
+        return self.errors(network, x, y, t, noise, routes)[0].mean(dim=(1, 2, 3))
 
     def errors(
         self,

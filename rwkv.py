@@ -87,6 +87,12 @@ class RWKVBlock(nn.Module):
         x = x + gate2.unsqueeze(1) * self.channel_mix(modulate(self.norm2(x), shift2, scale2), grid)
         return x
 
+    def multiply_adds(self, tokens: int, attention: bool = True) -> int:
+        """Of a forward pass for one sample of so many tokens; attention false: of the linear layers alone."""
+        D, hidden = self.channel_mix.value.out_features, self.channel_mix.value.in_features
+        linear = tokens * D * (5 * D + 2 * hidden)  # r, k, v, output, r; key and value of the channel mix
+        return linear + (products(tokens, D) if attention else 0) + 6 * D * D
+
 
 class RWKV(Backbone):
     """The network F(x; t, y) of RWKV blocks; sizes, labels and start: see Backbone.
@@ -122,9 +128,3 @@ class RWKV(Backbone):
             learn_sigma,
             init,
         )
-        self.mlp_ratio = mlp_ratio
-
-    def block_flops(self, tokens: int, attention: bool) -> float:
-        D = self.hidden_size
-        linear = (5 + 2 * self.mlp_ratio) * tokens * D * D  # r, k, v, output; r, key, value of the channel mix
-        return linear + (products(tokens, D) if attention else 0) + 6 * D * D

@@ -117,7 +117,7 @@ def arithmetic(width: int, heads: int, tokens: int) -> dict[str, float]:
         sizes = {"input_size": 2, "hidden_size": width, "depth": 1}
         networks = {"dit": DiT(num_heads=heads, **sizes), "rwkv": RWKV(**sizes)}
     return {
-        f"{name}_mmac": (network.block_flops(tokens, True) - 6 * width**2) / tokens / 1e6
+        f"{name}_mmac": (network.blocks[0].multiply_adds(tokens) - 6 * width**2) / tokens / 1e6
         for name, network in networks.items()
     }
 

@@ -125,6 +125,7 @@ def test_errors_are_what_the_loss_averages(tiny, process):
             loss = process.loss(tiny, x, y, level, noise, routes)
             torch.testing.assert_close(denoised, process.denoise(tiny, noisy, level, y, routes))
         assert squared.shape == denoised.shape == x.shape and squared.dtype == torch.float32
+        squared *= process.weight(level).view(-1, 1, 1, 1)
         torch.testing.assert_close(squared.mean(dim=(1, 2, 3)), loss, rtol=1e-6, atol=0)
         torch.testing.assert_close(kept_loss(squared, everything, 2), loss, rtol=1e-6, atol=0)
         assert torch.equal(reconstruction_loss(denoised, noisy, everything, 2), torch.zeros(3))

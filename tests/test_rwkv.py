@@ -190,8 +190,8 @@ def test_blocks_cost_in_proportion_to_the_tokens():
 
     def growth(model, tokens, mixing_alone=False):
         def cost(n):
-            less = model.block_flops(n, False) if mixing_alone else model.block_flops(0, False)
-            return model.block_flops(n, True) - less
+            (block,) = model.blocks
+            return block.multiply_adds(n) - block.multiply_adds(n if mixing_alone else 0, attention=False)
 
         return cost(2 * tokens) / cost(tokens)
 
@@ -208,7 +208,7 @@ def test_flops_of_a_large_grid_are_those_that_torch_counts():
         n = grid[0] * grid[1]
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             block(torch.randn(1, n, 16), torch.randn(1, 16), grid)
-        assert counter.get_total_flops() == 2 * network(depth=1, hidden_size=16).block_flops(n, True)
+        assert counter.get_total_flops() == 2 * block.multiply_adds(n)
 
 
 def test_blocks_on_a_route_see_the_kept_grid():
