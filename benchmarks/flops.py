@@ -66,7 +66,7 @@ def main() -> None:
     print(
         "\nDiffusion-RWKV in the same sizes, with half of the rows routed around; 12 blocks of width 960 are no size of"
     )
-    print("DiT's: they come nearest to the 210M parameters that the paper's table lists.\n")
+    print("DiT's, but have about the 210M parameters that the paper's table lists.\n")
     print("| size | tokens | parameters | over DiT's | dense GMAC | routed GMAC | ratio | of it token mixing, dense |")
     print("|---|---|---|---|---|---|---|---|")
     wide = ("experiment=imagenet256_b2", "model.hidden_size=960")
