@@ -209,6 +209,7 @@ def test_two_processes_make_the_same_dataset(tree, processes, tmp_path):
     assert files(tmp_path / "both") == files(tmp_path / "data")
 
 
+@pytest.mark.slow
 def test_killed_at_any_point_it_ends_the_same(tree, processes, tmp_path):
     """20 kills at random points of the work, before, between and in its 11 shards and while it is being finished."""
     tree = {**tree, "resolution": 64, "enlarge": True}  # a shard takes some 30 ms

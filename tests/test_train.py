@@ -95,7 +95,7 @@ def test_three_and_three_steps_equal_six_bit_for_bit(straight, tmp_path):
     assert all(torch.equal(state(run)[key], expected[key]) for key in expected)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_run_repeats_what_was_not_saved(tmp_path, processes):
     """Killed after step 5, with a log interval (2) that does not meet the checkpoint's (3): the newer checkpoint and
     `latest` are gone, the metrics of later steps are forgotten and written again, not twice."""
