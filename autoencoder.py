@@ -23,9 +23,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from compute import exact
 from latents import Latents
-from state_dicts import read_state_dict
+from tread.runtime.device import exact
+from tread.runtime.tensor_files import read_state_dict
 
 Decoder = Callable[[Tensor], Tensor]
 Encoder = Callable[[Tensor], np.ndarray]

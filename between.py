@@ -15,15 +15,15 @@ from torch import Tensor
 import checkpoint
 import posthoc
 import settings
-from compute import autocast
 from evaluation import heldout_loss
-from files import explain_failure
 from metrics import Moments
 from objective import step_draws
 from pictures import save_curve, save_grid
-from processes import from_main
 from sample import Sampler, draw_pictures, spread_classes
 from start import Failure, Run
+from tread.runtime.device import autocast
+from tread.runtime.distributed import from_main
+from tread.runtime.files import explain_failure
 
 
 def look(run: Run, done: Collection[str] = ()) -> bool:

@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from files import point_to, save_tensors, sha256, whole_folder
-from state_dicts import read_state_dict
+from tread.runtime.files import point_to, sha256, whole_folder
+from tread.runtime.tensor_files import read_state_dict, save_tensors
 
 VERSION = 1
 

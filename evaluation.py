@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from autoencoder import to_network
 from edm import EDM
 from latents import LatentDataset
-from randomness import seeded_normal
 from rf import RF
+from tread.runtime.randomness import seeded_normal
 
 
 def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tuple[Tensor, Tensor]:

@@ -26,22 +26,22 @@ import autoencoder
 import checkpoint
 import digits
 import settings
-from cli import open_door, plain
-from compiling import compile_blocks, settle_compile
-from compute import device_name, use_precision
-from files import check_place, explain_failure, sha256
 from inception import CLASSES, POOL_FEATURES, SPATIAL_FEATURES, find_weights
 from job import Job, Options, plan_job, read_options, settle_paths
 from judge import Judge, features_of, open_judge
 from parts import Parts
 from picture_sets import Pictures, open_pictures, save_npz
 from pictures import save_grid
-from processes import Processes
 from reference import Reference, check_size, open_reference, save_statistics
-from runlog import versions
 from sample import draw_pictures, seeded_labels
 from scorelog import ScoreFiles, add_line, table
 from scoring import as_arrays, part_size, score, warnings
+from tread.runtime.cli import open_door, plain
+from tread.runtime.compiling import compile_blocks, settle_compile
+from tread.runtime.device import device_name, use_precision
+from tread.runtime.distributed import Processes
+from tread.runtime.files import check_place, explain_failure, sha256
+from tread.runtime.versions import versions
 
 GRID = 64  # pictures of fid.png
 FEATURE_BYTES = 4 * (POOL_FEATURES + SPATIAL_FEATURES + CLASSES)

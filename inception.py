@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compute import exact
-from files import sha256
-from state_dicts import read_state_dict
+from tread.runtime.device import exact
+from tread.runtime.files import sha256
+from tread.runtime.tensor_files import read_state_dict
 
 URL = "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"

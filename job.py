@@ -9,13 +9,13 @@ from pathlib import Path
 import autoencoder
 import checkpoint
 import settings
-from compiling import check_compile
-from compute import check_precision
 from guidance import Guidance
 from latents import Latents
 from sample import LABELS, Sampler, check_ratios, relative_cost
 from solvers import check_solver
 from trained import Trained, open_trained, open_weak
+from tread.runtime.compiling import check_compile
+from tread.runtime.device import check_precision
 
 COUNT, EMBEDDED_COUNT = 50_000, 1000  # samples, unless a number is asked for
 

@@ -6,13 +6,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from files import sha256
 from inception import Inception, load_inception
 from parts import Parts
 from picture_sets import Pictures
-from processes import Processes
 from reference import Reference
 from scoring import extract_parts, feature_parts
+from tread.runtime.distributed import Processes
+from tread.runtime.files import sha256
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from files import sha256
 from mapped import open_array, rows_in_place, torch_dtype
-from randomness import generator
+from tread.runtime.files import sha256
+from tread.runtime.randomness import generator
 
 VERSION = 1
 SHARD_KEYS = ("count", "file", "labels", "file_sha256", "labels_sha256")

@@ -3,18 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from autoencoder import to_network
 from latents import Latents
-from randomness import Draws, draw_step
 from route_loss import kept_loss, reconstruction_loss
 from routing_ids import choose_ids
 from routing_module import Route
 from settings import Settings, process_of
+from tread.runtime.randomness import generator
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What one training step draws, for B samples of a batch.
+
+    step       its number.
+    level      (B,) standard normal, to become noise levels.
+    noise      (B, C, S, S) standard normal, to be added to the latents.
+    drop       (B,) uniform, to drop labels.
+    routes     a (B, N) uniform tensor for each route, to choose tokens.
+    posterior  (B, C, S, S) standard normal, to sample latents from moments; None if they are plain.
+    """
+
+    step: int
+    level: Tensor
+    noise: Tensor
+    drop: Tensor
+    routes: tuple[Tensor, ...]
+    posterior: Tensor | None
+
+    def rows(self, rows: slice) -> Draws:
+        """The draws of some samples of the batch."""
+        posterior = None if self.posterior is None else self.posterior[rows]
+        routes = tuple(r[rows] for r in self.routes)
+        return Draws(self.step, self.level[rows], self.noise[rows], self.drop[rows], routes, posterior)
+
+
+def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | None) -> list[slice]:
+    """The rows of the global batch that a process takes, one slice for each accumulation step.
+
+    Raises ValueError if the batch does not divide evenly.
+    """
+    share, rest = divmod(batch_size, ranks)
+    if rest:
+        raise ValueError(f"train.batch_size {batch_size} does not divide over {ranks} processes")
+    micro = micro_batch_size or share
+    if share % micro:
+        raise ValueError(
+            f"train.micro_batch_size {micro} does not divide a process's share, {share} of the {batch_size} "
+            f"images over {ranks} processes"
+        )
+    return [slice(first, first + micro) for first in range(rank * share, (rank + 1) * share, micro)]
+
+
+def draw_step(
+    seed: int,
+    step: int,
+    batch_size: int,
+    shape: tuple[int, int, int],
+    num_tokens: int,
+    num_routes: int,
+    posterior: bool,
+    device: torch.device | str = "cpu",
+) -> Draws:
+    """All draws of a training step for the global batch; each kind has a stream of its own.
+
+    shape is the latents' (C, S, S). A change of one kind (routes on or off, say) leaves the numbers
+    of the others as they are, so that runs with and without routes see the same noise.
+    """
+
+    def normal(stream: str, *size: int) -> Tensor:
+        return torch.randn(size, generator=generator(seed, step, stream, device=device), device=device)
+
+    def uniform(stream: str, *size: int) -> Tensor:
+        return torch.rand(size, generator=generator(seed, step, stream, device=device), device=device)
+
+    return Draws(
+        step=step,
+        level=normal("sigma", batch_size),
+        noise=normal("noise", batch_size, *shape),
+        drop=uniform("drop", batch_size),
+        routes=tuple(uniform(f"route {i}", batch_size, num_tokens) for i in range(num_routes)),
+        posterior=normal("posterior", batch_size, *shape) if posterior else None,
+    )
 
 
 def drop_labels(y: Tensor, uniform: Tensor, probability: float, null_class: int) -> Tensor:

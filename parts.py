@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from files import explain_failure, sha256, whole_folder, write_whole
 from mapped import write_array
+from tread.runtime.files import explain_failure, sha256, whole_folder, write_whole
 
 
 class Parts:

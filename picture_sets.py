@@ -21,10 +21,10 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from crop import centre_crop, read_rgb
-from files import sha256
 from mapped import write_array
 from photos import SUFFIXES, Folder
 from tars import Tar
+from tread.runtime.files import sha256
 
 THREADS = 8  # that decode a folder's pictures
 # what the zip and NumPy readers raise for files that are damaged, encrypted or something else

@@ -22,7 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ema import exponent
-from files import explain_failure, save_tensors, sync
+from tread.runtime.files import explain_failure, sync
+from tread.runtime.tensor_files import save_tensors
 
 FORMAT = {"format": "ema_snapshot", "version": 1}
 NEGLIGIBLE = 1e-8  # a coefficient this small changes nothing in fp32

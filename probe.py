@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from autoencoder import Decoder
-from compute import use_cores
 from inception import Inception, find_weights, load_inception
 from latents import Latents
 from metrics import Moments, frechet_distance
@@ -18,6 +17,7 @@ from sample import Sampler, draw_pictures, seeded_labels
 from scoring import pool_moments
 from settings import Evaluation
 from trained import Model
+from tread.runtime.device import use_cores
 
 
 @dataclass(frozen=True)

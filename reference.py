@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from files import sha256
 from inception import POOL_FEATURES, SPATIAL_FEATURES
 from metrics import Moments
 from parts import Parts
 from picture_sets import Known, Npz, Pictures, Watch, open_pictures
+from tread.runtime.files import sha256
 
 STATED = ("resolution", "count")  # what save_statistics writes beside the statistics
 Statistics = tuple[np.ndarray, np.ndarray]  # mean (D,), covariance (D, D)

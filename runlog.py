@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 import sys
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
 from checkpoint import Checkpoint, find_whole, newest, sweep
-from files import Lock, write_whole
 from routing_module import Route
+from tread.runtime.files import Lock, write_whole
+from tread.runtime.versions import versions
 
 # What a resumed run must share with its checkpoint, beside the section of its objective: else it were another run.
 FIXED = (
@@ -31,27 +30,6 @@ FIXED = (
     "train.reconstruction",
     "ema.power",
 )
-PACKAGES = ("torch", "accelerate", "hydra-core", "diffusers", "numpy", "pillow", "scikit-learn", "safetensors")
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and the packages that matter, and the code's git revision."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return {**found, "git": git_revision()}
-
-
-def git_revision() -> str:
-    """The commit of this code, with "+changes" if files differ from it; "unknown" outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty=+changes"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
 
 
 def differences(before: dict, now: dict, prefix: str = "") -> dict[str, tuple[object, object]]:

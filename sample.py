@@ -20,17 +20,17 @@ from tqdm import tqdm
 import autoencoder
 import checkpoint
 import settings
-from cli import open_door, plain
-from compute import autocast, use_precision
 from edm import EDM
-from files import check_place
 from guidance import NO_GUIDANCE, Branch, Call, Guidance, Routes, guided
 from pictures import save_grid
-from randomness import generator, seeded_normal, seeded_uniform
 from rf import RF
 from routing_ids import choose_ids, count_kept
 from solvers import call_order, check_solver, solve
 from trained import Model, open_trained, open_weak
+from tread.runtime.cli import open_door, plain
+from tread.runtime.device import autocast, use_precision
+from tread.runtime.files import check_place
+from tread.runtime.randomness import generator, seeded_normal, seeded_uniform
 
 LABELS = ("random", "balanced")
 

@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from files import write_whole
 from scoring import METRICS
+from tread.runtime.files import write_whole
 
 COLUMNS = ("time", "step", "count", *METRICS, "label_agreement", "frechet_pixels", "reference", "reference_count")
 COLUMNS += ("sampler", "steps", "nfe", "flops_relative", "guidance", "weak_network")

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from compute import exact
 from inception import POOL_FEATURES, Inception, extract
 from metrics import NEIGHBOURS, Moments, frechet_distance, inception_score, kernel_distance, precision_recall
 from parts import Parts
 from picture_sets import Pictures
 from reference import Reference, statistics
+from tread.runtime.device import exact
 
 METRICS = ("fid", "sfid", "inception_score", "precision", "recall", "kid")
 PART = 256  # pictures of a part, where there are enough of them

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import typed
-from compiling import check_compile
-from compute import check_precision
 from edm import EDM
 from ema import exponent, exponential
 from latents import PLACEMENTS
@@ -15,6 +12,9 @@ from rf import RF
 from routing_ids import RatioSchedule, count_kept
 from routing_module import SELECT_CHOICES, Route, check_routes
 from solvers import check_solver
+from tread.runtime import schema
+from tread.runtime.compiling import check_compile
+from tread.runtime.device import check_precision
 from updates import LearningRate
 
 
@@ -277,12 +277,12 @@ class Network:
 
 def read(tree: dict, kind: type | None = None, prefix: str = "") -> Any:
     """Nested dict → Settings, or another dataclass, see typed.read. Raises ValueError."""
-    return typed.read(tree, kind or Settings, prefix)
+    return schema.read(tree, kind or Settings, prefix)
 
 
 def known_keys(kind: type | None = None, prefix: str = "") -> list[str]:
     """All dotted keys of the settings, or of another dataclass, see typed.known_keys."""
-    return typed.known_keys(kind or Settings, prefix)
+    return schema.known_keys(kind or Settings, prefix)
 
 
 def read_network(config: dict) -> Network:

@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from autoencoder import channel_sums
-from files import Lock, explain_failure, free_bytes, sha256, sync, write_whole
 from latents import VERSION, Latents, check_labels
 from mapped import write_array
+from tread.runtime.files import Lock, explain_failure, free_bytes, sha256, sync, write_whole
 
 
 class DatasetWriter:

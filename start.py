@@ -18,18 +18,19 @@ import checkpoint
 import posthoc
 import settings
 from build import build_learning_rate, build_network, build_optimizer, load_weights, open_datasets
-from compiling import compile_blocks, settle_compile
 from ema import EMA, exponential, power
-from files import check_place, explain_failure, point_to, write_whole
 from latents import LatentDataset, Latents
 from loading import Loader
+from objective import split_batch
 from probe import Probe, open_probe
-from processes import distribute, from_main, open_accelerator
-from randomness import generator, split_batch
 from runlog import Claim, RunLog, claim
-from signals import Stop
 from tracking import start_wandb
 from trained import Model
+from tread.runtime.compiling import compile_blocks, settle_compile
+from tread.runtime.distributed import distribute, from_main, open_accelerator
+from tread.runtime.files import check_place, explain_failure, point_to, write_whole
+from tread.runtime.randomness import generator
+from tread.runtime.signals import Stop
 from updates import LearningRate, Tally
 
 

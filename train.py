@@ -23,14 +23,14 @@ import digits
 import settings
 from between import done_before, draw_samples, look, read_tally, save, save_snapshot
 from build import complete
-from cli import open_door
-from compute import autocast, peak_flops, wait_for
 from memory import find_fitting, smaller
 from objective import active_routes, step_draws, training_loss
-from processes import from_main
-from signals import INTERRUPTED, Stop, leave_at_once
 from start import Failure, Run, start
 from summary import describe, outcome
+from tread.runtime.cli import open_door
+from tread.runtime.device import autocast, peak_flops, wait_for
+from tread.runtime.distributed import from_main
+from tread.runtime.signals import INTERRUPTED, Stop, leave_at_once
 from updates import backward, optimizer_step
 
 

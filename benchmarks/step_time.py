@@ -39,14 +39,14 @@ sys.path.insert(0, str(ROOT))
 import settings  # noqa: E402
 import train  # noqa: E402
 from build import complete  # noqa: E402
-from compute import device_name, peak_flops, wait_for  # noqa: E402
 from ema import EMA  # noqa: E402
 from latents import Latents  # noqa: E402
-from runlog import git_revision  # noqa: E402
 from shards import write_dataset  # noqa: E402
-from signals import Stop  # noqa: E402
 from start import Run, start  # noqa: E402
-from typed import check_overrides  # noqa: E402
+from tread.runtime.device import device_name, peak_flops, wait_for  # noqa: E402
+from tread.runtime.schema import check_overrides  # noqa: E402
+from tread.runtime.signals import Stop  # noqa: E402
+from tread.runtime.versions import git_revision  # noqa: E402
 from updates import optimizer_step  # noqa: E402
 
 STAGES = ("data wait", "forward", "backward", "optimizer", "EMA", "rest")

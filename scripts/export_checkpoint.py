@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import checkpoint  # noqa: E402
 import settings  # noqa: E402
-from cli import open_door, plain  # noqa: E402
-from files import check_place, explain_failure, sha256, whole_folder  # noqa: E402
+from tread.runtime.cli import open_door, plain  # noqa: E402
+from tread.runtime.files import check_place, explain_failure, sha256, whole_folder  # noqa: E402
 
 
 @dataclass(frozen=True)

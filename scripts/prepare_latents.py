@@ -23,14 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import autoencoder  # noqa: E402
 import report  # noqa: E402
 import settings  # noqa: E402
-from cli import open_door, plain  # noqa: E402
-from compute import use_precision  # noqa: E402
-from files import explain_failure, write_whole  # noqa: E402
 from latents import LatentDataset, Latents  # noqa: E402
 from photos import Photos, find_photos  # noqa: E402
 from preparation import Crops, check_sizes, make_shards, shard_ranges, source_hash  # noqa: E402
-from processes import Processes  # noqa: E402
 from shards import DatasetWriter, forget_work  # noqa: E402
+from tread.runtime.cli import open_door, plain  # noqa: E402
+from tread.runtime.device import use_precision  # noqa: E402
+from tread.runtime.distributed import Processes  # noqa: E402
+from tread.runtime.files import explain_failure, write_whole  # noqa: E402
 
 PLANNED = ("resolution", "precision", "shard_size")  # with the pictures and the latents, what a dataset is made of
 

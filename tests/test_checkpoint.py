@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 import checkpoint
-import files
 from build import load_weights
 from dit import DiT
 from ema import EMA, exponential
-from files import whole_folder, write_whole
+from tread.runtime import tensor_files
+from tread.runtime.files import whole_folder, write_whole
 
 
 def small(**more):
@@ -96,7 +96,7 @@ def test_a_failed_save_leaves_the_older_one_whole(saved, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(files, "save_file", fail)
+    monkeypatch.setattr(tensor_files, "save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         checkpoint.save(saved, 3, {"model": {"a": torch.zeros(1)}}, {})
     assert checkpoint.find(saved).step == 2 and os.readlink(saved / "latest") == "step_0000002"

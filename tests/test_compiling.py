@@ -14,15 +14,15 @@ import torch
 from conftest import ROOT, launch, random_network, records
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import compiling
 import start
 import train
-from compute import autocast
 from edm import EDM
 from guidance import Guidance, Schedule
 from routing_module import Route, draw_ids
 from sample import Sampler, draw
 from trained import Model
+from tread.runtime import compiling
+from tread.runtime.device import autocast
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ import torch
 from edm import EDM
 from evaluation import heldout_loss, point
 from latents import LatentDataset, Latents
-from randomness import seeded_normal
 from shards import write_dataset
+from tread.runtime.randomness import seeded_normal
 
 
 def test_many_points_take_each_sample_at_each_noise_level():

@@ -31,10 +31,10 @@ from job import Options, plan_job
 from latents import Latents
 from metrics import frechet_distance, mean_and_covariance
 from picture_sets import open_pictures
-from processes import Processes
 from sample import Sampler, draw_pictures, seeded_labels
 from settings import Network, read
 from trained import Model
+from tread.runtime.distributed import Processes
 
 RGB = Latents(shape=(3, 16, 16), classes=tuple("abcde"), autoencoder="pixels", scale_applied=True)
 OPTIONS = ["num_samples=10", "steps=2", "batch_size=4"]

@@ -1,105 +1,131 @@
-"""The rules of the house: import directions, and what should not exist."""
+"""The rule of the house: which package may import which, who may know which library, and what should not exist."""
 
 from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
-DOORS = {"train", "start", "fid", "sample", "processes", "tracking", "cli"}  # "start" is train's first stage, the
-# last three are the doors' own: accelerate, wandb, Hydra
-DOOR_ONLY = {"hydra", "omegaconf", "accelerate", "wandb"}
-LAYERS = [  # a file imports from layers above its own; the leaves come first
-    {
-        "files",
-        "tars",
-        "crop",
-        "parquet",
-        "mapped",
-        "compute",
-        "compiling",
-        "memory",
-        "signals",
-        "typed",
-        "updates",
-        "wkv",
-    },
-    {"routing_module", "randomness", "metrics", "ema", "pictures", "photos", "parts", "state_dicts", "route_loss"},
-    {"solvers", "posthoc", "routing_ids"},
-    {"edm", "latents", "checkpoint", "guidance", "picture_sets", "routing_hooks"},
-    {"rf", "autoencoder", "runlog", "foreign", "inception"},
-    {"reference"},
-    {"scoring"},
-    {"shards", "evaluation"},
-    {"digits", "loading", "preparation", "report"},
-    {"backbone"},
-    {"dit", "rwkv"},
-    {"settings"},
-    {"build", "summary", "objective", "cli", "tracking"},
-    {"trained"},
-    {"processes", "sample", "scorelog"},
-    {"judge", "job", "probe"},
-    {"fid"},
-    {"start"},
-    {"between"},
-    {"train"},
-]
-FILES = {path.stem: path for path in ROOT.glob("*.py")}
-TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+ORDER = ("runtime", "routing", "models", "diffusion", "data", "checkpoints", "evaluation", "training", "doors")
+AT_ROOT = {"routing_module": "routing", "dit": "models", "rf": "diffusion"}
+AT_ROOT |= dict.fromkeys(("train", "sample", "fid"), "doors")
+FILES = sorted([*ROOT.glob("*.py"), *(ROOT / "tread").rglob("*.py")])
+NAMES = [str(path.relative_to(ROOT)) for path in FILES]
+TREES = {name: ast.parse(path.read_text()) for name, path in zip(NAMES, FILES)}
+KNOWS = {  # library → who may import it; a package means all of its files
+    "accelerate": {"tread/runtime/distributed.py"},
+    "wandb": {"tread/training/tracking.py"},
+    "hydra": {"doors"},
+    "omegaconf": {"doors", "tread/runtime/cli.py", "tread/training/setup.py"},
+    "diffusers": {"tread/data/autoencoder.py"},
+}
 
 
-def imports(tree):
-    for node in ast.walk(tree):
+def package_of(name: str) -> str:
+    """Of a file, by its path, or of a module, by its dotted name."""
+    first, *rest = name.removesuffix(".py").replace(".", "/").split("/")
+    return AT_ROOT[first] if first in AT_ROOT else rest[0]
+
+
+def imports(name: str) -> Iterator[str]:
+    """Dotted names of what a file imports: modules and, of a package, what is taken from it."""
+    for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module.split(".")[0]
+            folder = ".".join(Path(name).parts[: -node.level]) if node.level else ""
+            module = ".".join(filter(None, (folder, node.module)))
+            yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def test_every_file_has_its_layer():
-    assert set(FILES) == set().union(*LAYERS)
+def imported_files(name: str) -> set[str]:
+    """Which of our files a file imports."""
+    found = set()
+    for dotted in imports(name):
+        for path in (dotted, dotted.rpartition(".")[0]):
+            found |= {file for file in NAMES if file == path.replace(".", "/") + ".py"}
+    return found
 
 
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_imports_run_one_way(name):
-    own = next(i for i, layer in enumerate(LAYERS) if name in layer)
-    for imported in set(imports(TREES[name])) & set(FILES):
-        assert any(imported in layer for layer in LAYERS[:own]), f"{name} imports {imported}"
+def test_the_root_holds_doors_and_method_alone():
+    assert {name for name in NAMES if "/" not in name} == {f"{name}.py" for name in AT_ROOT}
+    rooms = {path.name for path in (ROOT / "tread").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms <= set(ORDER)
 
 
-@pytest.mark.parametrize("name", sorted(set(FILES) - DOORS))
-def test_only_doors_know_launchers_and_printing(name):
-    assert not set(imports(TREES[name])) & DOOR_ONLY
-    calls = [n for n in ast.walk(TREES[name]) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
-    assert "print" not in {call.func.id for call in calls}
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "tread/__init__.py"])
+def test_imports_run_to_the_left(name):
+    own = ORDER.index(package_of(name))
+    for other in imported_files(name):
+        assert ORDER.index(package_of(other)) <= own, f"{name} ({ORDER[own]}) imports {other}"
+        assert package_of(other) != "doors", f"{name} imports a door, {other}"
+
+
+def test_no_file_imports_itself_by_a_circle():
+    edges, done = {name: imported_files(name) for name in NAMES}, set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " → ".join([*path[path.index(name) :], name])
+        if name not in done:
+            for other in edges[name]:
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in NAMES:
+        visit(name, ())
+
+
+def libraries(name: str) -> set[str]:
+    ours = {"tread", *AT_ROOT}
+    return {dotted.split(".")[0] for dotted in imports(name)} - ours - set(sys.stdlib_module_names)
+
+
+def test_routing_needs_torch_alone():
+    for name in NAMES:
+        if name != "tread/__init__.py" and package_of(name) == "routing":
+            assert libraries(name) <= {"torch"}, name
+            assert all(package_of(other) == "routing" for other in imported_files(name)), name
+
+
+def test_who_knows_which_library():
+    """And prints: the doors alone."""
+    for name in NAMES:
+        for library in libraries(name) & KNOWS.keys():
+            assert {name, package_of(name)} & KNOWS[library], f"{name} imports {library}"
+        calls = [n for n in ast.walk(TREES[name]) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+        if "print" in {call.func.id for call in calls}:
+            assert package_of(name) == "doors" or name == "tread/runtime/distributed.py", f"{name} prints"
 
 
 def test_one_file_knows_which_architecture_runs():
-    """Only build.py makes networks; settings.py knows their names, summary.py prints them, and state_dicts.py reads
-    them off the weights' names."""
-    assert {name for name in FILES if {"dit", "rwkv"} & set(imports(TREES[name]))} == {"build"}
+    """It makes networks, and says which routes fit them; the summary prints the name."""
+    networks = {"dit.py", "tread/models/rwkv.py"}
+    assert {name for name in NAMES if networks & imported_files(name)} == {"tread/checkpoints/network.py"}
     attributes = {
-        name: {node.attr for node in ast.walk(TREES[name]) if isinstance(node, ast.Attribute)} for name in FILES
+        name: {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} for name, tree in TREES.items()
     }
-    assert {name for name in FILES if "architecture" in attributes[name]} == {"build", "settings", "summary"}
+    knowing = {name for name in NAMES if "architecture" in attributes[name]}
+    assert knowing == {"tread/checkpoints/network.py", "tread/training/summary.py"}
 
 
 def test_packages_are_declared():
     files = [ROOT / "requirements.txt", ROOT / "requirements-import.txt"]
     declared = {line.split(">")[0] for file in files for line in file.read_text().splitlines()}
     names = {"hydra": "hydra-core", "sklearn": "scikit-learn", "PIL": "pillow"}
-    for name, tree in TREES.items():
-        for package in set(imports(tree)) - set(FILES) - set(sys.stdlib_module_names):
+    for name in NAMES:
+        for package in libraries(name):
             assert names.get(package, package) in declared, f"{name} imports {package}"
     assert not declared & {"torchvision", "timm", "tensorflow", "deepspeed"}
 
 
-@pytest.mark.parametrize("name", sorted(FILES))
+@pytest.mark.parametrize("name", NAMES)
 def test_what_should_not_exist(name):
-    assert name not in {"utils", "helpers", "misc", "common"}
-    assert FILES[name].read_text().count("\n") <= 350, f"{name} asks to be two files"
+    assert Path(name).stem not in {"utils", "util", "helpers", "helper", "misc", "common"}
+    assert (ROOT / name).read_text().count("\n") <= 350, f"{name} asks to be two files"
     for node in ast.walk(TREES[name]):
         assert not (isinstance(node, ast.ImportFrom) and node.names[0].name == "*"), "star import"
         assert not (isinstance(node, ast.ExceptHandler) and node.type is None), "bare except"
@@ -114,5 +140,5 @@ def test_what_should_not_exist(name):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "pickle.load", "np.load"):
             safe = {"torch.load": "weights_only=True", "np.load": "allow_pickle=False"}
             assert safe.get(ast.unparse(node.func), "never") in ast.unparse(node)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and name not in DOORS:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and AT_ROOT.get(Path(name).stem) != "doors":
             assert node.value != "__main__", "a demo in a library"

@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.dataset_open import write_sparse
-from files import sha256
 from latents import LatentDataset, Latents
-from randomness import split_batch
+from objective import split_batch
 from shards import write_dataset
+from tread.runtime.files import sha256
 
 MEANING = Latents(shape=(2, 4, 4), classes=("ant", "bee", "cow"), autoencoder="pixels", views=2)
 

@@ -13,7 +13,7 @@ import torch
 from benchmarks.dataset_open import anonymous_memory, write_sparse
 from latents import PLACEMENTS, LatentDataset, Latents
 from loading import Loader
-from randomness import split_batch
+from objective import split_batch
 from shards import write_dataset
 
 MEANING = Latents(shape=(2, 4, 4), classes=("ant", "bee", "cow"), autoencoder="pixels", views=2)

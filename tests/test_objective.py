@@ -11,7 +11,6 @@ from conftest import launch_door
 from test_train import TINY, state
 
 import checkpoint
-import compute
 import digits
 import fid
 import sample
@@ -25,6 +24,7 @@ from objective import step_draws, training_loss
 from rf import RF
 from routing_module import Route, draw_ids
 from trained import open_trained
+from tread.runtime import device
 
 RUN = "results/digits-tread-rf"
 
@@ -162,6 +162,6 @@ def test_utilisation_is_logged_where_the_peak_is_known(tmp_path, monkeypatch, co
 )
 def test_known_peaks(monkeypatch, name, precision, peak):
     """Dense bf16 rates of NVIDIA's data sheets."""
-    monkeypatch.setattr(compute, "device_name", lambda device: name)
-    assert compute.peak_flops(torch.device("cuda"), precision) == peak
-    assert compute.peak_flops(torch.device("cpu"), "bf16") is None
+    monkeypatch.setattr(device, "device_name", lambda device: name)
+    assert device.peak_flops(torch.device("cuda"), precision) == peak
+    assert device.peak_flops(torch.device("cpu"), "bf16") is None

@@ -16,11 +16,11 @@ from test_fid import save_checkpoint
 from torch import nn
 
 import checkpoint
-import files
 import posthoc
 from ema import EMA, exponent, power
 from sample import Sampler, draw
 from trained import open_trained
+from tread.runtime import files
 
 STORED, TRACKED = (0.05, 0.1), (0.07, 0.15, 0.2)
 STEPS, EVERY = 640, 40

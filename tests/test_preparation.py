@@ -29,8 +29,8 @@ import settings
 from crop import centre_crop, read_rgb
 from latents import LatentDataset
 from photos import find_photos
-from processes import Processes
 from shards import DatasetWriter
+from tread.runtime.distributed import Processes
 
 SIZES = {"ant": 7, "bee": 5, "cow": 9}
 CORES = sorted(os.sched_getaffinity(0))

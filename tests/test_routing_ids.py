@@ -11,8 +11,7 @@ import torch
 from edm import EDM
 from guidance import Guidance
 from latents import Latents
-from objective import step_draws, training_loss
-from randomness import split_batch
+from objective import split_batch, step_draws, training_loss
 from routing_ids import RatioSchedule, choose_ids, count_kept, force, keep_prefix, row_ids, shared_ids
 from routing_module import Route, draw_ids, num_keep
 from sample import Sampler, draw

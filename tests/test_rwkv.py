@@ -10,12 +10,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import compiling
-from compute import autocast
 from dit import DiT
 from routing_ids import choose_ids, row_ids
 from routing_module import Route, draw_ids, run_blocks
 from rwkv import RWKV, ChannelMix, RWKVBlock, SpatialMix, quad_shift
+from tread.runtime import compiling
+from tread.runtime.device import autocast
 
 CPU = torch.device("cpu")
 

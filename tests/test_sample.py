@@ -15,17 +15,17 @@ from PIL import Image
 
 import checkpoint
 from autoencoder import to_uint8
-from compute import use_precision
 from dit import DiT
 from edm import EDM
 from guidance import KINDS as GUIDANCE_KINDS
 from guidance import Guidance, Schedule
 from pictures import save_curve, save_grid
-from randomness import generator, seeded_normal
 from rf import RF
 from routing_module import Route
 from sample import Sampler, draw, draw_pictures, parse_seeds, relative_cost, seeded_labels, spread_classes
 from trained import Model
+from tread.runtime.device import use_precision
+from tread.runtime.randomness import generator, seeded_normal
 
 
 def latents_of(network, seeds, labels, process=EDM(), weak=None, **options):  # noqa: B008

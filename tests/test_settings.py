@@ -10,12 +10,12 @@ import torch
 from conftest import ROOT
 
 import settings
-import typed
 from build import build_network
 from edm import EDM
 from rf import RF
 from routing_ids import choose_ids
 from routing_module import Route
+from tread.runtime import schema
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
 DATASETS = sorted(path.stem for path in (ROOT / "configs" / "dataset").glob("*.yaml"))
@@ -133,7 +133,7 @@ def test_the_command_line_wins(read_config):
 )
 def test_a_misspelt_override_names_the_nearest_key(override, nearest):
     with pytest.raises(ValueError, match=re.escape(repr(nearest))):
-        typed.check_overrides(["model=dit", override], [*settings.known_keys(), "experiment"])
+        schema.check_overrides(["model=dit", override], [*settings.known_keys(), "experiment"])
 
 
 def test_good_overrides_pass():
@@ -146,7 +146,7 @@ def test_good_overrides_pass():
         "hydra.verbose=true",
         "-m",
     ]
-    assert typed.check_overrides(good, [*settings.known_keys(), "experiment"]) is None
+    assert schema.check_overrides(good, [*settings.known_keys(), "experiment"]) is None
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ from loading import Loader
 from routing_module import Route, draw_ids
 from runlog import Claim, RunLog, claim, differences
 from shards import write_dataset
-from signals import Stop
 from start import start
+from tread.runtime.signals import Stop
 from updates import LearningRate, Tally
 
 

@@ -18,9 +18,9 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 from tqdm import tqdm
 
-from compute import use_cores, use_precision
-from files import Lock, explain_failure
-from signals import PATIENCE
+from tread.runtime.device import use_cores, use_precision
+from tread.runtime.files import Lock, explain_failure
+from tread.runtime.signals import PATIENCE
 
 T = TypeVar("T")
 

@@ -9,13 +9,9 @@ import os
 import shutil
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 
 def sha256(path: Path) -> str:
@@ -91,14 +87,6 @@ def explain_failure(path: Path) -> Iterator[None]:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             why = "choose a place that you may write to."
         raise Unwritable(f"{path} could not be written ({error}): {why} What was done before is kept") from error
-
-
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a .safetensors file. Raises OSError where safetensors wraps what the operating system says."""
-    try:
-        save_file(dict(tensors), path, metadata and dict(metadata))
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
 
 
 def point_to(link: Path, target: str) -> None:

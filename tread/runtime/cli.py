@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 
-from signals import leave_at_once
-from typed import check_overrides
+from tread.runtime.schema import check_overrides
+from tread.runtime.signals import leave_at_once
 
 
 def open_door(main: Callable[[], None], known: Iterable[str]) -> None:

@@ -1,0 +1,1 @@
+"""What the rest stands on: files, devices, processes, signals, randomness, settings as types. Knows no model."""
