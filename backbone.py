@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from routing_ids import count_kept
 from routing_module import Route, check_routes, run_blocks
+from tread.routing.ids import count_kept
 
 INIT_CHOICES = ("adaln_zero", "xavier")
 

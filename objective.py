@@ -11,9 +11,9 @@ from torch import Tensor
 from autoencoder import to_network
 from latents import Latents
 from route_loss import kept_loss, reconstruction_loss
-from routing_ids import choose_ids
 from routing_module import Route
 from settings import Settings, process_of
+from tread.routing.ids import choose_ids
 from tread.runtime.randomness import generator
 
 

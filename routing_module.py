@@ -11,7 +11,7 @@ This file needs torch alone. A network uses it in one line,
 where `routes` is a sequence of pairs (Route, ids_keep). The ids are drawn by the caller,
 `draw_ids(torch.rand(B, N), ratio)`, so that nothing in the network is random and tests,
 recomputation and per-image seeds can hand in their own. Other ways to choose ids are in
-routing_ids.py, routes for networks that can't be edited in routing_hooks.py.
+tread/routing/ids.py, routes for networks that can't be edited in tread/routing/hooks.py.
 
 Shapes: B samples, N tokens, K kept tokens, D channels.
 """
@@ -38,7 +38,7 @@ class Route:
     fp32             which block runs in fp32 while autocast is on (the paper's stability rule):
                      "end" = block `end`, "next" = the block behind it, "off" = none,
                      "auto" = "end" where at most 3 blocks follow the route, else "off".
-    select           how the ids of this route are chosen (routing_ids.choose_ids): single tokens of each
+    select           how the ids of this route are chosen (choose_ids in tread/routing/ids.py): single tokens of each
                      sample, whole rows of the token grid of each sample ("row"), or the same tokens in
                      the whole batch ("shared").
     """
@@ -170,7 +170,7 @@ def kept_grid(route: Route, ids_keep: Tensor, grid: tuple[int, int]) -> tuple[in
     if not whole:
         raise ValueError(
             f"ids_keep of the route {route.start}→{route.end} are not whole rows of the {grid[0]}×{width} grid in "
-            "raster order; routing_ids.row_ids draws such"
+            "raster order; row_ids of tread/routing/ids.py draws such"
         )
     return ids_keep.shape[1] // width, width
 

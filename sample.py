@@ -24,9 +24,9 @@ from edm import EDM
 from guidance import NO_GUIDANCE, Branch, Call, Guidance, Routes, guided
 from pictures import save_grid
 from rf import RF
-from routing_ids import choose_ids, count_kept
 from solvers import call_order, check_solver, solve
 from trained import Model, open_trained, open_weak
+from tread.routing.ids import choose_ids, count_kept
 from tread.runtime.cli import open_door, plain
 from tread.runtime.device import autocast, use_precision
 from tread.runtime.files import check_place

@@ -9,9 +9,9 @@ from edm import EDM
 from ema import exponent, exponential
 from latents import PLACEMENTS
 from rf import RF
-from routing_ids import RatioSchedule, count_kept
 from routing_module import SELECT_CHOICES, Route, check_routes
 from solvers import check_solver
+from tread.routing.ids import RatioSchedule, count_kept
 from tread.runtime import schema
 from tread.runtime.compiling import check_compile
 from tread.runtime.device import check_precision

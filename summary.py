@@ -8,9 +8,9 @@ from torch import nn
 
 from digits import METRICS
 from latents import LatentDataset
-from routing_ids import count_kept
 from routing_module import check_routes
 from settings import Settings
+from tread.routing.ids import count_kept
 
 SELECTS = {"token": "", "row": " in whole rows", "shared": ", the same ones in a batch"}
 

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.flop_counter import FlopCounterMode
 
 from objective import split_batch
-from routing_hooks import Routing, attach_routes, join_first, select_first
-from routing_ids import RatioSchedule, choose_ids, keep_prefix
 from routing_module import Route, gather_tokens, run_blocks, scatter_tokens
+from tread.routing.hooks import Routing, attach_routes, join_first, select_first
+from tread.routing.ids import RatioSchedule, choose_ids, keep_prefix
 from tread.runtime.randomness import generator
 
 B, TEXT = 3, 7
@@ -616,17 +616,41 @@ def test_a_part_of_the_batch_under_its_rows_is_that_part_of_the_whole():
     torch.testing.assert_close(part, whole[1:])
 
 
-def test_the_files_copied_alone_need_torch_alone(tmp_path):
-    own = {"routing_module", "routing_ids", "routing_hooks"}
-    for name in own:
-        shutil.copy(ROOT / f"{name}.py", tmp_path)
-    code = (
-        "import sys, torch; before = set(sys.modules); import routing_hooks;"
-        f"new = {{m.split('.')[0] for m in set(sys.modules) - before}}; assert {own} <= new;"
-        f"assert new - {own} <= set(sys.stdlib_module_names), new"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+COPIED = """
+import sys, torch
+before = set(sys.modules)
+from routing_module import Route, run_blocks
+from {package}.hooks import attach_routes
+from {package}.ids import choose_ids
+new = {{module.split(".")[0] for module in set(sys.modules) - before}}
+assert new - {{"routing_module", "{top}"}} <= set(sys.stdlib_module_names), new
+torch.manual_seed(0)
+blocks = torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(4))
+x, noise, route = torch.randn(2, 16, 8), torch.rand(2, 16), Route(1, -2, 0.5, select="row")
+looped = run_blocks(blocks, x, routes=[(route, choose_ids(route, noise, (4, 4)))])
+routing = attach_routes(blocks, route)
+with routing.on(noise, grid=(4, 4)):
+    hooked = x
+    for block in blocks:
+        hooked = block(hooked)
+torch.testing.assert_close(hooked, looped)
+print(looped.double().sum().item(), looped.double().norm().item())
+"""
+
+
+@pytest.mark.parametrize("package", ["tread.routing", "routing"])
+def test_copied_into_an_empty_project_it_works_there_as_here_by_torch_alone(tmp_path, package):
+    """Reference: the same numbers from this repository's own files. A copy may keep the folder's place or not."""
+    place = tmp_path / package.replace(".", "/")
+    shutil.copytree(ROOT / "tread" / "routing", place, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "routing_module.py", tmp_path)
+    printed = []
+    for folder, name in ((tmp_path, package), (ROOT, "tread.routing")):
+        code = COPIED.format(package=name, top=name.partition(".")[0])
+        done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    assert printed[0] == printed[1]
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))

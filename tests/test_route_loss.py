@@ -23,9 +23,9 @@ from latents import Latents
 from objective import active_routes, step_draws, training_loss
 from rf import RF
 from route_loss import EPSILON, kept_loss, reconstruction_loss, to_patches
-from routing_ids import choose_ids
 from routing_module import Route
 from rwkv import RWKV
+from tread.routing.ids import choose_ids
 
 LATENTS = Latents(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
 TWO = "model.routes=[{start:1,end:2},{start:4,end:4,selection_ratio:0.25}]"

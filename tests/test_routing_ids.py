@@ -12,10 +12,10 @@ from edm import EDM
 from guidance import Guidance
 from latents import Latents
 from objective import split_batch, step_draws, training_loss
-from routing_ids import RatioSchedule, choose_ids, count_kept, force, keep_prefix, row_ids, shared_ids
 from routing_module import Route, draw_ids, num_keep
 from sample import Sampler, draw
 from trained import Model
+from tread.routing.ids import RatioSchedule, choose_ids, count_kept, force, keep_prefix, row_ids, shared_ids
 
 SELECTS = ("token", "row", "shared")
 

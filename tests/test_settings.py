@@ -13,8 +13,8 @@ import settings
 from build import build_network
 from edm import EDM
 from rf import RF
-from routing_ids import choose_ids
 from routing_module import Route
+from tread.routing.ids import choose_ids
 from tread.runtime import schema
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))

@@ -14,7 +14,7 @@ What travels with the tokens is the caller's to say, since no name or shape tell
     select(args, kwargs, ids) → args, kwargs     a block's inputs, with everything that has a token axis gathered
     join(output, saved, ids) → output            a block's output, put back; saved is (args, kwargs) before select
 
-This file needs torch, routing_module.py and routing_ids.py alone.
+This file needs torch, routing_module.py and ids.py beside it alone.
 
 Shapes: B samples, N tokens, K kept tokens.
 """
@@ -30,8 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routing_ids import choose_ids
 from routing_module import Route, check_routes, gather_tokens, scatter_tokens
+
+from .ids import choose_ids
 
 Inputs = tuple[tuple, dict]
 
