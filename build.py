@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import digits
-from backbone import Backbone
 from checkpoint import read_weights
 from dit import DiT
 from latents import LatentDataset, Latents, read_index
-from rwkv import RWKV
 from settings import Network, Settings, process_of, read
 from state_dicts import fit
+from tread.models.backbone import Backbone
+from tread.models.rwkv import RWKV
 from updates import LearningRate
 
 MEASURES = ("channels", "size", "num_classes")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbone import Backbone, modulate
+from tread.models.backbone import Backbone, modulate
 
 
 class Attention(nn.Module):

@@ -24,7 +24,7 @@ from objective import active_routes, step_draws, training_loss
 from rf import RF
 from route_loss import EPSILON, kept_loss, reconstruction_loss, to_patches
 from routing_module import Route
-from rwkv import RWKV
+from tread.models.rwkv import RWKV
 from tread.routing.ids import choose_ids
 
 LATENTS = Latents(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dit import DiT
 from routing_module import Route, draw_ids, run_blocks
-from rwkv import RWKV, ChannelMix, RWKVBlock, SpatialMix, quad_shift
+from tread.models.rwkv import RWKV, ChannelMix, RWKVBlock, SpatialMix, quad_shift
 from tread.routing.ids import choose_ids, row_ids
 from tread.runtime import compiling
 from tread.runtime.device import autocast

@@ -15,8 +15,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from build import load_weights
 from dit import DiT
-from rwkv import RWKV
 from state_dicts import describe, fit, sizes
+from tread.models.rwkv import RWKV
 from tread.runtime.tensor_files import plain_names, read_state_dict, read_state_dicts
 
 SIZES = {"patch_size": 2, "hidden_size": 16, "depth": 3, "num_heads": 2}

@@ -19,13 +19,13 @@ import torch
 from conftest import ROOT, TINY, launch, launch_processes, records, state
 from torch._dynamo.exc import BackendCompilerFailed
 
-import backbone
 import between
 import checkpoint
 import train
 from latents import Latents
 from runlog import RunLog
 from shards import write_dataset
+from tread.models import backbone
 
 RUN = Path("results/digits-tread")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tread.models.wkv import products, wkv
 from tread.runtime.device import exact
-from wkv import products, wkv
 
 COUNTS = [1, 2, 3, 5, 16, 17, 31, 32, 33, 49, 64, 255, 256, 1000, 1024, 1100]  # one, two and three levels of chunks
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbone import Backbone, modulate
-from wkv import products, wkv
+from tread.models.backbone import Backbone, modulate
+from tread.models.wkv import products, wkv
 
 DECAY_RANGE = 8.0  # channels start with decays w = 0 .. 8 over the whole sequence
 
