@@ -19,8 +19,8 @@ from evaluation import heldout_loss
 from metrics import Moments
 from objective import step_draws
 from pictures import save_curve, save_grid
-from sample import Sampler, draw_pictures, spread_classes
 from start import Failure, Run
+from tread.diffusion.sampling import Sampler, draw_pictures, spread_classes
 from tread.runtime.device import autocast
 from tread.runtime.distributed import from_main
 from tread.runtime.files import explain_failure

@@ -1,7 +1,7 @@
 """Diffusion transformer (DiT; Peebles & Xie, ICCV 2023, arXiv 2212.09748) with adaLN-Zero.
 
 Parameter names and shapes are those of public DiT checkpoints, so such a state dict loads with
-strict=True. What stands around the blocks is in backbone.py.
+strict=True. What stands around the blocks is in tread/models/backbone.py.
 
 Shapes: B samples, N tokens, D hidden size.
 """

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from autoencoder import to_network
-from edm import EDM
 from latents import LatentDataset
 from rf import RF
+from tread.diffusion.edm import EDM
 from tread.runtime.randomness import seeded_normal
 
 

@@ -33,9 +33,9 @@ from parts import Parts
 from picture_sets import Pictures, open_pictures, save_npz
 from pictures import save_grid
 from reference import Reference, check_size, open_reference, save_statistics
-from sample import draw_pictures, seeded_labels
 from scorelog import ScoreFiles, add_line, table
 from scoring import as_arrays, part_size, score, warnings
+from tread.diffusion.sampling import draw_pictures, seeded_labels
 from tread.runtime.cli import open_door, plain
 from tread.runtime.compiling import compile_blocks, settle_compile
 from tread.runtime.device import device_name, use_precision

@@ -9,11 +9,11 @@ from pathlib import Path
 import autoencoder
 import checkpoint
 import settings
-from guidance import Guidance
 from latents import Latents
-from sample import LABELS, Sampler, check_ratios, relative_cost
-from solvers import check_solver
 from trained import Trained, open_trained, open_weak
+from tread.diffusion.guidance import Guidance
+from tread.diffusion.sampling import LABELS, Sampler, check_ratios, relative_cost
+from tread.diffusion.solvers import check_solver
 from tread.runtime.compiling import check_compile
 from tread.runtime.device import check_precision
 

@@ -13,10 +13,9 @@ from inception import Inception, find_weights, load_inception
 from latents import Latents
 from metrics import Moments, frechet_distance
 from reference import Statistics, check_size, open_reference
-from sample import Sampler, draw_pictures, seeded_labels
 from scoring import pool_moments
 from settings import Evaluation
-from trained import Model
+from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
 from tread.runtime.device import use_cores
 
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from guidance import Branch, Routes, guided
 from routing_module import Route
-from solvers import solve
+from tread.diffusion.guidance import Branch, Routes, guided
+from tread.diffusion.solvers import solve
 
 TIMES = ("logit_normal", "uniform")
 

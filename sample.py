@@ -1,250 +1,39 @@
 """Draw samples from a checkpoint: python sample.py checkpoint=results/digits-tread/latest
 
-The functions are those of train.py's grids and of fid.py: seeds and labels in, a stream of pictures out.
+All options: configs/sample.yaml. How samples are drawn: tread/diffusion/sampling.py.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import hydra
 import torch
 from omegaconf import DictConfig
-from torch import Tensor
 from tqdm import tqdm
 
 import autoencoder
 import checkpoint
 import settings
-from edm import EDM
-from guidance import NO_GUIDANCE, Branch, Call, Guidance, Routes, guided
 from pictures import save_grid
-from rf import RF
-from solvers import call_order, check_solver, solve
-from trained import Model, open_trained, open_weak
-from tread.routing.ids import choose_ids, count_kept
+from trained import open_trained, open_weak
+from tread.diffusion.guidance import Guidance
+from tread.diffusion.sampling import (
+    Sampler,
+    check_labels,
+    check_ratios,
+    draw_pictures,
+    relative_cost,
+    spread_classes,
+)
+from tread.diffusion.solvers import check_solver
 from tread.runtime.cli import open_door, plain
-from tread.runtime.device import autocast, use_precision
+from tread.runtime.device import use_precision
 from tread.runtime.files import check_place
-from tread.runtime.randomness import generator, seeded_normal, seeded_uniform
-
-LABELS = ("random", "balanced")
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """How samples are drawn: all that decides about them beside networks, seed and label.
-
-    steps       of the solver, N.
-    batch_size  samples at once. The last batch is padded to it, so that all have one shape.
-    solver      "heun" calls the denoiser 2N−1 times, "euler" N times.
-    """
-
-    steps: int = 40
-    batch_size: int = 64
-    precision: str = "fp32"
-    guidance: Guidance = NO_GUIDANCE
-    solver: str = "heun"
-
-    @classmethod
-    def of(
-        cls,
-        process: EDM | RF,
-        steps: int | None,
-        solver: str | None,
-        batch_size: int,
-        precision: str,
-        guidance: Guidance = NO_GUIDANCE,
-    ) -> Sampler:
-        """With the process's own steps and solver where these are None."""
-        steps = process.default_steps if steps is None else steps
-        return cls(steps, batch_size, precision, guidance, solver or process.default_solver)
-
-    def plan(self, process: EDM | RF) -> list[Call]:
-        """What each call of the denoiser does. Raises ValueError for steps or a solver that can't be."""
-        levels = process.schedule(self.steps).tolist()
-        order = call_order(self.solver, self.steps)
-        return self.guidance.plan([levels[i] for i in order], [i / max(1, order[-1]) for i in order])
-
-    def nfe(self, process: EDM | RF) -> int:
-        """Network function evaluations a sample, each branch of a guidance counted."""
-        return sum(1 + (call.weak is not None) for call in self.plan(process))
-
-    def flops(self, model: Model, weak: Model | None = None, attention: bool = True) -> int:
-        """FLOPs of the networks a sample, see Backbone.forward_flops; weak: a second network of the guidance."""
-
-        def cost(model: Model, ratio: float) -> int:
-            routes = [replace(route, selection_ratio=ratio) for route in model.routes]
-            return model.network.forward_flops(routes, attention)
-
-        return sum(
-            cost(model, call.strong) + (0 if call.weak is None else cost(weak or model, call.weak))
-            for call in self.plan(model.process)
-        )
-
-
-def check_labels(labels: Tensor, num_classes: int) -> None:
-    """Raise ValueError unless labels (n,) are classes, or the number of classes for none."""
-    if not 0 <= int(labels.min()) <= int(labels.max()) <= num_classes:
-        raise ValueError(
-            f"classes lie in {int(labels.min())}..{int(labels.max())}, but must lie in 0..{num_classes - 1}, "
-            f"or be {num_classes} for no class"
-        )
-
-
-def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> None:
-    """Raise ValueError unless a guidance's ratios, where they are not 0, take tokens around on the networks' routes."""
-    plan = sampler.plan(model.process)
-    branches = {
-        "strong": (model, [call.strong for call in plan]),
-        "weak": (weak or model, [call.weak or 0.0 for call in plan]),
-    }
-    for name, (one, ratios) in branches.items():
-        if any(ratios) and not one.routes:
-            raise ValueError(f"guidance={sampler.guidance.kind} routes tokens around, but the model has no routes")
-        tokens, grid = one.network.num_tokens, one.network.grid
-        for route in one.routes if any(ratios) else ():
-            if count_kept(replace(route, selection_ratio=max(ratios)), tokens, grid) == tokens:
-                raise ValueError(
-                    f"guidance.{name} {max(ratios):g} routes nothing around: it is less than one "
-                    f"{'row' if route.select == 'row' else 'token'} of the {grid[0]}×{grid[1]} tokens"
-                )
-
-
-def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:
-    """FLOPs of a sample over those of the same steps without guidance, all tokens running."""
-    return sampler.flops(model, weak) / replace(sampler, guidance=NO_GUIDANCE).flops(model)
-
-
-def draw(
-    model: Model, seeds: Sequence[int], labels: Tensor, sampler: Sampler, weak: Model | None = None
-) -> Iterator[Tensor]:
-    """Class-conditional samples, a batch after the other.
-
-    seeds   one for each sample; its noise and route ids depend on it alone.
-    labels  (n,) int64 classes, on the CPU.
-    weak    a second network of the guidance; None: the strong one serves.
-
-    Yields network latents (b, C, S, S) fp32 on the network's device, in the order of the seeds. A
-    sample's numbers do not depend on what else is drawn, where batches have one shape; in other
-    batches they differ by rounding.
-    """
-    if len(seeds) != len(labels) or not len(seeds):
-        raise ValueError(f"{len(seeds)} seeds for {len(labels)} labels: each sample needs one of both")
-    check_labels(labels, model.network.num_classes)
-    check_ratios(sampler, model, weak)
-    for start in range(0, len(seeds), sampler.batch_size):
-        part, y = list(seeds[start : start + sampler.batch_size]), labels[start : start + sampler.batch_size]
-        missing = sampler.batch_size - len(part)
-        padded, y = part + part[-1:] * missing, torch.cat([y, y[-1:].expand(missing)])
-        yield _draw_batch(model, weak, padded, y, sampler)[: len(part)]
-
-
-def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tensor, sampler: Sampler) -> Tensor:
-    network, device = model.network, next(model.network.parameters()).device
-    plan, row = sampler.plan(model.process), sampler.guidance.row
-    labels, no_class = labels.to(device), torch.full_like(labels, network.num_classes, device=device)
-    strong = _branch(
-        model,
-        labels if row.strong_class else no_class,
-        _routes(model, seeds, [call.strong for call in plan], "strong", device),
-        sampler.precision,
-    )
-    other = None
-    if row.weak_class is not None:
-        stream = "strong" if sampler.guidance.same_ids else "weak"
-        other = _branch(
-            weak or model,
-            labels if row.weak_class else no_class,
-            _routes(weak or model, seeds, [call.weak or 0.0 for call in plan], stream, device),
-            sampler.precision,
-        )
-        if weak is None:  # one function, so that branches of one shape run as one batch
-            other = replace(other, denoise=strong.denoise)
-    denoiser = guided(strong, other, lambda call: plan[call].scale)
-    noise = seeded_normal(seeds, (network.in_channels, network.input_size, network.input_size)).to(device)
-    return solve(sampler.solver, denoiser, noise, model.process.schedule(sampler.steps)).float()
-
-
-def _branch(model: Model, y: Tensor, routes: Callable[[int], Routes], precision: str) -> Branch:
-    def denoise(x: Tensor, level: Tensor, y: Tensor, routes: Routes) -> Tensor:
-        with autocast(x.device, precision):
-            return model.process.denoise(model.network, x, level, y, routes)
-
-    return Branch(denoise, y, routes)
-
-
-def _routes(
-    model: Model, seeds: list[int], ratios: Sequence[float], stream: str, device: torch.device
-) -> Callable[[int], Routes]:
-    """Number of a call → the model's routes under that call's ratio, with ids of one draw for each call and route.
-
-    A sample's ids follow from its seed: of a route trained with ids shared by a batch, each has its own.
-    """
-    tokens, grid = model.network.num_tokens, model.network.grid
-    own = [replace(route, select="token") if route.select == "shared" else route for route in model.routes]
-    uniform = [
-        seeded_uniform(seeds, (len(ratios), tokens), f"route {number} {stream}").to(device)
-        for number in range(len(own) if any(ratios) else 0)
-    ]
-
-    def routes(call: int) -> Routes:
-        drawn = [(replace(route, selection_ratio=ratios[call]), u[:, call]) for route, u in zip(own, uniform)]
-        return [(route, choose_ids(route, u, grid)) for route, u in drawn if count_kept(route, tokens, grid) < tokens]
-
-    return routes
-
-
-def draw_pictures(
-    model: Model,
-    decoder: autoencoder.Decoder,
-    seeds: Sequence[int],
-    labels: Tensor,
-    sampler: Sampler,
-    weak: Model | None = None,
-    check: bool = False,
-) -> Iterator[Tensor]:
-    """`draw`, decoded: yields pictures (b, 1 or 3, H, W) uint8 on the CPU.
-
-    check  raise ValueError for samples that are not finite, which would be scored as black pictures.
-    """
-    for x in draw(model, seeds, labels, sampler, weak):
-        if check and not x.isfinite().all():
-            raise ValueError(
-                "samples are not finite: the network's weights are broken, "
-                f"or {sampler.precision} is too coarse for them"
-            )
-        padding = x[-1:].expand(sampler.batch_size - len(x), -1, -1, -1)  # one shape for the decoder too
-        yield to_pictures(torch.cat([x, padding]), decoder)[: len(x)]
-
-
-def to_pictures(x: Tensor, decoder: autoencoder.Decoder, batch_size: int = 16) -> Tensor:
-    """Network latents (n, C, S, S) → pictures (n, 1 or 3, H, W) uint8 on the CPU, decoded in batches of one shape."""
-    size = min(batch_size, len(x))
-    padded = torch.cat([x, x[-1:].expand(-len(x) % size, -1, -1, -1)])
-    return torch.cat([decoder(part).cpu() for part in padded.split(size)])[: len(x)]
-
-
-def seeded_labels(seeds: Sequence[int], num_classes: int, mode: str) -> Tensor:
-    """(n,) int64 classes, each given by its seed alone.
-
-    mode  "random", uniform over the classes, as reference batches are scored; or "balanced", the
-          seed's remainder, so that seeds in a row have each class equally often.
-    """
-    if mode not in LABELS:
-        raise ValueError(f"labels is {mode!r}, but must be one of {', '.join(LABELS)}")
-    if mode == "balanced":
-        return torch.tensor([seed % num_classes for seed in seeds])
-    return torch.tensor([int(torch.randint(num_classes, (), generator=generator(seed, "label"))) for seed in seeds])
-
-
-def spread_classes(num_classes: int, count: int) -> list[int]:
-    """`count` class numbers (at most all), spread evenly from the first to the last."""
-    return torch.linspace(0, num_classes - 1, min(count, num_classes)).round().int().tolist()
 
 
 def parse_seeds(seeds: str | int | Sequence[int]) -> list[int]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from edm import EDM
 from ema import exponent, exponential
 from latents import PLACEMENTS
 from rf import RF
 from routing_module import SELECT_CHOICES, Route, check_routes
-from solvers import check_solver
+from tread.diffusion.edm import EDM
+from tread.diffusion.solvers import check_solver
 from tread.routing.ids import RatioSchedule, count_kept
 from tread.runtime import schema
 from tread.runtime.compiling import check_compile

@@ -25,7 +25,7 @@ from objective import split_batch
 from probe import Probe, open_probe
 from runlog import Claim, RunLog, claim
 from tracking import start_wandb
-from trained import Model
+from tread.diffusion.sampling import Model
 from tread.runtime.compiling import compile_blocks, settle_compile
 from tread.runtime.distributed import distribute, from_main, open_accelerator
 from tread.runtime.files import check_place, explain_failure, point_to, write_whole

@@ -6,29 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 import checkpoint
 import settings
 from build import build_network
-from edm import EDM
-from guidance import NO_GUIDANCE, Guidance
 from latents import Latents
 from rf import RF
 from routing_module import Route
-
-
-@dataclass(frozen=True)
-class Model:
-    """A network ready to be sampled.
-
-    process  what it was trained on.
-    routes   those that it can be run under, whose ratios a guidance sets; () for all tokens only.
-    """
-
-    process: EDM | RF
-    network: nn.Module
-    routes: tuple[Route, ...] = ()
+from tread.diffusion.edm import EDM
+from tread.diffusion.guidance import NO_GUIDANCE, Guidance
+from tread.diffusion.sampling import Model
 
 
 @dataclass(frozen=True)

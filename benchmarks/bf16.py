@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runlog import RunLog  # noqa: E402
+from runlog import RunLog
 
 
 def curve(run: Path) -> dict[int, float]:

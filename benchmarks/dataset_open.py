@@ -18,8 +18,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from latents import VERSION, LatentDataset, Latents  # noqa: E402
-from tread.runtime.files import sha256  # noqa: E402
+from latents import VERSION, LatentDataset, Latents
+from tread.runtime.files import sha256
 
 SAMPLES, PER_SHARD = 1_281_167, 16_384
 MEANING = Latents((4, 32, 32), tuple(map(str, range(1000))), "vae", "moments", "logvar", 0.18215, views=2)

@@ -22,10 +22,10 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import checkpoint  # noqa: E402
-import fid  # noqa: E402
-from job import read_options  # noqa: E402
-from tread.runtime.distributed import Processes  # noqa: E402
+import checkpoint
+import fid
+from job import read_options
+from tread.runtime.distributed import Processes
 
 SHARED = ("labels=balanced", "num_samples=1000", "steps=18", "batch_size=250")
 SCALES = (1.25, 1.5, 2.0, 4.0, 8.0)

@@ -30,14 +30,13 @@ from omegaconf import OmegaConf
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import autoencoder  # noqa: E402
-import metrics  # noqa: E402
-import settings  # noqa: E402
-from build import build_network, complete  # noqa: E402
-from inception import Inception, extract, resize  # noqa: E402
-from sample import Sampler, draw, to_pictures  # noqa: E402
-from trained import Model  # noqa: E402
-from tread.runtime.device import autocast, device_name, exact, use_cores, use_precision  # noqa: E402
+import autoencoder
+import metrics
+import settings
+from build import build_network, complete
+from inception import Inception, extract, resize
+from tread.diffusion.sampling import Model, Sampler, draw, to_pictures
+from tread.runtime.device import autocast, device_name, exact, use_cores, use_precision
 
 PARTS = ("frechet", "precision", "features", "sampler", "chain")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

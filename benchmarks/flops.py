@@ -16,13 +16,12 @@ from omegaconf import OmegaConf
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import settings  # noqa: E402
-from build import build_network  # noqa: E402
-from guidance import Guidance, Schedule  # noqa: E402
-from rf import RF  # noqa: E402
-from routing_module import check_routes  # noqa: E402
-from sample import Sampler  # noqa: E402
-from trained import Model  # noqa: E402
+import settings
+from build import build_network
+from rf import RF
+from routing_module import check_routes
+from tread.diffusion.guidance import Guidance, Schedule
+from tread.diffusion.sampling import Model, Sampler
 
 SIZES = {"S/2": "s2", "B/2": "b2", "L/2": "l2", "XL/2": "xl2"}
 UP, DOWN = Schedule("cosine", 0.0, 0.6), Schedule("cosine", 0.6, 0.0)

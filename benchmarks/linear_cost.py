@@ -22,12 +22,12 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from dit import DiT, DiTBlock  # noqa: E402
-from tread.models.rwkv import RWKV, RWKVBlock  # noqa: E402
-from tread.models.wkv import wkv  # noqa: E402
-from tread.runtime.compiling import compile_blocks  # noqa: E402
-from tread.runtime.device import autocast, device_name, wait_for  # noqa: E402
-from tread.runtime.versions import git_revision  # noqa: E402
+from dit import DiT, DiTBlock
+from tread.models.rwkv import RWKV, RWKVBlock
+from tread.models.wkv import wkv
+from tread.runtime.compiling import compile_blocks
+from tread.runtime.device import autocast, device_name, wait_for
+from tread.runtime.versions import git_revision
 
 
 def main() -> None:

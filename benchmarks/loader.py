@@ -29,9 +29,9 @@ from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from latents import LatentDataset, Latents  # noqa: E402
-from loading import Loader  # noqa: E402
-from shards import write_dataset  # noqa: E402
+from latents import LatentDataset, Latents
+from loading import Loader
+from shards import write_dataset
 
 SAMPLES, PER_SHARD, BATCH, FILES = 65_536, 4_096, 256, 8_192
 MEANING = Latents((4, 32, 32), tuple(map(str, range(1000))), "pixels", scale_applied=True)

@@ -36,18 +36,18 @@ from omegaconf import OmegaConf
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import settings  # noqa: E402
-import train  # noqa: E402
-from build import complete  # noqa: E402
-from ema import EMA  # noqa: E402
-from latents import Latents  # noqa: E402
-from shards import write_dataset  # noqa: E402
-from start import Run, start  # noqa: E402
-from tread.runtime.device import device_name, peak_flops, wait_for  # noqa: E402
-from tread.runtime.schema import check_overrides  # noqa: E402
-from tread.runtime.signals import Stop  # noqa: E402
-from tread.runtime.versions import git_revision  # noqa: E402
-from updates import optimizer_step  # noqa: E402
+import settings
+import train
+from build import complete
+from ema import EMA
+from latents import Latents
+from shards import write_dataset
+from start import Run, start
+from tread.runtime.device import device_name, peak_flops, wait_for
+from tread.runtime.schema import check_overrides
+from tread.runtime.signals import Stop
+from tread.runtime.versions import git_revision
+from updates import optimizer_step
 
 STAGES = ("data wait", "forward", "backward", "optimizer", "EMA", "rest")
 WARMUP, STAGED = 3, 5  # turns before the measurement, and steps taken stage by stage

@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import checkpoint  # noqa: E402
-from runlog import RunLog  # noqa: E402
+import checkpoint
+from runlog import RunLog
 
 COLUMNS = ("eval_loss", "fid", "label_agreement", "frechet_pixels", "images_per_s")
 

@@ -19,10 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import checkpoint  # noqa: E402
-import settings  # noqa: E402
-from tread.runtime.cli import open_door, plain  # noqa: E402
-from tread.runtime.files import check_place, explain_failure, sha256, whole_folder  # noqa: E402
+import checkpoint
+import settings
+from tread.runtime.cli import open_door, plain
+from tread.runtime.files import check_place, explain_failure, sha256, whole_folder
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,17 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import checkpoint  # noqa: E402
-import fid  # noqa: E402
-import scoring  # noqa: E402
-import settings  # noqa: E402
-from guidance import Schedule  # noqa: E402
-from job import Options, plan_job, read_options, settle_paths  # noqa: E402
-from pictures import save_heat_maps  # noqa: E402
-from tread.runtime.cli import open_door, plain  # noqa: E402
-from tread.runtime.device import use_precision  # noqa: E402
-from tread.runtime.distributed import Processes  # noqa: E402
-from tread.runtime.files import check_place, explain_failure  # noqa: E402
+import checkpoint
+import fid
+import scoring
+import settings
+from job import Options, plan_job, read_options, settle_paths
+from pictures import save_heat_maps
+from tread.diffusion.guidance import Schedule
+from tread.runtime.cli import open_door, plain
+from tread.runtime.device import use_precision
+from tread.runtime.distributed import Processes
+from tread.runtime.files import check_place, explain_failure
 
 LOWER_IS_BETTER = {"fid", "sfid", "kid", "frechet_pixels"}
 COLUMNS = ("strong", "weak", "scale", "flops_relative", "step", "count")

@@ -19,15 +19,15 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import checkpoint  # noqa: E402
-import settings  # noqa: E402
-from build import build_network, complete  # noqa: E402
-from latents import Latents  # noqa: E402
-from state_dicts import describe, fit, sizes  # noqa: E402
-from tread.runtime.cli import open_door, plain  # noqa: E402
-from tread.runtime.files import explain_failure, write_whole  # noqa: E402
-from tread.runtime.tensor_files import read_state_dict, read_state_dicts  # noqa: E402
-from tread.runtime.versions import versions  # noqa: E402
+import checkpoint
+import settings
+from build import build_network, complete
+from latents import Latents
+from state_dicts import describe, fit, sizes
+from tread.runtime.cli import open_door, plain
+from tread.runtime.files import explain_failure, write_whole
+from tread.runtime.tensor_files import read_state_dict, read_state_dicts
+from tread.runtime.versions import versions
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,16 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import autoencoder  # noqa: E402
-import report  # noqa: E402
-import settings  # noqa: E402
-from foreign import Foreign, open_foreign  # noqa: E402
-from latents import LatentDataset, Latents  # noqa: E402
-from pictures import save_grid  # noqa: E402
-from preparation import shard_ranges  # noqa: E402
-from shards import DatasetWriter, forget_work  # noqa: E402
-from tread.runtime.cli import open_door, plain  # noqa: E402
-from tread.runtime.files import explain_failure, write_whole  # noqa: E402
+import autoencoder
+import report
+import settings
+from foreign import Foreign, open_foreign
+from latents import LatentDataset, Latents
+from pictures import save_grid
+from preparation import shard_ranges
+from shards import DatasetWriter, forget_work
+from tread.runtime.cli import open_door, plain
+from tread.runtime.files import explain_failure, write_whole
 
 
 @dataclass(frozen=True)

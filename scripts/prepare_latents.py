@@ -20,17 +20,17 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import autoencoder  # noqa: E402
-import report  # noqa: E402
-import settings  # noqa: E402
-from latents import LatentDataset, Latents  # noqa: E402
-from photos import Photos, find_photos  # noqa: E402
-from preparation import Crops, check_sizes, make_shards, shard_ranges, source_hash  # noqa: E402
-from shards import DatasetWriter, forget_work  # noqa: E402
-from tread.runtime.cli import open_door, plain  # noqa: E402
-from tread.runtime.device import use_precision  # noqa: E402
-from tread.runtime.distributed import Processes  # noqa: E402
-from tread.runtime.files import explain_failure, write_whole  # noqa: E402
+import autoencoder
+import report
+import settings
+from latents import LatentDataset, Latents
+from photos import Photos, find_photos
+from preparation import Crops, check_sizes, make_shards, shard_ranges, source_hash
+from shards import DatasetWriter, forget_work
+from tread.runtime.cli import open_door, plain
+from tread.runtime.device import use_precision
+from tread.runtime.distributed import Processes
+from tread.runtime.files import explain_failure, write_whole
 
 PLANNED = ("resolution", "precision", "shard_size")  # with the pictures and the latents, what a dataset is made of
 

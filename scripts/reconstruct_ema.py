@@ -18,14 +18,14 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import checkpoint  # noqa: E402
-import posthoc  # noqa: E402
-import settings  # noqa: E402
-from build import build_network  # noqa: E402
-from ema import exponent  # noqa: E402
-from trained import open_trained  # noqa: E402
-from tread.runtime.cli import open_door, plain  # noqa: E402
-from tread.runtime.files import check_place, explain_failure, whole_folder  # noqa: E402
+import checkpoint
+import posthoc
+import settings
+from build import build_network
+from ema import exponent
+from trained import open_trained
+from tread.runtime.cli import open_door, plain
+from tread.runtime.files import check_place, explain_failure, whole_folder
 
 POOR_FIT = 0.05  # relative L2 distance of profiles
 COARSE = 0.002  # of a parameter; bf16 rounds to about that

@@ -16,11 +16,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import start
 import train
-from edm import EDM
-from guidance import Guidance, Schedule
 from routing_module import Route, draw_ids
-from sample import Sampler, draw
-from trained import Model
+from tread.diffusion.edm import EDM
+from tread.diffusion.guidance import Guidance, Schedule
+from tread.diffusion.sampling import Model, Sampler, draw
 from tread.runtime import compiling
 from tread.runtime.device import autocast
 

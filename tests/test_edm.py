@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from edm import EDM
-from solvers import Churn, heun
+from tread.diffusion.edm import EDM
+from tread.diffusion.solvers import Churn, heun
 
 DATA_STD = 0.7
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from edm import EDM
 from evaluation import heldout_loss, point
 from latents import LatentDataset, Latents
 from shards import write_dataset
+from tread.diffusion.edm import EDM
 from tread.runtime.randomness import seeded_normal
 
 

@@ -25,15 +25,14 @@ import fid as door
 import judge
 from autoencoder import load_decoder
 from build import build_network
-from edm import EDM
 from inception import extract, load_inception
 from job import Options, plan_job
 from latents import Latents
 from metrics import frechet_distance, mean_and_covariance
 from picture_sets import open_pictures
-from sample import Sampler, draw_pictures, seeded_labels
 from settings import Network, read
-from trained import Model
+from tread.diffusion.edm import EDM
+from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
 from tread.runtime.distributed import Processes
 
 RGB = Latents(shape=(3, 16, 16), classes=tuple("abcde"), autoencoder="pixels", scale_applied=True)

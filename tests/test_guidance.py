@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from edm import EDM
-from guidance import KINDS, Branch, Guidance, Schedule, guided
 from rf import RF
 from routing_module import Route
-from solvers import euler, heun
+from tread.diffusion.edm import EDM
+from tread.diffusion.guidance import KINDS, Branch, Guidance, Schedule, guided
+from tread.diffusion.solvers import euler, heun
 
 x, level, y = torch.randn(3, 1, 2, 2), torch.tensor(1.0), torch.tensor([0, 1, 2])
 no_class = torch.full_like(y, 9)

@@ -21,6 +21,7 @@ import sample
 import settings
 from build import build_network, load_weights
 from trained import open_trained
+from tread.diffusion import sampling
 
 SIZES = ["model.hidden_size=16", "model.depth=2", "model.num_heads=2", "model=dit"]
 CPU = torch.device("cpu")
@@ -194,8 +195,8 @@ def test_an_export_is_the_same_network_bit_for_bit(tmp_path, run, states, weight
     one, other = (open_trained(source, weights) for source in (found, alone))
     assert one.sha256 == other.sha256 and one.cfg == other.cfg and one.latents == other.latents
     assert torch.equal(bits(one.load(CPU)), bits(other.load(CPU)))
-    sampler, labels = sample.Sampler(2, 2), torch.tensor([3, 4])
-    drawn = [next(sample.draw(each.load(CPU), [0, 1], labels, sampler)) for each in (one, other)]
+    sampler, labels = sampling.Sampler(2, 2), torch.tensor([3, 4])
+    drawn = [next(sampling.draw(each.load(CPU), [0, 1], labels, sampler)) for each in (one, other)]
     assert torch.equal(*drawn)
     same(checkpoint.read_weights(out, weights), states[weights])
     same(checkpoint.read_weights(out / f"{weights}.safetensors"), states[weights])

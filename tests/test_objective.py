@@ -24,6 +24,7 @@ from objective import step_draws, training_loss
 from rf import RF
 from routing_module import Route, draw_ids
 from trained import open_trained
+from tread.diffusion import sampling
 from tread.runtime import device
 
 RUN = "results/digits-tread-rf"
@@ -126,12 +127,12 @@ def test_the_sampler_follows_from_the_checkpoint(trained):
     found = {key: record["settings"][key] for key in ("sampler", "steps", "nfe", "guidance")}
     assert found == {"sampler": "euler", "steps": 5, "nfe": 5, "guidance": "none"} and "rf" in record["settings"]
     model = open_trained(checkpoint.find(folder / RUN), "ema").load(torch.device("cpu"))
-    sampler = sample.Sampler(5, 20, solver="euler")
+    sampler = sampling.Sampler(5, 20, solver="euler")
     assert model.process == RF()
-    x = next(sample.draw(model, range(20), torch.arange(20) % 10, sampler))
+    x = next(sampling.draw(model, range(20), torch.arange(20) % 10, sampler))
     with np.load(folder / RUN / "latest" / "samples.npz") as samples:
         expected = samples["arr_0"].transpose(0, 3, 1, 2)
-    assert np.array_equal(sample.to_pictures(x, load_decoder(digits.MEANING)), expected)
+    assert np.array_equal(sampling.to_pictures(x, load_decoder(digits.MEANING)), expected)
 
 
 def test_utilisation_is_logged_where_the_peak_is_known(tmp_path, monkeypatch, composed):

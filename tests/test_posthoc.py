@@ -18,8 +18,8 @@ from torch import nn
 import checkpoint
 import posthoc
 from ema import EMA, exponent, power
-from sample import Sampler, draw
 from trained import open_trained
+from tread.diffusion.sampling import Sampler, draw
 from tread.runtime import files
 
 STORED, TRACKED = (0.05, 0.1), (0.07, 0.15, 0.2)

@@ -26,10 +26,10 @@ from safetensors.torch import load_file, save_file
 import checkpoint
 import fid
 import sample
-from guidance import Guidance
 from runlog import RunLog
-from sample import Sampler, draw
 from trained import open_trained
+from tread.diffusion.guidance import Guidance
+from tread.diffusion.sampling import Sampler, draw
 
 RECORDED = ROOT / "tests" / "recorded"
 RUNS = {

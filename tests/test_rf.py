@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from rf import RF
 from routing_module import Route, draw_ids
-from solvers import SOLVERS, call_order, euler, heun
+from tread.diffusion.solvers import SOLVERS, call_order, euler, heun
 
 
 def test_loss_equals_the_definition_sample_by_sample(tiny):

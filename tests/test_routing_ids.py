@@ -8,13 +8,12 @@ import math
 import pytest
 import torch
 
-from edm import EDM
-from guidance import Guidance
 from latents import Latents
 from objective import split_batch, step_draws, training_loss
 from routing_module import Route, draw_ids, num_keep
-from sample import Sampler, draw
-from trained import Model
+from tread.diffusion.edm import EDM
+from tread.diffusion.guidance import Guidance
+from tread.diffusion.sampling import Model, Sampler, draw
 from tread.routing.ids import RatioSchedule, choose_ids, count_kept, force, keep_prefix, row_ids, shared_ids
 
 SELECTS = ("token", "row", "shared")

@@ -16,14 +16,14 @@ from PIL import Image
 import checkpoint
 from autoencoder import to_uint8
 from dit import DiT
-from edm import EDM
-from guidance import KINDS as GUIDANCE_KINDS
-from guidance import Guidance, Schedule
 from pictures import save_curve, save_grid
 from rf import RF
 from routing_module import Route
-from sample import Sampler, draw, draw_pictures, parse_seeds, relative_cost, seeded_labels, spread_classes
-from trained import Model
+from sample import parse_seeds
+from tread.diffusion.edm import EDM
+from tread.diffusion.guidance import KINDS as GUIDANCE_KINDS
+from tread.diffusion.guidance import Guidance, Schedule
+from tread.diffusion.sampling import Model, Sampler, draw, draw_pictures, relative_cost, seeded_labels, spread_classes
 from tread.runtime.device import use_precision
 from tread.runtime.randomness import generator, seeded_normal
 

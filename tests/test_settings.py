@@ -11,9 +11,9 @@ from conftest import ROOT
 
 import settings
 from build import build_network
-from edm import EDM
 from rf import RF
 from routing_module import Route
+from tread.diffusion.edm import EDM
 from tread.routing.ids import choose_ids
 from tread.runtime import schema
 

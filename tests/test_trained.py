@@ -25,11 +25,13 @@ import sample
 import settings
 import train
 from autoencoder import load_decoder
-from guidance import Guidance
 from pictures import save_grid
 from rf import RF
 from routing_module import Route
 from trained import open_trained, open_weak
+from tread.diffusion import sampling, solvers
+from tread.diffusion.guidance import Guidance
+from tread.runtime import randomness
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +60,10 @@ def test_an_earlier_checkpoint_guides_a_later_one(runs, tmp_path):
             a, b = (model.process.denoise(model.network, x, sigma, labels) for model in (one, other))
         return b + 2.0 * (a - b)
 
-    sampler = sample.Sampler(3, 2, guidance=guidance)
-    levels, noise = one.process.schedule(3), sample.seeded_normal(seeds, (1, 8, 8))
-    expected = sample.solve("heun", denoise, noise, levels).float()
-    torch.testing.assert_close(next(sample.draw(one, seeds, labels, sampler, other)), expected)
+    sampler = sampling.Sampler(3, 2, guidance=guidance)
+    levels, noise = one.process.schedule(3), randomness.seeded_normal(seeds, (1, 8, 8))
+    expected = solvers.solve("heun", denoise, noise, levels).float()
+    torch.testing.assert_close(next(sampling.draw(one, seeds, labels, sampler, other)), expected)
     options = ("classes=[3]", "seeds=0-1", "guidance=autoguidance", f"guidance.checkpoint={guidance.checkpoint}")
     text = launch_door(sample.main, "sample", tmp_path, f"checkpoint={runs / 'digits-tread'}", *options)
     assert "autoguidance 1.5 against ema weights of another network" in text and "2.000 times the FLOPs" in text
@@ -188,8 +190,8 @@ def test_doors_draw_what_draw_does_with_both_networks(runs, tmp_path, case):
     assert (weak is None) == (case == "forced routes")
 
     def drawn(seeds, labels, other):
-        sampler = sample.Sampler(3, len(seeds), guidance=guidance)
-        return torch.cat(list(sample.draw_pictures(models[0], decoder, seeds, labels, sampler, other)))
+        sampler = sampling.Sampler(3, len(seeds), guidance=guidance)
+        return torch.cat(list(sampling.draw_pictures(models[0], decoder, seeds, labels, sampler, other)))
 
     launch_door(fid.main, "fid", tmp_path, *options, "num_samples=10", "labels=balanced", "save_samples=true", "out=a")
     with np.load(tmp_path / "a" / "samples.npz") as samples:
@@ -214,9 +216,9 @@ def test_imported_weights_sample_like_the_checkpoint_they_came_from(runs, tmp_pa
     assert "results/mine/step_0000000" in launch("name=mine")
     mine, device, labels = opened(tmp_path / "results/mine"), torch.device("cpu"), torch.tensor([3, 4])
     ours, theirs = (one.load(device) for one in (mine, opened(runs / "digits-tread")))
-    sampler = sample.Sampler(3, 2, guidance=Guidance("sparse", 1.5, 0.25, 0.5))
+    sampler = sampling.Sampler(3, 2, guidance=Guidance("sparse", 1.5, 0.25, 0.5))
     assert torch.equal(
-        next(sample.draw(ours, [0, 1], labels, sampler)), next(sample.draw(theirs, [0, 1], labels, sampler))
+        next(sampling.draw(ours, [0, 1], labels, sampler)), next(sampling.draw(theirs, [0, 1], labels, sampler))
     )
     assert open_weak(Guidance("cfg", 1.5), mine) is None
     launch("name=flow", "objective=rf", "rf.reverse=true", "rf.time_scale=1000")

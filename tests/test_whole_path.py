@@ -21,8 +21,8 @@ from PIL import Image
 import autoencoder
 import checkpoint
 from latents import LatentDataset, Latents
-from sample import Sampler, draw
 from trained import open_trained
+from tread.diffusion.sampling import Sampler, draw
 
 SMALL = ["recipe.hidden_size=64", "recipe.depth=6", "recipe.num_heads=2", "recipe.batch_size=16", "train.steps=6"]
 SMALL += [
