@@ -18,8 +18,9 @@ import settings
 from evaluation import heldout_loss
 from metrics import Moments
 from objective import step_draws
-from pictures import save_curve, save_grid
+from pictures import save_curve
 from start import Failure, Run
+from tread.data.images import save_grid
 from tread.diffusion.sampling import Sampler, draw_pictures, spread_classes
 from tread.runtime.device import autocast
 from tread.runtime.distributed import from_main

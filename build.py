@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import digits
 from checkpoint import read_weights
 from dit import DiT
-from latents import LatentDataset, Latents, read_index
 from settings import Network, Settings, process_of, read
 from state_dicts import fit
+from tread.data import digits
+from tread.data.dataset import LatentDataset, read_index
+from tread.data.latents import Latents
 from tread.models.backbone import Backbone
 from tread.models.rwkv import RWKV
 from updates import LearningRate

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from autoencoder import to_network
-from latents import LatentDataset
 from rf import RF
+from tread.data.dataset import LatentDataset
+from tread.data.latents import to_network
 from tread.diffusion.edm import EDM
 from tread.runtime.randomness import seeded_normal
 

@@ -22,19 +22,19 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-import autoencoder
 import checkpoint
-import digits
 import settings
+from digits_judge import REAL_COUNTS, judge_digits
 from inception import CLASSES, POOL_FEATURES, SPATIAL_FEATURES, find_weights
 from job import Job, Options, plan_job, read_options, settle_paths
 from judge import Judge, features_of, open_judge
 from parts import Parts
 from picture_sets import Pictures, open_pictures, save_npz
-from pictures import save_grid
 from reference import Reference, check_size, open_reference, save_statistics
 from scorelog import ScoreFiles, add_line, table
 from scoring import as_arrays, part_size, score, warnings
+from tread.data import autoencoder
+from tread.data.images import save_grid
 from tread.diffusion.sampling import draw_pictures, seeded_labels
 from tread.runtime.cli import open_door, plain
 from tread.runtime.compiling import compile_blocks, settle_compile
@@ -256,8 +256,8 @@ def conclude(job: Job, judge: Judge | None, parts: Parts, seconds: dict[str, flo
         values, unavailable = score(parts, judge.reference, judge.features, processes.device)
     elif job.embedded is not None:
         pictures, labels = (np.concatenate(list(parts.arrays(name))) for name in ("pictures", "labels"))
-        values, unavailable = digits.judge(pictures, labels), {"fid": "grey pictures of 8×8 are scored in raw pixels"}
-        counts = digits.REAL_COUNTS
+        values, unavailable = judge_digits(pictures, labels), {"fid": "grey pictures of 8×8 are scored in raw pixels"}
+        counts = REAL_COUNTS
     else:
         values, unavailable = {}, {"fid": "there is no reference"}
     spent = [parts.info(number)["seconds"] for number in range(len(parts.ranges))]

@@ -6,11 +6,11 @@ import glob
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import autoencoder
 import checkpoint
 import settings
-from latents import Latents
 from trained import Trained, open_trained, open_weak
+from tread.data import autoencoder
+from tread.data.latents import Latents
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import LABELS, Sampler, check_ratios, relative_cost
 from tread.diffusion.solvers import check_solver

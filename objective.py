@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from autoencoder import to_network
-from latents import Latents
 from route_loss import kept_loss, reconstruction_loss
 from routing_module import Route
 from settings import Settings, process_of
+from tread.data.latents import Latents, to_network
 from tread.routing.ids import choose_ids
 from tread.runtime.randomness import generator
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mapped import write_array
+from tread.data.npy import write_array
 from tread.runtime.files import explain_failure, sha256, whole_folder, write_whole
 
 

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from crop import centre_crop, read_rgb
-from mapped import write_array
-from photos import SUFFIXES, Folder
-from tars import Tar
+from tread.data.images import centre_crop, read_rgb
+from tread.data.npy import write_array
+from tread.data.photos import SUFFIXES, Folder
+from tread.data.tars import Tar
 from tread.runtime.files import sha256
 
 THREADS = 8  # that decode a folder's pictures

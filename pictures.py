@@ -1,4 +1,4 @@
-"""PNG files: grids of samples and loss curves."""
+"""Figures: loss curves and heat maps."""
 
 from __future__ import annotations
 
@@ -6,21 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
-
-
-def save_grid(path: Path, pictures: np.ndarray, columns: int, gap: int = 2) -> None:
-    """Write pictures (n, 1 or 3, H, W) uint8 as a grid, row by row; small ones are enlarged to 64 px."""
-    n, channels, height, width = pictures.shape
-    zoom = max(1, 64 // max(height, width))
-    pictures = pictures.repeat(zoom, axis=2).repeat(zoom, axis=3).transpose(0, 2, 3, 1)
-    height, width, rows = height * zoom, width * zoom, -(-n // columns)
-    grid = np.full((rows * (height + gap) - gap, columns * (width + gap) - gap, channels), 255, dtype=np.uint8)
-    for number, picture in enumerate(pictures):
-        top, left = number // columns * (height + gap), number % columns * (width + gap)
-        grid[top : top + height, left : left + width] = picture
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(grid.squeeze(2) if channels == 1 else grid).save(path)
 
 
 def save_curve(path: Path, records: Sequence[dict], routed: bool) -> None:

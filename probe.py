@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from autoencoder import Decoder
 from inception import Inception, find_weights, load_inception
-from latents import Latents
 from metrics import Moments, frechet_distance
 from reference import Statistics, check_size, open_reference
 from scoring import pool_moments
 from settings import Evaluation
+from tread.data.autoencoder import Decoder
+from tread.data.latents import Latents
 from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
 from tread.runtime.device import use_cores
 

@@ -16,11 +16,11 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-import autoencoder
 import checkpoint
 import settings
-from pictures import save_grid
 from trained import open_trained, open_weak
+from tread.data import autoencoder
+from tread.data.images import save_grid
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import (
     Sampler,

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ema import exponent, exponential
-from latents import PLACEMENTS
 from rf import RF
 from routing_module import SELECT_CHOICES, Route, check_routes
+from tread.data.dataset import PLACEMENTS
 from tread.diffusion.edm import EDM
 from tread.diffusion.solvers import check_solver
 from tread.routing.ids import RatioSchedule, count_kept

@@ -13,18 +13,19 @@ from omegaconf import OmegaConf
 from torch import nn
 from tqdm import tqdm
 
-import autoencoder
 import checkpoint
 import posthoc
 import settings
 from build import build_learning_rate, build_network, build_optimizer, load_weights, open_datasets
 from ema import EMA, exponential, power
-from latents import LatentDataset, Latents
-from loading import Loader
 from objective import split_batch
 from probe import Probe, open_probe
 from runlog import Claim, RunLog, claim
 from tracking import start_wandb
+from tread.data import autoencoder
+from tread.data.dataset import LatentDataset
+from tread.data.latents import Latents
+from tread.data.loader import Loader
 from tread.diffusion.sampling import Model
 from tread.runtime.compiling import compile_blocks, settle_compile
 from tread.runtime.distributed import distribute, from_main, open_accelerator

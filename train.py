@@ -19,10 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch._dynamo.exc import BackendCompilerFailed
 from tqdm import tqdm
 
-import digits
 import settings
 from between import done_before, draw_samples, look, read_tally, save, save_snapshot
 from build import complete
+from digits_judge import judge_digits
 from memory import find_fitting, smaller
 from objective import active_routes, step_draws, training_loss
 from start import Failure, Run, start
@@ -234,7 +234,7 @@ def finish(run: Run) -> None:
         count = run.cfg.eval.demo_samples
         if count and not any(r["step"] == run.step and "label_agreement" in r for r in run.log.records()):
             labels = torch.arange(count) % run.cfg.dataset.num_classes
-            run.record(**digits.judge(draw_samples(run, labels).numpy(), labels.numpy()), demo_samples=count)
+            run.record(**judge_digits(draw_samples(run, labels).numpy(), labels.numpy()), demo_samples=count)
         run.say(outcome(run.folder, run.step, run.log.records()))
 
 

@@ -10,9 +10,9 @@ import torch
 import checkpoint
 import settings
 from build import build_network
-from latents import Latents
 from rf import RF
 from routing_module import Route
+from tread.data.latents import Latents
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import NO_GUIDANCE, Guidance
 from tread.diffusion.sampling import Model

@@ -18,7 +18,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from latents import VERSION, LatentDataset, Latents
+from tread.data.dataset import VERSION, LatentDataset
+from tread.data.latents import Latents
 from tread.runtime.files import sha256
 
 SAMPLES, PER_SHARD = 1_281_167, 16_384

@@ -30,11 +30,11 @@ from omegaconf import OmegaConf
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import autoencoder
 import metrics
 import settings
 from build import build_network, complete
 from inception import Inception, extract, resize
+from tread.data import autoencoder
 from tread.diffusion.sampling import Model, Sampler, draw, to_pictures
 from tread.runtime.device import autocast, device_name, exact, use_cores, use_precision
 

@@ -29,9 +29,10 @@ from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from latents import LatentDataset, Latents
-from loading import Loader
-from shards import write_dataset
+from tread.data.dataset import LatentDataset
+from tread.data.latents import Latents
+from tread.data.loader import Loader
+from tread.data.writer import write_dataset
 
 SAMPLES, PER_SHARD, BATCH, FILES = 65_536, 4_096, 256, 8_192
 MEANING = Latents((4, 32, 32), tuple(map(str, range(1000))), "pixels", scale_applied=True)

@@ -40,9 +40,9 @@ import settings
 import train
 from build import complete
 from ema import EMA
-from latents import Latents
-from shards import write_dataset
 from start import Run, start
+from tread.data.latents import Latents
+from tread.data.writer import write_dataset
 from tread.runtime.device import device_name, peak_flops, wait_for
 from tread.runtime.schema import check_overrides
 from tread.runtime.signals import Stop

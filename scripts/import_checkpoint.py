@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import checkpoint
 import settings
 from build import build_network, complete
-from latents import Latents
 from state_dicts import describe, fit, sizes
+from tread.data.latents import Latents
 from tread.runtime.cli import open_door, plain
 from tread.runtime.files import explain_failure, write_whole
 from tread.runtime.tensor_files import read_state_dict, read_state_dicts

@@ -20,14 +20,14 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import autoencoder
-import report
 import settings
-from foreign import Foreign, open_foreign
-from latents import LatentDataset, Latents
-from pictures import save_grid
-from preparation import shard_ranges
-from shards import DatasetWriter, forget_work
+from tread.data import autoencoder, dataset_report
+from tread.data.dataset import LatentDataset
+from tread.data.images import save_grid
+from tread.data.importers import Foreign, open_foreign
+from tread.data.latents import Latents
+from tread.data.prepare import shard_ranges
+from tread.data.writer import DatasetWriter, forget_work
 from tread.runtime.cli import open_door, plain
 from tread.runtime.files import explain_failure, write_whole
 
@@ -136,19 +136,21 @@ def finish(writer: DatasetWriter, shards: int, plan: dict, options: Options) -> 
     """Assemble the dataset, look at it, write its report, and give it its name."""
     folder = writer.assemble(shards)
     data = LatentDataset(folder)
-    made = report.numbers(data) | {"plan": asdict(writer.latents) | plan}
+    made = dataset_report.numbers(data) | {"plan": asdict(writer.latents) | plan}
     with explain_failure(folder / "report.json"):
         write_whole(folder / "report.json", json.dumps(made, indent=1) + "\n")
     pictures = f"  pictures  {writer.folder / 'report.png'}: decoded samples; look whether they are whole"
     if options.decode:
-        chosen = report.spread(len(data), options.decode)
+        chosen = dataset_report.spread(len(data), options.decode)
         try:
             decoder = autoencoder.load_decoder(data.latents)
-            save_grid(folder / "report.png", report.decode(data, chosen, decoder, torch.device("cpu")), columns=4)
+            save_grid(
+                folder / "report.png", dataset_report.decode(data, chosen, decoder, torch.device("cpu")), columns=4
+            )
         except (ValueError, RuntimeError) as error:
             pictures = f"  pictures  none, so nobody has seen whether the scale is right: {error}"
     writer.publish()
-    print(report.text(made))
+    print(dataset_report.text(made))
     if not 0.2 < np.mean(made["channel_std"]) < 2.5:
         print(
             f"warning: network latents of standard deviation {np.mean(made['channel_std']):.2f} are unusual (Stable "

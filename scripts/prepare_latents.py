@@ -20,13 +20,13 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import autoencoder
-import report
 import settings
-from latents import LatentDataset, Latents
-from photos import Photos, find_photos
-from preparation import Crops, check_sizes, make_shards, shard_ranges, source_hash
-from shards import DatasetWriter, forget_work
+from tread.data import autoencoder, dataset_report
+from tread.data.dataset import LatentDataset
+from tread.data.latents import Latents
+from tread.data.photos import Photos, find_photos
+from tread.data.prepare import Crops, check_sizes, make_shards, shard_ranges, source_hash
+from tread.data.writer import DatasetWriter, forget_work
 from tread.runtime.cli import open_door, plain
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes
@@ -202,33 +202,33 @@ def finish(
     """Assemble the dataset, look at it, write its report, and give it its name."""
     folder = writer.assemble(shards)
     data, notes = LatentDataset(folder), writer.notes(shards)
-    empty = [name for name, count in report.numbers(data)["class_counts"].items() if not count]
+    empty = [name for name, count in dataset_report.numbers(data)["class_counts"].items() if not count]
     if empty and not options.allow_empty:
         raise ValueError(
             f"no picture of {', '.join(empty[:5])} could be read; repair some of {photos.where} and remove "
             f"{writer.work}, or set allow_empty=true"
         )
     left_out = [*photos.refused, *(tuple(one) for note in notes for one in note["left_out"])]
-    made = report.numbers(data) | {
+    made = dataset_report.numbers(data) | {
         "enlarged": sum(note["enlarged"] for note in notes),
         "left_out": left_out,
         "plan": asdict(writer.latents) | plan,
     }
     if options.decode:
-        chosen = report.spread(len(data), options.decode)
+        chosen = dataset_report.spread(len(data), options.decode)
         skipped = {name for name, _ in left_out}
         kept = [index for index, name in enumerate(photos.names) if name not in skipped]
         crops = Crops(photos, options.resolution)
         before = np.stack([crops[kept[index]][0].numpy() for index in chosen])
         decoder = autoencoder.load_decoder(data.latents, processes.device)
-        after = report.decode(data, chosen, decoder, processes.device)
-        made["psnr"] = [report.psnr(*pair) for pair in zip(before, after)]
+        after = dataset_report.decode(data, chosen, decoder, processes.device)
+        made["psnr"] = [dataset_report.psnr(*pair) for pair in zip(before, after)]
         with explain_failure(folder / "report.png"):
-            report.side_by_side(folder / "report.png", before, after)
+            dataset_report.side_by_side(folder / "report.png", before, after)
     with explain_failure(folder / "report.json"):
         write_whole(folder / "report.json", json.dumps(made, indent=1) + "\n")
     writer.publish()
-    print(report.text(made))
+    print(dataset_report.text(made))
     if options.decode:
         print(f"  pictures  {writer.folder / 'report.png'}: photo, decoded latents")
     print(f"  dataset   {writer.folder}: train with dataset=folder dataset.path={writer.folder}")

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-import autoencoder
-from latents import Latents
+from tread.data import autoencoder
+from tread.data.latents import Latents, to_network
 
 PLAIN = Latents(shape=(4, 8, 8), classes=("a",), autoencoder="pixels", scale=0.5, shift=0.25)
 
 
 def test_plain_latents_are_scaled_once():
     z = torch.randn(2, 4, 8, 8)
-    torch.testing.assert_close(autoencoder.to_network(z, PLAIN), (z - 0.25) * 0.5)
-    assert torch.equal(autoencoder.to_network(z, replace(PLAIN, scale_applied=True)), z)
+    torch.testing.assert_close(to_network(z, PLAIN), (z - 0.25) * 0.5)
+    assert torch.equal(to_network(z, replace(PLAIN, scale_applied=True)), z)
 
 
 @pytest.mark.parametrize("spread", ["logvar", "std"])
@@ -25,15 +25,15 @@ def test_moments_are_sampled_as_their_spread_says(spread):
     moments = replace(PLAIN, content="moments", spread=spread)
     mean, std, noise = torch.randn(2, 4, 8, 8), torch.rand(2, 4, 8, 8) + 0.1, torch.randn(2, 4, 8, 8)
     stored = torch.cat([mean, 2 * std.log() if spread == "logvar" else std], dim=1)
-    torch.testing.assert_close(autoencoder.to_network(stored, moments, noise), (mean + std * noise - 0.25) * 0.5)
-    torch.testing.assert_close(autoencoder.to_network(stored, moments), (mean - 0.25) * 0.5)
+    torch.testing.assert_close(to_network(stored, moments, noise), (mean + std * noise - 0.25) * 0.5)
+    torch.testing.assert_close(to_network(stored, moments), (mean - 0.25) * 0.5)
 
 
 def test_pixels_decode_to_what_they_were():
     grey = torch.arange(256, dtype=torch.uint8).view(4, 1, 8, 8)
     latents = replace(PLAIN, shape=(1, 8, 8))
     z = grey.float() / 127.5 - 1
-    x = autoencoder.to_network(z, latents)
+    x = to_network(z, latents)
     assert torch.equal(autoencoder.load_decoder(latents)(x), grey)
 
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-import digits
-from autoencoder import load_decoder, to_network
-from latents import LatentDataset
+from digits_judge import METRICS, judge_digits
+from tread.data import digits
+from tread.data.autoencoder import load_decoder
+from tread.data.dataset import LatentDataset
+from tread.data.latents import to_network
 
 
 def test_the_dataset_is_the_scans_exactly(tmp_path):
@@ -28,7 +30,8 @@ def test_the_dataset_is_the_scans_exactly(tmp_path):
 
 
 def test_several_processes_may_prepare_it_at_once(tmp_path):
-    code = f"import digits, pathlib; digits.prepare(pathlib.Path({str(tmp_path / 'data' / 'train')!r}), 'train')"
+    folder = str(tmp_path / "data" / "train")
+    code = f"import pathlib; from tread.data import digits; digits.prepare(pathlib.Path({folder!r}), 'train')"
     started = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
     assert [process.wait() for process in started] == [0, 0, 0]
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["train"]
@@ -44,11 +47,11 @@ def test_train_and_heldout_do_not_overlap():
 def test_the_judge_knows_real_digits_from_wrong_labels_and_noise():
     (train, train_labels), (heldout, labels) = digits.split().values()
     pictures = np.round(heldout.reshape(-1, 1, 8, 8) / 16 * 255).astype(np.uint8)
-    real = digits.judge(pictures, labels)
+    real = judge_digits(pictures, labels)
     assert real["label_agreement"] == real["label_agreement_real"] == pytest.approx(0.989, abs=0.003)
     assert real["frechet_pixels"] == pytest.approx(0, abs=1e-6) and 5 < real["frechet_pixels_real"] < 50
-    assert digits.judge(pictures, (labels + 1) % 10)["label_agreement"] < 0.02
+    assert judge_digits(pictures, (labels + 1) % 10)["label_agreement"] < 0.02
     noise = np.random.default_rng(0).integers(0, 256, pictures.shape).astype(np.uint8)
-    judged = digits.judge(noise, labels)
+    judged = judge_digits(noise, labels)
     assert judged["label_agreement"] < 0.25 and judged["frechet_pixels"] > 20 * judged["frechet_pixels_real"]
-    assert tuple(judged) == digits.METRICS
+    assert tuple(judged) == METRICS

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from evaluation import heldout_loss, point
-from latents import LatentDataset, Latents
-from shards import write_dataset
+from tread.data.dataset import LatentDataset
+from tread.data.latents import Latents
+from tread.data.writer import write_dataset
 from tread.diffusion.edm import EDM
 from tread.runtime.randomness import seeded_normal
 

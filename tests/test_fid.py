@@ -20,17 +20,18 @@ from conftest import ROOT, launch_door
 from PIL import Image
 
 import checkpoint
-import digits
+import digits_judge
 import fid as door
 import judge
-from autoencoder import load_decoder
 from build import build_network
 from inception import extract, load_inception
 from job import Options, plan_job
-from latents import Latents
 from metrics import frechet_distance, mean_and_covariance
 from picture_sets import open_pictures
 from settings import Network, read
+from tread.data import digits
+from tread.data.autoencoder import load_decoder
+from tread.data.latents import Latents
 from tread.diffusion.edm import EDM
 from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
 from tread.runtime.distributed import Processes
@@ -225,7 +226,7 @@ def test_the_digits_are_judged_without_a_download(tmp_path, composed):
     pictures = torch.cat(
         list(draw_pictures(Model(EDM(), network), load_decoder(digits.MEANING), range(40), labels, sampler))
     )
-    expected, found = digits.judge(pictures.numpy(), labels.numpy()), record(folder / "fid.json")
+    expected, found = digits_judge.judge_digits(pictures.numpy(), labels.numpy()), record(folder / "fid.json")
     assert {key: found[key] for key in expected} == pytest.approx(expected)
     counts = {"label_agreement": 40, "label_agreement_real": 355, "frechet_pixels": 40, "frechet_pixels_real": 1442}
     assert found["counts"] == counts and "fid" in found["unavailable"]

@@ -23,12 +23,13 @@ from conftest import ROOT
 from PIL import Image
 from torch.utils.data import DataLoader
 
-import autoencoder
 import settings
-from crop import centre_crop, read_rgb
-from latents import LatentDataset
-from photos import find_photos
-from preparation import Crops
+from tread.data import autoencoder
+from tread.data.dataset import LatentDataset
+from tread.data.images import centre_crop, read_rgb
+from tread.data.latents import to_network
+from tread.data.photos import find_photos
+from tread.data.prepare import Crops
 
 SCALE = 0.18215
 LABELS = np.array([2, 0, 1, 1, 0, 2, 1])
@@ -114,7 +115,7 @@ def test_numbers_labels_and_meaning_are_the_sources(bring, tmp_path, case, dtype
         stored = data.read(np.arange(7), view).stored
         assert np.array_equal(stored.numpy(), expected[:, view])
         for eps in (noise, 0 * noise):
-            x = autoencoder.to_network(stored, data.latents, torch.from_numpy(eps).float() if eps.any() else None)
+            x = to_network(stored, data.latents, torch.from_numpy(eps).float() if eps.any() else None)
             assert np.allclose(x, network(expected[:, view].astype(np.float64), eps), rtol=1e-4, atol=1e-5)
 
 

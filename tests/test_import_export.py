@@ -15,12 +15,12 @@ from conftest import launch_door
 from safetensors.torch import load_file
 
 import checkpoint
-import digits
 import fid
 import sample
 import settings
 from build import build_network, load_weights
 from trained import open_trained
+from tread.data import digits
 from tread.diffusion import sampling
 
 SIZES = ["model.hidden_size=16", "model.depth=2", "model.num_heads=2", "model=dit"]

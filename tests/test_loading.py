@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from benchmarks.dataset_open import anonymous_memory, write_sparse
-from latents import PLACEMENTS, LatentDataset, Latents
-from loading import Loader
 from objective import split_batch
-from shards import write_dataset
+from tread.data.dataset import PLACEMENTS, LatentDataset
+from tread.data.latents import Latents
+from tread.data.loader import Loader
+from tread.data.writer import write_dataset
 
 MEANING = Latents(shape=(2, 4, 4), classes=("ant", "bee", "cow"), autoencoder="pixels", views=2)
 CPU = torch.device("cpu")
@@ -131,7 +132,7 @@ def test_another_process_opens_the_dataset_anew(folder):
 
 
 def test_memory_that_is_not_there_is_not_asked_for(folder, monkeypatch):
-    monkeypatch.setattr("latents._free_memory", lambda device: 1000)
+    monkeypatch.setattr("tread.data.dataset._free_memory", lambda device: 1000)
     LatentDataset(folder)
     for placement in ("ram", "device"):
         with pytest.raises(ValueError, match=f"cpu has 0.0 GB of memory free: dataset.placement={placement}.*mmap"):

@@ -11,19 +11,20 @@ from conftest import launch_door
 from test_train import TINY, state
 
 import checkpoint
-import digits
 import fid
 import sample
 import settings
 import train
-from autoencoder import load_decoder, to_network
 from build import build_network, open_datasets
 from evaluation import heldout_loss
-from latents import LatentDataset, Latents
 from objective import step_draws, training_loss
 from rf import RF
 from routing_module import Route, draw_ids
 from trained import open_trained
+from tread.data import digits
+from tread.data.autoencoder import load_decoder
+from tread.data.dataset import LatentDataset
+from tread.data.latents import Latents, to_network
 from tread.diffusion import sampling
 from tread.runtime import device
 

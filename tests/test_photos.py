@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from crop import centre_crop, read_rgb
-from photos import find_photos, label_table
+from tread.data.images import centre_crop, read_rgb
+from tread.data.photos import find_photos, label_table
 
 NOISE = np.random.default_rng(0).integers(0, 256, (24, 32, 4), dtype=np.uint8)
 CLASSES = {"bee": 2, "ant": 3, "cow": 1}

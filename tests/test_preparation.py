@@ -24,12 +24,13 @@ import torch
 from conftest import ROOT
 from PIL import Image
 
-import autoencoder
 import settings
-from crop import centre_crop, read_rgb
-from latents import LatentDataset
-from photos import find_photos
-from shards import DatasetWriter
+from tread.data import autoencoder
+from tread.data.dataset import LatentDataset
+from tread.data.images import centre_crop, read_rgb
+from tread.data.latents import to_network
+from tread.data.photos import find_photos
+from tread.data.writer import DatasetWriter
 from tread.runtime.distributed import Processes
 
 SIZES = {"ant": 7, "bee": 5, "cow": 9}
@@ -129,17 +130,17 @@ def test_statistics_are_those_of_what_the_network_sees(prepare, tmp_path):
     data = LatentDataset(tmp_path / "data")
     stored = torch.cat([data.read(np.arange(len(data)), view).stored for view in (0, 1)])
     shape = (len(stored), *data.latents.shape)
-    samples = torch.stack([autoencoder.to_network(stored, data.latents, torch.randn(shape)) for _ in range(400)])
+    samples = torch.stack([to_network(stored, data.latents, torch.randn(shape)) for _ in range(400)])
     mean, std = (torch.tensor(values) for values in data.statistics)
     torch.testing.assert_close(samples.mean(dim=(0, 1, 3, 4)), mean, rtol=0, atol=0.01)
     torch.testing.assert_close(samples.std(dim=(0, 1, 3, 4)), std, rtol=0.01, atol=0)
     data.normalize(0.5)
-    samples = torch.stack([autoencoder.to_network(stored, data.latents, torch.randn(shape)) for _ in range(400)])
+    samples = torch.stack([to_network(stored, data.latents, torch.randn(shape)) for _ in range(400)])
     torch.testing.assert_close(samples.mean(dim=(0, 1, 3, 4)), torch.zeros(4), rtol=0, atol=0.01)
     torch.testing.assert_close(samples.std(dim=(0, 1, 3, 4)), torch.full((4,), 0.5), rtol=0.01, atol=0)
-    x = autoencoder.to_network(stored, data.latents)
+    x = to_network(stored, data.latents)
     plain = data.latents.__class__(**{**data.latents.__dict__, "channel_shift": (), "channel_scale": ()})
-    before = autoencoder.load_decoder(plain)(autoencoder.to_network(stored, plain))
+    before = autoencoder.load_decoder(plain)(to_network(stored, plain))
     assert (autoencoder.load_decoder(data.latents)(x).int() - before.int()).abs().max() <= 1
 
 
@@ -303,7 +304,7 @@ def test_few_file_descriptors_are_enough(tree, processes, tmp_path):
 
 
 def test_too_small_a_disk_is_seen_before_the_work(prepare, monkeypatch):
-    monkeypatch.setattr("shards.free_bytes", lambda folder: 10_000)
+    monkeypatch.setattr("tread.data.writer.free_bytes", lambda folder: 10_000)
     with pytest.raises(OSError, match="21 samples take 0.0 GB.*free"):
         prepare()
 
@@ -511,7 +512,7 @@ def test_the_real_taesd_gives_photos_back(asset):
     chosen = [read_rgb(photos.read(index)) for index in (0, 300, 700)]
     pixels = torch.from_numpy(np.stack([np.asarray(image) for image in chosen])).permute(0, 3, 1, 2)
     stored = torch.from_numpy(autoencoder.encoder(model, latents)(pixels)[:, 0].astype(np.float16))
-    back = autoencoder.load_decoder(latents)(autoencoder.to_network(stored, latents))
+    back = autoencoder.load_decoder(latents)(to_network(stored, latents))
     errors = ((back.double() - pixels.double()) ** 2).mean(dim=(1, 2, 3))
     assert 18 < (10 * torch.log10(255**2 / errors)).mean() < 28  # 22.5 dB in the mean over all thousand
 

@@ -11,7 +11,7 @@ from test_fid import RGB
 from test_fid import launch as score
 from test_train import launch, launch_processes, records, state
 
-from shards import write_dataset
+from tread.data.writer import write_dataset
 
 DATA = ["dataset=folder", "dataset.path=data", "train.steps=4", "every.save=4", "every.sample=4", "name=rgb"]
 

@@ -18,11 +18,11 @@ import fid
 import sample
 from build import build_network
 from dit import DiT
-from latents import Latents
 from objective import active_routes, step_draws, training_loss
 from rf import RF
 from route_loss import EPSILON, kept_loss, reconstruction_loss, to_patches
 from routing_module import Route
+from tread.data.latents import Latents
 from tread.diffusion.edm import EDM
 from tread.models.rwkv import RWKV
 from tread.routing.ids import choose_ids

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from latents import Latents
 from objective import split_batch, step_draws, training_loss
 from routing_module import Route, draw_ids, num_keep
+from tread.data.latents import Latents
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Model, Sampler, draw

@@ -14,12 +14,13 @@ from conftest import ROOT, random_network
 from PIL import Image
 
 import checkpoint
-from autoencoder import to_uint8
 from dit import DiT
-from pictures import save_curve, save_grid
+from pictures import save_curve
 from rf import RF
 from routing_module import Route
 from sample import parse_seeds
+from tread.data.autoencoder import to_uint8
+from tread.data.images import save_grid
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import KINDS as GUIDANCE_KINDS
 from tread.diffusion.guidance import Guidance, Schedule
@@ -328,7 +329,8 @@ def test_bad_requests_are_refused(tiny):
 
 def test_all_cores_are_used_where_a_launcher_left_one():
     """accelerate and torchrun set OMP_NUM_THREADS=1."""
-    code = "import torch, compute as c; print(torch.get_num_threads(), c.use_cores(None, 1), c.use_cores(3, 1))"
+    code = "import torch; from tread.runtime.device import use_cores; "
+    code += "print(torch.get_num_threads(), use_cores(None, 1), use_cores(3, 1))"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["1", str(len(os.sched_getaffinity(0))), "3"]

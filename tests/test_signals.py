@@ -107,7 +107,7 @@ def test_the_end_of_the_launcher_is_a_signal(tmp_path):
 BUSY = """
 import sys, time, torch
 sys.path.insert(0, sys.argv[1])
-from signals import Stop
+from tread.runtime.signals import Stop
 torch.set_num_threads(1)
 stop = Stop()
 stop.ending = lambda name: print("ending by", name, flush=True)

@@ -22,9 +22,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 import between
 import checkpoint
 import train
-from latents import Latents
 from runlog import RunLog
-from shards import write_dataset
+from tread.data.latents import Latents
+from tread.data.writer import write_dataset
 from tread.models import backbone
 
 RUN = Path("results/digits-tread")

@@ -26,12 +26,13 @@ import train
 from build import build_network, build_optimizer, open_dataset
 from dit import DiT
 from ema import EMA, exponential
-from latents import LatentDataset, Latents
-from loading import Loader
 from routing_module import Route, draw_ids
 from runlog import Claim, RunLog, claim, differences
-from shards import write_dataset
 from start import start
+from tread.data.dataset import LatentDataset
+from tread.data.latents import Latents
+from tread.data.loader import Loader
+from tread.data.writer import write_dataset
 from tread.runtime.signals import Stop
 from updates import LearningRate, Tally
 

@@ -19,16 +19,16 @@ from test_fid import save_checkpoint
 from test_train import TINY
 
 import checkpoint
-import digits
 import fid
 import sample
 import settings
 import train
-from autoencoder import load_decoder
-from pictures import save_grid
 from rf import RF
 from routing_module import Route
 from trained import open_trained, open_weak
+from tread.data import digits
+from tread.data.autoencoder import load_decoder
+from tread.data.images import save_grid
 from tread.diffusion import sampling, solvers
 from tread.diffusion.guidance import Guidance
 from tread.runtime import randomness

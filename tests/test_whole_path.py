@@ -18,10 +18,11 @@ import torch
 from conftest import ROOT
 from PIL import Image
 
-import autoencoder
 import checkpoint
-from latents import LatentDataset, Latents
 from trained import open_trained
+from tread.data import autoencoder
+from tread.data.dataset import LatentDataset
+from tread.data.latents import Latents
 from tread.diffusion.sampling import Sampler, draw
 
 SMALL = ["recipe.hidden_size=64", "recipe.depth=6", "recipe.num_heads=2", "recipe.batch_size=16", "train.steps=6"]

@@ -7,7 +7,7 @@
 `content` says what is stored: "latents", or "moments", a posterior's mean and spread stacked along
 the channels (2C of them), where `spread` is "logvar" or "std". The network sees
 (z − shift)·scale; `scale_applied` says whether the stored numbers already are on that scale.
-A second view, where stored, is the horizontally flipped picture. shards.py writes the format.
+A second view, where stored, is the horizontally flipped picture. writer.py writes the format.
 """
 
 from __future__ import annotations
@@ -24,81 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mapped import open_array, rows_in_place, torch_dtype
+from tread.data.latents import Latents
+from tread.data.npy import open_array, rows_in_place, torch_dtype
 from tread.runtime.files import sha256
 from tread.runtime.randomness import generator
 
 VERSION = 1
 SHARD_KEYS = ("count", "file", "labels", "file_sha256", "labels_sha256")
 PLACEMENTS = ("mmap", "ram", "device")
-
-
-@dataclass(frozen=True)
-class Latents:
-    """What the numbers of a dataset mean: the part of index.json that is not a count or a file.
-
-    shape          (C, S, S) of the latents (of one view; moments hold twice the channels).
-    classes        class names; a label is an index into them.
-    autoencoder    what made the latents and decodes them: a hub id, a folder or file, or "pixels".
-    scale, shift   network latents = (z − shift)·scale.
-    fingerprint    hash of the autoencoder's weights; None where nobody knows.
-    channel_shift, channel_scale
-                   a further (x − shift)·scale for each channel, as dataset.normalize sets it; () is none.
-    """
-
-    shape: tuple[int, int, int]
-    classes: tuple[str, ...]
-    autoencoder: str
-    content: str = "latents"
-    spread: str | None = None
-    scale: float = 1.0
-    shift: float = 0.0
-    scale_applied: bool = False
-    dtype: str = "float16"
-    views: int = 1
-    fingerprint: str | None = None
-    channel_shift: tuple[float, ...] = ()
-    channel_scale: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        allowed = {"latents": (None,), "moments": ("logvar", "std")}
-        if self.content not in allowed or self.spread not in allowed[self.content]:
-            raise ValueError(
-                f"content {self.content!r} with spread {self.spread!r}: stored are latents (spread null), "
-                "or moments with spread logvar or std"
-            )
-        if self.dtype not in ("float16", "float32"):
-            raise ValueError(f"dtype is {self.dtype!r}, but must be float16 or float32")
-        if self.views not in (1, 2):
-            raise ValueError(f"views is {self.views}, but must be 1, or 2 with flipped copies")
-        if self.scale == 0 or 0 in self.channel_scale:
-            raise ValueError("scale is 0, but latents are (z − shift)·scale")
-        if not len(self.channel_shift) == len(self.channel_scale) in (0, self.shape[0]):
-            raise ValueError(f"channel_shift and channel_scale need a value for each of {self.shape[0]} channels")
-
-    @property
-    def to_network_scale(self) -> dict:
-        """What must agree for two networks to see the same latents, by name."""
-        names = ("shape", "classes", "scale", "shift", "channel_shift", "channel_scale")
-        return {name: getattr(self, name) for name in names}
-
-    @classmethod
-    def from_json(cls, tree: dict) -> Latents:
-        """From a parsed index.json or a checkpoint's info.json. Raises KeyError for a missing key."""
-        later = ("fingerprint", "channel_shift", "channel_scale")  # not yet in the first files of version 1
-        values = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree or key not in later}
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
-
-    @property
-    def stored_shape(self) -> tuple[int, int, int, int]:
-        """(views, stored channels, S, S): the shape of one sample in a shard."""
-        channels = self.shape[0] * (2 if self.content == "moments" else 1)
-        return (self.views, channels, *self.shape[1:])
-
-    @property
-    def sample_bytes(self) -> int:
-        """Size of one sample with all its views."""
-        return int(np.prod(self.stored_shape)) * np.dtype(self.dtype).itemsize
 
 
 class Batch(NamedTuple):

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from autoencoder import Decoder, to_network
-from latents import LatentDataset
-from pictures import save_grid
+from tread.data.autoencoder import Decoder
+from tread.data.dataset import LatentDataset
+from tread.data.images import save_grid
+from tread.data.latents import to_network
 
 
 def numbers(data: LatentDataset) -> dict:

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
-from latents import Latents
-from tars import Tar
+from tread.data.latents import Latents
+from tread.data.tars import Tar
 
 SD_SCALE = 0.18215  # of the Stable Diffusion 1 autoencoders
 MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake

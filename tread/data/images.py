@@ -1,4 +1,4 @@
-"""From a picture's file to the square of RGB that ADM's preparation would make of it.
+"""Pictures as arrays: from a file to the square of RGB that ADM's preparation would make of it, and grids of PNG.
 
 Dhariwal & Nichol 2021 prepare ImageNet so, and their reference batches are made of such pictures.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from pathlib import Path
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -46,3 +47,17 @@ def centre_crop(image: Image.Image, size: int) -> np.ndarray:
     image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
     left, top = (image.width - size) // 2, (image.height - size) // 2
     return np.asarray(image)[top : top + size, left : left + size]
+
+
+def save_grid(path: Path, pictures: np.ndarray, columns: int, gap: int = 2) -> None:
+    """Write pictures (n, 1 or 3, H, W) uint8 as a grid, row by row; small ones are enlarged to 64 px."""
+    n, channels, height, width = pictures.shape
+    zoom = max(1, 64 // max(height, width))
+    pictures = pictures.repeat(zoom, axis=2).repeat(zoom, axis=3).transpose(0, 2, 3, 1)
+    height, width, rows = height * zoom, width * zoom, -(-n // columns)
+    grid = np.full((rows * (height + gap) - gap, columns * (width + gap) - gap, channels), 255, dtype=np.uint8)
+    for number, picture in enumerate(pictures):
+        top, left = number // columns * (height + gap), number % columns * (width + gap)
+        grid[top : top + height, left : left + width] = picture
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(grid.squeeze(2) if channels == 1 else grid).save(path)

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from latents import LatentDataset
+from tread.data.dataset import LatentDataset
 
 
 class Loader:

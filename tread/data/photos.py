@@ -21,8 +21,8 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from parquet import open_pictures, parquet_files
-from tars import Tar
+from tread.data.parquet import open_pictures, parquet_files
+from tread.data.tars import Tar
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 LABEL_FILES = ("labels.json", "labels.csv", "dataset.json", "metadata.csv", "metadata.jsonl")

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from autoencoder import Encoder
-from crop import centre_crop, read_rgb
-from photos import Photos
-from shards import DatasetWriter
+from tread.data.autoencoder import Encoder
+from tread.data.images import centre_crop, read_rgb
+from tread.data.photos import Photos
+from tread.data.writer import DatasetWriter
 
 STAGES = ("read", "decode", "crop", "encode", "write")
 

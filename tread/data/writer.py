@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from autoencoder import channel_sums
-from latents import VERSION, Latents, check_labels
-from mapped import write_array
+from tread.data.dataset import VERSION, check_labels
+from tread.data.latents import Latents, channel_sums
+from tread.data.npy import write_array
 from tread.runtime.files import Lock, explain_failure, free_bytes, sha256, sync, write_whole
 
 

@@ -1,16 +1,10 @@
-"""Pixels, stored numbers and network latents: the only file that knows how they relate.
+"""From pixels to what is stored of them, and from network latents to pixels, by a diffusers autoencoder.
 
-    pixels --encode--> stored (latents or moments, see latents.py) --to_network--> network latents
-    network latents --decode--> pixels
-
-Network latents are (z − shift)·scale of the autoencoder's z, and then (x − channel_shift)·channel_scale
-where a run normalises channels. The autoencoder "pixels" is the identity: its z is the picture itself,
-with 0..255 mapped to −1..1.
+The autoencoder "pixels" is the identity: its z is the picture itself, with 0..255 mapped to −1..1.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import tempfile
@@ -23,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from latents import Latents
+from tread.data.latents import Latents, from_network
 from tread.runtime.device import exact
 from tread.runtime.tensor_files import read_state_dict
 
@@ -42,69 +36,6 @@ SD_CONFIG = {
     "sample_size": 256,
     "scaling_factor": 0.18215,
 }
-
-
-# ------------------------------------------------------------------- stored numbers, network latents
-
-
-def to_network(stored: Tensor, latents: Latents, posterior: Tensor | None = None) -> Tensor:
-    """Stored numbers (B, C or 2C, S, S) → network latents (B, C, S, S) fp32.
-
-    posterior  standard normal (B, C, S, S), which moments are sampled with: mean + std·posterior.
-               Without it their mean is taken.
-    """
-    x, std = _mean_and_std(stored, latents)
-    if posterior is not None and std is not None:
-        x = x + std * posterior
-    if latents.channel_scale:
-        shift, scale = _per_channel(latents.channel_shift, latents.channel_scale, x.device)
-        x = (x - shift) * scale
-    return x
-
-
-def _mean_and_std(stored: Tensor, latents: Latents) -> tuple[Tensor, Tensor | None]:
-    """Network latents' mean and standard deviation, (…, C, S, S) fp32 each; None where latents are plain.
-
-    The one place where stored numbers meet scale and shift.
-    """
-    scale, shift = (1.0, 0.0) if latents.scale_applied else (latents.scale, latents.shift)
-    if latents.content == "latents":
-        return (stored.float() - shift) * scale, None
-    mean, spread = stored.float().chunk(2, dim=-3)
-    # log-variances are clamped as AutoencoderKL clamps them
-    std = spread if latents.spread == "std" else (0.5 * spread.clamp(-30.0, 20.0)).exp()
-    return (mean - shift) * scale, std * scale
-
-
-@functools.lru_cache(maxsize=8)  # copied to a GPU once, for a copy makes the CPU wait
-def _per_channel(shift: tuple[float, ...], scale: tuple[float, ...], device: torch.device) -> Tensor:
-    """(2, C, 1, 1)"""
-    return torch.tensor([shift, scale], device=device)[..., None, None]
-
-
-def from_network(x: Tensor, latents: Latents) -> Tensor:
-    """Network latents (B, C, S, S) → the autoencoder's z."""
-    x = x.float()
-    if latents.channel_scale:
-        shift, scale = _per_channel(latents.channel_shift, latents.channel_scale, x.device)
-        x = x / scale + shift
-    return x / latents.scale + latents.shift
-
-
-def channel_sums(stored: np.ndarray, latents: Latents) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Count (0-d), sums and sums of squares (C,) of network latents, float64, before any normalisation.
-
-    stored is (n, views, C or 2C, S, S). Moments count as the samples that are drawn from them:
-    E[x²] = mean² + std².
-    """
-    channels = latents.shape[0]
-    total, squares = np.zeros(channels), np.zeros(channels)
-    for part in torch.from_numpy(stored).split(256):
-        mean, std = _mean_and_std(part, latents)
-        total += mean.double().sum(dim=(0, 1, 3, 4)).numpy()
-        square = mean.double().square() + (0.0 if std is None else std.double().square())
-        squares += square.sum(dim=(0, 1, 3, 4)).numpy()
-    return np.array(float(stored.size // stored.shape[2])), total, squares
 
 
 def to_uint8(pixels: Tensor) -> Tensor:

@@ -1,0 +1,51 @@
+"""The embedded dataset: scikit-learn's handwritten digits (1,797 real 8×8 scans, 10 classes).
+
+They ship inside the scikit-learn wheel; `prepare` turns them into the project's latent format, for the demo.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from tread.data.latents import Latents
+from tread.data.writer import write_dataset
+
+MEANING = Latents(
+    shape=(1, 8, 8), classes=tuple(str(digit) for digit in range(10)), autoencoder="pixels", scale_applied=True
+)
+HELDOUT_EVERY = 5  # of each class, every fifth scan is held out: 355, which leaves 1,442 to train on
+
+
+def split() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """{"train", "heldout"} → (pixels (n, 64) float64 in 0..16, labels (n,) int64)."""
+    from sklearn.datasets import (
+        load_digits,
+    )  # imported where used: it takes a second, and other datasets need none of it
+
+    pixels, labels = load_digits(return_X_y=True)
+    heldout = np.zeros(len(labels), dtype=bool)
+    for digit in range(10):
+        heldout[np.flatnonzero(labels == digit)[HELDOUT_EVERY - 1 :: HELDOUT_EVERY]] = True
+    return {"train": (pixels[~heldout], labels[~heldout]), "heldout": (pixels[heldout], labels[heldout])}
+
+
+def prepare(folder: Path, part: str) -> None:
+    """Write one part, "train" or "heldout", as a dataset, unless it is there: 0..16 becomes −1..1, exact in float16.
+
+    Several processes may do so at once: each writes its own copy, and the first one done gives it the name.
+    """
+    if folder.exists():
+        return
+    pixels, labels = split()[part]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".digits-") as own:
+        write_dataset(Path(own) / part, MEANING, [(pixels.reshape(-1, 1, 1, 8, 8) / 8 - 1, labels)])
+        try:
+            os.rename(Path(own) / part, folder)
+        except OSError:
+            if not folder.exists():
+                raise

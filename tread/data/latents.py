@@ -1,0 +1,148 @@
+"""What stored numbers mean: the latents of a dataset, and the way to what the network sees and back.
+
+    pixels --encode--> stored (latents or moments) --to_network--> network latents      (autoencoder.py encodes)
+    network latents --from_network--> the autoencoder's z --decode--> pixels
+
+Network latents are (z − shift)·scale of the autoencoder's z, and then (x − channel_shift)·channel_scale
+where a run normalises channels. This is the only file that knows how the two relate.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Latents:
+    """What the numbers of a dataset mean: the part of index.json that is not a count or a file.
+
+    shape          (C, S, S) of the latents (of one view; moments hold twice the channels).
+    classes        class names; a label is an index into them.
+    autoencoder    what made the latents and decodes them: a hub id, a folder or file, or "pixels".
+    scale, shift   network latents = (z − shift)·scale.
+    fingerprint    hash of the autoencoder's weights; None where nobody knows.
+    channel_shift, channel_scale
+                   a further (x − shift)·scale for each channel, as dataset.normalize sets it; () is none.
+    """
+
+    shape: tuple[int, int, int]
+    classes: tuple[str, ...]
+    autoencoder: str
+    content: str = "latents"
+    spread: str | None = None
+    scale: float = 1.0
+    shift: float = 0.0
+    scale_applied: bool = False
+    dtype: str = "float16"
+    views: int = 1
+    fingerprint: str | None = None
+    channel_shift: tuple[float, ...] = ()
+    channel_scale: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        allowed = {"latents": (None,), "moments": ("logvar", "std")}
+        if self.content not in allowed or self.spread not in allowed[self.content]:
+            raise ValueError(
+                f"content {self.content!r} with spread {self.spread!r}: stored are latents (spread null), "
+                "or moments with spread logvar or std"
+            )
+        if self.dtype not in ("float16", "float32"):
+            raise ValueError(f"dtype is {self.dtype!r}, but must be float16 or float32")
+        if self.views not in (1, 2):
+            raise ValueError(f"views is {self.views}, but must be 1, or 2 with flipped copies")
+        if self.scale == 0 or 0 in self.channel_scale:
+            raise ValueError("scale is 0, but latents are (z − shift)·scale")
+        if not len(self.channel_shift) == len(self.channel_scale) in (0, self.shape[0]):
+            raise ValueError(f"channel_shift and channel_scale need a value for each of {self.shape[0]} channels")
+
+    @property
+    def to_network_scale(self) -> dict:
+        """What must agree for two networks to see the same latents, by name."""
+        names = ("shape", "classes", "scale", "shift", "channel_shift", "channel_scale")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def from_json(cls, tree: dict) -> Latents:
+        """From a parsed index.json or a checkpoint's info.json. Raises KeyError for a missing key."""
+        later = ("fingerprint", "channel_shift", "channel_scale")  # not yet in the first files of version 1
+        values = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree or key not in later}
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+
+    @property
+    def stored_shape(self) -> tuple[int, int, int, int]:
+        """(views, stored channels, S, S): the shape of one sample in a shard."""
+        channels = self.shape[0] * (2 if self.content == "moments" else 1)
+        return (self.views, channels, *self.shape[1:])
+
+    @property
+    def sample_bytes(self) -> int:
+        """Size of one sample with all its views."""
+        return int(np.prod(self.stored_shape)) * np.dtype(self.dtype).itemsize
+
+
+# ------------------------------------------------------------------- stored numbers, network latents
+
+
+def to_network(stored: Tensor, latents: Latents, posterior: Tensor | None = None) -> Tensor:
+    """Stored numbers (B, C or 2C, S, S) → network latents (B, C, S, S) fp32.
+
+    posterior  standard normal (B, C, S, S), which moments are sampled with: mean + std·posterior.
+               Without it their mean is taken.
+    """
+    x, std = _mean_and_std(stored, latents)
+    if posterior is not None and std is not None:
+        x = x + std * posterior
+    if latents.channel_scale:
+        shift, scale = _per_channel(latents.channel_shift, latents.channel_scale, x.device)
+        x = (x - shift) * scale
+    return x
+
+
+def _mean_and_std(stored: Tensor, latents: Latents) -> tuple[Tensor, Tensor | None]:
+    """Network latents' mean and standard deviation, (…, C, S, S) fp32 each; None where latents are plain.
+
+    The one place where stored numbers meet scale and shift.
+    """
+    scale, shift = (1.0, 0.0) if latents.scale_applied else (latents.scale, latents.shift)
+    if latents.content == "latents":
+        return (stored.float() - shift) * scale, None
+    mean, spread = stored.float().chunk(2, dim=-3)
+    # log-variances are clamped as AutoencoderKL clamps them
+    std = spread if latents.spread == "std" else (0.5 * spread.clamp(-30.0, 20.0)).exp()
+    return (mean - shift) * scale, std * scale
+
+
+@functools.lru_cache(maxsize=8)  # copied to a GPU once, for a copy makes the CPU wait
+def _per_channel(shift: tuple[float, ...], scale: tuple[float, ...], device: torch.device) -> Tensor:
+    """(2, C, 1, 1)"""
+    return torch.tensor([shift, scale], device=device)[..., None, None]
+
+
+def from_network(x: Tensor, latents: Latents) -> Tensor:
+    """Network latents (B, C, S, S) → the autoencoder's z."""
+    x = x.float()
+    if latents.channel_scale:
+        shift, scale = _per_channel(latents.channel_shift, latents.channel_scale, x.device)
+        x = x / scale + shift
+    return x / latents.scale + latents.shift
+
+
+def channel_sums(stored: np.ndarray, latents: Latents) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Count (0-d), sums and sums of squares (C,) of network latents, float64, before any normalisation.
+
+    stored is (n, views, C or 2C, S, S). Moments count as the samples that are drawn from them:
+    E[x²] = mean² + std².
+    """
+    channels = latents.shape[0]
+    total, squares = np.zeros(channels), np.zeros(channels)
+    for part in torch.from_numpy(stored).split(256):
+        mean, std = _mean_and_std(part, latents)
+        total += mean.double().sum(dim=(0, 1, 3, 4)).numpy()
+        square = mean.double().square() + (0.0 if std is None else std.double().square())
+        squares += square.sum(dim=(0, 1, 3, 4)).numpy()
+    return np.array(float(stored.size // stored.shape[2])), total, squares
