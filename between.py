@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import checkpoint
 import posthoc
-import settings
 from evaluation import heldout_loss
 from metrics import Moments
 from objective import step_draws
 from pictures import save_curve
 from start import Failure, Run
+from tread.checkpoints import checkpoint
+from tread.checkpoints.network import process_of
 from tread.data.images import save_grid
 from tread.diffusion.sampling import Sampler, draw_pictures, spread_classes
 from tread.runtime.device import autocast
@@ -179,7 +179,7 @@ def read_tally(run: Run) -> dict[str, float]:
 
 def explain_bad_steps(run: Run, steps: range) -> str:
     """For people: which steps were bad, at which noise levels, and what to try. They are drawn again to see that."""
-    process = settings.process_of(run.cfg)
+    process = process_of(run.cfg)
     levels = torch.cat(
         [
             process.noise_level(step_draws(run.cfg, run.data.latents, run.network.num_tokens, step, run.device).level)

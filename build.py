@@ -8,37 +8,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from checkpoint import read_weights
-from dit import DiT
-from settings import Network, Settings, process_of, read
-from state_dicts import fit
+from settings import Settings, read
+from tread.checkpoints.network import process_of
 from tread.data import digits
 from tread.data.dataset import LatentDataset, read_index
 from tread.data.latents import Latents
-from tread.models.backbone import Backbone
-from tread.models.rwkv import RWKV
 from updates import LearningRate
 
 MEASURES = ("channels", "size", "num_classes")
-
-
-def build_network(cfg: Settings | Network) -> Backbone:
-    """The network of a run, freshly initialised from torch's global generator, on the default device.
-
-    Nothing else asks which architecture it is.
-    """
-    sizes = {
-        "input_size": cfg.dataset.size,
-        "patch_size": cfg.model.patch_size,
-        "in_channels": cfg.dataset.channels,
-        "hidden_size": cfg.model.hidden_size,
-        "depth": cfg.model.depth,
-        "mlp_ratio": cfg.model.mlp_ratio,
-        "num_classes": cfg.dataset.num_classes,
-        "learn_sigma": cfg.model.learn_sigma,
-        "init": cfg.model.init,
-    }
-    return RWKV(**sizes) if cfg.model.architecture == "rwkv" else DiT(num_heads=cfg.model.num_heads, **sizes)
 
 
 def build_optimizer(cfg: Settings, network: nn.Module) -> torch.optim.AdamW:
@@ -57,11 +34,6 @@ def build_learning_rate(cfg: Settings) -> LearningRate:
     """The learning rate of each step of a run."""
     optim = cfg.optim
     return LearningRate(optim.lr, cfg.train.steps, optim.schedule, optim.warmup_steps, optim.final_lr)
-
-
-def load_weights(network: nn.Module, path: str, weights: str = "ema") -> None:
-    """Put in other weights (init_from), "ema" or "model". Raises FileNotFoundError, or ValueError unless they fit."""
-    network.load_state_dict(fit(read_weights(Path(path), weights), network.state_dict(), path))
 
 
 def complete(config: dict) -> dict:

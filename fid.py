@@ -22,8 +22,6 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-import checkpoint
-import settings
 from digits_judge import REAL_COUNTS, judge_digits
 from inception import CLASSES, POOL_FEATURES, SPATIAL_FEATURES, find_weights
 from job import Job, Options, plan_job, read_options, settle_paths
@@ -33,9 +31,11 @@ from picture_sets import Pictures, open_pictures, save_npz
 from reference import Reference, check_size, open_reference, save_statistics
 from scorelog import ScoreFiles, add_line, table
 from scoring import as_arrays, part_size, score, warnings
+from tread.checkpoints import checkpoint
 from tread.data import autoencoder
 from tread.data.images import save_grid
 from tread.diffusion.sampling import draw_pictures, seeded_labels
+from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
 from tread.runtime.compiling import compile_blocks, settle_compile
 from tread.runtime.device import device_name, use_precision
@@ -341,4 +341,4 @@ def score_pictures(samples: Pictures, judge: Judge, options: Options, processes:
 
 
 if __name__ == "__main__":
-    open_door(main, settings.known_keys(Options))
+    open_door(main, schema.known_keys(Options))

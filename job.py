@@ -6,14 +6,14 @@ import glob
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import checkpoint
-import settings
-from trained import Trained, open_trained, open_weak
+from tread.checkpoints import checkpoint
+from tread.checkpoints.trained import Trained, open_trained, open_weak
 from tread.data import autoencoder
 from tread.data.latents import Latents
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import LABELS, Sampler, check_ratios, relative_cost
 from tread.diffusion.solvers import check_solver
+from tread.runtime import schema
 from tread.runtime.compiling import check_compile
 from tread.runtime.device import check_precision
 
@@ -79,7 +79,7 @@ def read_options(config: dict) -> Options:
     paths = ("checkpoint", "samples", "reference", "save_reference", "inception", "autoencoder", "out", "cache")
     for section, keys in ((config, paths), (config["guidance"], ("checkpoint",))):
         section |= {key: str(Path(section[key]).expanduser()) for key in keys if section[key]}
-    return settings.read(config, Options)
+    return schema.read(config, Options)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import sys
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
-from checkpoint import Checkpoint, find_whole, newest, sweep
 from routing_module import Route
+from tread.checkpoints.checkpoint import Checkpoint, find_whole, newest, sweep
 from tread.runtime.files import Lock, write_whole
 from tread.runtime.versions import versions
 

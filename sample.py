@@ -16,9 +16,8 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-import checkpoint
-import settings
-from trained import open_trained, open_weak
+from tread.checkpoints import checkpoint
+from tread.checkpoints.trained import open_trained, open_weak
 from tread.data import autoencoder
 from tread.data.images import save_grid
 from tread.diffusion.guidance import Guidance
@@ -31,6 +30,7 @@ from tread.diffusion.sampling import (
     spread_classes,
 )
 from tread.diffusion.solvers import check_solver
+from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
 from tread.runtime.device import use_precision
 from tread.runtime.files import check_place
@@ -79,7 +79,7 @@ class Options:
 def main(composed: DictConfig) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        options = settings.read(plain(composed), Options)
+        options = schema.read(plain(composed), Options)
         seeds = parse_seeds(options.seeds)
         precision = use_precision(options.precision, device)
         trained = open_trained(checkpoint.find(Path(options.checkpoint).expanduser()), options.weights)
@@ -113,4 +113,4 @@ def main(composed: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    open_door(main, settings.known_keys(Options))
+    open_door(main, schema.known_keys(Options))

@@ -2,93 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from ema import exponent, exponential
 from rf import RF
-from routing_module import SELECT_CHOICES, Route, check_routes
-from tread.data.dataset import PLACEMENTS
+from tread.checkpoints.network import Dataset, Model, check_objective, process_of
 from tread.diffusion.edm import EDM
 from tread.diffusion.solvers import check_solver
 from tread.routing.ids import RatioSchedule, count_kept
 from tread.runtime import schema
 from tread.runtime.compiling import check_compile
 from tread.runtime.device import check_precision
+from tread.runtime.schema import check_positive
 from updates import LearningRate
-
-
-def _positive(section: str, **values: float | None) -> None:
-    for key, value in values.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"{section}.{key} is {value}, but must be positive")
-
-
-def check_objective(name: str) -> None:
-    """Raise ValueError unless an objective is known."""
-    if name not in ("edm", "rf"):
-        raise ValueError(f"objective is {name!r}, but must be edm or rf (rectified flow)")
-
-
-# by architecture, how routes can select tokens
-ARCHITECTURES = {"dit": SELECT_CHOICES, "rwkv": ("row",)}
-
-
-@dataclass(frozen=True)
-class Model:
-    name: str
-    architecture: str
-    routes: tuple[Route, ...]
-    hidden_size: int
-    depth: int
-    num_heads: int
-    patch_size: int
-    mlp_ratio: float
-    learn_sigma: bool
-    init: str
-
-    def __post_init__(self) -> None:
-        if self.architecture not in ARCHITECTURES:
-            raise ValueError(
-                f"model.architecture is {self.architecture!r}, but must be one of {', '.join(ARCHITECTURES)}"
-            )
-        for number, route in enumerate(self.routes):
-            if route.select not in self.selects:
-                raise ValueError(
-                    f"model.routes.{number}.select is {route.select!r}, but the blocks of {self.architecture} look at "
-                    f"neighbours in the token grid: it must be {' or '.join(self.selects)}"
-                )
-        sizes = ("hidden_size", "depth", "num_heads", "patch_size", "mlp_ratio")
-        _positive("model", **{name: getattr(self, name) for name in sizes})
-        check_routes(self.routes, self.depth)
-
-    @property
-    def selects(self) -> tuple[str, ...]:
-        """How routes of this architecture can select tokens, the usual way first."""
-        return ARCHITECTURES[self.architecture]
-
-
-@dataclass(frozen=True)
-class Dataset:
-    name: str
-    path: str | None
-    heldout: str | None
-    embedded: str | None
-    channels: int | None
-    size: int | None
-    num_classes: int | None
-    verify: str
-    placement: str = "mmap"  # defaults are for checkpoints made before the key was there
-    normalize: bool = False
-
-    def __post_init__(self) -> None:
-        if self.path is None:
-            raise ValueError(f"dataset.path is null, but dataset={self.name} needs it: dataset.path=<folder>")
-        if self.placement not in PLACEMENTS:
-            raise ValueError(f"dataset.placement is {self.placement!r}, but must be one of {', '.join(PLACEMENTS)}")
-        _positive("dataset", channels=self.channels, size=self.size, num_classes=self.num_classes)
-        if self.embedded not in (None, "digits"):
-            raise ValueError(f"dataset.embedded is {self.embedded!r}, but must be digits or null")
 
 
 @dataclass(frozen=True)
@@ -110,7 +36,7 @@ class Train:
 
     def __post_init__(self) -> None:
         for key in ("steps", "batch_size", "micro_batch_size", "cpu_threads", "processes", "max_bad_steps"):
-            _positive("train", **{key: getattr(self, key)})
+            check_positive("train", **{key: getattr(self, key)})
         check_compile("train.compile", self.compile)
         if self.routes_until is not None and self.routes_until < 0:
             raise ValueError(f"train.routes_until is {self.routes_until}, but must be a number of steps")
@@ -137,7 +63,7 @@ class Optim:
     clip_norm: float | None
 
     def __post_init__(self) -> None:
-        _positive("optim", lr=self.lr, eps=self.eps, clip_norm=self.clip_norm)
+        check_positive("optim", lr=self.lr, eps=self.eps, clip_norm=self.clip_norm)
         LearningRate(self.lr, 1, self.schedule, self.warmup_steps, self.final_lr)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas is {list(self.betas)}, but must be two numbers in [0, 1)")
@@ -152,7 +78,7 @@ class Ema:
 
     def __post_init__(self) -> None:
         exponential(self.decay)
-        _positive("ema", snapshot_every=self.snapshot_every)
+        check_positive("ema", snapshot_every=self.snapshot_every)
         if len(set(self.power)) < len(self.power):
             raise ValueError(f"ema.power is {list(self.power)}, but must be different widths")
         try:
@@ -170,7 +96,7 @@ class Every:
     save: int
 
     def __post_init__(self) -> None:
-        _positive("every", log=self.log, evaluate=self.evaluate, sample=self.sample, save=self.save)
+        check_positive("every", log=self.log, evaluate=self.evaluate, sample=self.sample, save=self.save)
 
 
 @dataclass(frozen=True)
@@ -179,7 +105,7 @@ class Checkpoints:
     keep_every: int | None
 
     def __post_init__(self) -> None:
-        _positive("checkpoints", keep_last=self.keep_last, keep_every=self.keep_every)
+        check_positive("checkpoints", keep_last=self.keep_last, keep_every=self.keep_every)
         if self.keep_every is not None and self.keep_last is None:
             raise ValueError("checkpoints.keep_every spares some of what checkpoints.keep_last removes: set that too")
 
@@ -196,8 +122,8 @@ class Evaluation:
     inception: str | None
 
     def __post_init__(self) -> None:
-        _positive("eval", points=self.points, batch_size=self.batch_size, noise_levels=self.noise_levels)
-        _positive("eval", fid_every=self.fid_every)
+        check_positive("eval", points=self.points, batch_size=self.batch_size, noise_levels=self.noise_levels)
+        check_positive("eval", fid_every=self.fid_every)
         if self.fid_samples < 2:
             raise ValueError(f"eval.fid_samples is {self.fid_samples}, but a Fréchet distance needs at least 2")
         if self.fid_every and self.fid_reference is None:
@@ -219,7 +145,7 @@ class Sampling:
     autoencoder: str | None
 
     def __post_init__(self) -> None:
-        _positive("sampling", classes=self.classes, per_class=self.per_class)
+        check_positive("sampling", classes=self.classes, per_class=self.per_class)
         if self.solver is not None:
             check_solver(self.solver)
 
@@ -259,35 +185,6 @@ class Recipe:
     save_every: int
     demo_samples: int
     init_from: str | None
-
-
-@dataclass(frozen=True)
-class Network:
-    """The part of the settings that a checkpoint's network depends on."""
-
-    model: Model
-    dataset: Dataset
-    edm: EDM
-    objective: str = "edm"  # defaults are for checkpoints made before there was a choice
-    rf: RF = RF()
-
-    def __post_init__(self) -> None:
-        check_objective(self.objective)
-
-
-def read(tree: dict, kind: type | None = None, prefix: str = "") -> Any:
-    """Nested dict → Settings, or another dataclass, see typed.read. Raises ValueError."""
-    return schema.read(tree, kind or Settings, prefix)
-
-
-def known_keys(kind: type | None = None, prefix: str = "") -> list[str]:
-    """All dotted keys of the settings, or of another dataclass, see typed.known_keys."""
-    return schema.known_keys(kind or Settings, prefix)
-
-
-def read_network(config: dict) -> Network:
-    """What a checkpoint's config says of its network. Raises ValueError."""
-    return read({item.name: config[item.name] for item in fields(Network) if item.name in config}, Network)
 
 
 @dataclass(frozen=True)
@@ -344,6 +241,11 @@ class Settings:
             )
 
 
-def process_of(cfg: Settings | Network) -> EDM | RF:
-    """The diffusion process that a network is trained on and sampled by."""
-    return cfg.edm if cfg.objective == "edm" else cfg.rf
+def read(config: dict) -> Settings:
+    """A composed config → Settings. Raises ValueError."""
+    return schema.read(config, Settings)
+
+
+def known_keys() -> list[str]:
+    """All dotted keys of the settings."""
+    return schema.known_keys(Settings)

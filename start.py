@@ -13,15 +13,16 @@ from omegaconf import OmegaConf
 from torch import nn
 from tqdm import tqdm
 
-import checkpoint
 import posthoc
 import settings
-from build import build_learning_rate, build_network, build_optimizer, load_weights, open_datasets
+from build import build_learning_rate, build_optimizer, open_datasets
 from ema import EMA, exponential, power
 from objective import split_batch
 from probe import Probe, open_probe
 from runlog import Claim, RunLog, claim
 from tracking import start_wandb
+from tread.checkpoints import checkpoint
+from tread.checkpoints.network import build_network, load_weights, process_of
 from tread.data import autoencoder
 from tread.data.dataset import LatentDataset
 from tread.data.latents import Latents
@@ -71,7 +72,7 @@ class Run:
     @property
     def model(self) -> Model:
         """What is sampled and evaluated: the EMA weights, by the run's process."""
-        return Model(settings.process_of(self.cfg), self.ema.network)
+        return Model(process_of(self.cfg), self.ema.network)
 
     @property
     def device(self) -> torch.device:

@@ -22,9 +22,9 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import checkpoint
 import fid
 from job import read_options
+from tread.checkpoints import checkpoint
 from tread.runtime.distributed import Processes
 
 SHARED = ("labels=balanced", "num_samples=1000", "steps=18", "batch_size=250")

@@ -32,8 +32,9 @@ sys.path.insert(0, str(ROOT))
 
 import metrics
 import settings
-from build import build_network, complete
+from build import complete
 from inception import Inception, extract, resize
+from tread.checkpoints.network import build_network, process_of
 from tread.data import autoencoder
 from tread.diffusion.sampling import Model, Sampler, draw, to_pictures
 from tread.runtime.device import autocast, device_name, exact, use_cores, use_precision
@@ -139,7 +140,7 @@ def features(repeats: int) -> str:
 def sampler(cfg: settings.Settings, batch: int, repeats: int) -> str:
     network = build_network(cfg).to(DEVICE).eval().requires_grad_(False)
     precision = use_precision(cfg.train.precision, DEVICE)
-    model, labels = Model(settings.process_of(cfg), network), torch.arange(batch) % cfg.dataset.num_classes
+    model, labels = Model(process_of(cfg), network), torch.arange(batch) % cfg.dataset.num_classes
     options = Sampler.of(model.process, None, None, batch, precision)
     x = torch.randn(batch, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, device=DEVICE)
     t, y = torch.zeros(batch, device=DEVICE), labels.to(DEVICE)
@@ -175,7 +176,7 @@ def chain(cfg: settings.Settings, batch: int) -> str:
         diffusers.AutoencoderKL.from_config(autoencoder.SD_CONFIG).to(DEVICE, memory_format=torch.channels_last).eval()
     )
     inception = Inception(with_classes=True).to(DEVICE, memory_format=torch.channels_last).eval()
-    model = Model(settings.process_of(cfg), network)
+    model = Model(process_of(cfg), network)
     options = Sampler.of(model.process, None, None, batch, use_precision(cfg.train.precision, DEVICE))
     labels, found = torch.arange(batch) % cfg.dataset.num_classes, {}
 

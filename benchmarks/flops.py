@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import settings
-from build import build_network
 from rf import RF
 from routing_module import check_routes
+from tread.checkpoints.network import build_network, process_of
 from tread.diffusion.guidance import Guidance, Schedule
 from tread.diffusion.sampling import Model, Sampler
 
@@ -42,7 +42,7 @@ def read(*overrides: str) -> settings.Settings:
 
 def build(cfg: settings.Settings) -> Model:
     with torch.device("meta"):
-        return Model(settings.process_of(cfg), build_network(cfg), cfg.model.routes)
+        return Model(process_of(cfg), build_network(cfg), cfg.model.routes)
 
 
 def main() -> None:

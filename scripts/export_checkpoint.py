@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import checkpoint
-import settings
+from tread.checkpoints import checkpoint
+from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
 from tread.runtime.files import check_place, explain_failure, sha256, whole_folder
 
@@ -41,7 +41,7 @@ class Options:
 @hydra.main(version_base="1.3", config_path="../configs", config_name="export_checkpoint")
 def main(composed: DictConfig) -> None:
     try:
-        options = settings.read(plain(composed), Options)
+        options = schema.read(plain(composed), Options)
         found = export(
             checkpoint.find(Path(options.checkpoint).expanduser()), options.weights, Path(options.out).expanduser()
         )
@@ -81,4 +81,4 @@ def account(found: checkpoint.Checkpoint, options: Options) -> str:
 
 
 if __name__ == "__main__":
-    open_door(main, settings.known_keys(Options))
+    open_door(main, schema.known_keys(Options))

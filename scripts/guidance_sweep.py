@@ -21,13 +21,13 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import checkpoint
 import fid
 import scoring
-import settings
 from job import Options, plan_job, read_options, settle_paths
 from pictures import save_heat_maps
+from tread.checkpoints import checkpoint
 from tread.diffusion.guidance import Schedule
+from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes
@@ -57,7 +57,7 @@ class Sweep:
 def main(composed: DictConfig) -> None:
     try:
         tree = plain(composed)
-        sweep = settings.read(tree.pop("sweep"), Sweep, "sweep.")
+        sweep = schema.read(tree.pop("sweep"), Sweep, "sweep.")
         run(sweep, read_options(tree), Processes(None))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
@@ -160,4 +160,4 @@ def draw(path: Path, sweep: Sweep, records: dict[tuple[float, float, float], dic
 
 
 if __name__ == "__main__":
-    open_door(main, [*settings.known_keys(Options), *settings.known_keys(Sweep, "sweep.")])
+    open_door(main, [*schema.known_keys(Options), *schema.known_keys(Sweep, "sweep.")])

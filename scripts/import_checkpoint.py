@@ -19,11 +19,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import checkpoint
 import settings
-from build import build_network, complete
-from state_dicts import describe, fit, sizes
+from build import complete
+from tread.checkpoints import checkpoint
+from tread.checkpoints.network import build_network
+from tread.checkpoints.state_dicts import describe, fit, sizes
 from tread.data.latents import Latents
+from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
 from tread.runtime.files import explain_failure, write_whole
 from tread.runtime.tensor_files import read_state_dict, read_state_dicts
@@ -51,9 +53,9 @@ class Options:
 def main(composed: DictConfig) -> None:
     try:
         tree = plain(composed)
-        own = {key: tree.pop(key) for key in settings.known_keys(Options)}
+        own = {key: tree.pop(key) for key in schema.known_keys(Options)}
         config = complete(tree)
-        options = settings.read(own, Options)
+        options = schema.read(own, Options)
         saved = import_file(options, settings.read(config), config)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
@@ -120,4 +122,4 @@ def account(saved: checkpoint.Checkpoint, options: Options) -> str:
 
 
 if __name__ == "__main__":
-    open_door(main, [*settings.known_keys(), "experiment", *settings.known_keys(Options)])
+    open_door(main, [*settings.known_keys(), "experiment", *schema.known_keys(Options)])

@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import settings
 from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset
 from tread.data.images import save_grid
@@ -28,6 +27,7 @@ from tread.data.importers import Foreign, open_foreign
 from tread.data.latents import Latents
 from tread.data.prepare import shard_ranges
 from tread.data.writer import DatasetWriter, forget_work
+from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
 from tread.runtime.files import explain_failure, write_whole
 
@@ -57,7 +57,7 @@ class Options:
 @hydra.main(version_base="1.3", config_path="../configs", config_name="import_latents")
 def main(composed: DictConfig) -> None:
     try:
-        options = settings.read(plain(composed), Options)
+        options = schema.read(plain(composed), Options)
         import_all(options)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
@@ -162,4 +162,4 @@ def finish(writer: DatasetWriter, shards: int, plan: dict, options: Options) -> 
 
 
 if __name__ == "__main__":
-    open_door(main, settings.known_keys(Options))
+    open_door(main, schema.known_keys(Options))

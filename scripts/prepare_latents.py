@@ -20,13 +20,13 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import settings
 from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset
 from tread.data.latents import Latents
 from tread.data.photos import Photos, find_photos
 from tread.data.prepare import Crops, check_sizes, make_shards, shard_ranges, source_hash
 from tread.data.writer import DatasetWriter, forget_work
+from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes
@@ -73,7 +73,7 @@ class Options:
 @hydra.main(version_base="1.3", config_path="../configs", config_name="prepare_latents")
 def main(composed: DictConfig) -> None:
     try:
-        options = settings.read(plain(composed), Options)
+        options = schema.read(plain(composed), Options)
         processes = Processes(options.device)
         batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
         prepare(replace(options, batch_size=batch_size), processes)
@@ -235,4 +235,4 @@ def finish(
 
 
 if __name__ == "__main__":
-    open_door(main, settings.known_keys(Options))
+    open_door(main, schema.known_keys(Options))

@@ -18,12 +18,12 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import checkpoint
 import posthoc
-import settings
-from build import build_network
 from ema import exponent
-from trained import open_trained
+from tread.checkpoints import checkpoint
+from tread.checkpoints.network import build_network
+from tread.checkpoints.trained import open_trained
+from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
 from tread.runtime.files import check_place, explain_failure, whole_folder
 
@@ -49,7 +49,7 @@ class Options:
 @hydra.main(version_base="1.3", config_path="../configs", config_name="reconstruct_ema")
 def main(composed: DictConfig) -> None:
     try:
-        folder = write_average(settings.read(plain(composed), Options))
+        folder = write_average(schema.read(plain(composed), Options))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
@@ -111,4 +111,4 @@ def check_network(found: checkpoint.Checkpoint, snapshot: posthoc.Snapshot) -> N
 
 
 if __name__ == "__main__":
-    open_door(main, settings.known_keys(Options))
+    open_door(main, schema.known_keys(Options))

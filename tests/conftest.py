@@ -18,12 +18,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-import checkpoint
 import settings
 import train
 from dit import DiT
 from inception import Inception
 from runlog import RunLog
+from tread.checkpoints import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = Path(os.environ.get("TREAD_ASSETS", ROOT.parent / "shared"))

@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from build import build_network
 from dit import DiT
 from routing_module import Route, draw_ids
+from tread.checkpoints.network import build_network
 
 SIZES = {  # dim, depth, heads, trainable parameters at 4×32×32, 1000 classes, no learned sigma
     "S/2": (384, 12, 6, 32_858_896),

@@ -19,22 +19,22 @@ import torch
 from conftest import ROOT, launch_door
 from PIL import Image
 
-import checkpoint
 import digits_judge
 import fid as door
 import judge
-from build import build_network
 from inception import extract, load_inception
 from job import Options, plan_job
 from metrics import frechet_distance, mean_and_covariance
 from picture_sets import open_pictures
-from settings import Network, read
+from tread.checkpoints import checkpoint
+from tread.checkpoints.network import Network, build_network
 from tread.data import digits
 from tread.data.autoencoder import load_decoder
 from tread.data.latents import Latents
 from tread.diffusion.edm import EDM
 from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
 from tread.runtime.distributed import Processes
+from tread.runtime.schema import read
 
 RGB = Latents(shape=(3, 16, 16), classes=tuple("abcde"), autoencoder="pixels", scale_applied=True)
 OPTIONS = ["num_samples=10", "steps=2", "batch_size=4"]

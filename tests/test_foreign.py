@@ -23,13 +23,13 @@ from conftest import ROOT
 from PIL import Image
 from torch.utils.data import DataLoader
 
-import settings
 from tread.data import autoencoder
 from tread.data.dataset import LatentDataset
 from tread.data.images import centre_crop, read_rgb
 from tread.data.latents import to_network
 from tread.data.photos import find_photos
 from tread.data.prepare import Crops
+from tread.runtime import schema
 
 SCALE = 0.18215
 LABELS = np.array([2, 0, 1, 1, 0, 2, 1])
@@ -84,7 +84,7 @@ def bring(composed, tmp_path, monkeypatch):
         given = ("source=source", f"out={out}", "autoencoder=pixels", "decode=0", "shard_size=3")
         given += ("scale_applied=false",) if kind == "tread_tar" else ()
         tree = composed(f"kind={kind}", *given, *overrides, name="import_latents")
-        import_latents.import_all(settings.read(tree, import_latents.Options))
+        import_latents.import_all(schema.read(tree, import_latents.Options))
         return LatentDataset(tmp_path / out, verify="full")
 
     return run

@@ -14,12 +14,11 @@ import torch
 from conftest import launch_door
 from safetensors.torch import load_file
 
-import checkpoint
 import fid
 import sample
-import settings
-from build import build_network, load_weights
-from trained import open_trained
+from tread.checkpoints import checkpoint
+from tread.checkpoints.network import build_network, load_weights, read_network
+from tread.checkpoints.trained import open_trained
 from tread.data import digits
 from tread.diffusion import sampling
 
@@ -29,7 +28,7 @@ CPU = torch.device("cpu")
 
 def random_state(composed, seed, *overrides):
     """The state dict of a network with SIZES whose parameters are random."""
-    cfg = settings.read_network(composed(*SIZES, *overrides))
+    cfg = read_network(composed(*SIZES, *overrides))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         network = build_network(cfg)
@@ -144,7 +143,7 @@ def test_weights_that_predict_noise_start_runs_alone(tmp_path, composed):
     for door, name in ((sample.main, "sample"), (fid.main, "fid")):
         with pytest.raises(SystemExit, match="predicts noise on timesteps 0..999.*can start a run with init_from=…"):
             launch_door(door, name, tmp_path, f"checkpoint={folder}", "out=a.png")
-    network = build_network(settings.read_network(composed(*SIZES, "model.learn_sigma=true")))
+    network = build_network(read_network(composed(*SIZES, "model.learn_sigma=true")))
     load_weights(network, str(folder))
     same(network.state_dict(), state)
     text = hand_out(tmp_path, f"checkpoint={folder}", "out=alone")

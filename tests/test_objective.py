@@ -10,17 +10,18 @@ import torch
 from conftest import launch_door
 from test_train import TINY, state
 
-import checkpoint
 import fid
 import sample
 import settings
 import train
-from build import build_network, open_datasets
+from build import open_datasets
 from evaluation import heldout_loss
 from objective import step_draws, training_loss
 from rf import RF
 from routing_module import Route, draw_ids
-from trained import open_trained
+from tread.checkpoints import checkpoint
+from tread.checkpoints.network import build_network
+from tread.checkpoints.trained import open_trained
 from tread.data import digits
 from tread.data.autoencoder import load_decoder
 from tread.data.dataset import LatentDataset

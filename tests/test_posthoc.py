@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from test_fid import save_checkpoint
 from torch import nn
 
-import checkpoint
 import posthoc
 from ema import EMA, exponent, power
-from trained import open_trained
+from tread.checkpoints import checkpoint
+from tread.checkpoints.trained import open_trained
 from tread.diffusion.sampling import Sampler, draw
 from tread.runtime import files
 

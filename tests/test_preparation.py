@@ -24,13 +24,13 @@ import torch
 from conftest import ROOT
 from PIL import Image
 
-import settings
 from tread.data import autoencoder
 from tread.data.dataset import LatentDataset
 from tread.data.images import centre_crop, read_rgb
 from tread.data.latents import to_network
 from tread.data.photos import find_photos
 from tread.data.writer import DatasetWriter
+from tread.runtime import schema
 from tread.runtime.distributed import Processes
 
 SIZES = {"ant": 7, "bee": 5, "cow": 9}
@@ -79,7 +79,7 @@ def prepare(place, tmp_path, composed, capsys):
 
 
 def options(tree):
-    return settings.read({**tree, "batch_size": tree["batch_size"] or 2}, prepare_latents.Options)
+    return schema.read({**tree, "batch_size": tree["batch_size"] or 2}, prepare_latents.Options)
 
 
 def files(folder):

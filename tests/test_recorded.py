@@ -23,11 +23,11 @@ from conftest import ROOT, launch, launch_door
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-import checkpoint
 import fid
 import sample
 from runlog import RunLog
-from trained import open_trained
+from tread.checkpoints import checkpoint
+from tread.checkpoints.trained import open_trained
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Sampler, draw
 

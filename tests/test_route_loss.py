@@ -16,12 +16,12 @@ from PIL import Image
 
 import fid
 import sample
-from build import build_network
 from dit import DiT
 from objective import active_routes, step_draws, training_loss
 from rf import RF
 from route_loss import EPSILON, kept_loss, reconstruction_loss, to_patches
 from routing_module import Route
+from tread.checkpoints.network import build_network
 from tread.data.latents import Latents
 from tread.diffusion.edm import EDM
 from tread.models.rwkv import RWKV

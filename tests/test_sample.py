@@ -13,12 +13,12 @@ import torch
 from conftest import ROOT, random_network
 from PIL import Image
 
-import checkpoint
 from dit import DiT
 from pictures import save_curve
 from rf import RF
 from routing_module import Route
 from sample import parse_seeds
+from tread.checkpoints import checkpoint
 from tread.data.autoencoder import to_uint8
 from tread.data.images import save_grid
 from tread.diffusion.edm import EDM

@@ -10,9 +10,9 @@ import torch
 from conftest import ROOT
 
 import settings
-from build import build_network
 from rf import RF
 from routing_module import Route
+from tread.checkpoints.network import build_network, process_of, read_network
 from tread.diffusion.edm import EDM
 from tread.routing.ids import choose_ids
 from tread.runtime import schema
@@ -61,7 +61,7 @@ def test_experiments_are_the_papers(read_config, experiment):
     edm = cfg.edm
     assert (edm.P_mean, edm.P_std, edm.sigma_data, edm.rho) == (-1.2, 1.2, 0.5, 7.0)
     assert (edm.sigma_min, edm.sigma_max, cfg.sampling.steps, edm.default_steps) == (0.002, 80.0, None, 40)
-    assert settings.process_of(cfg) is edm
+    assert process_of(cfg) is edm
 
 
 @pytest.mark.parametrize("experiment", PAPER)
@@ -71,7 +71,7 @@ def test_sit_has_the_papers_sizes_and_another_objective(read_config, experiment)
         read_config(f"experiment={name}", "model=tread") for name in (experiment, experiment.replace("imagenet", "sit"))
     )
     assert (edm.model, edm.train, edm.optim, edm.ema) == (sit.model, sit.train, sit.optim, sit.ema)
-    assert settings.process_of(sit) is sit.rf and sit.rf == RF() and (sit.rf.default_steps, sit.objective) == (50, "rf")
+    assert process_of(sit) is sit.rf and sit.rf == RF() and (sit.rf.default_steps, sit.objective) == (50, "rf")
     assert sit.name == f"{experiment}-tread-rf"
 
 
@@ -84,11 +84,9 @@ def test_old_checkpoints_are_of_edm(composed):
     """Configs of runs from before there was a choice have neither key."""
     config = composed()
     before = {key: value for key, value in config.items() if key not in ("objective", "rf")}
-    network = settings.read_network(before)
-    assert settings.process_of(network) == EDM() == settings.process_of(settings.read_network(config))
-    assert settings.process_of(settings.read_network(composed("objective=rf", "rf.time_scale=1000"))) == RF(
-        time_scale=1000
-    )
+    network = read_network(before)
+    assert process_of(network) == EDM() == process_of(read_network(config))
+    assert process_of(read_network(composed("objective=rf", "rf.time_scale=1000"))) == RF(time_scale=1000)
 
 
 def test_finetuning_stage(read_config):
@@ -206,8 +204,8 @@ def chains(path):
 
 
 def test_every_key_is_read_somewhere():
-    used = set().union(*(chains(path) for path in ROOT.glob("*.py") if path.name != "settings.py"))
-    used |= {chain for chain in chains(ROOT / "settings.py") if chain.startswith("self.dataset.")}
+    files = {path for path in (*ROOT.glob("*.py"), *(ROOT / "tread").rglob("*.py")) if path.name != "settings.py"}
+    used = set().union(*map(chains, files))
     used |= set(re.findall(r"\$\{([a-z.]+)\}", (ROOT / "configs" / "config.yaml").read_text()))
     whole = (
         "edm",
@@ -229,7 +227,7 @@ def test_every_key_is_read_somewhere():
 
 def test_every_recipe_key_is_read_by_config_yaml():
     text = (ROOT / "configs" / "config.yaml").read_text()
-    for key in settings.known_keys(settings.Recipe):
+    for key in schema.known_keys(settings.Recipe):
         assert f"${{recipe.{key}}}" in text, f"config.yaml does not read recipe.{key}"
 
 

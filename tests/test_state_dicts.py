@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from build import load_weights
 from dit import DiT
-from state_dicts import describe, fit, sizes
+from tread.checkpoints.network import load_weights
+from tread.checkpoints.state_dicts import describe, fit, sizes
 from tread.models.rwkv import RWKV
 from tread.runtime.tensor_files import plain_names, read_state_dict, read_state_dicts
 

@@ -20,9 +20,9 @@ from conftest import ROOT, TINY, launch, launch_processes, records, state
 from torch._dynamo.exc import BackendCompilerFailed
 
 import between
-import checkpoint
 import train
 from runlog import RunLog
+from tread.checkpoints import checkpoint
 from tread.data.latents import Latents
 from tread.data.writer import write_dataset
 from tread.models import backbone

@@ -21,14 +21,15 @@ from conftest import ROOT, TINY, launch, launch_processes, records, state
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import checkpoint
 import train
-from build import build_network, build_optimizer, open_dataset
+from build import build_optimizer, open_dataset
 from dit import DiT
 from ema import EMA, exponential
 from routing_module import Route, draw_ids
 from runlog import Claim, RunLog, claim, differences
 from start import start
+from tread.checkpoints import checkpoint
+from tread.checkpoints.network import build_network
 from tread.data.dataset import LatentDataset
 from tread.data.latents import Latents
 from tread.data.loader import Loader

@@ -18,20 +18,19 @@ from PIL import Image
 from test_fid import save_checkpoint
 from test_train import TINY
 
-import checkpoint
 import fid
 import sample
-import settings
 import train
 from rf import RF
 from routing_module import Route
-from trained import open_trained, open_weak
+from tread.checkpoints import checkpoint
+from tread.checkpoints.trained import open_trained, open_weak
 from tread.data import digits
 from tread.data.autoencoder import load_decoder
 from tread.data.images import save_grid
 from tread.diffusion import sampling, solvers
 from tread.diffusion.guidance import Guidance
-from tread.runtime import randomness
+from tread.runtime import randomness, schema
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +136,7 @@ def test_the_papers_settings(runs, tmp_path):
         assert "NFE 10" in launch_door(sample.main, "sample", tmp_path, *options)
         with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
             config = OmegaConf.to_container(compose("sample", overrides=list(options)))
-        plan = settings.read(config["guidance"], Guidance).plan([3.0, 2.0, 1.0], [0.0, 0.5, 1.0])
+        plan = schema.read(config["guidance"], Guidance).plan([3.0, 2.0, 1.0], [0.0, 0.5, 1.0])
         assert [(pytest.approx(call.strong), pytest.approx(call.weak)) for call in plan] == expected
 
 

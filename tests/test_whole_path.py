@@ -18,8 +18,8 @@ import torch
 from conftest import ROOT
 from PIL import Image
 
-import checkpoint
-from trained import open_trained
+from tread.checkpoints import checkpoint
+from tread.checkpoints.trained import open_trained
 from tread.data import autoencoder
 from tread.data.dataset import LatentDataset
 from tread.data.latents import Latents

@@ -86,3 +86,10 @@ def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
     names |= {kind: f"{{{', '.join(item.name for item in fields(kind))}}}" for kind in allowed if is_dataclass(kind)}
     expected = [names.get(get_origin(kind) or kind) or kind.__name__ for kind in allowed]
     raise ValueError(f"{key} is {value!r}, but must be {' or '.join(expected)}")
+
+
+def check_positive(section: str, **values: float | None) -> None:
+    """Raise ValueError for the first setting of a section that is there and not above 0."""
+    for key, value in values.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"{section}.{key} is {value}, but must be positive")

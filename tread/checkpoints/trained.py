@@ -7,11 +7,10 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
-import settings
-from build import build_network
 from rf import RF
 from routing_module import Route
+from tread.checkpoints import checkpoint
+from tread.checkpoints.network import Network, build_network, process_of, read_network
 from tread.data.latents import Latents
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import NO_GUIDANCE, Guidance
@@ -28,12 +27,12 @@ class Trained:
 
     found: checkpoint.Checkpoint
     weights: str
-    cfg: settings.Network
+    cfg: Network
     label_drop: float
 
     @property
     def process(self) -> EDM | RF:
-        return settings.process_of(self.cfg)
+        return process_of(self.cfg)
 
     @property
     def latents(self) -> Latents:
@@ -75,7 +74,7 @@ def open_trained(found: checkpoint.Checkpoint, weights: str) -> Trained:
         )
     found.check(weights)
     config = found.info["config"]
-    return Trained(found, weights, settings.read_network(config), config["train"]["label_drop"])
+    return Trained(found, weights, read_network(config), config["train"]["label_drop"])
 
 
 def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
