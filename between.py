@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 import posthoc
-from evaluation import heldout_loss
-from metrics import Moments
 from objective import step_draws
-from pictures import save_curve
 from start import Failure, Run
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import process_of
 from tread.data.images import save_grid
 from tread.diffusion.sampling import Sampler, draw_pictures, spread_classes
+from tread.evaluation.figures import save_curve
+from tread.evaluation.heldout_loss import heldout_loss
+from tread.evaluation.metrics import Moments
 from tread.runtime.device import autocast
 from tread.runtime.distributed import from_main
 from tread.runtime.files import explain_failure
@@ -43,7 +43,7 @@ def look(run: Run, done: Collection[str] = ()) -> bool:
         if run.stop.agreed():
             return False
         run.record(eval_loss=loss)
-    if run.probe is not None and due(cfg.eval.fid_every, "fid") and not log_fid(run):
+    if run.online_fid is not None and due(cfg.eval.fid_every, "fid") and not log_fid(run):
         return False
     if due(every.sample, "grid"):
         draw_grid(run)
@@ -82,13 +82,13 @@ def log_fid(run: Run) -> bool:
     began, accelerator, sampling = time.perf_counter(), run.accelerator, run.cfg.sampling
     seeds = range(run.cfg.eval.fid_samples)[accelerator.process_index :: accelerator.num_processes]
     sampler = Sampler.of(run.model.process, sampling.steps, sampling.solver, min(64, len(seeds)), run.precision)
-    total = run.probe.moments(run.model, seeds, sampler, stopped=lambda: run.stop.reason is not None)
+    total = run.online_fid.moments(run.model, seeds, sampler, stopped=lambda: run.stop.reason is not None)
     if run.stop.agreed():
         return False
     if accelerator.num_processes > 1:
         rows = accelerator.gather(total.pack().to(run.device)[None])
         total = functools.reduce(Moments.merge, map(Moments.unpack, rows))
-    value = run.probe.fid(total) if run.main else math.nan
+    value = run.online_fid.fid(total) if run.main else math.nan
     seconds = time.perf_counter() - began
     run.record(fid=value, fid_samples=total.count, fid_seconds=round(seconds, 1))
     run.say(f"  FID      {value:.2f} of {total.count:,} samples at step {run.step}, took {seconds:.0f} s")

@@ -1,57 +1,28 @@
 """Score a checkpoint or a set of pictures: python fid.py checkpoint=results/my-run/latest reference=…
 
 FID, sFID, Inception Score, precision and recall as ADM's evaluator has them, and KID. All options:
-configs/fid.yaml. Read from `main` down: everything is checked before long work; the work is done in
-parts that any number of processes share; start it again after it was stopped, and it goes on.
+configs/fid.yaml. What happens: tread/evaluation/pipeline.py.
 """
 
 from __future__ import annotations
 
-import datetime
-import hashlib
-import json
 import sys
-import time
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import TypeVar
 
 import hydra
-import numpy as np
 import torch
 from omegaconf import DictConfig
-from tqdm import tqdm
 
-from digits_judge import REAL_COUNTS, judge_digits
-from inception import CLASSES, POOL_FEATURES, SPATIAL_FEATURES, find_weights
-from job import Job, Options, plan_job, read_options, settle_paths
-from judge import Judge, features_of, open_judge
-from parts import Parts
-from picture_sets import Pictures, open_pictures, save_npz
-from reference import Reference, check_size, open_reference, save_statistics
-from scorelog import ScoreFiles, add_line, table
-from scoring import as_arrays, part_size, score, warnings
-from tread.checkpoints import checkpoint
-from tread.data import autoencoder
-from tread.data.images import save_grid
-from tread.diffusion.sampling import draw_pictures, seeded_labels
+from tread.evaluation import pipeline
+from tread.evaluation.plan import Options, read_options
 from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
-from tread.runtime.compiling import compile_blocks, settle_compile
-from tread.runtime.device import device_name, use_precision
 from tread.runtime.distributed import Processes
-from tread.runtime.files import check_place, explain_failure, sha256
-from tread.runtime.versions import versions
-
-GRID = 64  # pictures of fid.png
-FEATURE_BYTES = 4 * (POOL_FEATURES + SPATIAL_FEATURES + CLASSES)
-Opened = TypeVar("Opened", Pictures, Reference)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="fid")
 def main(composed: DictConfig) -> None:
     try:
-        run(read_options(plain(composed)), Processes(None))
+        pipeline.run(read_options(plain(composed)), Processes(None))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except torch.OutOfMemoryError as error:
@@ -60,284 +31,6 @@ def main(composed: DictConfig) -> None:
         )
     except KeyboardInterrupt:
         sys.exit("stopped; start it again to go on with the parts that are missing")
-
-
-def run(options: Options, processes: Processes) -> list[dict | None]:
-    """Check everything that can be checked at once, then score one thing after the other.
-
-    Returns the scores of the checkpoints, in the main process.
-    """
-    options, paths = processes.from_main(lambda: settle_paths(options))
-    precision = use_precision(options.precision, processes.device)
-    compiled, reason = settle_compile(options.compile, processes.device)
-    if reason:
-        processes.say(f"warning: running without torch.compile, which fails here: {reason}")
-    jobs = [plan_job(options, checkpoint.find(path), precision, compiled) for path in paths]
-    samples = open_set(open_pictures, options.samples, options.crop, processes)
-    reference, weights = None, None
-    if options.reference is not None:
-        with processes.main_first():  # one process fetches the weights
-            weights = find_weights(options.inception)
-        reference = open_set(open_reference, options.reference, options.crop, processes)
-    inception = weights and sha256(weights)
-    jobs = [job.against(reference and reference.sha256, inception) for job in jobs]
-    records = processes.from_main(lambda: [find_score(job, options) for job in jobs])
-    all_jobs, jobs = jobs, [job for job, record in zip(jobs, records) if record is None]
-    decoders = {}
-    for job in jobs:
-        if job.latents not in decoders:
-            decoders[job.latents] = autoencoder.load_decoder(job.latents, processes.device, options.autoencoder)
-        picture = decoders[job.latents](torch.zeros(1, *job.latents.shape, device=processes.device))[0]
-        if reference is not None:
-            check_size(job.found.folder, tuple(picture.shape), reference)
-        if processes.main:
-            missing = job.count - sum(map(len, work_of(job, options).kept()))
-            needed = missing * (picture.numel() + FEATURE_BYTES) + options.save_samples * job.count * picture.numel()
-            check_place(files_of(job, options).folder, needed)
-            check_place(lines_of(job, options).parent, 0)
-    if samples is not None:
-        check_size(samples.where, (3, *samples.resolution), reference)
-        check_place(files_beside(options).folder, 0)
-    if options.save_reference:
-        check_target(Path(options.save_reference), reference, processes)
-    judge = None
-    if reference is not None and (jobs or samples or options.save_reference):
-        judge = open_judge(reference, weights, Path(options.cache), processes)
-    if options.save_reference:
-        keep_statistics(Path(options.save_reference), judge, processes)
-    for number, job in enumerate(all_jobs):
-        if records[number] is None:
-            records[number] = score_checkpoint(job, decoders[job.latents], judge, options, processes)
-    if samples is not None:
-        score_pictures(samples, judge, options, processes)
-    return records
-
-
-def open_set(opener: Callable[..., Opened], path: str | None, crop: int | None, processes: Processes) -> Opened | None:
-    """Open pictures or a reference; of a folder's files the main process alone reads all, for their hash."""
-    if path is None:
-        return None
-    opened = None
-
-    def watch(names: list[str]) -> Iterable[str]:
-        with processes.bar(f"reading {path}", len(names)) as progress:
-            for name in names:
-                yield name
-                progress.update()
-
-    def read() -> tuple[str, tuple[int, int]]:
-        nonlocal opened
-        opened = opener(Path(path), crop, watch=watch)
-        return opened.sha256, opened.resolution
-
-    known = processes.from_main(read)
-    return opened if processes.main else opener(Path(path), crop, known)
-
-
-def files_of(job: Job, options: Options) -> ScoreFiles:
-    return ScoreFiles(Path(options.out) if options.out else job.found.folder)
-
-
-def lines_of(job: Job, options: Options) -> Path:
-    return (Path(options.out) if options.out else job.found.folder.parent) / "fid.csv"
-
-
-def work_of(job: Job, options: Options) -> Parts:
-    """Where a checkpoint's samples and their features are kept until they are scored; a reference does not matter."""
-    drawn = {key: value for key, value in job.settings.items() if key != "reference"}
-    name = f".fid-{hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]}"
-    size = part_size(job.count, job.sampler.batch_size)
-    return Parts(files_of(job, options).folder / name, drawn, job.count, size)
-
-
-def files_beside(options: Options) -> ScoreFiles:
-    """Where the score of samples=… goes: beside them, with their name; of a folder inside a tar, beside the tar."""
-    path = Path(options.samples)
-    folder = next(parent for parent in path.parents if parent.is_dir())
-    return ScoreFiles(Path(options.out)) if options.out else ScoreFiles(folder, f"{path.stem}.")
-
-
-def find_score(job: Job, options: Options) -> dict | None:
-    """What an earlier scoring by the same settings found, and says so; None if there is something left to do."""
-    before = files_of(job, options).find(job.settings, with_samples=options.save_samples)
-    if before is not None:
-        tqdm.write(f"{job.found.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
-    return before and before[1]
-
-
-def check_target(path: Path, reference: Reference, processes: Processes) -> None:
-    """Raise ValueError or OSError unless the reference's statistics can be written to a new file."""
-    if reference.pictures is None:
-        raise ValueError(f"{reference.where} holds no pictures to make statistics of")
-    with processes.main_first():
-        if path.exists():
-            raise FileExistsError(f"save_reference={path} is there already; remove it, or choose another name")
-        check_place(path.parent, 0)
-
-
-def keep_statistics(path: Path, judge: Judge, processes: Processes) -> None:
-    """Write the reference's statistics."""
-    if processes.main:
-        pictures = judge.reference.pictures
-        with explain_failure(path):
-            save_statistics(path, judge.features, pictures.count, pictures.resolution)
-        processes.say(f"{path}: statistics of {pictures.count:,} pictures of {judge.reference.where}")
-
-
-# ---------------------------------------------------------------------------------------- scoring
-
-
-def score_checkpoint(
-    job: Job, decoder: autoencoder.Decoder, judge: Judge | None, options: Options, processes: Processes
-) -> dict | None:
-    """Draw, score, and write down; what is drawn is kept until then. Returns the score in the main process."""
-    began, folder, parts = time.perf_counter(), files_of(job, options).folder, work_of(job, options)
-    with processes.lock(folder / ".fid.lock", f"another process is scoring in {folder}"):
-        record = processes.from_main(lambda: find_score(job, options))
-        if record is not None:  # by another launch meanwhile
-            return record
-        with processes.main_first():
-            if processes.main:
-                parts.begin()
-        processes.say(
-            f"{job.found.folder}: {job.count:,} samples, guidance {job.settings['guidance']}, "
-            f"NFE {job.settings['nfe']}, {job.flops_relative:.3f} times the FLOPs of none, {job.settings['dtype']}"
-        )
-        for other in set(folder.glob(".fid-*")) - {parts.folder}:
-            processes.say(f"  note: {other} holds unfinished work by other settings; remove it if you do not want it")
-        for text in warnings(job.count, judge.reference) if judge else ():
-            processes.say(f"  note: {text}")
-        seconds = draw_parts(job, decoder, judge, parts, processes)
-        processes.wait()
-        if processes.main:
-            record = conclude(job, judge, parts, seconds, processes)
-            record["seconds"]["total"] = time.perf_counter() - began
-            write_down(job, record, parts, options)
-            parts.remove()
-        processes.wait()
-    return record
-
-
-def draw_parts(
-    job: Job, decoder: autoencoder.Decoder, judge: Judge | None, parts: Parts, processes: Processes
-) -> dict[str, float]:
-    """Draw this process's share of the parts that are missing, with their features; seconds by stage."""
-    mine = processes.from_main(parts.missing)[processes.rank :: processes.count]
-    spent = {"sampling": 0.0, "features": 0.0}
-    if not mine:
-        return spent
-    guidance, device = job.sampler.guidance, processes.device
-    model, weak = job.trained.load(device, guidance), job.weak and job.weak.load(device, guidance)
-    if job.settings.get("compiled"):
-        compile_blocks([block for one in (model, weak) if one for block in one.network.blocks])
-    with processes.bar("samples", sum(len(parts.ranges[number]) for number in mine)) as progress:
-        for number in mine:
-            seeds, arrays, began = [job.seeds[i] for i in parts.ranges[number]], {}, time.perf_counter()
-            labels = seeded_labels(seeds, model.network.num_classes, job.settings["labels"])
-            drawn = []
-            for pictures in draw_pictures(model, decoder, seeds, labels, job.sampler, weak, check=True):
-                drawn.append(pictures)
-                progress.update(len(pictures))
-            pictures, sampled = torch.cat(drawn), time.perf_counter()
-            if judge is not None:
-                arrays = as_arrays(judge.network, pictures)
-            seconds = {"sampling": sampled - began, "features": time.perf_counter() - sampled}
-            parts.write(number, {"pictures": pictures.numpy(), "labels": labels.numpy(), **arrays}, seconds=seconds)
-            spent = {stage: spent[stage] + seconds[stage] for stage in spent}
-    return spent
-
-
-def conclude(job: Job, judge: Judge | None, parts: Parts, seconds: dict[str, float], processes: Processes) -> dict:
-    """Score what was drawn: the content of fid.json. seconds are those of this launch in the main process."""
-    if missing := parts.missing():
-        raise OSError(f"parts {missing} of {parts.folder} are missing: all processes must share the folder")
-    began, counts = time.perf_counter(), {}
-    if judge is not None:
-        values, unavailable = score(parts, judge.reference, judge.features, processes.device)
-    elif job.embedded is not None:
-        pictures, labels = (np.concatenate(list(parts.arrays(name))) for name in ("pictures", "labels"))
-        values, unavailable = judge_digits(pictures, labels), {"fid": "grey pictures of 8×8 are scored in raw pixels"}
-        counts = REAL_COUNTS
-    else:
-        values, unavailable = {}, {"fid": "there is no reference"}
-    spent = [parts.info(number)["seconds"] for number in range(len(parts.ranges))]
-    return common_record(values, unavailable, job.count, judge, processes) | {
-        "counts": dict.fromkeys(values, job.count) | counts,
-        "checkpoint": str(job.found.folder),
-        "step": job.found.step,
-        "resolution": list(parts.first("pictures", 1).shape[2:]),
-        "ema": job.settings["weights"] == "ema",
-        "seeds": [job.seeds[0], job.seeds[-1]],
-        "settings": job.settings,
-        "weak_network": job.weak and str(job.weak.found.folder),
-        "flops": job.flops,
-        "flops_relative": job.flops_relative,
-        "seconds": {
-            "reference": judge.seconds if judge else 0.0,
-            **seconds,
-            "scoring": time.perf_counter() - began,
-            "of_all_processes_and_launches": {stage: sum(part[stage] for part in spent) for stage in seconds},
-        },
-    }
-
-
-def common_record(values: dict, unavailable: dict, count: int, judge: Judge | None, processes: Processes) -> dict:
-    """What every fid.json has: each value with its count, and what it was made with."""
-    return {
-        **values,
-        "count": count,
-        "counts": dict.fromkeys(values, count),
-        "unavailable": unavailable,
-        "warnings": warnings(count, judge.reference) if judge else [],
-        "reference": judge and judge.reference.where,
-        "reference_count": judge and judge.reference.count,
-        "reference_statistics": judge and judge.reference.statistics_from,
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": sys.argv,
-        "device": device_name(processes.device),
-        "processes": processes.count,
-        "versions": versions(),
-    }
-
-
-def write_down(job: Job, record: dict, parts: Parts, options: Options) -> None:
-    """fid.json, fid.png, a line in fid.csv, and samples.npz if asked for; then print the table."""
-    files = files_of(job, options)
-    with explain_failure(files.folder):
-        files.make_room(job.settings)
-        save_grid(files.path("fid.png"), parts.first("pictures", GRID), columns=8)
-        if options.save_samples:
-            labels = np.concatenate(list(parts.arrays("labels")))
-            save_npz(files.path("samples.npz"), parts.arrays("pictures"), labels)
-        add_line(lines_of(job, options), record)
-        where = files.write(record)
-    tqdm.write(f"{table(record)}\n  written   {where}")
-
-
-def score_pictures(samples: Pictures, judge: Judge, options: Options, processes: Processes) -> None:
-    """Score pictures made elsewhere; their features are kept in the cache like a reference's."""
-    for text in warnings(samples.count, judge.reference):
-        processes.say(f"  note: {text}")
-    began = time.perf_counter()
-    features = features_of(samples, Path(options.cache), judge.network, judge.weights, processes)
-    extracted = time.perf_counter()
-    if processes.main:
-        values, unavailable = score(features, judge.reference, judge.features, processes.device)
-        record = common_record(values, unavailable, samples.count, judge, processes) | {
-            "samples": options.samples,
-            "settings": {"samples": samples.sha256, "reference": judge.reference.sha256, "inception": judge.weights},
-            "seconds": {
-                "reference": judge.seconds,
-                "features": extracted - began,
-                "scoring": time.perf_counter() - extracted,
-            },
-        }
-        files = files_beside(options)
-        with explain_failure(files.folder):
-            files.make_room(record["settings"])
-            where = files.write(record)
-        tqdm.write(f"{table(record)}\n  written   {where}")
-    processes.wait()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import settings
 from build import build_learning_rate, build_optimizer, open_datasets
 from ema import EMA, exponential, power
 from objective import split_batch
-from probe import Probe, open_probe
 from runlog import Claim, RunLog, claim
 from tracking import start_wandb
 from tread.checkpoints import checkpoint
@@ -28,6 +27,7 @@ from tread.data.dataset import LatentDataset
 from tread.data.latents import Latents
 from tread.data.loader import Loader
 from tread.diffusion.sampling import Model
+from tread.evaluation.online_fid import OnlineFID, open_online_fid
 from tread.runtime.compiling import compile_blocks, settle_compile
 from tread.runtime.distributed import distribute, from_main, open_accelerator
 from tread.runtime.files import check_place, explain_failure, point_to, write_whole
@@ -60,7 +60,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
     decoder: autoencoder.Decoder
-    probe: Probe | None  # of eval.fid_every
+    online_fid: OnlineFID | None  # of eval.fid_every
     log: RunLog
     stop: Stop
     began: float  # when the start began, by time.perf_counter
@@ -114,12 +114,20 @@ def start(cfg: settings.Settings, config: dict, stop: Stop) -> Run:
         data, heldout = open_datasets(cfg, device)
     if found and (Latents.from_json(found.info["latents"]), found.info["samples"]) != (data.latents, len(data)):
         raise ValueError(f"{cfg.dataset.path} is not the data that {folder} was trained on; name=… starts another run")
-    real, probe = None, None
+    real, online_fid = None, None
     if (main_process and cfg.sampling.decode) or cfg.eval.fid_every:
         real = autoencoder.load_decoder(data.latents, device, cfg.sampling.autoencoder)
     if cfg.eval.fid_every:
         with accelerator.main_process_first():  # one process fetches the weights
-            probe = open_probe(cfg.eval, data.latents, real, device, accelerator.num_processes)
+            online_fid = open_online_fid(
+                Path(cfg.eval.fid_reference),
+                cfg.eval.fid_samples,
+                cfg.eval.inception,
+                data.latents,
+                real,
+                device,
+                accelerator.num_processes,
+            )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
         network = build_network(cfg)
@@ -153,7 +161,7 @@ def start(cfg: settings.Settings, config: dict, stop: Stop) -> Run:
         optimizer=optimizer,
         learning_rate=build_learning_rate(cfg),
         decoder=real if cfg.sampling.decode and real else autoencoder.preview,
-        probe=probe,
+        online_fid=online_fid,
         log=log,
         stop=stop,
         began=began,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from torch import nn
 
-from digits_judge import METRICS
 from routing_module import check_routes
 from settings import Settings
 from tread.data.dataset import LatentDataset
+from tread.evaluation.digits_judge import METRICS
 from tread.routing.ids import count_kept
 
 SELECTS = {"token": "", "row": " in whole rows", "shared": ", the same ones in a batch"}

@@ -22,11 +22,11 @@ from tqdm import tqdm
 import settings
 from between import done_before, draw_samples, look, read_tally, save, save_snapshot
 from build import complete
-from digits_judge import judge_digits
 from memory import find_fitting, smaller
 from objective import active_routes, step_draws, training_loss
 from start import Failure, Run, start
 from summary import describe, outcome
+from tread.evaluation.digits_judge import judge_digits
 from tread.runtime.cli import open_door
 from tread.runtime.device import autocast, peak_flops, wait_for
 from tread.runtime.distributed import from_main

@@ -22,9 +22,8 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import fid
-from job import read_options
 from tread.checkpoints import checkpoint
+from tread.evaluation.plan import read_options
 from tread.runtime.distributed import Processes
 
 SHARED = ("labels=balanced", "num_samples=1000", "steps=18", "batch_size=250")
@@ -50,7 +49,7 @@ def score(run: Path, kind: str, scale: float | None, processes: Processes) -> di
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
         composed = compose("fid", overrides=options)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        (record,) = fid.run(read_options(OmegaConf.to_container(composed, resolve=True)), processes)
+        (record,) = run(read_options(OmegaConf.to_container(composed, resolve=True)), processes)
     return record
 
 

@@ -21,12 +21,12 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import fid
-import scoring
-from job import Options, plan_job, read_options, settle_paths
-from pictures import save_heat_maps
 from tread.checkpoints import checkpoint
 from tread.diffusion.guidance import Schedule
+from tread.evaluation import pipeline
+from tread.evaluation.figures import save_heat_maps
+from tread.evaluation.plan import Options, plan_job, read_options, settle_paths
+from tread.evaluation.scores import METRICS
 from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
 from tread.runtime.device import use_precision
@@ -35,7 +35,7 @@ from tread.runtime.files import check_place, explain_failure
 
 LOWER_IS_BETTER = {"fid", "sfid", "kid", "frechet_pixels"}
 COLUMNS = ("strong", "weak", "scale", "flops_relative", "step", "count")
-COLUMNS += (*scoring.METRICS, "label_agreement", "frechet_pixels")
+COLUMNS += (*METRICS, "label_agreement", "frechet_pixels")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def run(sweep: Sweep, options: Options, processes: Processes) -> None:
     processes.say(f"{len(chosen)} settings; {len(grid) - len(chosen)} with strong above weak are left out")
     with tqdm(total=len(chosen), desc="guidance sweep", unit="setting", disable=not processes.main) as progress:
         for point, one in chosen.items():
-            (record,) = fid.run(one, processes)
+            (record,) = pipeline.run(one, processes)
             if processes.main and metric not in record:
                 raise ValueError(
                     f"sweep.metric is {metric}, but: {record['unavailable'].get(metric, 'nothing was scored')}"
@@ -119,7 +119,7 @@ def check(sweep: Sweep, options: Options, paths: list[Path]) -> str:
         raise ValueError(f"guidance={options.guidance.kind} has no ratios to sweep, as sparse and sparse_cfg have")
     if isinstance(options.guidance.strong, Schedule) or isinstance(options.guidance.weak, Schedule):
         raise ValueError("a sweep is over constant ratios, but guidance.strong or guidance.weak is a schedule")
-    allowed = scoring.METRICS if options.reference else ("label_agreement", "frechet_pixels")
+    allowed = METRICS if options.reference else ("label_agreement", "frechet_pixels")
     metric = sweep.metric or allowed[0]
     if metric not in allowed:
         given = "a reference" if options.reference else "no reference"

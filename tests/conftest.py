@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 import settings
 import train
 from dit import DiT
-from inception import Inception
 from runlog import RunLog
 from tread.checkpoints import checkpoint
+from tread.evaluation.inception import Inception
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = Path(os.environ.get("TREAD_ASSETS", ROOT.parent / "shared"))

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from digits_judge import METRICS, judge_digits
 from tread.data import digits
 from tread.data.autoencoder import load_decoder
 from tread.data.dataset import LatentDataset
 from tread.data.latents import to_network
+from tread.evaluation.digits_judge import METRICS, judge_digits
 
 
 def test_the_dataset_is_the_scans_exactly(tmp_path):

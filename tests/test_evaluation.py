@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evaluation import heldout_loss, point
 from tread.data.dataset import LatentDataset
 from tread.data.latents import Latents
 from tread.data.writer import write_dataset
 from tread.diffusion.edm import EDM
+from tread.evaluation.heldout_loss import heldout_loss, point
 from tread.runtime.randomness import seeded_normal
 
 

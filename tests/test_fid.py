@@ -19,13 +19,7 @@ import torch
 from conftest import ROOT, launch_door
 from PIL import Image
 
-import digits_judge
 import fid as door
-import judge
-from inception import extract, load_inception
-from job import Options, plan_job
-from metrics import frechet_distance, mean_and_covariance
-from picture_sets import open_pictures
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import Network, build_network
 from tread.data import digits
@@ -33,6 +27,11 @@ from tread.data.autoencoder import load_decoder
 from tread.data.latents import Latents
 from tread.diffusion.edm import EDM
 from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
+from tread.evaluation import digits_judge, features, pipeline
+from tread.evaluation.image_sets import open_pictures
+from tread.evaluation.inception import extract, load_inception
+from tread.evaluation.metrics import frechet_distance, mean_and_covariance
+from tread.evaluation.plan import Options, plan_job
 from tread.runtime.distributed import Processes
 from tread.runtime.schema import read
 
@@ -150,7 +149,7 @@ def test_the_number_of_processes_changes_nothing(tmp_path, run, inception_file):
 def test_stopped_work_goes_on_with_the_parts_that_are_missing(tmp_path, run, inception_file, monkeypatch):
     options = ["checkpoint=results/a", "reference=reference.npz", f"inception={inception_file}", *OPTIONS]
     launch(tmp_path, *options, "out=whole")
-    real, drawn = door.draw_pictures, []
+    real, drawn = pipeline.draw_pictures, []
 
     def drawing(*arguments, **options):
         drawn.append(list(arguments[2]))
@@ -158,7 +157,7 @@ def test_stopped_work_goes_on_with_the_parts_that_are_missing(tmp_path, run, inc
             raise KeyboardInterrupt
         return real(*arguments, **options)
 
-    monkeypatch.setattr(door, "draw_pictures", drawing)
+    monkeypatch.setattr(pipeline, "draw_pictures", drawing)
     assert "go on" in refusal(tmp_path, *options)
     work = next((tmp_path / "results/a/step_0000003").glob(".fid-*/part-00001"))
     (work / "pictures.npy").write_bytes(b"damaged")
@@ -207,11 +206,11 @@ def test_features_are_kept_under_the_hash_of_their_pictures(tmp_path, inception_
     np.savez(tmp_path / "a.npz", pictures_of(3, 16, 0))
     shutil.copy(tmp_path / "a.npz", tmp_path / "copy.npz")
     np.savez(tmp_path / "b.npz", pictures_of(3, 16, 1))
-    extracted, real = [], judge.extract_parts
-    monkeypatch.setattr(judge, "extract_parts", lambda *given: extracted.append(given[3]) or real(*given))
+    extracted, real = [], features.extract_parts
+    monkeypatch.setattr(features, "extract_parts", lambda *given: extracted.append(given[3]) or real(*given))
     network, processes = load_inception(inception_file), Processes(None)
     kept = [
-        judge.features_of(open_pictures(tmp_path / f"{name}.npz"), tmp_path / "cache", network, weights, processes)
+        features.features_of(open_pictures(tmp_path / f"{name}.npz"), tmp_path / "cache", network, weights, processes)
         for name, weights in (("a", "one"), ("copy", "one"), ("b", "one"), ("a", "two"))
     ]
     assert extracted == [[0], [], [0], [0]]
@@ -291,8 +290,8 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
 
 
 def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, inception_file, pictures_of, monkeypatch):
-    monkeypatch.setattr(door, "draw_pictures", None)
-    monkeypatch.setattr(judge, "extract_parts", None)
+    monkeypatch.setattr(pipeline, "draw_pictures", None)
+    monkeypatch.setattr(features, "extract_parts", None)
     weights = f"inception={inception_file}"
     np.savez(tmp_path / "large.npz", pictures_of(4, 32, 0))
     np.savez(tmp_path / "float.npz", pictures_of(4, 16, 0) / 255)

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-import inception
-from inception import Inception, extract, find_weights, load_inception, resize
-from metrics import Moments, frechet_distance, kernel_distance
+from tread.evaluation import inception
+from tread.evaluation.inception import Inception, extract, find_weights, load_inception, resize
+from tread.evaluation.metrics import Moments, frechet_distance, kernel_distance
 
 WEIGHTS = "weights/inception-2015-12-05.nofc.safetensors"
 

@@ -11,7 +11,7 @@ import scipy.linalg
 import torch
 from conftest import ROOT
 
-from metrics import (
+from tread.evaluation.metrics import (
     Moments,
     frechet_distance,
     inception_score,
@@ -139,7 +139,7 @@ def test_kid_of_two_sets_of_one_distribution_is_about_zero():
 def test_large_sets_fit_in_two_gigabytes():
     """50K × 10K × 2048, the issue's size, in a process of its own: resident memory is measured."""
     code = (
-        "import torch, metrics; torch.manual_seed(0); "
+        "import torch; from tread.evaluation import metrics; torch.manual_seed(0); "
         "x, y = torch.randn(10_000, 2048), torch.randn(50_000, 2048); print(metrics.precision_recall(x, y)); "
         "print(int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1e6)"
     )

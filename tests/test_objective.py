@@ -15,7 +15,6 @@ import sample
 import settings
 import train
 from build import open_datasets
-from evaluation import heldout_loss
 from objective import step_draws, training_loss
 from rf import RF
 from routing_module import Route, draw_ids
@@ -27,6 +26,7 @@ from tread.data.autoencoder import load_decoder
 from tread.data.dataset import LatentDataset
 from tread.data.latents import Latents, to_network
 from tread.diffusion import sampling
+from tread.evaluation.heldout_loss import heldout_loss
 from tread.runtime import device
 
 RUN = "results/digits-tread-rf"

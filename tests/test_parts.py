@@ -9,7 +9,7 @@ import signal
 import numpy as np
 import pytest
 
-from parts import Parts
+from tread.evaluation.part_store import Parts
 
 
 def fill(parts, numbers):

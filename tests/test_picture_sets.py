@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from parts import Parts
-from picture_sets import open_pictures, save_npz
-from reference import check_size, open_reference, save_statistics
 from tread.data.images import centre_crop
+from tread.evaluation.image_sets import open_pictures, save_npz
+from tread.evaluation.part_store import Parts
+from tread.evaluation.reference import check_size, open_reference, save_statistics
 
 
 def write_folder(folder, pictures, suffix="png"):

@@ -20,7 +20,7 @@ from ema import EMA, exponent, power
 from tread.checkpoints import checkpoint
 from tread.checkpoints.trained import open_trained
 from tread.diffusion.sampling import Sampler, draw
-from tread.runtime import files
+from tread.runtime import tensor_files
 
 STORED, TRACKED = (0.05, 0.1), (0.07, 0.15, 0.2)
 STEPS, EVERY = 640, 40
@@ -181,7 +181,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
         partial.write_bytes(b"half")
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr(files, "save_file", fail)
+    monkeypatch.setattr(tensor_files, "save_file", fail)
     with pytest.raises(OSError, match="step_0000005.*No space left"):
         posthoc.save_snapshot(tmp_path, 5, {0.1: {"w": torch.zeros(2)}})
     assert list(path.parent.iterdir()) == [path]
@@ -310,7 +310,7 @@ def test_a_failed_write_leaves_no_folder(tmp_path, run, monkeypatch):
     def fail(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(files, "save_file", fail)
+    monkeypatch.setattr(tensor_files, "save_file", fail)
     with pytest.raises(SystemExit, match="narrow could not be written.*No space left"):
         launch(tmp_path, "run=results/a", "sigma_rel=0.1", "out=narrow")
     assert not [path.name for path in tmp_path.iterdir() if "narrow" in path.name]

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageFilter
 from test_fid import launch
 
-from picture_sets import open_pictures
+from tread.evaluation.image_sets import open_pictures
 
 REFERENCE = 2000  # training photos
 

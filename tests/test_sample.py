@@ -14,7 +14,6 @@ from conftest import ROOT, random_network
 from PIL import Image
 
 from dit import DiT
-from pictures import save_curve
 from rf import RF
 from routing_module import Route
 from sample import parse_seeds
@@ -25,6 +24,7 @@ from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import KINDS as GUIDANCE_KINDS
 from tread.diffusion.guidance import Guidance, Schedule
 from tread.diffusion.sampling import Model, Sampler, draw, draw_pictures, relative_cost, seeded_labels, spread_classes
+from tread.evaluation.figures import save_curve
 from tread.runtime.device import use_precision
 from tread.runtime.randomness import generator, seeded_normal
 

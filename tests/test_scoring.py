@@ -7,11 +7,12 @@ import pytest
 import scipy.linalg
 import torch
 
-from inception import extract, load_inception
-from parts import Parts
-from picture_sets import open_pictures
-from reference import open_reference
-from scoring import METRICS, extract_parts, feature_parts, score, warnings
+from tread.evaluation.features import extract_parts, feature_parts
+from tread.evaluation.image_sets import open_pictures
+from tread.evaluation.inception import extract, load_inception
+from tread.evaluation.part_store import Parts
+from tread.evaluation.reference import open_reference
+from tread.evaluation.scores import METRICS, score, warnings
 
 
 def parts_of(folder, arrays, size=7):

@@ -282,7 +282,7 @@ def test_a_sweep_draws_each_value_in_its_place(runs, tmp_path, monkeypatch):
         value = 100 * g.scale + 10 * g.weak + g.strong
         return [{"frechet_pixels": value, "flops_relative": 2 - g.weak, "count": 20, "label_agreement": 0.5}]
 
-    monkeypatch.setattr(guidance_sweep.fid, "run", score)
+    monkeypatch.setattr(guidance_sweep.pipeline, "run", score)
     monkeypatch.setattr(
         guidance_sweep, "save_heat_maps", lambda path, panels, others, *rest: drawn.update(panels, **others)
     )
@@ -290,10 +290,10 @@ def test_a_sweep_draws_each_value_in_its_place(runs, tmp_path, monkeypatch):
     lists = ["sweep.strong=[0,0.5]", "sweep.weak=[0.25,0.5,0.75]", "sweep.scale=[1,2]"]
     with pytest.raises(SystemExit, match="label_agreement, but: not here"):
         monkeypatch.setattr(
-            guidance_sweep.fid, "run", lambda *given: [{"unavailable": {"label_agreement": "not here"}}]
+            guidance_sweep.pipeline, "run", lambda *given: [{"unavailable": {"label_agreement": "not here"}}]
         )
         sweep(tmp_path, *options[:2], *lists)
-    monkeypatch.setattr(guidance_sweep.fid, "run", score)
+    monkeypatch.setattr(guidance_sweep.pipeline, "run", score)
     text = sweep(tmp_path, *options, *lists)
     first, second, cost = drawn.values()
     expected = np.array([[102.5, np.nan], [105.0, 105.5], [107.5, 108.0]])

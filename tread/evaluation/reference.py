@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from inception import POOL_FEATURES, SPATIAL_FEATURES
-from metrics import Moments
-from parts import Parts
-from picture_sets import Known, Npz, Pictures, Watch, open_pictures
+from tread.evaluation.image_sets import Known, Npz, Pictures, Watch, open_pictures
+from tread.evaluation.inception import POOL_FEATURES, SPATIAL_FEATURES
+from tread.evaluation.metrics import Moments
+from tread.evaluation.part_store import Parts
 from tread.runtime.files import sha256
 
 STATED = ("resolution", "count")  # what save_statistics writes beside the statistics

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from metrics import frechet_distance, mean_and_covariance
 from tread.data.digits import split
+from tread.evaluation.metrics import frechet_distance, mean_and_covariance
 
 NEIGHBOURS = 3
 REAL_COUNTS = {"label_agreement_real": 355, "frechet_pixels_real": 1442}  # scans that those values are of

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from scoring import METRICS
+from tread.evaluation.scores import METRICS
 from tread.runtime.files import write_whole
 
 COLUMNS = ("time", "step", "count", *METRICS, "label_agreement", "frechet_pixels", "reference", "reference_count")

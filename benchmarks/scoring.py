@@ -1,4 +1,4 @@
-"""Speed of scoring, each against its plain twin in the same run: python benchmarks/fid.py [parts] [overrides]
+"""Speed of scoring, each against its plain twin in the same run: python benchmarks/scoring.py [parts] [overrides]
 
     frechet    Fréchet distance at 2,048 dimensions, against scipy's sqrtm
     precision  precision and recall of 10,000 × 10,000 × 2,048, against torch.cdist and sort: time, and the peak of
@@ -30,18 +30,19 @@ from omegaconf import OmegaConf
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import metrics
 import settings
 from build import complete
-from inception import Inception, extract, resize
 from tread.checkpoints.network import build_network, process_of
 from tread.data import autoencoder
 from tread.diffusion.sampling import Model, Sampler, draw, to_pictures
+from tread.evaluation import metrics
+from tread.evaluation.inception import Inception, extract, resize
 from tread.runtime.device import autocast, device_name, exact, use_cores, use_precision
 
 PARTS = ("frechet", "precision", "features", "sampler", "chain")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SETS = "import sys, torch, metrics; torch.manual_seed(0); x, y = torch.rand(10_000, 2048), torch.rand(10_000, 2048);"
+SETS = "import sys, torch; from tread.evaluation import metrics; torch.manual_seed(0);"
+SETS += "x, y = torch.rand(10_000, 2048), torch.rand(10_000, 2048);"
 MEMORY = "print(int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1e6)"
 
 
@@ -100,13 +101,13 @@ def precision(repeats: int) -> str:
     with exact():
         a, b, ratios = compare(lambda: metrics.precision_recall(x, y), lambda: naive(x, y), repeats)
     peaks = []
-    for call in ("metrics.precision_recall(x, y)", "fid.naive(x, y)"):
+    for call in ("metrics.precision_recall(x, y)", "scoring.naive(x, y)"):
         if DEVICE.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             metrics.precision_recall(x, y) if "metrics" in call else naive(x, y)
             peaks.append(torch.cuda.max_memory_allocated() / 1e9)
         else:
-            code = f"{SETS} sys.path.insert(0, {str(Path(__file__).parent)!r}); import fid; {call}; {MEMORY}"
+            code = f"{SETS} sys.path.insert(0, {str(Path(__file__).parent)!r}); import scoring; {call}; {MEMORY}"
             done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
             peaks.append(float(done.stdout))
     return (

@@ -8,19 +8,18 @@ from pathlib import Path
 
 import torch
 
-from inception import Inception, find_weights, load_inception
-from metrics import Moments, frechet_distance
-from reference import Statistics, check_size, open_reference
-from scoring import pool_moments
-from settings import Evaluation
 from tread.data.autoencoder import Decoder
 from tread.data.latents import Latents
 from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
+from tread.evaluation.features import pool_moments
+from tread.evaluation.inception import Inception, find_weights, load_inception
+from tread.evaluation.metrics import Moments, frechet_distance
+from tread.evaluation.reference import Statistics, check_size, open_reference
 from tread.runtime.device import use_cores
 
 
 @dataclass(frozen=True)
-class Probe:
+class OnlineFID:
     """What FID in training needs: the Inception, the reference's statistics, and how latents become pictures."""
 
     inception: Inception
@@ -54,21 +53,29 @@ class Probe:
             torch.set_num_threads(threads)
 
 
-def open_probe(
-    options: Evaluation, latents: Latents, decoder: Decoder, device: torch.device | str, processes: int
-) -> Probe:
+def open_online_fid(
+    reference: Path,
+    samples: int,
+    inception: str | None,
+    latents: Latents,
+    decoder: Decoder,
+    device: torch.device | str,
+    processes: int,
+) -> OnlineFID:
     """Open a reference with mu and sigma, and the Inception.
+
+    samples    how many will be drawn, by all processes.
+    inception  see find_weights.
 
     Raises FileNotFoundError, or ValueError, also if the decoder's pictures are not of the reference's size.
     """
-    reference = options.fid_reference
-    if options.fid_samples < processes:
-        raise ValueError(f"eval.fid_samples is {options.fid_samples}, which is less than one for each process")
-    found = open_reference(Path(reference))
+    if samples < processes:
+        raise ValueError(f"eval.fid_samples is {samples}, which is less than one for each process")
+    found = open_reference(reference)
     if found.pool is None:
         raise ValueError(
             f"{reference} has no mu and sigma: python fid.py reference={reference} save_reference=stats.npz"
         )
     pictures = decoder(torch.zeros(1, *latents.shape, device=device))
     check_size("what this run's autoencoder decodes", tuple(pictures.shape[1:]), found)
-    return Probe(load_inception(find_weights(options.inception), device), found.pool, decoder)
+    return OnlineFID(load_inception(find_weights(inception), device), found.pool, decoder)

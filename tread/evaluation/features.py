@@ -1,0 +1,98 @@
+"""Inception features of pictures, in parts that are kept: those of samples, and those of the reference they meet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tread.evaluation.image_sets import Pictures
+from tread.evaluation.inception import Inception, extract, load_inception
+from tread.evaluation.metrics import Moments
+from tread.evaluation.part_store import Parts
+from tread.evaluation.reference import Reference
+from tread.runtime.distributed import Processes
+from tread.runtime.files import sha256
+
+PART = 256  # pictures of a part, where there are enough of them
+PARTS = 64  # that there are at least, where a batch allows it, for the processes to share
+BATCH = {"cpu": 8, "gpu": 128}  # pictures the Inception takes at once
+
+
+def feature_parts(folder: Path, pictures: Pictures, weights: str) -> Parts:
+    """Where the features of a set of pictures are kept: below `folder`, by the hashes of pictures and weights."""
+    plan = {"pictures": pictures.sha256, "inception": weights}
+    name = f"{pictures.sha256[:16]}-{weights[:16]}"
+    return Parts(folder / name, plan, pictures.count, part_size(pictures.count, batch_size=32))
+
+
+def part_size(count: int, batch_size: int) -> int:
+    """Pictures of a part: whole batches, given by the count alone and not by the processes."""
+    return batch_size * max(1, min(-(-PART // batch_size), count // (batch_size * PARTS)))
+
+
+def as_arrays(network: Inception, pictures: torch.Tensor) -> dict[str, np.ndarray]:
+    """Features of pictures (n, 3, H, W) uint8 by name: pool, spatial and, with fc, probabilities."""
+    batch_size = BATCH["cpu" if next(network.parameters()).device.type == "cpu" else "gpu"]
+    found = [extract(network, part) for part in pictures.split(batch_size)]
+    named = {name: [getattr(one, name) for one in found] for name in ("pool", "spatial", "probabilities")}
+    return {name: np.concatenate(arrays) for name, arrays in named.items() if arrays[0] is not None}
+
+
+def pool_moments(network: Inception, pictures: Iterable[torch.Tensor]) -> Moments:
+    """Mean and covariance of the pool features of pictures that come in batches (b, 3, H, W) uint8; none is kept."""
+    return Moments.of_parts(as_arrays(network, part)["pool"] for part in pictures)
+
+
+def extract_parts(network: Inception, pictures: Pictures, parts: Parts, mine: list[int]) -> Iterator[int]:
+    """Extract the features of some parts of a set of pictures; yields how many pictures each had, when it is kept."""
+    for number in mine:
+        rows = parts.ranges[number]
+        content = torch.from_numpy(pictures.read(rows.start, rows.stop))
+        parts.write(number, as_arrays(network, content))
+        yield len(rows)
+
+
+# ---------------------------------------------------------------------------------- the reference
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The reference, and the Inception by whose features pictures are compared with it."""
+
+    reference: Reference
+    network: Inception
+    weights: str  # sha256 of the Inception's file
+    features: Parts | None  # of the reference's pictures
+    seconds: float  # that these took to extract
+
+
+def open_judge(reference: Reference, weights: Path, cache: Path, processes: Processes) -> Judge:
+    """The Inception, and the features of the reference's pictures, from the cache or extracted into it."""
+    network, digest, features = load_inception(weights, processes.device), sha256(weights), None
+    began = time.perf_counter()
+    if reference.pictures is not None:
+        features = features_of(reference.pictures, cache, network, digest, processes)
+    return Judge(reference, network, digest, features, time.perf_counter() - began)
+
+
+def features_of(pictures: Pictures, folder: Path, network: Inception, weights: str, processes: Processes) -> Parts:
+    """Features of a set of pictures, kept below a folder; all processes extract their share of what is missing."""
+    parts = feature_parts(folder, pictures, weights)
+    with processes.lock(parts.folder.with_suffix(".lock")):
+        with processes.main_first():
+            if processes.main:
+                parts.begin()
+        mine = processes.from_main(parts.missing)[processes.rank :: processes.count]
+        total = sum(len(parts.ranges[number]) for number in mine)
+        with processes.bar(f"features of {Path(pictures.where).name}", total) as progress:
+            for done in extract_parts(network, pictures, parts, mine):
+                progress.update(done)
+        processes.wait()
+        if processes.main and (missing := parts.missing()):
+            raise OSError(f"parts {missing} of {parts.folder} are missing: all processes must share cache={folder}")
+    return parts
