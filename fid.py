@@ -16,13 +16,13 @@ from tread.evaluation import pipeline
 from tread.evaluation.plan import Options, read_options
 from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
-from tread.runtime.distributed import Processes
+from tread.runtime.distributed import share_work
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="fid")
 def main(composed: DictConfig) -> None:
     try:
-        pipeline.run(read_options(plain(composed)), Processes(None))
+        pipeline.run(read_options(plain(composed)), share_work(None))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except torch.OutOfMemoryError as error:

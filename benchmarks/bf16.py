@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runlog import RunLog
+from tread.training.run_folder import RunLog
 
 
 def curve(run: Path) -> dict[int, float]:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from tread.checkpoints import checkpoint
 from tread.evaluation.plan import read_options
-from tread.runtime.distributed import Processes
+from tread.runtime.distributed import Processes, share_work
 
 SHARED = ("labels=balanced", "num_samples=1000", "steps=18", "batch_size=250")
 SCALES = (1.25, 1.5, 2.0, 4.0, 8.0)
@@ -91,7 +91,7 @@ def draw(path: Path, found: dict[tuple[str, float | None], list[dict]]) -> None:
 
 
 def main() -> None:
-    runs, processes = [Path(argument) for argument in sys.argv[1:]], Processes(None)
+    runs, processes = [Path(argument) for argument in sys.argv[1:]], share_work(None)
     for run in runs:
         try:
             checkpoint.find(run / f"step_{WEAK_STEP:07d}")

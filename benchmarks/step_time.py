@@ -36,18 +36,18 @@ from omegaconf import OmegaConf
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import settings
 import train
-from build import complete
-from ema import EMA
-from start import Run, start
 from tread.data.latents import Latents
 from tread.data.writer import write_dataset
 from tread.runtime.device import device_name, peak_flops, wait_for
 from tread.runtime.schema import check_overrides
 from tread.runtime.signals import Stop
 from tread.runtime.versions import git_revision
-from updates import optimizer_step
+from tread.training import settings
+from tread.training.ema import EMA
+from tread.training.optimizer import optimizer_step
+from tread.training.run import Run
+from tread.training.setup import complete, start
 
 STAGES = ("data wait", "forward", "backward", "optimizer", "EMA", "rest")
 WARMUP, STAGED = 3, 5  # turns before the measurement, and steps taken stage by stage
@@ -134,7 +134,7 @@ def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int, block: in
         order = list(kinds) if number % 2 == 0 else list(kinds)[::-1]
         for name in order:
             times[name].append(turn(kinds[name]))
-    batch, peak = run.cfg.train.batch_size, peak_flops(run.device, run.precision)
+    batch, peak = run.cfg.train.batch_size, peak_flops(run.processes.device, run.precision)
     dense_flops, rows = run.network.forward_flops(), {}
     for name, cfg in kinds.items():
         routes = () if name == "dense" else cfg.model.routes
@@ -153,7 +153,7 @@ def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int, block: in
         "parameters": sum(parameter.numel() for parameter in run.network.parameters()),
         "batch": batch,
         "micro_batch": run.micro_batches[0].stop - run.micro_batches[0].start,
-        "device": device_name(run.device),
+        "device": device_name(run.processes.device),
         "precision": run.precision,
         "compiled": run.network.blocks[0]._compiled_call_impl is not None,
         "activation_checkpointing": run.cfg.train.activation_checkpointing,
@@ -172,12 +172,12 @@ def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int, block: in
 
 def take_steps(run: Run, count: int) -> float:
     """Do so many training steps; returns the seconds until the device is done."""
-    wait_for(run.device)
+    wait_for(run.processes.device)
     began = time.perf_counter()
     for _ in range(count):
         train.training_step(run)
         run.step += 1
-    wait_for(run.device)
+    wait_for(run.processes.device)
     return time.perf_counter() - began
 
 
@@ -190,12 +190,12 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 def peak_memory(run: Run, work: Callable[[], object]) -> float:
     """GB that a device needs at most during some work; on a CPU, the process since it began."""
-    if run.device.type != "cuda":
+    if run.processes.device.type != "cuda":
         work()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    torch.cuda.reset_peak_memory_stats(run.device)
+    torch.cuda.reset_peak_memory_stats(run.processes.device)
     work()
-    return torch.cuda.max_memory_allocated(run.device) / 1e9
+    return torch.cuda.max_memory_allocated(run.processes.device) / 1e9
 
 
 def stages(run: Run) -> dict[str, float]:
@@ -204,10 +204,10 @@ def stages(run: Run) -> dict[str, float]:
 
     def timed(stage: str, function: Callable) -> Callable:
         def call(*arguments: object) -> object:
-            wait_for(run.device)
+            wait_for(run.processes.device)
             began = time.perf_counter()
             found = function(*arguments)
-            wait_for(run.device)
+            wait_for(run.processes.device)
             spent[stage] += time.perf_counter() - began
             return found
 
@@ -238,7 +238,7 @@ def patched(owner: object, name: str, value: object) -> Iterator[None]:
 
 def update_over_loops(run: Run, pairs: int) -> dict[str, float | list[float]]:
     """Time of the gradients' norm, AdamW and EMA in loops over the parameters, over that of the run's own."""
-    parameters, skip = list(run.network.parameters()), torch.zeros((), device=run.device)
+    parameters, skip = list(run.network.parameters()), torch.zeros((), device=run.processes.device)
     gradients = [torch.randn_like(parameter) for parameter in parameters]
     options = {"lr": 0.0, "betas": run.cfg.optim.betas, "eps": run.cfg.optim.eps, "weight_decay": 0.0}
     loops = torch.optim.AdamW(parameters, **options, foreach=False, fused=False)
@@ -259,10 +259,10 @@ def update_over_loops(run: Run, pairs: int) -> dict[str, float | list[float]]:
     def turn(work: Callable[[], None]) -> float:
         for parameter, gradient in zip(parameters, gradients):
             parameter.grad = gradient
-        wait_for(run.device)
+        wait_for(run.processes.device)
         began = time.perf_counter()
         work()
-        wait_for(run.device)
+        wait_for(run.processes.device)
         return 1000 * (time.perf_counter() - began)
 
     for _ in range(2):

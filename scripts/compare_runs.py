@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runlog import RunLog
 from tread.checkpoints import checkpoint
+from tread.training.run_folder import RunLog
 
 COLUMNS = ("eval_loss", "fid", "label_agreement", "frechet_pixels", "images_per_s")
 

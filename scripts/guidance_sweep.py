@@ -30,7 +30,7 @@ from tread.evaluation.scores import METRICS
 from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
 from tread.runtime.device import use_precision
-from tread.runtime.distributed import Processes
+from tread.runtime.distributed import Processes, share_work
 from tread.runtime.files import check_place, explain_failure
 
 LOWER_IS_BETTER = {"fid", "sfid", "kid", "frechet_pixels"}
@@ -58,7 +58,7 @@ def main(composed: DictConfig) -> None:
     try:
         tree = plain(composed)
         sweep = schema.read(tree.pop("sweep"), Sweep, "sweep.")
-        run(sweep, read_options(tree), Processes(None))
+        run(sweep, read_options(tree), share_work(None))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except torch.OutOfMemoryError as error:

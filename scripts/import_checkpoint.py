@@ -19,8 +19,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import settings
-from build import complete
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network
 from tread.checkpoints.state_dicts import describe, fit, sizes
@@ -30,6 +28,8 @@ from tread.runtime.cli import open_door, plain
 from tread.runtime.files import explain_failure, write_whole
 from tread.runtime.tensor_files import read_state_dict, read_state_dicts
 from tread.runtime.versions import versions
+from tread.training import settings
+from tread.training.setup import complete
 
 
 @dataclass(frozen=True)

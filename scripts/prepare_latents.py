@@ -29,7 +29,7 @@ from tread.data.writer import DatasetWriter, forget_work
 from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
 from tread.runtime.device import use_precision
-from tread.runtime.distributed import Processes
+from tread.runtime.distributed import Processes, share_work
 from tread.runtime.files import explain_failure, write_whole
 
 PLANNED = ("resolution", "precision", "shard_size")  # with the pictures and the latents, what a dataset is made of
@@ -74,7 +74,7 @@ class Options:
 def main(composed: DictConfig) -> None:
     try:
         options = schema.read(plain(composed), Options)
-        processes = Processes(options.device)
+        processes = share_work(options.device)
         batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
         prepare(replace(options, batch_size=batch_size), processes)
     except (ValueError, OSError) as error:

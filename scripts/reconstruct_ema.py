@@ -18,14 +18,14 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import posthoc
-from ema import exponent
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network
 from tread.checkpoints.trained import open_trained
 from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
 from tread.runtime.files import check_place, explain_failure, whole_folder
+from tread.training import posthoc_ema
+from tread.training.ema import exponent
 
 POOR_FIT = 0.05  # relative L2 distance of profiles
 COARSE = 0.002  # of a parameter; bf16 rounds to about that
@@ -60,8 +60,8 @@ def main(composed: DictConfig) -> None:
 def write_average(options: Options) -> Path:
     """Write a folder with one checkpoint that holds the average alone. Raises ValueError or OSError."""
     run = Path(options.run).expanduser()
-    snapshots = posthoc.usable(run, options.step)
-    step, stored = snapshots[-1].step, posthoc.profiles(snapshots)
+    snapshots = posthoc_ema.usable(run, options.step)
+    step, stored = snapshots[-1].step, posthoc_ema.profiles(snapshots)
     out = Path(options.out).expanduser() if options.out else run / f"ema_{options.sigma_rel:g}_at_{step}"
     if out.exists():
         raise FileExistsError(f"{out} is there already; out=<another folder> writes elsewhere")
@@ -72,11 +72,11 @@ def write_average(options: Options) -> Path:
         "sigma_rel": options.sigma_rel,
         "snapshots": len(snapshots),
         "widths": sorted({width for _, width in stored}),
-        "profile_error": posthoc.profile_error(stored, step, options.sigma_rel),
-        "rounding_error": posthoc.rounding_error(stored, step, options.sigma_rel),
+        "profile_error": posthoc_ema.profile_error(stored, step, options.sigma_rel),
+        "rounding_error": posthoc_ema.rounding_error(stored, step, options.sigma_rel),
     }
     announce(step, facts)
-    state = found.tensors("ema") | posthoc.reconstruct(run, options.sigma_rel, step, tqdm)  # buffers are the run's
+    state = found.tensors("ema") | posthoc_ema.reconstruct(run, options.sigma_rel, step, tqdm)  # buffers are the run's
     info = {key: value for key, value in found.info.items() if key not in OF_THE_MOMENT}
     with explain_failure(out), whole_folder(out) as partial:
         saved = checkpoint.save(partial, step, {"ema": state}, {**info, "posthoc": facts})
@@ -98,11 +98,11 @@ def announce(step: int, facts: dict) -> None:
     if facts["rounding_error"] > COARSE:
         print(
             f"warning: σ_rel {facts['sigma_rel']:g} is so narrow that fp16's rounding is multiplied by "
-            f"{facts['rounding_error'] / posthoc.FP16_ROUNDING:.0f}; a width near the stored ones is cleaner"
+            f"{facts['rounding_error'] / posthoc_ema.FP16_ROUNDING:.0f}; a width near the stored ones is cleaner"
         )
 
 
-def check_network(found: checkpoint.Checkpoint, snapshot: posthoc.Snapshot) -> None:
+def check_network(found: checkpoint.Checkpoint, snapshot: posthoc_ema.Snapshot) -> None:
     """Raise ValueError unless a checkpoint is whole and a snapshot has exactly its network's parameters."""
     with torch.device("meta"):
         network = build_network(open_trained(found, "ema").cfg)

@@ -18,12 +18,18 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-import settings
 import train
 from dit import DiT
-from runlog import RunLog
 from tread.checkpoints import checkpoint
 from tread.evaluation.inception import Inception
+from tread.training import settings
+from tread.training.run_folder import RunLog
+
+worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+if worker and hasattr(os, "sched_setaffinity"):
+    # a core to each worker: OpenMP's threads of two workers on the same cores would wait for one another
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = Path(os.environ.get("TREAD_ASSETS", ROOT.parent / "shared"))

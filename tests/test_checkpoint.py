@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from dit import DiT
-from ema import EMA, exponential
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import load_weights
 from tread.runtime import tensor_files
 from tread.runtime.files import whole_folder, write_whole
+from tread.training.ema import EMA, exponential
 
 
 def small(**more):

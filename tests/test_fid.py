@@ -32,7 +32,7 @@ from tread.evaluation.image_sets import open_pictures
 from tread.evaluation.inception import extract, load_inception
 from tread.evaluation.metrics import frechet_distance, mean_and_covariance
 from tread.evaluation.plan import Options, plan_job
-from tread.runtime.distributed import Processes
+from tread.runtime.distributed import share_work
 from tread.runtime.schema import read
 
 RGB = Latents(shape=(3, 16, 16), classes=tuple("abcde"), autoencoder="pixels", scale_applied=True)
@@ -208,7 +208,7 @@ def test_features_are_kept_under_the_hash_of_their_pictures(tmp_path, inception_
     np.savez(tmp_path / "b.npz", pictures_of(3, 16, 1))
     extracted, real = [], features.extract_parts
     monkeypatch.setattr(features, "extract_parts", lambda *given: extracted.append(given[3]) or real(*given))
-    network, processes = load_inception(inception_file), Processes(None)
+    network, processes = load_inception(inception_file), share_work(None)
     kept = [
         features.features_of(open_pictures(tmp_path / f"{name}.npz"), tmp_path / "cache", network, weights, processes)
         for name, weights in (("a", "one"), ("copy", "one"), ("b", "one"), ("a", "two"))

@@ -22,11 +22,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.flop_counter import FlopCounterMode
 
-from objective import split_batch
 from routing_module import Route, gather_tokens, run_blocks, scatter_tokens
 from tread.routing.hooks import Routing, attach_routes, join_first, select_first
 from tread.routing.ids import RatioSchedule, choose_ids, keep_prefix
 from tread.runtime.randomness import generator
+from tread.training.objective import split_batch
 
 B, TEXT = 3, 7
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/routing.md").read_text(), re.M | re.S)

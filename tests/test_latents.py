@@ -12,11 +12,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.dataset_open import write_sparse
-from objective import split_batch
 from tread.data.dataset import LatentDataset
 from tread.data.latents import Latents
 from tread.data.writer import write_dataset
 from tread.runtime.files import sha256
+from tread.training.objective import split_batch
 
 MEANING = Latents(shape=(2, 4, 4), classes=("ant", "bee", "cow"), autoencoder="pixels", views=2)
 

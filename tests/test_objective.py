@@ -12,10 +12,7 @@ from test_train import TINY, state
 
 import fid
 import sample
-import settings
 import train
-from build import open_datasets
-from objective import step_draws, training_loss
 from rf import RF
 from routing_module import Route, draw_ids
 from tread.checkpoints import checkpoint
@@ -28,6 +25,9 @@ from tread.data.latents import Latents, to_network
 from tread.diffusion import sampling
 from tread.evaluation.heldout_loss import heldout_loss
 from tread.runtime import device
+from tread.training import settings
+from tread.training.objective import step_draws, training_loss
+from tread.training.setup import open_datasets
 
 RUN = "results/digits-tread-rf"
 

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from test_fid import save_checkpoint
 from torch import nn
 
-import posthoc
-from ema import EMA, exponent, power
 from tread.checkpoints import checkpoint
 from tread.checkpoints.trained import open_trained
 from tread.diffusion.sampling import Sampler, draw
 from tread.runtime import tensor_files
+from tread.training import posthoc_ema
+from tread.training.ema import EMA, exponent, power
 
 STORED, TRACKED = (0.05, 0.1), (0.07, 0.15, 0.2)
 STEPS, EVERY = 640, 40
@@ -39,15 +39,15 @@ def on_a_grid(profiles, end, count=200_000):
 def test_inner_products_are_integrals():
     profiles = [(300, 0.05), (300, 0.28), (700, 0.1), (1000, 0.05), (1000, 0.2), (1000, 0.01)]
     grid = on_a_grid(profiles, 1000)
-    found = posthoc.inner_products(profiles, profiles[2:])
+    found = posthoc_ema.inner_products(profiles, profiles[2:])
     np.testing.assert_allclose(found, grid @ grid[2:].T * 1000 / grid.shape[1], rtol=1e-3, atol=1e-12)
 
 
 def test_long_trainings_and_narrow_widths_do_not_overflow():
     profiles = [(step, width) for step in (1, 400_000, 4_000_000) for width in (0.0005, 0.05, 0.288)]
-    found = posthoc.inner_products(profiles, profiles)
+    found = posthoc_ema.inner_products(profiles, profiles)
     assert np.isfinite(found).all() and (found >= 0).all() and np.array_equal(found, found.T)
-    assert np.isfinite(posthoc.coefficients(profiles[3:], 4_000_000, 0.001)).all()
+    assert np.isfinite(posthoc_ema.coefficients(profiles[3:], 4_000_000, 0.001)).all()
 
 
 def test_a_stored_profile_is_itself():
@@ -55,8 +55,8 @@ def test_a_stored_profile_is_itself():
     for index in (-1, -2, 9):
         expected = np.zeros(len(stored))
         expected[index] = 1
-        np.testing.assert_allclose(posthoc.coefficients(stored, *stored[index]), expected, atol=1e-9)
-        assert posthoc.profile_error(stored, *stored[index]) < 1e-7
+        np.testing.assert_allclose(posthoc_ema.coefficients(stored, *stored[index]), expected, atol=1e-9)
+        assert posthoc_ema.profile_error(stored, *stored[index]) < 1e-7
 
 
 @pytest.mark.parametrize("width", [0.03, 0.07, 0.2])
@@ -66,19 +66,19 @@ def test_coefficients_are_those_of_a_naive_fit(width):
     grid, (target,) = on_a_grid(stored, 1000, 20_000), on_a_grid([(1000, width)], 1000, 20_000)
     free, *_ = np.linalg.lstsq((grid[:-1] - grid[-1]).T, target - grid[-1], rcond=None)
     expected = np.append(free, 1 - free.sum())
-    found = posthoc.coefficients(stored, 1000, width)
+    found = posthoc_ema.coefficients(stored, 1000, width)
     np.testing.assert_allclose(found, expected, atol=1e-3)
     error = np.linalg.norm(expected @ grid - target) / np.linalg.norm(target)
-    assert posthoc.profile_error(stored, 1000, width) == pytest.approx(error, rel=1e-2)
+    assert posthoc_ema.profile_error(stored, 1000, width) == pytest.approx(error, rel=1e-2)
     assert found.sum() == pytest.approx(1, abs=1e-12)
 
 
 def test_errors_say_which_widths_can_be_had():
     stored = [(step, width) for step in range(1000, 17_000, 1000) for width in STORED]
-    errors = [posthoc.profile_error(stored, 16_000, width) for width in (0.005, 0.03, 0.07, 0.15, 0.27)]
+    errors = [posthoc_ema.profile_error(stored, 16_000, width) for width in (0.005, 0.03, 0.07, 0.15, 0.27)]
     assert errors[2] < 0.005 < errors[3] < 0.02 < errors[1] < 0.05 < errors[4] < errors[0]
-    rounding = [posthoc.rounding_error(stored, 16_000, width) for width in (0.01, 0.05, 0.07)]
-    assert rounding[1] == pytest.approx(posthoc.FP16_ROUNDING) and rounding[0] > 10 * rounding[1] > 10 * rounding[2]
+    rounding = [posthoc_ema.rounding_error(stored, 16_000, width) for width in (0.01, 0.05, 0.07)]
+    assert rounding[1] == pytest.approx(posthoc_ema.FP16_ROUNDING) and rounding[0] > 10 * rounding[1] > 10 * rounding[2]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def trained(tmp_path_factory):
                 average.update(network, step)
             if (step + 1) % EVERY == 0:
                 parameters = {width: dict(ema.network.named_parameters()) for width, ema in averages.items()}
-                posthoc.save_snapshot(folder, step + 1, {width: parameters[width] for width in STORED})
+                posthoc_ema.save_snapshot(folder, step + 1, {width: parameters[width] for width in STORED})
                 tracked[step + 1] = {
                     width: {name: value.detach().clone() for name, value in parameters[width].items()}
                     for width in parameters
@@ -118,7 +118,7 @@ def test_a_reconstruction_is_the_average_that_was_tracked(trained, step, width):
     """To fp16's rounding and the fit of the profile; the nearest of the stored averages is 29 to 121 times as far."""
     folder, tracked = trained
     direct = tracked[step][width]
-    found = posthoc.reconstruct(folder, width, step)
+    found = posthoc_ema.reconstruct(folder, width, step)
     assert {name: value.shape for name, value in found.items()} == {name: v.shape for name, v in direct.items()}
     assert all(value.dtype == torch.float32 for value in found.values())
     nearest = min(distance(tracked[step][stored], direct) for stored in STORED)
@@ -126,7 +126,7 @@ def test_a_reconstruction_is_the_average_that_was_tracked(trained, step, width):
     assert distance(found, direct) < nearest / 25
     assert distance(found, direct) < (1e-3 if step == 320 or width == 0.2 else 3e-4) * size
     if step == STEPS:
-        last = posthoc.reconstruct(folder, width)
+        last = posthoc_ema.reconstruct(folder, width)
         assert all(torch.equal(last[name], value) for name, value in found.items())
 
 
@@ -134,13 +134,13 @@ def test_what_is_stored_comes_back(trained):
     """Rounded to fp16, and the snapshots after the wanted step do not matter."""
     folder, tracked = trained
     for step in (EVERY, 320):
-        for name, value in posthoc.reconstruct(folder, 0.1, step).items():
+        for name, value in posthoc_ema.reconstruct(folder, 0.1, step).items():
             torch.testing.assert_close(value, tracked[step][0.1][name].half().float(), rtol=0, atol=1e-6)
 
 
 def test_snapshots_are_compact_and_found_by_header(trained):
     folder, _ = trained
-    found = posthoc.find_snapshots(folder)
+    found = posthoc_ema.find_snapshots(folder)
     assert [snapshot.step for snapshot in found] == list(range(EVERY, STEPS + 1, EVERY))
     assert {snapshot.sigma_rel for snapshot in found} == {STORED}
     assert found[0].path == folder / "ema_snapshots" / "step_0000040.safetensors"
@@ -151,12 +151,12 @@ def test_snapshots_are_compact_and_found_by_header(trained):
 
 def test_values_beyond_fp16_are_kept_in_fp32(tmp_path):
     large, small = torch.tensor([70_000.125, 1.0]), torch.tensor(65_504.0)
-    path = posthoc.save_snapshot(tmp_path, 5, {0.1: {"large": large, "small": small}})
+    path = posthoc_ema.save_snapshot(tmp_path, 5, {0.1: {"large": large, "small": small}})
     assert {key: value.dtype for key, value in load_file(path).items()} == {
         "0.1/large": torch.float32,
         "0.1/small": torch.float16,
     }
-    found = posthoc.reconstruct(tmp_path, 0.1)
+    found = posthoc_ema.reconstruct(tmp_path, 0.1)
     assert torch.equal(found["large"], large) and torch.equal(found["small"], small)
 
 
@@ -170,12 +170,12 @@ def test_what_can_not_be_stored_is_refused(tmp_path):
         ({0.1: {"w": torch.tensor([1.0, torch.nan])}}, "w is not finite"),
     ):
         with pytest.raises(ValueError, match=message):
-            posthoc.save_snapshot(tmp_path, 5, averages)
+            posthoc_ema.save_snapshot(tmp_path, 5, averages)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
-    path = posthoc.save_snapshot(tmp_path, 5, {0.1: {"w": torch.ones(2)}})
+    path = posthoc_ema.save_snapshot(tmp_path, 5, {0.1: {"w": torch.ones(2)}})
 
     def fail(tensors, partial, metadata):
         partial.write_bytes(b"half")
@@ -183,47 +183,47 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tensor_files, "save_file", fail)
     with pytest.raises(OSError, match="step_0000005.*No space left"):
-        posthoc.save_snapshot(tmp_path, 5, {0.1: {"w": torch.zeros(2)}})
+        posthoc_ema.save_snapshot(tmp_path, 5, {0.1: {"w": torch.zeros(2)}})
     assert list(path.parent.iterdir()) == [path]
-    assert torch.equal(posthoc.reconstruct(tmp_path, 0.1)["w"], torch.ones(2))
+    assert torch.equal(posthoc_ema.reconstruct(tmp_path, 0.1)["w"], torch.ones(2))
 
 
 def test_later_snapshots_can_be_forgotten(tmp_path):
     for step in (5, 10, 15):
-        posthoc.save_snapshot(tmp_path, step, {0.1: {"w": torch.ones(2)}})
-    posthoc.forget_after(tmp_path, 10)
-    assert [snapshot.step for snapshot in posthoc.find_snapshots(tmp_path)] == [5, 10]
+        posthoc_ema.save_snapshot(tmp_path, step, {0.1: {"w": torch.ones(2)}})
+    posthoc_ema.forget_after(tmp_path, 10)
+    assert [snapshot.step for snapshot in posthoc_ema.find_snapshots(tmp_path)] == [5, 10]
 
 
 def test_refusals_name_what_is_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no snapshots.*ema.power"):
-        posthoc.reconstruct(tmp_path, 0.1)
+        posthoc_ema.reconstruct(tmp_path, 0.1)
     for step in (10, 20, 30):
-        posthoc.save_snapshot(tmp_path, step, {0.1: {"w": torch.ones(2)}})
+        posthoc_ema.save_snapshot(tmp_path, step, {0.1: {"w": torch.ones(2)}})
     for step, message in ((17, "nearest of its 3 are at 10 and 20, the last is at 30"), (40, "at 20 and 30")):
         with pytest.raises(ValueError, match=f"no snapshot at step {step}.*{message}"):
-            posthoc.reconstruct(tmp_path, 0.1, step)
+            posthoc_ema.reconstruct(tmp_path, 0.1, step)
     for width in (0.0, 0.29):
         with pytest.raises(ValueError, match="must lie between 0 and 0.288"):
-            posthoc.reconstruct(tmp_path, width)
-    posthoc.save_snapshot(tmp_path, 20, {0.1: {"w": torch.ones(3)}})
+            posthoc_ema.reconstruct(tmp_path, width)
+    posthoc_ema.save_snapshot(tmp_path, 20, {0.1: {"w": torch.ones(3)}})
     with pytest.raises(ValueError, match="step_0000010.*step_0000020.*different networks"):
-        posthoc.reconstruct(tmp_path, 0.1, 20)
+        posthoc_ema.reconstruct(tmp_path, 0.1, 20)
 
 
 def test_damaged_snapshots_are_named(tmp_path):
-    path = posthoc.save_snapshot(tmp_path, 10, {0.1: {"w": torch.ones(20)}})
+    path = posthoc_ema.save_snapshot(tmp_path, 10, {0.1: {"w": torch.ones(20)}})
     whole = path.read_bytes()
     os.truncate(path, len(whole) - 1)
     with pytest.raises(ValueError, match="step_0000010.safetensors is damaged"):
-        posthoc.find_snapshots(tmp_path)
+        posthoc_ema.find_snapshots(tmp_path)
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="step_0000010.safetensors is damaged"):
-        posthoc.find_snapshots(tmp_path)
-    for key, metadata in (("0.1/w", {}), ("w", {**posthoc.FORMAT, "step": 10}), ("0.1/w", posthoc.FORMAT)):
+        posthoc_ema.find_snapshots(tmp_path)
+    for key, metadata in (("0.1/w", {}), ("w", {**posthoc_ema.FORMAT, "step": 10}), ("0.1/w", posthoc_ema.FORMAT)):
         save_file({key: torch.ones(2)}, path, {"snapshot": json.dumps(metadata)})
         with pytest.raises(ValueError, match="step_0000010.safetensors is damaged or no snapshot"):
-            posthoc.find_snapshots(tmp_path)
+            posthoc_ema.find_snapshots(tmp_path)
 
 
 def launch(folder, *overrides):
@@ -243,7 +243,7 @@ def run(tmp_path, composed):
             }
             for width in STORED
         }
-        posthoc.save_snapshot(tmp_path / "results" / "a", step, averages)
+        posthoc_ema.save_snapshot(tmp_path / "results" / "a", step, averages)
     return network
 
 
@@ -263,10 +263,10 @@ def test_the_script_makes_a_checkpoint_to_sample(tmp_path, run):
     facts = found.info["posthoc"]
     assert (facts["sigma_rel"], facts["snapshots"], facts["widths"]) == (0.075, 12, [0.05, 0.1])
     stored = [(step, width) for step in range(1000, 13_000, 1000) for width in STORED]
-    assert facts["profile_error"] == posthoc.profile_error(stored, 12_000, 0.075) < 0.01
+    assert facts["profile_error"] == posthoc_ema.profile_error(stored, 12_000, 0.075) < 0.01
 
     model = open_trained(found, "ema").load(torch.device("cpu"))
-    run.load_state_dict(posthoc.reconstruct(tmp_path / "results" / "a", 0.075, 12_000), strict=False)
+    run.load_state_dict(posthoc_ema.reconstruct(tmp_path / "results" / "a", 0.075, 12_000), strict=False)
     assert model.network.state_dict().keys() == run.state_dict().keys()
     for name, value in run.state_dict().items():
         assert torch.equal(model.network.state_dict()[name], value), name
@@ -299,7 +299,7 @@ def test_refusals_of_the_script_come_before_any_work(tmp_path, run, composed):
     ):
         with pytest.raises(SystemExit, match=message):
             launch(tmp_path, *overrides)
-    posthoc.save_snapshot(tmp_path / "results" / "bare", 5, {0.1: {"w": torch.ones(2)}})
+    posthoc_ema.save_snapshot(tmp_path / "results" / "bare", 5, {0.1: {"w": torch.ones(2)}})
     with pytest.raises(SystemExit, match="step_0000005.safetensors is not of the network"):
         launch(tmp_path, "run=results/bare", "sigma_rel=0.1")
     assert sorted(path.name for path in (tmp_path / "results" / "a").iterdir()) == before

@@ -31,7 +31,7 @@ from tread.data.latents import to_network
 from tread.data.photos import find_photos
 from tread.data.writer import DatasetWriter
 from tread.runtime import schema
-from tread.runtime.distributed import Processes
+from tread.runtime.distributed import share_work
 
 SIZES = {"ant": 7, "bee": 5, "cow": 9}
 CORES = sorted(os.sched_getaffinity(0))
@@ -70,7 +70,7 @@ def prepare(place, tmp_path, composed, capsys):
         tree = composed(*(f"{key}={value}" for key, value in values.items()), name="prepare_latents")
         before = torch.get_num_threads()
         try:
-            prepare_latents.prepare(options(tree), Processes("cpu"))
+            prepare_latents.prepare(options(tree), share_work("cpu"))
         finally:
             torch.set_num_threads(before)
         return capsys.readouterr().out
@@ -173,7 +173,7 @@ def work(tree, limit=None, descriptors=None):
     os.sched_setaffinity(0, CORES[:1])
     with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
         try:
-            prepare_latents.prepare(options(tree), Processes("cpu"))
+            prepare_latents.prepare(options(tree), share_work("cpu"))
         except OSError as error:
             sys.exit(0 if "What was done before is kept" in str(error) else repr(error))
 
@@ -438,7 +438,7 @@ def test_a_dataset_among_its_own_pictures_is_refused(place, prepare):
 def test_a_device_that_is_not_there_is_named():
     for device in ("tpu", "meta:x"):
         with pytest.raises(ValueError, match=f"device '{device}' can't be used"):
-            Processes(device)
+            share_work(device)
 
 
 def test_small_pictures_are_enlarged_when_that_is_asked_for(prepare):

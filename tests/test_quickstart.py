@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from conftest import ROOT
 
-from runlog import RunLog
+from tread.training.run_folder import RunLog
 
 
 @pytest.mark.slow

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from objective import draw_step, drop_labels, split_batch
 from routing_module import draw_ids
 from tread.runtime.randomness import generator, seeded_normal
+from tread.training.objective import draw_step, drop_labels, split_batch
 
 
 def draws(seed=0, step=5, num_routes=1, posterior=True):

@@ -25,11 +25,11 @@ from safetensors.torch import load_file, save_file
 
 import fid
 import sample
-from runlog import RunLog
 from tread.checkpoints import checkpoint
 from tread.checkpoints.trained import open_trained
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Sampler, draw
+from tread.training.run_folder import RunLog
 
 RECORDED = ROOT / "tests" / "recorded"
 RUNS = {

@@ -17,15 +17,15 @@ from PIL import Image
 import fid
 import sample
 from dit import DiT
-from objective import active_routes, step_draws, training_loss
 from rf import RF
-from route_loss import EPSILON, kept_loss, reconstruction_loss, to_patches
 from routing_module import Route
 from tread.checkpoints.network import build_network
 from tread.data.latents import Latents
 from tread.diffusion.edm import EDM
 from tread.models.rwkv import RWKV
 from tread.routing.ids import choose_ids
+from tread.training.objective import active_routes, step_draws, training_loss
+from tread.training.token_losses import EPSILON, kept_loss, reconstruction_loss, to_patches
 
 LATENTS = Latents(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
 TWO = "model.routes=[{start:1,end:2},{start:4,end:4,selection_ratio:0.25}]"

@@ -8,13 +8,13 @@ import math
 import pytest
 import torch
 
-from objective import split_batch, step_draws, training_loss
 from routing_module import Route, draw_ids, num_keep
 from tread.data.latents import Latents
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Model, Sampler, draw
 from tread.routing.ids import RatioSchedule, choose_ids, count_kept, force, keep_prefix, row_ids, shared_ids
+from tread.training.objective import split_batch, step_draws, training_loss
 
 SELECTS = ("token", "row", "shared")
 

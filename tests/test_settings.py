@@ -9,13 +9,13 @@ import pytest
 import torch
 from conftest import ROOT
 
-import settings
 from rf import RF
 from routing_module import Route
 from tread.checkpoints.network import build_network, process_of, read_network
 from tread.diffusion.edm import EDM
 from tread.routing.ids import choose_ids
 from tread.runtime import schema
+from tread.training import settings
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
 DATASETS = sorted(path.stem for path in (ROOT / "configs" / "dataset").glob("*.yaml"))

@@ -19,13 +19,13 @@ import torch
 from conftest import ROOT, TINY, launch, launch_processes, records, state
 from torch._dynamo.exc import BackendCompilerFailed
 
-import between
 import train
-from runlog import RunLog
 from tread.checkpoints import checkpoint
 from tread.data.latents import Latents
 from tread.data.writer import write_dataset
 from tread.models import backbone
+from tread.training import memory, periodic
+from tread.training.run_folder import RunLog
 
 RUN = Path("results/digits-tread")
 
@@ -322,7 +322,8 @@ def test_out_of_memory_names_the_micro_batch_that_fits(tmp_path, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
         return training_loss(cfg, network, latents, stored, labels, draws)
 
-    monkeypatch.setattr(train, "training_loss", limited)
+    for module in (train, memory):
+        monkeypatch.setattr(module, "training_loss", limited)
     with pytest.raises(SystemExit, match="(?s)micro-batches of 8 images: CUDA out.*train.micro_batch_size=2 would fit"):
         launch(tmp_path)
     assert status(tmp_path)["state"] == "failed"
@@ -366,14 +367,14 @@ def test_activation_checkpointing_changes_no_bit(whole, tmp_path, monkeypatch):
 
 
 def test_an_evaluation_that_was_interrupted_is_done_on_resumption(whole, tmp_path, monkeypatch):
-    heldout_loss = between.heldout_loss
+    heldout_loss = periodic.heldout_loss
 
     def interrupting(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         return heldout_loss(*arguments)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ending:
-        patch.setattr(between, "heldout_loss", interrupting)
+        patch.setattr(periodic, "heldout_loss", interrupting)
         launch(tmp_path, *OPTIONS)
     assert ending.value.code == 75 and status(tmp_path)["state"] == "interrupted" and status(tmp_path)["step"] == 3
     assert not [r for r in records(tmp_path / RUN) if "eval_loss" in r]

@@ -22,20 +22,20 @@ from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from build import build_optimizer, open_dataset
 from dit import DiT
-from ema import EMA, exponential
 from routing_module import Route, draw_ids
-from runlog import Claim, RunLog, claim, differences
-from start import start
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network
 from tread.data.dataset import LatentDataset
 from tread.data.latents import Latents
 from tread.data.loader import Loader
 from tread.data.writer import write_dataset
+from tread.runtime.distributed import Processes
 from tread.runtime.signals import Stop
-from updates import LearningRate, Tally
+from tread.training.ema import EMA, exponential
+from tread.training.optimizer import LearningRate, StepStatistics
+from tread.training.run_folder import Claim, RunLog, claim, differences
+from tread.training.setup import build_optimizer, open_dataset, start
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_each_step_draws_its_own_ids_and_noise(read_config, monkeypatch, straigh
         data = open_dataset(cfg, cfg.dataset.path, "train")
         run = SimpleNamespace(
             cfg=cfg,
-            accelerator=Accelerator(cpu=True),
+            processes=Processes(Accelerator(cpu=True), torch.device("cpu")),
             precision="fp32",
             micro_batches=[slice(0, 8)],
             data=data,
@@ -161,9 +161,8 @@ def test_each_step_draws_its_own_ids_and_noise(read_config, monkeypatch, straigh
             ema=EMA(network, exponential()),
             averages={},
             optimizer=build_optimizer(cfg, network),
-            device=torch.device("cpu"),
             learning_rate=LearningRate(cfg.optim.lr, 3),
-            tally=Tally("cpu"),
+            statistics=StepStatistics("cpu"),
         )
         for run.step in range(3):
             train.training_step(run)
@@ -391,7 +390,8 @@ def test_a_damaged_line_of_metrics_costs_that_line_alone(tmp_path):
 def test_two_processes_do_not_train_in_one_folder(tmp_path):
     first = RunLog(tmp_path)
     first.start(0, {})
-    code = "import sys; from pathlib import Path; from runlog import RunLog; RunLog(Path(sys.argv[1])).start(0, {})"
+    code = "import sys; from pathlib import Path; from tread.training.run_folder import RunLog; "
+    code += "RunLog(Path(sys.argv[1])).start(0, {})"
     second = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
     assert second.returncode == 1 and "another process is training in" in second.stderr
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import random_network
 
-from ema import EMA, exponential, power
-from updates import LearningRate, Tally, backward, optimizer_step
+from tread.training.ema import EMA, exponential, power
+from tread.training.optimizer import LearningRate, StepStatistics, backward, optimizer_step
 
 
 def network(seed=0):
@@ -80,12 +80,12 @@ def test_an_infinite_loss_with_finite_gradients_spoils_them():
 
 
 def test_the_tally_leaves_bad_steps_out_of_means_and_counts_them_in_a_row():
-    tally = Tally("cpu")
+    tally = StepStatistics("cpu")
     for loss, norm, skip in ((1.0, 2.0, 0.0), (math.nan, math.nan, 1.0), (3.0, 4.0, 0.0), (math.inf, 1.0, 1.0)):
         tally.add(torch.tensor(loss), torch.tensor(norm), torch.tensor(skip))
     rows = {"in_a_row": 1.0, "longest": 1.0, "ago": 2.0}
     assert tally.read() == {"loss": 4.0, "grad_norm": 6.0, "good": 2.0, "bad": 2.0, **rows}
-    assert Tally("cpu", tally.read()).read() == tally.read()
+    assert StepStatistics("cpu", tally.read()).read() == tally.read()
     tally.restart()
     tally.add(torch.tensor(1.0), torch.tensor(math.nan), torch.tensor(1.0))
     rows = {"in_a_row": 2.0, "longest": 2.0, "ago": 0.0}

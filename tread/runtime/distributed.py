@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs, PartialState
-from accelerate.utils import broadcast_object_list
-from torch import nn
+from accelerate.utils import broadcast_object_list, gather, reduce
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from tread.runtime.device import use_cores, use_precision
@@ -25,8 +25,8 @@ from tread.runtime.signals import PATIENCE
 T = TypeVar("T")
 
 
-def open_accelerator(precision: str, cpu_threads: int | None, processes: int | None = None) -> tuple[Accelerator, str]:
-    """Training's device and processes, and the precision settled.
+def open_training(precision: str, cpu_threads: int | None, processes: int | None = None) -> tuple[Processes, str]:
+    """The processes that train one network together, and the precision settled.
 
     Raises ValueError for a launch we do not serve, and for another number of processes than was asked for.
     """
@@ -55,58 +55,68 @@ def open_accelerator(precision: str, cpu_threads: int | None, processes: int | N
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if accelerator.is_main_process and asked not in ("no", precision):
         print(f"warning: accelerate's config says {asked}, train.precision decides: {precision}", file=sys.stderr)
-    return accelerator, precision
+    return Processes(accelerator, accelerator.device), precision
 
 
-def distribute(accelerator: Accelerator, network: nn.Module) -> nn.Module:
-    """The network in DDP where there are several processes; its buffers are fixed numbers, never sent around."""
-    buffers = [name for name, _ in network.named_buffers()]
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, buffers)
-    return accelerator.prepare(network)
-
-
-def from_main(accelerator: Accelerator, decide: Callable[[], T]) -> T:
-    """What the main process decides, for all. Its errors are raised by all, unforeseen ones as RuntimeError."""
-    decided, error, told = None, None, None
-    if accelerator.is_main_process:
-        try:
-            decided = decide()
-        except Exception as raised:  # nobody must wait for a process that has failed
-            error = raised
-            known = isinstance(error, (ValueError, OSError))
-            told = error if known else RuntimeError(f"the main process failed: {type(error).__name__}: {error}")
-    decided, told = broadcast_object_list([decided, told])
-    if told is not None:
-        raise error or told
-    return decided
-
-
-class Processes:
-    """This process among those that `accelerate launch` or torchrun started, or the only one.
+def share_work(device: str | None) -> Processes:
+    """The processes that share a work of independent parts: as launched by accelerate or torchrun, or the only one.
 
     They talk through gloo, whatever the device: all they say is that they are done, and the others
     may take hours. device None is the GPU that belongs to this process, else the CPU.
+
+    Raises ValueError for a device that can't be used.
+    """
+    state = PartialState(cpu=True, timeout=datetime.timedelta(days=7))
+    if int(os.environ.get("WORLD_SIZE", 1)) != state.num_processes:
+        raise ValueError(
+            f"{os.environ['WORLD_SIZE']} processes were launched, but accelerate runs {state.num_processes}"
+        )
+    if device is None:
+        device = f"cuda:{state.local_process_index}" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device)
+        torch.zeros(1, device=place)
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} can't be used: {error}") from error
+    use_cores(None, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return Processes(state, place)
+
+
+class Processes:
+    """This process among those of a launch, or the only one: made by open_training or share_work.
+
+    rank, count, main  its number among how many, and whether it is number 0.
+    device             what it computes on.
+    cores              CPU threads it uses.
     """
 
-    def __init__(self, device: str | None) -> None:
-        self._state = PartialState(cpu=True, timeout=datetime.timedelta(days=7))
-        self.rank, self.count, self.main = (
-            self._state.process_index,
-            self._state.num_processes,
-            self._state.is_main_process,
-        )
-        if int(os.environ.get("WORLD_SIZE", 1)) != self.count:
-            raise ValueError(f"{os.environ['WORLD_SIZE']} processes were launched, but accelerate runs {self.count}")
-        if device is None:
-            device = f"cuda:{self._state.local_process_index}" if torch.cuda.is_available() else "cpu"
-        try:
-            self.device = torch.device(device)
-            torch.zeros(1, device=self.device)
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"device {device!r} can't be used: {error}") from error
-        self.cores = use_cores(None, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    def __init__(self, launched: Accelerator | PartialState, device: torch.device) -> None:
+        self._launched, self.device, self.cores = launched, device, torch.get_num_threads()
+        self.rank, self.count, self.main = launched.process_index, launched.num_processes, launched.is_main_process
+
+    def distribute(self, network: nn.Module) -> nn.Module:
+        """The network in DDP where several train it; its buffers are fixed numbers, never sent around."""
+        buffers = [name for name, _ in network.named_buffers()]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, buffers)
+        return self._launched.prepare(network)
+
+    def no_sync(self, network: nn.Module) -> contextlib.AbstractContextManager:
+        """A context in which the gradients of a distributed network are kept for a later step's sum."""
+        return self._launched.no_sync(network)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, on each."""
+        return reduce(tensor, "sum")
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean over all processes, on each."""
+        return reduce(tensor, "mean")
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all processes, one after the other along the first dimension, on each."""
+        return gather(tensor)
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
@@ -120,19 +130,30 @@ class Processes:
     def wait(self) -> None:
         """Until all processes are here. Raises OSError if another one has ended."""
         try:
-            self._state.wait_for_everyone()
+            self._launched.wait_for_everyone()
         except RuntimeError as error:  # of torch.distributed
             raise OSError("another process stopped; see its message") from error
 
     def from_main(self, decide: Callable[[], T]) -> T:
-        """What the main process decides, for all: others do not look at files that may change meanwhile."""
-        decided = [decide() if self.main else None]
-        if self.count > 1:
+        """What the main process decides, for all: others do not look at files that may change meanwhile.
+
+        Its errors are raised by all, unforeseen ones as RuntimeError; OSError if another process has ended.
+        """
+        decided, error, told = None, None, None
+        if self.main:
             try:
-                torch.distributed.broadcast_object_list(decided, src=0)
-            except RuntimeError as error:
-                raise OSError("another process stopped; see its message") from error
-        return decided[0]
+                decided = decide()
+            except Exception as raised:  # nobody must wait for a process that has failed
+                error = raised
+                known = isinstance(error, (ValueError, OSError))
+                told = error if known else RuntimeError(f"the main process failed: {type(error).__name__}: {error}")
+        try:
+            decided, told = broadcast_object_list([decided, told])
+        except RuntimeError as lost:  # of torch.distributed
+            raise error or OSError("another process stopped; see its message") from lost
+        if told is not None:
+            raise error or told
+        return decided
 
     def say(self, text: str) -> None:
         """Print a line, from the main process alone."""

@@ -76,7 +76,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, clip_norm: float
     return norm, skip
 
 
-class Tally:
+class StepStatistics:
     """Sums over the steps since the last log, on the device: loss, norm of the gradients, good and bad steps.
 
     Beside them the bad steps in a row up to now, the longest such row since the last log, and how many steps ago

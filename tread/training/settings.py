@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ema import exponent, exponential
 from rf import RF
 from tread.checkpoints.network import Dataset, Model, check_objective, process_of
 from tread.diffusion.edm import EDM
@@ -14,7 +13,8 @@ from tread.runtime import schema
 from tread.runtime.compiling import check_compile
 from tread.runtime.device import check_precision
 from tread.runtime.schema import check_positive
-from updates import LearningRate
+from tread.training.ema import exponent, exponential
+from tread.training.optimizer import LearningRate
 
 
 @dataclass(frozen=True)

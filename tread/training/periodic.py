@@ -12,22 +12,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import posthoc
-from objective import step_draws
-from start import Failure, Run
 from tread.checkpoints import checkpoint
-from tread.checkpoints.network import process_of
 from tread.data.images import save_grid
 from tread.diffusion.sampling import Sampler, draw_pictures, spread_classes
 from tread.evaluation.figures import save_curve
 from tread.evaluation.heldout_loss import heldout_loss
 from tread.evaluation.metrics import Moments
 from tread.runtime.device import autocast
-from tread.runtime.distributed import from_main
 from tread.runtime.files import explain_failure
+from tread.training import posthoc_ema
+from tread.training.progress import read_statistics
+from tread.training.run import Failure, Run
 
 
-def look(run: Run, done: Collection[str] = ()) -> bool:
+def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
     """Evaluate, score and draw what is due after run.step steps; False if the run was asked to stop meanwhile.
 
     done  what was done at this step before an interruption: "eval_loss", "fid", "grid".
@@ -51,7 +49,7 @@ def look(run: Run, done: Collection[str] = ()) -> bool:
 
 
 def done_before(run: Run) -> set[str]:
-    """What `look` did at this step in an earlier start of the run."""
+    """What `evaluate_and_draw` did at this step in an earlier start of the run."""
     recorded = {name for record in run.log.records() if record["step"] == run.step for name in record}
     return recorded | ({"grid"} if grid_path(run).exists() else set())
 
@@ -61,37 +59,37 @@ def evaluate(run: Run) -> float:
 
     Cut short if the run was asked to stop: then it is no mean, as run.stop.agreed() tells all processes.
     """
-    options, model, accelerator = run.cfg.eval, run.model, run.accelerator
-    ranks, total = accelerator.num_processes, torch.zeros((), device=run.device)
-    mine = torch.arange(options.points)[accelerator.process_index :: ranks]
+    options, model, processes = run.cfg.eval, run.model, run.processes
+    ranks, total = processes.count, torch.zeros((), device=run.processes.device)
+    mine = torch.arange(options.points)[processes.rank :: ranks]
     size = max(1, min(options.batch_size, options.points) // ranks)
     for numbers in mine.split(size) if len(mine) else ():
         padded = torch.cat([numbers, numbers[-1:].expand(size - len(numbers))])  # one shape, so one graph
-        with autocast(run.device, run.precision):
+        with autocast(run.processes.device, run.precision):
             losses = heldout_loss(
                 model.process, model.network, run.heldout, padded, options.points, options.noise_levels
             )
         total += losses[: len(numbers)].sum()
         if run.stop.reason:
             break
-    return accelerator.reduce(total, "sum").item() / options.points
+    return processes.sum(total).item() / options.points
 
 
 def log_fid(run: Run) -> bool:
     """FID of a few EMA samples, for a trend: the same seeds each time, each process its share. False if stopped."""
-    began, accelerator, sampling = time.perf_counter(), run.accelerator, run.cfg.sampling
-    seeds = range(run.cfg.eval.fid_samples)[accelerator.process_index :: accelerator.num_processes]
+    began, processes, sampling = time.perf_counter(), run.processes, run.cfg.sampling
+    seeds = range(run.cfg.eval.fid_samples)[processes.rank :: processes.count]
     sampler = Sampler.of(run.model.process, sampling.steps, sampling.solver, min(64, len(seeds)), run.precision)
     total = run.online_fid.moments(run.model, seeds, sampler, stopped=lambda: run.stop.reason is not None)
     if run.stop.agreed():
         return False
-    if accelerator.num_processes > 1:
-        rows = accelerator.gather(total.pack().to(run.device)[None])
+    if processes.count > 1:
+        rows = processes.gather(total.pack().to(run.processes.device)[None])
         total = functools.reduce(Moments.merge, map(Moments.unpack, rows))
-    value = run.online_fid.fid(total) if run.main else math.nan
+    value = run.online_fid.fid(total) if run.processes.main else math.nan
     seconds = time.perf_counter() - began
     run.record(fid=value, fid_samples=total.count, fid_seconds=round(seconds, 1))
-    run.say(f"  FID      {value:.2f} of {total.count:,} samples at step {run.step}, took {seconds:.0f} s")
+    run.processes.say(f"  FID      {value:.2f} of {total.count:,} samples at step {run.step}, took {seconds:.0f} s")
     return True
 
 
@@ -111,7 +109,7 @@ def draw_grid(run: Run) -> None:
             save_grid(grid_path(run), pictures.numpy(), cfg.sampling.per_class)
             save_curve(run.folder / "loss.png", run.log.records(), routed=bool(cfg.model.routes))
 
-    from_main(run.accelerator, draw)
+    run.processes.from_main(draw)
 
 
 def draw_samples(run: Run, labels: Tensor) -> Tensor:
@@ -128,11 +126,11 @@ def save(run: Run) -> bool:
     The last step of a run is saved in any case, but then removes no older ones. Raises OSError if it can't be
     written, Failure if the weights are broken.
     """
-    tally = read_tally(run)
-    skipped = tally["in_a_row"] > 0
+    counted = read_statistics(run)
+    skipped = counted["in_a_row"] > 0
     if skipped and run.step < run.cfg.train.steps:
         return False
-    tally["loss"] = run.accelerator.gather(run.tally.sums[:1].clone()).tolist()  # of each process
+    counted["loss"] = run.processes.gather(run.statistics.sums[:1].clone()).tolist()  # of each process
     norms = torch._foreach_norm(list(run.network.parameters()))
     if not torch.stack(norms).isfinite().all():
         raise Failure(
@@ -141,11 +139,11 @@ def save(run: Run) -> bool:
         )
     networks = {width: average.network for width, average in run.averages.items()}
     info = {
-        "tally": tally,
+        "tally": counted,
         "samples": len(run.data),
         "latents": asdict(run.data.latents),
         "config": run.config,
-        "versions": run.log.versions if run.main else None,
+        "versions": run.log.versions if run.processes.main else None,
     }
 
     def write() -> None:
@@ -156,7 +154,7 @@ def save(run: Run) -> bool:
                 checkpoint.prune(run.folder, run.cfg.checkpoints.keep_last, run.cfg.checkpoints.keep_every)
             run.log.status("running", run.step)
 
-    from_main(run.accelerator, write)
+    run.processes.from_main(write)
     run.saved = run.step
     return True
 
@@ -164,32 +162,4 @@ def save(run: Run) -> bool:
 def save_snapshot(run: Run) -> None:
     """Store the averages by power functions, for scripts/reconstruct_ema.py."""
     averages = {width: dict(average.network.named_parameters()) for width, average in run.averages.items()}
-    from_main(run.accelerator, lambda: posthoc.save_snapshot(run.folder, run.step, averages))
-
-
-def read_tally(run: Run) -> dict[str, float]:
-    """The tally with the loss averaged over the processes, on all of them. Raises Failure for too many bad steps."""
-    tally = run.tally.read()
-    tally["loss"] = run.accelerator.reduce(run.tally.sums[0].clone(), "mean").item()
-    if tally["longest"] > run.cfg.train.max_bad_steps:
-        end = run.step - int(tally["ago"])
-        raise Failure(explain_bad_steps(run, range(end - int(tally["longest"]), end)))
-    return tally
-
-
-def explain_bad_steps(run: Run, steps: range) -> str:
-    """For people: which steps were bad, at which noise levels, and what to try. They are drawn again to see that."""
-    process = process_of(run.cfg)
-    levels = torch.cat(
-        [
-            process.noise_level(step_draws(run.cfg, run.data.latents, run.network.num_tokens, step, run.device).level)
-            for step in steps[:100]
-        ]
-    )
-    kept = f"the last good checkpoint is that of step {run.saved}" if run.saved else "nothing was saved yet"
-    return (
-        f"loss or gradient was not finite in {len(steps)} steps in a row, {steps[0] + 1} to {steps[-1] + 1} "
-        f"(train.max_bad_steps {run.cfg.train.max_bad_steps}), which were skipped. Their {process.level_name} lay "
-        f"between {levels.min():.3g} and {levels.max():.3g}. Try a smaller optim.lr, optim.clip_norm=1 or "
-        f"train.precision=fp32; {kept}"
-    )
+    run.processes.from_main(lambda: posthoc_ema.save_snapshot(run.folder, run.step, averages))

@@ -7,10 +7,10 @@ from pathlib import Path
 from torch import nn
 
 from routing_module import check_routes
-from settings import Settings
 from tread.data.dataset import LatentDataset
 from tread.evaluation.digits_judge import METRICS
 from tread.routing.ids import count_kept
+from tread.training.settings import Settings
 
 SELECTS = {"token": "", "row": " in whole rows", "shared": ", the same ones in a batch"}
 
@@ -63,7 +63,7 @@ def describe(
     return "\n".join(f"  {name:<10}{text}" for name, text in lines.items())
 
 
-def outcome(folder: Path, step: int, records: list[dict]) -> str:
+def describe_outcome(folder: Path, step: int, records: list[dict]) -> str:
     """The last evaluation and demo metrics, and where everything is: one line each."""
     lines = []
     for name in ("eval_loss", "fid", *METRICS):

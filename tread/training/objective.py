@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from route_loss import kept_loss, reconstruction_loss
 from routing_module import Route
-from settings import Settings
 from tread.checkpoints.network import process_of
 from tread.data.latents import Latents, to_network
 from tread.routing.ids import choose_ids
 from tread.runtime.randomness import generator
+from tread.training.settings import Settings
+from tread.training.token_losses import kept_loss, reconstruction_loss
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
-from settings import Settings
 from tread.runtime.files import write_whole
+from tread.training.settings import Settings
 
 
 def start_wandb(cfg: Settings, config: dict, folder: Path) -> object:

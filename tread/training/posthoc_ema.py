@@ -21,9 +21,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ema import exponent
 from tread.runtime.files import explain_failure, sync
 from tread.runtime.tensor_files import save_tensors
+from tread.training.ema import exponent
 
 FORMAT = {"format": "ema_snapshot", "version": 1}
 NEGLIGIBLE = 1e-8  # a coefficient this small changes nothing in fp32

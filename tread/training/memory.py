@@ -1,0 +1,62 @@
+"""Running out of a device's memory: which micro-batch would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tread.runtime.device import autocast
+from tread.training.objective import step_draws, training_loss
+from tread.training.run import Run
+
+
+def smaller(share: int, tried: int) -> list[int]:
+    """Micro-batches below the one that was tried that divide a process's share of the batch, largest first."""
+    return [size for size in range(tried - 1, 0, -1) if share % size == 0]
+
+
+def find_fitting(attempt: Callable[[int], None], sizes: list[int]) -> int | None:
+    """The first of some sizes, largest first, for which an attempt does not run out of memory; None if there is none.
+
+    Each attempt that fails is followed by one of at most half its size.
+    """
+    at_most = sizes[0] if sizes else 0
+    for size in sizes:
+        if size > at_most:
+            continue
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        try:
+            attempt(size)
+            return size
+        except torch.OutOfMemoryError:
+            at_most = size // 2
+    return None
+
+
+def explain_memory(run: Run, error: str) -> str:
+    """For people: the micro-batch that would fit, which is tried out."""
+    rows, cfg = run.micro_batches[0], run.cfg
+    share, tried = cfg.train.batch_size // run.processes.count, rows.stop - rows.start
+    run.optimizer.zero_grad()
+    draws = step_draws(cfg, run.data.latents, run.network.num_tokens, run.step, run.processes.device).rows(rows)
+    [(stored, labels), *_] = run.loader.batches(run.step)
+    parameters = list(run.network.parameters())
+
+    def attempt(size: int) -> None:
+        few, moments = slice(0, size), [] if run.optimizer.state else 2 * parameters  # of AdamW, yet to come
+        room = [torch.empty_like(parameter) for parameter in moments]
+        with torch.compiler.set_stance("force_eager"), autocast(run.processes.device, run.precision):
+            loss = training_loss(cfg, run.network, run.data.latents, stored[few], labels[few], draws.rows(few)).mean()
+        torch.autograd.grad(loss, parameters)  # not backward(), which would have DDP wait for other processes
+        del room  # held until here
+
+    size = find_fitting(attempt, smaller(share, tried))
+    advice = (
+        f"train.micro_batch_size={size} would fit, with the same results" if size else "even one image does not fit"
+    )
+    return (
+        f"out of memory with micro-batches of {tried} images: {error.splitlines()[0]}\n  {advice}. "
+        "train.activation_checkpointing=true needs less memory too"
+    )

@@ -1,0 +1,101 @@
+"""What a run carries from step to step, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tread.checkpoints.network import process_of
+from tread.data.autoencoder import Decoder
+from tread.data.dataset import LatentDataset
+from tread.data.loader import Loader
+from tread.diffusion.sampling import Model
+from tread.evaluation.online_fid import OnlineFID
+from tread.runtime.distributed import Processes
+from tread.runtime.files import explain_failure
+from tread.runtime.signals import INTERRUPTED, Stop
+from tread.training.ema import EMA
+from tread.training.optimizer import LearningRate, StepStatistics
+from tread.training.run_folder import RunLog
+from tread.training.settings import Settings
+
+
+class Failure(Exception):
+    """A run that can't go on; the message says why and what to try."""
+
+
+@dataclass
+class Run:
+    """What a run carries from step to step. `wrapped` is `network`, in DDP where there are several processes."""
+
+    cfg: Settings
+    config: dict
+    folder: Path
+    processes: Processes
+    precision: str
+    micro_batches: list[slice]
+    data: LatentDataset
+    heldout: LatentDataset | None
+    loader: Loader
+    network: nn.Module
+    wrapped: nn.Module
+    ema: EMA
+    averages: dict[float, EMA]  # of ema.power, by width
+    optimizer: torch.optim.Optimizer
+    learning_rate: LearningRate
+    decoder: Decoder
+    online_fid: OnlineFID | None  # of eval.fid_every
+    log: RunLog
+    stop: Stop
+    began: float  # when the start began, by time.perf_counter
+    statistics: StepStatistics  # of the steps since the last log
+    step: int  # steps done
+    saved: int | None  # step of the newest checkpoint
+    wandb: object = None
+
+    @property
+    def model(self) -> Model:
+        """What is sampled and evaluated: the EMA weights, by the run's process."""
+        return Model(process_of(self.cfg), self.ema.network)
+
+    def record(self, **values: float) -> None:
+        if self.processes.main:
+            with explain_failure(self.log.metrics):
+                self.log.write({"step": self.step, **values})
+            if self.wandb is not None:
+                self.wandb.log(values, step=self.step)
+
+
+def leave(run: Run, finished: bool) -> None:
+    """Say how it ended, and give back the folder."""
+    if run.processes.main:
+        reason = None if finished else run.stop.reason or "another process was asked to stop"
+        if not finished:
+            saved = f"step {run.saved} is saved" if run.saved else "nothing is saved yet"
+            run.processes.say(
+                f"{run.folder}: stopped by {reason} after step {run.step}; {saved}; start it again to go on"
+            )
+        run.log.status("finished" if finished else "interrupted", run.step, reason)
+        run.log.close()
+    if run.wandb is not None:
+        run.wandb.finish(exit_code=0 if finished else INTERRUPTED)
+
+
+def note_failure(run: Run | None, reason: str) -> None:
+    """Write down why the run failed, if it had begun and the disk still takes it."""
+    if run is not None:
+        with contextlib.suppress(OSError):
+            time.sleep(0 if run.processes.main else 2)  # what all fail by is the main process's to say
+            who = "" if run.processes.main else f"process {run.processes.rank}: "
+            run.log.status("failed", run.step, who + reason)
+        run.log.close()
+
+
+def first_line(error: Exception) -> str:
+    """An error in a line: compilers say thousands."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"

@@ -1,0 +1,249 @@
+"""The first stage of training: open a run or continue one, with every check before any long work."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from tread.checkpoints import checkpoint
+from tread.checkpoints.network import build_network, load_weights, process_of
+from tread.data import autoencoder, digits
+from tread.data.dataset import LatentDataset, read_index
+from tread.data.latents import Latents
+from tread.data.loader import Loader
+from tread.evaluation.online_fid import open_online_fid
+from tread.runtime.compiling import compile_blocks, settle_compile
+from tread.runtime.distributed import open_training
+from tread.runtime.files import check_place, explain_failure, point_to, write_whole
+from tread.runtime.randomness import generator
+from tread.runtime.signals import Stop
+from tread.training import posthoc_ema
+from tread.training.ema import EMA, exponential, power
+from tread.training.objective import split_batch
+from tread.training.optimizer import LearningRate, StepStatistics
+from tread.training.run import Run
+from tread.training.run_folder import Claim, RunLog, claim
+from tread.training.settings import Settings, read
+from tread.training.tracking import start_wandb
+
+MEASURES = ("channels", "size", "num_classes")
+
+
+def start(cfg: Settings, config: dict, stop: Stop) -> Run:
+    """Open or continue a run. Raises ValueError or OSError for bad input."""
+    began = time.perf_counter()
+    processes, precision = open_training(cfg.train.precision, cfg.train.cpu_threads, cfg.train.processes)
+    device = processes.device
+    stop.connect(processes.count)
+    micro_batches = split_batch(cfg.train.batch_size, processes.count, processes.rank, cfg.train.micro_batch_size)
+
+    folder = Path(cfg.results) / cfg.name
+    log = RunLog(folder)
+    claimed = processes.from_main(lambda: claim(folder, cfg.resume, config))
+    found = claimed.found
+    if found and not (found.folder / "info.json").is_file():
+        raise ValueError(f"{found.folder} is not seen by all processes; `results` must be a folder they share")
+    with processes.main_first():
+        data, heldout = open_datasets(cfg, device)
+    if found and (Latents.from_json(found.info["latents"]), found.info["samples"]) != (data.latents, len(data)):
+        raise ValueError(f"{cfg.dataset.path} is not the data that {folder} was trained on; name=… starts another run")
+    real, online_fid = None, None
+    if (processes.main and cfg.sampling.decode) or cfg.eval.fid_every:
+        real = autoencoder.load_decoder(data.latents, device, cfg.sampling.autoencoder)
+    if cfg.eval.fid_every:
+        with processes.main_first():  # one process fetches the weights
+            online_fid = open_online_fid(
+                Path(cfg.eval.fid_reference),
+                cfg.eval.fid_samples,
+                cfg.eval.inception,
+                data.latents,
+                real,
+                device,
+                processes.count,
+            )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(cfg.seed, "init").initial_seed())
+        network = build_network(cfg)
+    if not found and cfg.init_from is not None:
+        load_weights(network, cfg.init_from, cfg.init_weights)
+    network.to(device)
+    optimizer = build_optimizer(cfg, network)
+    ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
+    averages = {width: EMA(network, power(width)) for width in cfg.ema.power}
+    if found:
+        networks = {width: average.network for width, average in averages.items()}
+        checkpoint.restore(found, network, ema.network, optimizer, networks)
+    network.activation_checkpointing = cfg.train.activation_checkpointing
+    compiled, reason = settle_compile(cfg.train.compile, device)
+    if compiled:
+        compile_blocks([*network.blocks, *ema.network.blocks])
+    run = Run(
+        cfg=cfg,
+        config=config,
+        folder=folder,
+        processes=processes,
+        precision=precision,
+        micro_batches=micro_batches,
+        data=data,
+        heldout=heldout,
+        loader=Loader(data, cfg.seed, cfg.train.batch_size, micro_batches, device, steps=cfg.train.steps),
+        network=network,
+        wrapped=processes.distribute(network),
+        ema=ema,
+        averages=averages,
+        optimizer=optimizer,
+        learning_rate=build_learning_rate(cfg),
+        decoder=real if cfg.sampling.decode and real else autoencoder.preview,
+        online_fid=online_fid,
+        log=log,
+        stop=stop,
+        began=began,
+        statistics=StepStatistics(device, found and statistics_of(found.info, processes.rank, processes.count)),
+        step=found.step if found else 0,
+        saved=found.step if found else None,
+    )
+    processes.from_main(lambda: take_folder(run, claimed))
+    if reason:
+        run.processes.say(f"warning: running without torch.compile, which fails here: {reason}")
+    return run
+
+
+def statistics_of(info: dict, process: int, processes: int) -> dict[str, float]:
+    """What a checkpoint says of the steps since the last log: this process's own loss, or else the mean."""
+    if "tally" not in info:  # before bad steps were counted, all were good
+        return {"loss": info["loss_sum"], "good": info["loss_count"]}
+    losses = info["tally"]["loss"]
+    loss = losses[process] if len(losses) == processes else statistics.mean(losses)
+    return {**info["tally"], "loss": loss}
+
+
+def take_folder(run: Run, claimed: Claim) -> None:
+    """Write down that the run starts, in the main process. Raises OSError, also without room for a checkpoint."""
+    cfg = run.cfg
+    copies = 4 + len(run.averages)  # weights, EMA, two moments of AdamW
+    checkpoint_bytes = copies * sum(4 * parameter.numel() for parameter in run.network.parameters())
+    check_place(run.folder, checkpoint_bytes if run.step < cfg.train.steps else 0)
+    facts = {"processes": run.processes.count, "device": str(run.processes.device), "precision": run.precision}
+    run.log.start(run.step, run.config, **facts)
+    try:
+        prepare_folder(run, claimed)
+    except (ValueError, OSError) as error:
+        run.log.status("failed", run.step, str(error))
+        run.log.close()
+        raise
+
+
+def prepare_folder(run: Run, claimed: Claim) -> None:
+    """Bring a run's folder to the step it goes on from. Raises OSError, or ValueError for what wandb refuses."""
+    cfg = run.cfg
+    with explain_failure(run.folder):
+        write_whole(run.folder / "config.yaml", OmegaConf.to_yaml(run.config))
+        posthoc_ema.forget_after(run.folder, run.step)
+        if claimed.found:
+            point_to(run.folder / "latest", claimed.found.folder.name)
+    run.stop.ending = lambda signal: run.log.status(
+        "interrupted", run.step, f"{signal} came a second time; steps after {run.saved or 0} will be done again"
+    )
+    for problem in claimed.damaged:
+        run.processes.say(f"warning: {problem}")
+    if claimed.found:
+        run.processes.say(
+            f"{run.folder} goes on at step {run.step}" + ", from the checkpoint before" * bool(claimed.damaged)
+        )
+    for key, (before, now) in claimed.changed.items():
+        run.processes.say(f"  {key} was {before}, is {now}")
+    if cfg.optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
+        rate = run.learning_rate.at(run.step)
+        run.processes.say(f"warning: the learning rate falls until train.steps, so it now goes on at {rate:.3g}")
+    if cfg.wandb.enabled:
+        run.wandb = start_wandb(cfg, run.config, run.folder)
+
+
+# --------------------------------------------------------------- what the settings of a run mean
+
+
+def build_optimizer(cfg: Settings, network: nn.Module) -> torch.optim.AdamW:
+    """AdamW over all parameters of a network, fused; build it after moving the network."""
+    return torch.optim.AdamW(
+        network.parameters(),
+        lr=cfg.optim.lr,
+        betas=cfg.optim.betas,
+        eps=cfg.optim.eps,
+        weight_decay=cfg.optim.weight_decay,
+        fused=True,
+    )
+
+
+def build_learning_rate(cfg: Settings) -> LearningRate:
+    """The learning rate of each step of a run."""
+    optim = cfg.optim
+    return LearningRate(optim.lr, cfg.train.steps, optim.schedule, optim.warmup_steps, optim.final_lr)
+
+
+def complete(config: dict) -> dict:
+    """The config with dataset.channels, size and num_classes; those that are null come from the dataset itself.
+
+    Raises ValueError or FileNotFoundError.
+    """
+    dataset = read(config).dataset
+    if all(getattr(dataset, key) is not None for key in MEASURES):
+        return config
+    try:
+        found = Latents.from_json(read_index(Path(dataset.path)))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{dataset.path}/index.json is damaged: {type(error).__name__}: {error}") from error
+    measures = dict(zip(MEASURES, (found.shape[0], found.shape[1], len(found.classes))))
+    known = {key: value for key, value in config["dataset"].items() if key not in MEASURES or value is not None}
+    return {**config, "dataset": {**measures, **known}}
+
+
+def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[LatentDataset, LatentDataset | None]:
+    """The training data, placed and normalised as cfg.dataset says, and the held-out data if it names them.
+
+    Raises ValueError or FileNotFoundError if they do not fit the model, the batch or one another.
+    """
+    data = open_dataset(cfg, cfg.dataset.path, "train", cfg.dataset.placement, device)
+    if cfg.dataset.normalize:
+        data.normalize(process_of(cfg).data_std)
+    data.steps_per_epoch(cfg.train.batch_size)
+    if cfg.dataset.heldout is None:
+        return data, None
+    heldout = open_dataset(cfg, cfg.dataset.heldout, "heldout")
+    for key in ("classes", "autoencoder", "fingerprint", "scale", "shift"):
+        ours, theirs = getattr(data.latents, key), getattr(heldout.latents, key)
+        if ours != theirs and not (key == "fingerprint" and None in (ours, theirs)):  # imports do not know it
+            raise ValueError(
+                f"{cfg.dataset.heldout} and {cfg.dataset.path} differ in {key}: prepare both alike, or set "
+                f"dataset.heldout=null\n  {str(theirs)[:100]}\n  {str(ours)[:100]}"
+            )
+    normalization = {key: getattr(data.latents, key) for key in ("channel_shift", "channel_scale")}
+    heldout.latents = replace(heldout.latents, **normalization)
+    return data, heldout
+
+
+def open_dataset(
+    cfg: Settings, path: str, part: str, placement: str = "mmap", device: torch.device | str = "cpu"
+) -> LatentDataset:
+    """Open a dataset, or the "heldout" `part` of it, and check that it fits the model.
+
+    The embedded one is written first if it is not there. Raises ValueError or FileNotFoundError.
+    """
+    if cfg.dataset.embedded == "digits":
+        digits.prepare(Path(path), part)
+    data = LatentDataset(path, cfg.dataset.verify, placement, device)
+    expected = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size)
+    if data.latents.shape != expected:
+        raise ValueError(
+            f"{path} holds latents of shape {data.latents.shape}, but dataset.channels and dataset.size say {expected}"
+        )
+    if len(data.latents.classes) != cfg.dataset.num_classes:
+        raise ValueError(
+            f"{path} has {len(data.latents.classes)} classes, but dataset.num_classes is {cfg.dataset.num_classes}"
+        )
+    return data
