@@ -1,19 +1,25 @@
 """Shared fixtures. Reference assets (golden numbers, real weights) lie where TREAD_ASSETS points, by
 default ../shared beside the repository; tests that need them skip with a reason when they are absent."""
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
+    # a core to each worker, before anything counts them: threads of two workers on one core wait for one another
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(cores)]})
 
 import contextlib
 import io
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forked import run_python
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
@@ -24,12 +30,6 @@ from tread.checkpoints import checkpoint
 from tread.evaluation.inception import Inception
 from tread.training import settings
 from tread.training.run_folder import RunLog
-
-worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-if worker and hasattr(os, "sched_setaffinity"):
-    # a core to each worker: OpenMP's threads of two workers on the same cores would wait for one another
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = Path(os.environ.get("TREAD_ASSETS", ROOT.parent / "shared"))
@@ -74,13 +74,8 @@ def launch(folder, *overrides: str) -> str:
 
 
 def launch_processes(folder, *overrides: str, processes: int = 1, ok: bool = True) -> str:
-    """Run train.py from the command line, with several processes under torchrun; returns what it prints."""
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-        command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
-    command += [str(ROOT / "train.py"), *TINY, *overrides]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    """Run train.py as from the command line, by several processes if asked; returns what it prints."""
+    done = run_python(ROOT / "train.py", *TINY, *overrides, cwd=folder, processes=processes)
     assert (done.returncode == 0) == ok, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -144,14 +139,18 @@ def tiny():
 
 @pytest.fixture(scope="session")
 def inception_file(tmp_path_factory):
-    """Weights of the Inception, fc included, that are random: for what does not depend on what they know."""
+    """Random weights of a narrow Inception, fc included: for what stands around it."""
+    return random_inception(tmp_path_factory.mktemp("inception") / "narrow.safetensors", narrow=16)
+
+
+def random_inception(path: Path, narrow: int = 1) -> Path:
+    """A file with random weights of the Inception, fc included."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        network = Inception(with_classes=True)
+        network = Inception(with_classes=True, narrow=narrow)
         for parameter in network.parameters():
             if parameter.ndim == 4:
                 torch.nn.init.kaiming_normal_(parameter)
-    path = tmp_path_factory.mktemp("inception") / "random.safetensors"
     save_file(network.state_dict(), path)
     return path
 

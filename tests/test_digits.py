@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from conftest import ROOT
+from forked import run_python
 
 from tread.data import digits
 from tread.data.autoencoder import load_decoder
@@ -32,8 +30,7 @@ def test_the_dataset_is_the_scans_exactly(tmp_path):
 def test_several_processes_may_prepare_it_at_once(tmp_path):
     folder = str(tmp_path / "data" / "train")
     code = f"import pathlib; from tread.data import digits; digits.prepare(pathlib.Path({folder!r}), 'train')"
-    started = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
-    assert [process.wait() for process in started] == [0, 0, 0]
+    assert run_python("-c", code, cwd=ROOT, processes=3).returncode == 0
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["train"]
     assert len(LatentDataset(tmp_path / "data" / "train", verify="full")) == 1442
 

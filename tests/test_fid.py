@@ -7,8 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tarfile
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, launch_door
+from forked import run_python
 from PIL import Image
 
 import fid as door
@@ -127,10 +126,8 @@ def test_a_checkpoint_is_scored_by_its_samples(tmp_path, run, inception_file, pi
 def test_the_number_of_processes_changes_nothing(tmp_path, run, inception_file):
     options = ["checkpoint=results/a", "reference=reference.npz", f"inception={inception_file}", *OPTIONS]
     launch(tmp_path, *options, "save_samples=true", "out=one")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
-    command += ["--rdzv_endpoint=localhost:0", str(ROOT / "fid.py"), *options, "save_samples=true", "out=two"]
-    command += [f"cache={tmp_path}/other_cache"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    options += ["save_samples=true", "out=two", f"cache={tmp_path}/other_cache"]
+    done = run_python(ROOT / "fid.py", *options, cwd=tmp_path, processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
     one, two = record(tmp_path / "one" / "fid.json"), record(tmp_path / "two" / "fid.json")
     assert two["processes"] == 2 and one["processes"] == 1
@@ -218,7 +215,7 @@ def test_features_are_kept_under_the_hash_of_their_pictures(tmp_path, inception_
     assert np.array_equal(pool[0], pool[1]) and not np.array_equal(pool[0], pool[2])
 
 
-def test_the_digits_are_judged_without_a_download(tmp_path, composed):
+def test_the_digits_are_judged_without_a_download(tmp_path, composed, inception_file):
     network, folder = save_checkpoint(tmp_path / "results/d", composed, digits.MEANING, embedded="digits")
     text = launch(tmp_path, "checkpoint=results/d/latest", "steps=2", "num_samples=40", "labels=balanced")
     labels, sampler = torch.arange(40) % 10, Sampler(steps=2, batch_size=40)
@@ -232,9 +229,8 @@ def test_the_digits_are_judged_without_a_download(tmp_path, composed):
     assert [len(labels) for _, labels in digits.split().values()] == [1442, 355]
     assert "label_agreement" in text and "FID                  unavailable" in text
     np.savez(tmp_path / "reference.npz", np.zeros((4, 8, 8, 3), np.uint8))
-    assert "grey" in refusal(
-        tmp_path, "checkpoint=results/d", "reference=reference.npz", f"inception={folder}/info.json"
-    )
+    weights = f"inception={inception_file}"
+    assert "grey" in refusal(tmp_path, "checkpoint=results/d", "reference=reference.npz", weights)
 
 
 def test_files_that_are_there_already_are_kept(tmp_path, run, inception_file, pictures_of):
@@ -295,7 +291,8 @@ def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, inception
     weights = f"inception={inception_file}"
     np.savez(tmp_path / "large.npz", pictures_of(4, 32, 0))
     np.savez(tmp_path / "float.npz", pictures_of(4, 16, 0) / 255)
-    np.savez(tmp_path / "stats.npz", mu=np.zeros(2048), sigma=np.eye(2048))
+    np.savez(tmp_path / "stats.npz", mu=np.zeros(128), sigma=np.eye(128))
+    np.savez(tmp_path / "fid_stats.npz", mu=np.zeros(2048), sigma=np.eye(2048))
     save_checkpoint(tmp_path / "results" / "raw", composed, parts=("model",))
     _, cut = save_checkpoint(tmp_path / "results" / "cut", composed)
     (cut / "ema.safetensors").write_bytes(b"cut")
@@ -318,6 +315,7 @@ def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, inception
         (["checkpoint=results/a", "reference=reference.npz", weights, "crop=16"], "crop=16 is for folders"),
         (["reference=stats.npz", "save_reference=new.npz", weights], "holds no pictures to make statistics of"),
         (["checkpoint=results/a", "reference=reference.npz", weights, "out=reference.npz"], "could not be written"),
+        (["samples=reference.npz", "reference=fid_stats.npz", weights], "another network: the Inception gives 128"),
         (["samples=reference.npz", "reference=reference.npy", weights], "is one array; save it as an .npz"),
         (
             ["samples=reference.npz", "reference=reference.npz", weights, "out=reference.npz"],
@@ -336,6 +334,5 @@ def test_the_command_names_a_misspelt_key_and_missing_weights(tmp_path, run):
         (["chekpoint=x"], "nearest known one is 'checkpoint'"),
         (["checkpoint=results/a", "reference=reference.npz"], "offline.pth is not there"),
     ):
-        command = [sys.executable, str(ROOT / "fid.py"), *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        done = run_python(ROOT / "fid.py", *arguments, cwd=tmp_path, environment=environment)
         assert done.returncode == 1 and "error: " in done.stderr and shown in done.stderr, done.stderr

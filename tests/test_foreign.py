@@ -10,7 +10,6 @@ import gc
 import io
 import json
 import os
-import subprocess
 import sys
 
 import import_latents
@@ -20,6 +19,7 @@ import pytest
 import torch
 import webdataset
 from conftest import ROOT
+from forked import run_python
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -299,8 +299,7 @@ def test_the_package_of_a_kind_is_named_where_it_is_missing(bring, tmp_path, mon
 
 def test_the_command_lines_end_with_a_dataset_or_an_error(tmp_path):
     def run(script, *arguments):
-        command = [sys.executable, ROOT / "scripts" / script, *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        return run_python(ROOT / "scripts" / script, *arguments, cwd=tmp_path)
 
     write_lmdb(tmp_path / "source")
     given = ("import_latents.py", "kind=maskdit_lmdb", "source=source", "decode=0")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import random_inception
 from safetensors.torch import load_file, save_file
 
 from tread.evaluation import inception
@@ -49,8 +50,8 @@ def test_the_weights_load_strictly_and_nothing_else_does(asset, tmp_path):
             load_inception(tmp_path / "other.safetensors")
 
 
-def test_features_have_adms_shapes_and_order(inception_file):
-    network = load_inception(inception_file)
+def test_features_have_adms_shapes_and_order(tmp_path):
+    network = load_inception(random_inception(tmp_path / "whole.safetensors"))
     pictures = torch.randint(0, 256, (2, 3, 40, 40), dtype=torch.uint8)
     found = extract(network, pictures)
     assert [part.shape for part in found] == [(2, 2048), (2, 2023), (2, 1008)]

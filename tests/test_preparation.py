@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import resource
 import shutil
-import subprocess
 import sys
 import time
 
@@ -22,6 +20,7 @@ import prepare_latents
 import pytest
 import torch
 from conftest import ROOT
+from forked import FORKS, run_python
 from PIL import Image
 
 from tread.data import autoencoder
@@ -181,11 +180,7 @@ def work(tree, limit=None, descriptors=None):
 @pytest.fixture(scope="module")
 def processes():
     """Starts processes by forking one that has everything imported."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / name) for name in (".", "scripts", "tests"))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_preparation"])
-    yield context
-    del os.environ["PYTHONPATH"]
+    return FORKS
 
 
 @pytest.fixture
@@ -196,13 +191,10 @@ def tree(place, composed, tmp_path):
 
 
 def test_two_processes_make_the_same_dataset(tree, processes, tmp_path):
-    """From the command line, under torchrun, against one process; each has one thread."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
-    command += ["--rdzv_endpoint=localhost:0", str(ROOT / "scripts" / "prepare_latents.py")]
+    """From the command line, against one process; each has one thread."""
     given = ("source", "autoencoder", "resolution", "shard_size", "decode", "flip", "workers")
-    command += [f"{key}={tree[key]}" for key in given] + ["out=both"]
-    cores = {"preexec_fn": lambda: os.sched_setaffinity(0, CORES[:2])}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, **cores)
+    options = [f"{key}={tree[key]}" for key in given] + ["out=both"]
+    done = run_python(ROOT / "scripts" / "prepare_latents.py", *options, cwd=tmp_path, processes=2)
     assert done.returncode == 0 and "2 processes on cpu" in done.stdout, done.stdout + done.stderr
     attempt = processes.Process(target=work, args=(tree,))
     attempt.start()
@@ -452,7 +444,7 @@ def test_the_command_line_names_what_is_wrong(tmp_path):
         (["out=b"], "source=… is needed"),
         (["source=a", "out=b"], "a is not there; source must be"),
     ):
-        done = subprocess.run([sys.executable, script, *given], cwd=tmp_path, capture_output=True, text=True)
+        done = run_python(script, *given, cwd=tmp_path)
         assert done.returncode == 1 and f"error: {shown}" in done.stderr and "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 

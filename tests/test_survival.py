@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY, launch, launch_processes, records, state
+from forked import run_python
 from torch._dynamo.exc import BackendCompilerFailed
 
 import train
@@ -158,21 +159,14 @@ launch(".", *sys.argv[2:])
 def test_a_disk_that_takes_no_more_stops_with_a_message_and_leaves_older_checkpoints_whole(whole, tmp_path, how):
     shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
     if how == "full":
-        command = [sys.executable, "-c", FULL, str(ROOT), *OPTIONS, "train.steps=10"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done = run_python("-c", FULL, ROOT, *OPTIONS, "train.steps=10", cwd=tmp_path)
         assert done.returncode == 1, done.stderr
         assert status(tmp_path)["state"] == "failed" and "could not be written" in status(tmp_path)["reason"]
     else:
         if os.geteuid() == 0:
             pytest.skip("root may write anywhere")
         (tmp_path / RUN).chmod(0o500)
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "train.py"), *TINY, *OPTIONS, "train.steps=10"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        done = run_python(ROOT / "train.py", *TINY, *OPTIONS, "train.steps=10", cwd=tmp_path)
         (tmp_path / RUN).chmod(0o700)
         assert done.returncode == 1
     assert "could not be written" in done.stderr and "Traceback" not in done.stderr
@@ -285,9 +279,7 @@ launch(".", *sys.argv[2:])
 
 def test_a_bad_loss_of_one_process_is_skipped_by_all(tmp_path):
     (tmp_path / "spoilt.py").write_text(ONE_RANK)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
-    command += ["--rdzv_endpoint=localhost:0", "spoilt.py", str(ROOT), "train.steps=3"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = run_python("spoilt.py", ROOT, "train.steps=3", cwd=tmp_path, processes=2)
     assert done.returncode == 0, done.stderr
     assert [r["bad_steps"] for r in RunLog(tmp_path / RUN).records() if "bad_steps" in r] == [0, 1, 0]
     assert int(state(tmp_path / RUN)["optimizer/step/x_embedder.proj.bias"]) == 2

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -18,6 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ROOT, TINY, launch, launch_processes, records, state
+from forked import run_python
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -392,7 +391,7 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path):
     first.start(0, {})
     code = "import sys; from pathlib import Path; from tread.training.run_folder import RunLog; "
     code += "RunLog(Path(sys.argv[1])).start(0, {})"
-    second = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    second = run_python("-c", code, tmp_path, cwd=ROOT)
     assert second.returncode == 1 and "another process is training in" in second.stderr
 
 
@@ -403,9 +402,8 @@ def test_differences():
 
 def test_sampling_a_run_from_the_command_line(straight, tmp_path):
     checkpoint_folder = straight[0] / "results" / "digits-tread"
-    command = [sys.executable, str(ROOT / "sample.py"), f"checkpoint={checkpoint_folder}", "steps=2"]
-    command += ["classes=[3,8]", "seeds=0-3", "out=grid.png"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    options = (f"checkpoint={checkpoint_folder}", "steps=2", "classes=[3,8]", "seeds=0-3", "out=grid.png")
+    done = run_python(ROOT / "sample.py", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "grid.png: rows are classes [3, 8], columns seeds 0-3; step 6, ema weights" in done.stdout
     assert Image.open(tmp_path / "grid.png").size == (4 * 64 + 3 * 2, 2 * 64 + 2)
@@ -413,8 +411,7 @@ def test_sampling_a_run_from_the_command_line(straight, tmp_path):
 
 
 def test_compare_runs_shows_evaluation_loss_and_no_training_loss(straight):
-    command = [sys.executable, str(ROOT / "scripts" / "compare_runs.py"), "results/digits-tread"]
-    done = subprocess.run(command, cwd=straight[0], capture_output=True, text=True)
+    done = run_python(ROOT / "scripts" / "compare_runs.py", "results/digits-tread", cwd=straight[0])
     expected = [r for r in records(straight[0] / "results" / "digits-tread") if "eval_loss" in r][-1]["eval_loss"]
     assert f"| tread by edm on digits, 6 steps | 1 | {expected:.4f} |" in done.stdout
     assert " loss |" not in done.stdout

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 
 from tread.evaluation.image_sets import Pictures
-from tread.evaluation.inception import Inception, extract, load_inception
+from tread.evaluation.inception import Inception, extract
 from tread.evaluation.metrics import Moments
 from tread.evaluation.part_store import Parts
 from tread.evaluation.reference import Reference
 from tread.runtime.distributed import Processes
-from tread.runtime.files import sha256
 
 PART = 256  # pictures of a part, where there are enough of them
 PARTS = 64  # that there are at least, where a batch allows it, for the processes to share
@@ -71,13 +70,13 @@ class Judge:
     seconds: float  # that these took to extract
 
 
-def open_judge(reference: Reference, weights: Path, cache: Path, processes: Processes) -> Judge:
-    """The Inception, and the features of the reference's pictures, from the cache or extracted into it."""
-    network, digest, features = load_inception(weights, processes.device), sha256(weights), None
+def open_judge(reference: Reference, network: Inception, weights: str, cache: Path, processes: Processes) -> Judge:
+    """The Inception, of weights with that sha256, and the features of the reference's pictures, kept in the cache."""
+    features = None
     began = time.perf_counter()
     if reference.pictures is not None:
-        features = features_of(reference.pictures, cache, network, digest, processes)
-    return Judge(reference, network, digest, features, time.perf_counter() - began)
+        features = features_of(reference.pictures, cache, network, weights, processes)
+    return Judge(reference, network, weights, features, time.perf_counter() - began)
 
 
 def features_of(pictures: Pictures, folder: Path, network: Inception, weights: str, processes: Processes) -> Parts:

@@ -9,6 +9,7 @@ fetches once.
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from urllib.error import URLError
@@ -30,6 +31,14 @@ SIZE = 299
 POOL_FEATURES, SPATIAL_CHANNELS, SPATIAL_FEATURES, CLASSES = 2048, 7, 7 * 17 * 17, 1008
 
 
+class FeatureSizes(NamedTuple):
+    """Features of one picture, by kind."""
+
+    pool: int = POOL_FEATURES
+    spatial: int = SPATIAL_FEATURES
+    classes: int = CLASSES
+
+
 class Features(NamedTuple):
     """Of n pictures, float32: pool (n, 2048), spatial (n, 2023), probabilities (n, 1008) or None without fc."""
 
@@ -39,10 +48,19 @@ class Features(NamedTuple):
 
 
 class Conv(nn.Module):
-    """Convolution without bias, batch norm, ReLU."""
+    """Convolution without bias, batch norm, ReLU; `narrow` times fewer channels on both sides, but for pixels."""
 
-    def __init__(self, inputs: int, outputs: int, size: int | tuple[int, int], stride: int = 1, pad: bool = True):
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        size: int | tuple[int, int],
+        stride: int = 1,
+        pad: bool = True,
+        narrow: int = 1,
+    ) -> None:
         super().__init__()
+        inputs, outputs = inputs if inputs == 3 else inputs // narrow, outputs // narrow
         size = (size, size) if isinstance(size, int) else size
         padding = (size[0] // 2, size[1] // 2) if pad else 0
         self.conv = nn.Conv2d(inputs, outputs, size, stride, padding, bias=False)
@@ -60,13 +78,14 @@ def average(x: Tensor) -> Tensor:
 class Mixed5(nn.Module):
     """35×35; 192, 256 or 288 channels → 256 or 288."""
 
-    def __init__(self, inputs: int, pooled: int) -> None:
+    def __init__(self, inputs: int, pooled: int, narrow: int) -> None:
         super().__init__()
-        self.branch1x1 = Conv(inputs, 64, 1)
-        self.branch5x5_1, self.branch5x5_2 = Conv(inputs, 48, 1), Conv(48, 64, 5)
-        self.branch3x3dbl_1, self.branch3x3dbl_2 = Conv(inputs, 64, 1), Conv(64, 96, 3)
-        self.branch3x3dbl_3 = Conv(96, 96, 3)
-        self.branch_pool = Conv(inputs, pooled, 1)
+        conv = partial(Conv, narrow=narrow)
+        self.branch1x1 = conv(inputs, 64, 1)
+        self.branch5x5_1, self.branch5x5_2 = conv(inputs, 48, 1), conv(48, 64, 5)
+        self.branch3x3dbl_1, self.branch3x3dbl_2 = conv(inputs, 64, 1), conv(64, 96, 3)
+        self.branch3x3dbl_3 = conv(96, 96, 3)
+        self.branch_pool = conv(inputs, pooled, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat(
@@ -83,11 +102,12 @@ class Mixed5(nn.Module):
 class Mixed6a(nn.Module):
     """35×35, 288 channels → 17×17, 768."""
 
-    def __init__(self) -> None:
+    def __init__(self, narrow: int) -> None:
         super().__init__()
-        self.branch3x3 = Conv(288, 384, 3, stride=2, pad=False)
-        self.branch3x3dbl_1, self.branch3x3dbl_2 = Conv(288, 64, 1), Conv(64, 96, 3)
-        self.branch3x3dbl_3 = Conv(96, 96, 3, stride=2, pad=False)
+        conv = partial(Conv, narrow=narrow)
+        self.branch3x3 = conv(288, 384, 3, stride=2, pad=False)
+        self.branch3x3dbl_1, self.branch3x3dbl_2 = conv(288, 64, 1), conv(64, 96, 3)
+        self.branch3x3dbl_3 = conv(96, 96, 3, stride=2, pad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         double = self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x)))
@@ -97,15 +117,16 @@ class Mixed6a(nn.Module):
 class Mixed6(nn.Module):
     """17×17, 768 channels → 768."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, narrow: int) -> None:
         super().__init__()
-        self.branch1x1 = Conv(768, 192, 1)
-        self.branch7x7_1 = Conv(768, width, 1)
-        self.branch7x7_2, self.branch7x7_3 = Conv(width, width, (1, 7)), Conv(width, 192, (7, 1))
-        self.branch7x7dbl_1 = Conv(768, width, 1)
-        self.branch7x7dbl_2, self.branch7x7dbl_3 = Conv(width, width, (7, 1)), Conv(width, width, (1, 7))
-        self.branch7x7dbl_4, self.branch7x7dbl_5 = Conv(width, width, (7, 1)), Conv(width, 192, (1, 7))
-        self.branch_pool = Conv(768, 192, 1)
+        conv = partial(Conv, narrow=narrow)
+        self.branch1x1 = conv(768, 192, 1)
+        self.branch7x7_1 = conv(768, width, 1)
+        self.branch7x7_2, self.branch7x7_3 = conv(width, width, (1, 7)), conv(width, 192, (7, 1))
+        self.branch7x7dbl_1 = conv(768, width, 1)
+        self.branch7x7dbl_2, self.branch7x7dbl_3 = conv(width, width, (7, 1)), conv(width, width, (1, 7))
+        self.branch7x7dbl_4, self.branch7x7dbl_5 = conv(width, width, (7, 1)), conv(width, 192, (1, 7))
+        self.branch_pool = conv(768, 192, 1)
 
     def forward(self, x: Tensor, first: Tensor | None = None) -> Tensor:
         """first is branch1x1's output, where the caller has it already."""
@@ -124,12 +145,13 @@ class Mixed6(nn.Module):
 class Mixed7a(nn.Module):
     """17×17, 768 channels → 8×8, 1280."""
 
-    def __init__(self) -> None:
+    def __init__(self, narrow: int) -> None:
         super().__init__()
-        self.branch3x3_1, self.branch3x3_2 = Conv(768, 192, 1), Conv(192, 320, 3, stride=2, pad=False)
-        self.branch7x7x3_1 = Conv(768, 192, 1)
-        self.branch7x7x3_2, self.branch7x7x3_3 = Conv(192, 192, (1, 7)), Conv(192, 192, (7, 1))
-        self.branch7x7x3_4 = Conv(192, 192, 3, stride=2, pad=False)
+        conv = partial(Conv, narrow=narrow)
+        self.branch3x3_1, self.branch3x3_2 = conv(768, 192, 1), conv(192, 320, 3, stride=2, pad=False)
+        self.branch7x7x3_1 = conv(768, 192, 1)
+        self.branch7x7x3_2, self.branch7x7x3_3 = conv(192, 192, (1, 7)), conv(192, 192, (7, 1))
+        self.branch7x7x3_4 = conv(192, 192, 3, stride=2, pad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         long = self.branch7x7x3_3(self.branch7x7x3_2(self.branch7x7x3_1(x)))
@@ -140,14 +162,15 @@ class Mixed7a(nn.Module):
 class Mixed7(nn.Module):
     """8×8; 1280 or 2048 channels → 2048. The last block's pool takes the maximum."""
 
-    def __init__(self, inputs: int, maximum: bool) -> None:
+    def __init__(self, inputs: int, maximum: bool, narrow: int) -> None:
         super().__init__()
-        self.branch1x1 = Conv(inputs, 320, 1)
-        self.branch3x3_1 = Conv(inputs, 384, 1)
-        self.branch3x3_2a, self.branch3x3_2b = Conv(384, 384, (1, 3)), Conv(384, 384, (3, 1))
-        self.branch3x3dbl_1, self.branch3x3dbl_2 = Conv(inputs, 448, 1), Conv(448, 384, 3)
-        self.branch3x3dbl_3a, self.branch3x3dbl_3b = Conv(384, 384, (1, 3)), Conv(384, 384, (3, 1))
-        self.branch_pool = Conv(inputs, 192, 1)
+        conv = partial(Conv, narrow=narrow)
+        self.branch1x1 = conv(inputs, 320, 1)
+        self.branch3x3_1 = conv(inputs, 384, 1)
+        self.branch3x3_2a, self.branch3x3_2b = conv(384, 384, (1, 3)), conv(384, 384, (3, 1))
+        self.branch3x3dbl_1, self.branch3x3dbl_2 = conv(inputs, 448, 1), conv(448, 384, 3)
+        self.branch3x3dbl_3a, self.branch3x3dbl_3b = conv(384, 384, (1, 3)), conv(384, 384, (3, 1))
+        self.branch_pool = conv(inputs, 192, 1)
         self.maximum = maximum
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,21 +182,30 @@ class Mixed7(nn.Module):
 
 
 class Inception(nn.Module):
-    """The graph from normalised pixels to features. fc is left out where a weight file lacks it."""
+    """The graph from normalised pixels to features. fc is left out where a weight file lacks it.
 
-    def __init__(self, with_classes: bool) -> None:
+    narrow  divides all numbers of channels (1, 2, 4, 8 or 16): a cheap network of the same graph, to try what
+            stands around it. Its features are no FID's.
+
+    `sizes` says how many features there are of each kind.
+    """
+
+    def __init__(self, with_classes: bool, narrow: int = 1) -> None:
         super().__init__()
-        self.Conv2d_1a_3x3 = Conv(3, 32, 3, stride=2, pad=False)
-        self.Conv2d_2a_3x3 = Conv(32, 32, 3, pad=False)
-        self.Conv2d_2b_3x3 = Conv(32, 64, 3)
-        self.Conv2d_3b_1x1 = Conv(64, 80, 1)
-        self.Conv2d_4a_3x3 = Conv(80, 192, 3, pad=False)
-        self.Mixed_5b, self.Mixed_5c, self.Mixed_5d = Mixed5(192, 32), Mixed5(256, 64), Mixed5(288, 64)
-        self.Mixed_6a = Mixed6a()
-        self.Mixed_6b, self.Mixed_6c, self.Mixed_6d, self.Mixed_6e = Mixed6(128), Mixed6(160), Mixed6(160), Mixed6(192)
-        self.Mixed_7a = Mixed7a()
-        self.Mixed_7b, self.Mixed_7c = Mixed7(1280, maximum=False), Mixed7(2048, maximum=True)
-        self.fc = nn.Linear(POOL_FEATURES, CLASSES) if with_classes else None
+        conv, self.narrow = partial(Conv, narrow=narrow), narrow
+        self.sizes = FeatureSizes(POOL_FEATURES // narrow, max(1, SPATIAL_CHANNELS // narrow) * 17 * 17, CLASSES)
+        self.Conv2d_1a_3x3 = conv(3, 32, 3, stride=2, pad=False)
+        self.Conv2d_2a_3x3 = conv(32, 32, 3, pad=False)
+        self.Conv2d_2b_3x3 = conv(32, 64, 3)
+        self.Conv2d_3b_1x1 = conv(64, 80, 1)
+        self.Conv2d_4a_3x3 = conv(80, 192, 3, pad=False)
+        self.Mixed_5b, self.Mixed_5c = Mixed5(192, 32, narrow), Mixed5(256, 64, narrow)
+        self.Mixed_5d, self.Mixed_6a = Mixed5(288, 64, narrow), Mixed6a(narrow)
+        self.Mixed_6b, self.Mixed_6c = Mixed6(128, narrow), Mixed6(160, narrow)
+        self.Mixed_6d, self.Mixed_6e = Mixed6(160, narrow), Mixed6(192, narrow)
+        self.Mixed_7a, self.Mixed_7b = Mixed7a(narrow), Mixed7(1280, maximum=False, narrow=narrow)
+        self.Mixed_7c = Mixed7(2048, maximum=True, narrow=narrow)
+        self.fc = nn.Linear(self.sizes.pool, CLASSES) if with_classes else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """x (n, 3, 299, 299) in about −1..1 → pool (n, 2048), spatial (n, 2023), probabilities (n, 1008) or None.
@@ -188,7 +220,7 @@ class Inception(nn.Module):
         x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(x)))  # (n, 288, 35, 35)
         x = self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x)))  # (n, 768, 17, 17)
         first = self.Mixed_6d.branch1x1(x)
-        spatial = first[:, :SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1)
+        spatial = first[:, : self.sizes.spatial // (17 * 17)].permute(0, 2, 3, 1).flatten(1)
         x = self.Mixed_6e(self.Mixed_6d(x, first))
         x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(x)))  # (n, 2048, 8, 8)
         pool = x.mean(dim=(2, 3))
@@ -252,7 +284,9 @@ def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
     Raises ValueError for other weights.
     """
     state = read_state_dict(path, "any")
-    network = Inception(with_classes="fc.weight" in state)
+    first = state.get("Conv2d_1a_3x3.conv.weight")
+    narrow = 32 // len(first) if first is not None and len(first) in (2, 4, 8, 16) else 1
+    network = Inception("fc.weight" in state, narrow)
     try:
         network.load_state_dict(state)
     except RuntimeError as error:

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,7 +26,7 @@ from tread.diffusion.sampling import draw_pictures, seeded_labels
 from tread.evaluation.digits_judge import REAL_COUNTS, judge_digits
 from tread.evaluation.features import Judge, as_arrays, features_of, open_judge, part_size
 from tread.evaluation.image_sets import Pictures, open_pictures, save_npz
-from tread.evaluation.inception import CLASSES, POOL_FEATURES, SPATIAL_FEATURES, find_weights
+from tread.evaluation.inception import find_weights, load_inception
 from tread.evaluation.part_store import Parts
 from tread.evaluation.plan import Job, Options, plan_job, settle_paths
 from tread.evaluation.reference import Reference, check_size, open_reference, save_statistics
@@ -38,7 +39,6 @@ from tread.runtime.files import check_place, explain_failure, sha256
 from tread.runtime.versions import versions
 
 GRID = 64  # pictures of fid.png
-FEATURE_BYTES = 4 * (POOL_FEATURES + SPATIAL_FEATURES + CLASSES)
 Opened = TypeVar("Opened", Pictures, Reference)
 
 
@@ -54,12 +54,14 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
         processes.say(f"warning: running without torch.compile, which fails here: {reason}")
     jobs = [plan_job(options, checkpoint.find(path), precision, compiled) for path in paths]
     samples = open_set(open_pictures, options.samples, options.crop, processes)
-    reference, weights = None, None
+    reference, network, inception, feature_bytes = None, None, None, 0
     if options.reference is not None:
         with processes.main_first():  # one process fetches the weights
             weights = find_weights(options.inception)
-        reference = open_set(open_reference, options.reference, options.crop, processes)
-    inception = weights and sha256(weights)
+        network, inception = load_inception(weights, processes.device), sha256(weights)
+        feature_bytes = 4 * sum(network.sizes)
+        opener = partial(open_reference, sizes=network.sizes)
+        reference = open_set(opener, options.reference, options.crop, processes)
     jobs = [job.against(reference and reference.sha256, inception) for job in jobs]
     records = processes.from_main(lambda: [find_score(job, options) for job in jobs])
     all_jobs, jobs = jobs, [job for job, record in zip(jobs, records) if record is None]
@@ -72,7 +74,7 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
             check_size(job.found.folder, tuple(picture.shape), reference)
         if processes.main:
             missing = job.count - sum(map(len, work_of(job, options).kept()))
-            needed = missing * (picture.numel() + FEATURE_BYTES) + options.save_samples * job.count * picture.numel()
+            needed = missing * (picture.numel() + feature_bytes) + options.save_samples * job.count * picture.numel()
             check_place(files_of(job, options).folder, needed)
             check_place(lines_of(job, options).parent, 0)
     if samples is not None:
@@ -82,7 +84,7 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
         check_target(Path(options.save_reference), reference, processes)
     judge = None
     if reference is not None and (jobs or samples or options.save_reference):
-        judge = open_judge(reference, weights, Path(options.cache), processes)
+        judge = open_judge(reference, network, inception, Path(options.cache), processes)
     if options.save_reference:
         keep_statistics(Path(options.save_reference), judge, processes)
     for number, job in enumerate(all_jobs):
@@ -185,7 +187,7 @@ def score_checkpoint(
         )
         for other in set(folder.glob(".fid-*")) - {parts.folder}:
             processes.say(f"  note: {other} holds unfinished work by other settings; remove it if you do not want it")
-        for text in warnings(job.count, judge.reference) if judge else ():
+        for text in warnings(job.count, judge.reference, judge.network) if judge else ():
             processes.say(f"  note: {text}")
         seconds = draw_parts(job, decoder, judge, parts, processes)
         processes.wait()
@@ -268,7 +270,7 @@ def common_record(values: dict, unavailable: dict, count: int, judge: Judge | No
         "count": count,
         "counts": dict.fromkeys(values, count),
         "unavailable": unavailable,
-        "warnings": warnings(count, judge.reference) if judge else [],
+        "warnings": warnings(count, judge.reference, judge.network) if judge else [],
         "reference": judge and judge.reference.where,
         "reference_count": judge and judge.reference.count,
         "reference_statistics": judge and judge.reference.statistics_from,
@@ -296,7 +298,7 @@ def write_down(job: Job, record: dict, parts: Parts, options: Options) -> None:
 
 def score_pictures(samples: Pictures, judge: Judge, options: Options, processes: Processes) -> None:
     """Score pictures made elsewhere; their features are kept in the cache like a reference's."""
-    for text in warnings(samples.count, judge.reference):
+    for text in warnings(samples.count, judge.reference, judge.network):
         processes.say(f"  note: {text}")
     began = time.perf_counter()
     features = features_of(samples, Path(options.cache), judge.network, judge.weights, processes)

@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from tread.evaluation.image_sets import Known, Npz, Pictures, Watch, open_pictures
-from tread.evaluation.inception import POOL_FEATURES, SPATIAL_FEATURES
+from tread.evaluation.inception import FeatureSizes
 from tread.evaluation.metrics import Moments
 from tread.evaluation.part_store import Parts
 from tread.runtime.files import sha256
 
 STATED = ("resolution", "count")  # what save_statistics writes beside the statistics
 Statistics = tuple[np.ndarray, np.ndarray]  # mean (D,), covariance (D, D)
-KEYS = {"pool": ("mu", "sigma", POOL_FEATURES), "spatial": ("mu_s", "sigma_s", SPATIAL_FEATURES)}
+KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,23 @@ class Reference:
         return "pictures" if self.pool is None else "file"
 
 
-def open_reference(path: Path, crop: int | None = None, known: Known | None = None, watch: Watch = iter) -> Reference:
-    """Open a reference; the pictures of it are not looked at yet. Arguments are those of open_pictures.
+def open_reference(
+    path: Path,
+    crop: int | None = None,
+    known: Known | None = None,
+    watch: Watch = iter,
+    sizes: FeatureSizes = FeatureSizes(),  # noqa: B008 (it is immutable)
+) -> Reference:
+    """Open a reference; the pictures of it are not looked at yet. Other arguments are those of open_pictures.
+
+    sizes  of the features that statistics in a file must be of.
 
     Raises FileNotFoundError, or ValueError for what is damaged, of another network, or no reference.
     """
     if path.suffix in (".pkl", ".pt", ".pth"):
         raise ValueError(f"{path} may hold pickled objects, which are not read: convert it to an .npz with mu, sigma")
     npz = Npz(path) if path.suffix.lower() == ".npz" and path.is_file() else None
-    found = {kind: npz and _statistics(npz, *keys) for kind, keys in KEYS.items()}
+    found = {kind: npz and _statistics(npz, *keys, getattr(sizes, kind)) for kind, keys in KEYS.items()}
     if npz is None or "arr_0" in npz.names:
         pictures = open_pictures(path, crop, known, watch)
         return Reference(
@@ -91,7 +99,7 @@ def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int) ->
     if mean.shape != (dimension,) or covariance.shape != (dimension, dimension):
         raise ValueError(
             f"{npz.path}: {mean_key} {mean.shape} and {covariance_key} {covariance.shape} are statistics of another "
-            f"network: the FID Inception gives {dimension} features"
+            f"network: the Inception gives {dimension} features"
         )
     if not all(array.dtype.kind == "f" and np.isfinite(array).all() for array in (mean, covariance)):
         raise ValueError(f"{npz.path}: {mean_key} or {covariance_key} holds numbers that are not finite or not real")
@@ -108,7 +116,7 @@ def statistics(features: Parts, kind: str) -> Statistics:
 def save_statistics(path: Path, features: Parts, count: int, resolution: tuple[int, int]) -> None:
     """Write mu, sigma, mu_s, sigma_s, and the pictures' count and resolution, as open_reference reads them."""
     arrays = {}
-    for kind, (mean_key, covariance_key, _) in KEYS.items():
+    for kind, (mean_key, covariance_key) in KEYS.items():
         arrays[mean_key], arrays[covariance_key] = statistics(features, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.stem}.partial.npz")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tread.evaluation.inception import POOL_FEATURES
+from tread.evaluation.inception import POOL_FEATURES, Inception
 from tread.evaluation.metrics import (
     NEIGHBOURS,
     Moments,
@@ -64,12 +64,16 @@ def _compare(reference: torch.Tensor, samples: torch.Tensor) -> tuple[float | No
     return precision, recall, kernel_distance(reference, samples)
 
 
-def warnings(samples: int, reference: Reference) -> list[str]:
-    """What a reader of the numbers should know about their counts."""
+def warnings(samples: int, reference: Reference, network: Inception | None = None) -> list[str]:
+    """What a reader of the numbers should know about their counts, and about a network that is not FID's."""
+    dimensions = network.sizes.pool if network else POOL_FEATURES
     counts = {"samples": samples, "pictures in the reference": reference.count}
-    return [
-        f"{count:,} {what} are fewer than the {POOL_FEATURES:,} dimensions of the features: their covariance is of "
+    found = [
+        f"{count:,} {what} are fewer than the {dimensions:,} dimensions of the features: their covariance is of "
         "deficient rank, FID is biased upwards, and only comparable at the same counts"
         for what, count in counts.items()
-        if count is not None and count <= POOL_FEATURES and not (what != "samples" and reference.statistics_unknown)
+        if count is not None and count <= dimensions and not (what != "samples" and reference.statistics_unknown)
     ]
+    if network and network.narrow > 1:
+        found.append(f"the Inception has {network.narrow} times fewer channels than FID's: these are no FID's numbers")
+    return found
