@@ -15,13 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 from tread.data.dataset import PLACEMENTS
 from tread.data.latents import Latents
 from tread.data.writer import write_dataset
 from tread.training.run_folder import RunLog
+
+ROOT = Path(__file__).resolve().parent.parent
 
 SAMPLES, PER_SHARD = 65_536, 4_096
 MEANING = Latents((4, 32, 32), tuple(map(str, range(1000))), "none", "moments", "logvar", 0.18215, views=2)

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tread.data.dataset import VERSION, LatentDataset
 from tread.data.latents import Latents

@@ -19,12 +19,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 from tread.checkpoints import checkpoint
 from tread.evaluation.plan import read_options
 from tread.runtime.distributed import Processes, share_work
+
+ROOT = Path(__file__).resolve().parent.parent
 
 SHARED = ("labels=balanced", "num_samples=1000", "steps=18", "batch_size=250")
 SCALES = (1.25, 1.5, 2.0, 4.0, 8.0)

@@ -6,15 +6,11 @@ With attention: matrix products of linear layers and of attention; linear: witho
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 from rf import RF
 from routing_module import check_routes
@@ -22,6 +18,8 @@ from tread.checkpoints.network import build_network, process_of
 from tread.diffusion.guidance import Guidance, Schedule
 from tread.diffusion.sampling import Model, Sampler
 from tread.training import settings
+
+ROOT = Path(__file__).resolve().parent.parent
 
 SIZES = {"S/2": "s2", "B/2": "b2", "L/2": "l2", "XL/2": "xl2"}
 UP, DOWN = Schedule("cosine", 0.0, 0.6), Schedule("cosine", 0.6, 0.0)

@@ -19,9 +19,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 from dit import DiT, DiTBlock
 from tread.models.rwkv import RWKV, RWKVBlock
 from tread.models.wkv import wkv

@@ -27,8 +27,6 @@ import torch
 import webdataset
 from torch.utils.data import DataLoader, Dataset
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from tread.data.dataset import LatentDataset
 from tread.data.latents import Latents
 from tread.data.loader import Loader

@@ -27,9 +27,6 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 from tread.checkpoints.network import build_network, process_of
 from tread.data import autoencoder
 from tread.diffusion.sampling import Model, Sampler, draw, to_pictures
@@ -38,6 +35,8 @@ from tread.evaluation.inception import Inception, extract, resize
 from tread.runtime.device import autocast, device_name, exact, use_cores, use_precision
 from tread.training import settings
 from tread.training.setup import complete
+
+ROOT = Path(__file__).resolve().parent.parent
 
 PARTS = ("frechet", "precision", "features", "sampler", "chain")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

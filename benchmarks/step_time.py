@@ -33,9 +33,6 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 import train
 from tread.data.latents import Latents
 from tread.data.writer import write_dataset
@@ -48,6 +45,8 @@ from tread.training.ema import EMA
 from tread.training.optimizer import optimizer_step
 from tread.training.run import Run
 from tread.training.setup import complete, start
+
+ROOT = Path(__file__).resolve().parent.parent
 
 STAGES = ("data wait", "forward", "backward", "optimizer", "EMA", "rest")
 WARMUP, STAGED = 3, 5  # turns before the measurement, and steps taken stage by stage

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to samples: makes .venv, installs requirements.txt, trains on the embedded digits.
+# From nothing to samples: makes .venv, installs this checkout into it, trains on the embedded digits.
 # Run it again and it goes on where it stopped. Arguments go to train.py, e.g. model=dit.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -7,7 +7,7 @@ source scripts/venv.sh
 SECONDS=0
 
 make_venv
-install requirements.txt
+install -e .
 echo "installed after ${SECONDS} s; training"
 .venv/bin/accelerate launch --quiet --num_processes 1 train.py model=tread "$@"
 echo "done after ${SECONDS} s, in $PWD"

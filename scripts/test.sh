@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Install what the tests need and run them: bash scripts/test.sh [--slow] [pytest arguments]
-# Uses the active virtual environment, else .venv. --slow runs the slow tests too; those marked gpu
-# run where there is a CUDA device.
+# Install what the tests need and run them, on all cores: bash scripts/test.sh [--slow] [pytest arguments]
+# Uses the active virtual environment, else .venv. --slow runs the slow tests too, one after the other; those
+# marked gpu run where there is a CUDA device.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [ -z "${VIRTUAL_ENV:-}" ]; then
   source scripts/venv.sh
   make_venv
-  install requirements-test.txt
+  install -e ".[import,test]"
   export VIRTUAL_ENV=$PWD/.venv PATH="$PWD/.venv/bin:$PATH"
 else
-  python -m pip install --quiet -r requirements-test.txt
+  python -m pip install --quiet -r requirements.txt -r requirements-import.txt -r requirements-test.txt
 fi
 
-select=(-m "not slow and not gpu")
+select=(-m "not slow and not gpu" -n auto --dist loadfile)
 if [ "${1:-}" = "--slow" ]; then
   shift
   select=()

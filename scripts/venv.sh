@@ -19,12 +19,12 @@ make_venv() {
 }
 
 install() {
-  # Install a requirements file into .venv, unless that was done already and the files are as they were.
-  local stamp=.venv/installed-$1
-  if ! cat requirements*.txt | cmp -s - "$stamp"; then
-    .venv/bin/pip install --quiet -r "$1"
+  # pip install into .venv, unless that was done already and the files that say what are as they were.
+  local stamp=.venv/installed-"${*//[^a-z]/}"
+  if ! cat pyproject.toml requirements*.txt | cmp -s - "$stamp"; then
+    .venv/bin/pip install --quiet "$@"
     # Beside a system-wide accelerate pip would make no launcher, and the system's does not see .venv.
     [ -x .venv/bin/accelerate ] || .venv/bin/pip install --quiet --ignore-installed --no-deps "accelerate>=1.0,<2"
-    cat requirements*.txt > "$stamp"
+    cat pyproject.toml requirements*.txt > "$stamp"
   fi
 }

@@ -14,6 +14,7 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
 import contextlib
 import io
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +25,14 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
+import fid
 import train
 from dit import DiT
 from tread.checkpoints import checkpoint
+from tread.checkpoints.network import Network, build_network
+from tread.data.latents import Latents
 from tread.evaluation.inception import Inception
+from tread.runtime.schema import read
 from tread.training import settings
 from tread.training.run_folder import RunLog
 
@@ -100,6 +105,30 @@ def random_network(seed: int, **sizes: int) -> DiT:
         for parameter in network.parameters():
             torch.nn.init.normal_(parameter, std=0.05)
     return network
+
+
+def score(folder, *overrides: str) -> str:
+    """Do in this process what `python fid.py` does in a folder; returns what it prints."""
+    return launch_door(fid.main, "fid", folder, f"cache={folder}/cache", *map(str, overrides))
+
+
+RGB = Latents(shape=(3, 16, 16), classes=tuple("abcde"), autoencoder="pixels", scale_applied=True)
+
+
+def save_checkpoint(run, composed, latents=RGB, step=3, parts=("model", "ema"), **dataset):
+    """A checkpoint of a network whose weights are random; returns it."""
+    facts = {"channels": latents.shape[0], "size": latents.shape[1], "num_classes": len(latents.classes)} | dataset
+    config = composed("dataset=folder", "dataset.path=data", "recipe.hidden_size=32", "recipe.depth=6")
+    config["dataset"] |= facts
+    config["model"] |= {"num_heads": 2, "patch_size": 4}
+    with torch.random.fork_rng():
+        torch.manual_seed(step)
+        network = build_network(read({key: config[key] for key in ("model", "dataset", "edm")}, Network))
+        for parameter in network.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+    info = {"config": config, "latents": asdict(latents), "samples": 10, "versions": {}}
+    folder = checkpoint.save(run, step, {part: network.state_dict() for part in parts}, info)
+    return network.eval(), folder
 
 
 @pytest.fixture

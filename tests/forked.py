@@ -1,7 +1,7 @@
 """Python commands run by forks of a process that has imported torch and the doors already.
 
 What a command does from there on is what it does from the command line: its own process, folder, arguments,
-output and exit code. tests/test_signals.py and tests/test_launches.py start real interpreters and launchers.
+output and exit code. runtime/test_signals.py and doors/test_launches.py start real interpreters and launchers.
 """
 
 from __future__ import annotations

@@ -14,16 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, launch_door
+from conftest import RGB, ROOT, save_checkpoint
+from conftest import score as launch
 from forked import run_python
 from PIL import Image
 
-import fid as door
 from tread.checkpoints import checkpoint
-from tread.checkpoints.network import Network, build_network
 from tread.data import digits
 from tread.data.autoencoder import load_decoder
-from tread.data.latents import Latents
 from tread.diffusion.edm import EDM
 from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
 from tread.evaluation import digits_judge, features, pipeline
@@ -34,29 +32,7 @@ from tread.evaluation.plan import Options, plan_job
 from tread.runtime.distributed import share_work
 from tread.runtime.schema import read
 
-RGB = Latents(shape=(3, 16, 16), classes=tuple("abcde"), autoencoder="pixels", scale_applied=True)
 OPTIONS = ["num_samples=10", "steps=2", "batch_size=4"]
-
-
-def save_checkpoint(run, composed, latents=RGB, step=3, parts=("model", "ema"), **dataset):
-    """A checkpoint of a network whose weights are random; returns it."""
-    facts = {"channels": latents.shape[0], "size": latents.shape[1], "num_classes": len(latents.classes)} | dataset
-    config = composed("dataset=folder", "dataset.path=data", "recipe.hidden_size=32", "recipe.depth=6")
-    config["dataset"] |= facts
-    config["model"] |= {"num_heads": 2, "patch_size": 4}
-    with torch.random.fork_rng():
-        torch.manual_seed(step)
-        network = build_network(read({key: config[key] for key in ("model", "dataset", "edm")}, Network))
-        for parameter in network.parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
-    info = {"config": config, "latents": asdict(latents), "samples": 10, "versions": {}}
-    folder = checkpoint.save(run, step, {part: network.state_dict() for part in parts}, info)
-    return network.eval(), folder
-
-
-def launch(folder, *overrides: str) -> str:
-    """Do in this process what `python fid.py` does in a folder; returns what it prints."""
-    return launch_door(door.main, "fid", folder, f"cache={folder}/cache", *map(str, overrides))
 
 
 def refusal(folder, *overrides: str) -> str:

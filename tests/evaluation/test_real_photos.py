@@ -7,8 +7,8 @@ import json
 
 import numpy as np
 import pytest
+from conftest import score as launch
 from PIL import Image, ImageFilter
-from test_fid import launch
 
 from tread.evaluation.image_sets import open_pictures
 

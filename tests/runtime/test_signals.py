@@ -57,7 +57,7 @@ def equals_an_undisturbed_run(folder, reference):
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-# SIGUSR1 is tests/test_launches.py's, too
+# SIGUSR1 is tests/doors/test_launches.py's, too
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
 )

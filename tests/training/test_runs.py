@@ -186,7 +186,7 @@ def test_processes_sum_their_gradients_once_a_step(tmp_path, monkeypatch):
 
 def test_a_step_reads_nothing_back_from_the_device(tmp_path, monkeypatch):
     """No operator that takes a number out of a tensor, with accumulation, clipping and all averages. The labels'
-    range, which is looked at on a CPU alone, does not count. On a GPU, tests/test_compiling.py watches the waits."""
+    range, which is looked at on a CPU alone, does not count. On a GPU, runtime/test_compiling.py watches the waits."""
     seen, training_step = [], train.training_step
 
     class Watch(TorchDispatchMode):

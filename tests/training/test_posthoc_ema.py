@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import reconstruct_ema
 import torch
-from conftest import launch_door
+from conftest import launch_door, save_checkpoint
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from test_fid import save_checkpoint
 from torch import nn
 
 from tread.checkpoints import checkpoint

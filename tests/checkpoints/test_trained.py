@@ -11,12 +11,10 @@ import import_checkpoint
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, launch_door
+from conftest import ROOT, TINY, launch_door, save_checkpoint
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from PIL import Image
-from test_fid import save_checkpoint
-from test_train import TINY
 
 import fid
 import sample

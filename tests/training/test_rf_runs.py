@@ -7,8 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import launch_door
-from test_train import TINY, state
+from conftest import TINY, launch_door, state
 
 import fid
 import sample
@@ -25,7 +24,7 @@ from tread.data.latents import Latents, to_network
 from tread.diffusion import sampling
 from tread.evaluation.heldout_loss import heldout_loss
 from tread.runtime import device
-from tread.training import settings
+from tread.training import progress, settings
 from tread.training.objective import step_draws, training_loss
 from tread.training.setup import open_datasets
 
@@ -139,7 +138,7 @@ def test_the_sampler_follows_from_the_checkpoint(trained):
 
 def test_utilisation_is_logged_where_the_peak_is_known(tmp_path, monkeypatch, composed):
     """Three forward passes an image, by the route; MFU is their FLOP/s over the device's."""
-    monkeypatch.setattr(train, "peak_flops", lambda device, precision: 1e12)
+    monkeypatch.setattr(progress, "peak_flops", lambda device, precision: 1e12)
     launch_door(train.main, "config", tmp_path, *TINY, "train.steps=2")
     lines = (tmp_path / "results/digits-tread/metrics.jsonl").read_text().splitlines()
     speeds = [record for record in map(json.loads, lines) if "mfu" in record]

@@ -5,10 +5,11 @@ The reference is the network that is not compiled."""
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, launch, random_network, records
+from conftest import launch, random_network, records
 from forked import run_python
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -110,7 +111,7 @@ os._exit(0)
 def test_a_block_in_ddp_is_one_graph():
     """Dynamo would cut it at the bounds of DDP's buckets, which are 1 MB and 25 MB. In a process that ends without
     tidying up: PyTorch can hang where it deletes gloo's threads while it holds Python's lock."""
-    done = run_python("-c", DDP, cwd=ROOT / "tests")
+    done = run_python("-c", DDP, cwd=Path(__file__).parent)
     assert done.stdout == "1 graphs\n", done.stdout + done.stderr
 
 

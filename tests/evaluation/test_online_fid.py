@@ -7,9 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from test_fid import RGB
-from test_fid import launch as score
-from test_train import launch, launch_processes, records, state
+from conftest import RGB, launch, launch_processes, records, score, state
 
 from tread.data.writer import write_dataset
 
