@@ -2,7 +2,7 @@
 
 As in SiT (Ma et al. 2024, arXiv 2401.08740), but with t logit-normal (Esser et al. 2024, arXiv
 2403.03206), as the released TREAD code draws it; SiT's own is uniform. Everything random comes in as
-a tensor. Its noise level is t, that of edm.py is σ; both have the same methods, so that training,
+a tensor. Its noise level is t, that of tread/diffusion/edm.py is σ; both have the same methods, so that training,
 guidance and sampling serve either.
 
 Shapes: x (B, C, S, S); t (B,) or a scalar, in [0, 1]; y (B,) int64.
@@ -144,7 +144,7 @@ class RF:
         """Samples of classes y from standard normal noise, all tokens running: (B, C, S, S) float64.
 
         null_class  the label of the weak branch of classifier-free guidance; None: no guidance.
-        scale       its weight ω, see guidance.py.
+        scale       its weight ω, see tread/diffusion/guidance.py.
         """
         if null_class is None and scale != 1:
             raise ValueError(f"scale is {scale}, but without null_class there is no guidance")

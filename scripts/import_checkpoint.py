@@ -4,7 +4,7 @@ python scripts/import_checkpoint.py weights=SiT-XL-2-256.pt experiment=sit256_xl
     model.learn_sigma=true name=sit-xl2
 
 A state dict does not say what it was trained on: the options do, and samples are noise where they
-are wrong. All options: configs/import_checkpoint.yaml; which files are understood: state_dicts.py.
+are wrong. All options: configs/import_checkpoint.yaml; which files are understood: tread/checkpoints/state_dicts.py.
 """
 
 from __future__ import annotations

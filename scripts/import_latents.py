@@ -1,6 +1,6 @@
 """Other people's latents → a dataset: python scripts/import_latents.py kind=… source=… out=…
 
-All options: configs/import_latents.yaml; what each kind means: foreign.py. Start it again after it
+All options: configs/import_latents.yaml; what each kind means: tread/data/importers.py. Start it again after it
 was stopped, and it goes on with the shards that are missing.
 """
 

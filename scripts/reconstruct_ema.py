@@ -2,7 +2,8 @@
 
 python scripts/reconstruct_ema.py run=results/my-run sigma_rel=0.075 step=400000
 
-It is made of the averages that a run stored by ema.power (posthoc.py). All options: configs/reconstruct_ema.yaml.
+It is made of the averages that a run stored by ema.power (tread/training/posthoc_ema.py). All options:
+configs/reconstruct_ema.yaml.
 """
 
 from __future__ import annotations

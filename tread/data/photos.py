@@ -4,7 +4,7 @@
     a labels file     beside pictures in a flat folder or tar: JSON, JSON lines or CSV, see label_table
     parquet           as Hugging Face writes picture datasets, see parquet.py
 
-Nothing is decoded here; crop.py does.
+Nothing is decoded here; images.py does.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
         data/                    becomes the dataset's folder when all shards are done
 
 Shards may be written in any order and by several processes, each its own. The result depends on
-the shards' content alone. latents.py tells the format and reads it.
+the shards' content alone. dataset.py tells the format and reads it.
 """
 
 from __future__ import annotations

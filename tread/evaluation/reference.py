@@ -3,7 +3,7 @@
     .npz with mu, sigma      mean and covariance of pool features, for FID (EDM's and TTUR's files)
     .npz with mu_s, sigma_s  of spatial features too, for sFID
     .npz with arr_0          pictures, as in ADM's batches, which have all of these
-    folder or tar            pictures, see picture_sets.py
+    folder or tar            pictures, see image_sets.py
 
 Where a file has both, its statistics decide about FID and sFID and its pictures about precision, recall
 and KID, as in ADM's evaluator.

@@ -1,7 +1,7 @@
 """Averages of the weights over training: exponential, and by power functions of time.
 
 σ_rel is the width of a power function's average relative to the training so far (Karras et al. 2024,
-arXiv 2312.02696, "EDM2", Section 3.1); posthoc.py makes averages of other widths from stored ones.
+arXiv 2312.02696, "EDM2", Section 3.1); posthoc_ema.py makes averages of other widths from stored ones.
 """
 
 from __future__ import annotations

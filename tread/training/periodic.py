@@ -55,7 +55,7 @@ def done_before(run: Run) -> set[str]:
 
 
 def evaluate(run: Run) -> float:
-    """Full-token loss of the EMA weights on held-out data, see evaluation.py.
+    """Full-token loss of the EMA weights on held-out data, see tread/evaluation/heldout_loss.py.
 
     Cut short if the run was asked to stop: then it is no mean, as run.stop.agreed() tells all processes.
     """
