@@ -30,6 +30,7 @@ def _become(command: list[str], folder: str, environment: dict[str, str], output
         with open(path, "ab") as file:
             os.dup2(file.fileno(), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    multiprocessing.set_start_method(None, force=True)  # Python's own default, not that of forks
     if command[0] == "-c":
         sys.argv, sys.path[0:0] = ["-c", *command[2:]], [folder]
         exec(compile(command[1], "<string>", "exec"), {"__name__": "__main__"})

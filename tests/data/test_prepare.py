@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -28,6 +29,7 @@ from tread.data.dataset import LatentDataset
 from tread.data.images import centre_crop, read_rgb
 from tread.data.latents import to_network
 from tread.data.photos import find_photos
+from tread.data.prepare import _end_with
 from tread.data.writer import DatasetWriter
 from tread.runtime import schema
 from tread.runtime.distributed import share_work
@@ -170,6 +172,7 @@ def work(tree, limit=None, descriptors=None):
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     os.sched_setaffinity(0, CORES[:1])
+    multiprocessing.set_start_method(None, force=True)  # Python's own default, as from the command line
     with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
         try:
             prepare_latents.prepare(options(tree), share_work("cpu"))
@@ -242,7 +245,7 @@ def test_killed_at_any_point_it_ends_the_same(tree, processes, tmp_path):
 
 
 def test_killed_beside_its_reading_processes_it_can_go_on_at_once(tree, processes, tmp_path):
-    """Its children, which outlive it for some seconds, do not hold what it held."""
+    """Its children, which outlive it for a second or two, do not hold what it held."""
     tree = {**tree, "workers": 2, "shard_size": 1}
     for ends in (-9, -9, 0):
         attempt = processes.Process(target=work, args=(tree,))
@@ -255,6 +258,25 @@ def test_killed_beside_its_reading_processes_it_can_go_on_at_once(tree, processe
         attempt.join(timeout=60)
         assert attempt.exitcode == ends
     assert len(LatentDataset(tmp_path / "data", verify="full")) == 21
+
+
+@pytest.mark.parametrize("killed", ["its own", "another"])
+def test_a_reading_process_ends_with_the_one_it_reads_for(processes, killed):
+    """Whoever its parent is: here a fork server, as under Python 3.14."""
+    whole, other = (processes.Process(target=time.sleep, args=(60,)) for _ in range(2))
+    whole.start(), other.start()
+    reader = processes.Process(target=reading_for, args=(whole.pid,))
+    reader.start()
+    (whole if killed == "its own" else other).kill()
+    reader.join(timeout=10 if killed == "its own" else 2.5)
+    assert reader.exitcode == (1 if killed == "its own" else None)
+    for process in (whole, other, reader):
+        process.kill()
+
+
+def reading_for(process):
+    _end_with(process, 0)
+    time.sleep(60)
 
 
 def test_reading_processes_without_shared_memory_end_the_work(tree, processes, tmp_path):

@@ -9,9 +9,12 @@ done before. (The last bits of a CPU's results depend on its number of threads, 
 from __future__ import annotations
 
 import hashlib
+import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -57,6 +60,20 @@ def _collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
     if good and get_worker_info() is not None:
         batch.share_memory_()  # here, where a failure is raised: the queue's own thread would lose the batch
     return batch, [rest for _, *rest in crops]
+
+
+def _end_with(process: int, worker: int) -> None:
+    """Let a reading process end when the one it reads for is gone: PyTorch watches its parent, a fork server."""
+
+    def watch() -> None:
+        while True:
+            try:
+                os.kill(process, 0)
+            except ProcessLookupError:
+                os._exit(1)
+            time.sleep(1)
+
+    threading.Thread(target=watch, daemon=True, name="end with").start()
 
 
 @dataclass
@@ -108,7 +125,13 @@ def make_shards(
     damaged picture, unless skip_damaged.
     """
     batches = [list(part[i : i + batch_size]) for _, part in shards for i in range(0, len(part), batch_size)]
-    loader = DataLoader(Crops(photos, resolution), batch_sampler=batches, num_workers=workers, collate_fn=_collate)
+    loader = DataLoader(
+        Crops(photos, resolution),
+        batch_sampler=batches,
+        num_workers=workers,
+        collate_fn=_collate,
+        worker_init_fn=partial(_end_with, os.getpid()),
+    )
     coming, progress = iter(loader), Progress()
     for number, part in shards:
         stored, labels, left_out, enlarged = [], [], [], 0
