@@ -25,7 +25,7 @@ from tread.checkpoints import checkpoint
 from tread.diffusion.guidance import Schedule
 from tread.evaluation import pipeline
 from tread.evaluation.figures import save_heat_maps
-from tread.evaluation.plan import Options, plan_job, read_options, settle_paths
+from tread.evaluation.plan import Options, plan_scoring, read_options, settle_paths
 from tread.evaluation.scores import METRICS
 from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
@@ -82,7 +82,7 @@ def run(sweep: Sweep, options: Options, processes: Processes) -> None:
         )
     found = checkpoint.find(Path(options.checkpoint))
     for one in chosen.values():
-        plan_job(one, found, use_precision(one.precision, processes.device))
+        plan_scoring(one, found, use_precision(one.precision, processes.device))
     folder, records = Path(options.out), {}
     with processes.main_first():
         if processes.main:

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset
 from tread.data.images import save_grid
-from tread.data.importers import Foreign, open_foreign
+from tread.data.importers import ForeignLatents, open_foreign
 from tread.data.latents import Latents
 from tread.data.prepare import shard_ranges
 from tread.data.writer import DatasetWriter, forget_work
@@ -123,7 +123,7 @@ def meaning(latents: Latents) -> str:
     return f"samples, unscaled; network latents are z·{latents.scale:g}"
 
 
-def read(foreign: Foreign, index: int, bar: tqdm) -> np.ndarray:
+def read(foreign: ForeignLatents, index: int, bar: tqdm) -> np.ndarray:
     """One sample, checked against the first."""
     sample, expected = foreign.read(index), foreign.latents.stored_shape
     if sample.shape != expected:

@@ -11,7 +11,7 @@ from PIL import Image
 
 from tread.data.images import centre_crop
 from tread.evaluation.image_sets import open_pictures, save_npz
-from tread.evaluation.part_store import Parts
+from tread.evaluation.part_store import PartStore
 from tread.evaluation.reference import check_size, open_reference, save_statistics
 
 
@@ -180,7 +180,7 @@ def test_wrong_references_are_refused(tmp_path):
 
 def test_statistics_that_are_saved_are_a_reference(tmp_path):
     rng = np.random.default_rng(0)
-    parts = Parts(tmp_path / "work", {}, count=6, size=4)
+    parts = PartStore(tmp_path / "work", {}, count=6, size=4)
     parts.begin()
     pool, spatial = rng.standard_normal((6, 2048)), rng.standard_normal((6, 2023))
     for number, rows in enumerate(parts.ranges):

@@ -9,7 +9,7 @@ import signal
 import numpy as np
 import pytest
 
-from tread.evaluation.part_store import Parts
+from tread.evaluation.part_store import PartStore
 
 
 def fill(parts, numbers):
@@ -19,12 +19,12 @@ def fill(parts, numbers):
 
 
 def test_work_goes_on_with_what_is_missing(tmp_path):
-    parts = Parts(tmp_path / "work", {"seed": 0}, count=10, size=3)
+    parts = PartStore(tmp_path / "work", {"seed": 0}, count=10, size=3)
     parts.begin()
     assert [list(rows) for rows in parts.ranges] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
     assert parts.missing() == [0, 1, 2, 3]
     fill(parts, [0, 2])
-    again = Parts(tmp_path / "work", {"seed": 0}, count=10, size=3)
+    again = PartStore(tmp_path / "work", {"seed": 0}, count=10, size=3)
     again.begin()
     assert again.missing() == [1, 3]
     fill(again, again.missing())
@@ -36,7 +36,7 @@ def test_work_goes_on_with_what_is_missing(tmp_path):
 
 
 def test_damaged_parts_are_missing(tmp_path):
-    parts = Parts(tmp_path / "work", {}, count=8, size=2)
+    parts = PartStore(tmp_path / "work", {}, count=8, size=2)
     parts.begin()
     fill(parts, range(4))
     content = bytearray((tmp_path / "work/part-00001/x.npy").read_bytes())
@@ -50,18 +50,18 @@ def test_damaged_parts_are_missing(tmp_path):
 
 
 def test_other_work_in_the_folder_is_begun_anew(tmp_path):
-    parts = Parts(tmp_path / "work", {"seed": 0}, count=4, size=2)
+    parts = PartStore(tmp_path / "work", {"seed": 0}, count=4, size=2)
     parts.begin()
     fill(parts, [0, 1])
     for plan, count in (({"seed": 1}, 4), ({"seed": 0}, 6)):
-        other = Parts(tmp_path / "work", plan, count=count, size=2)
+        other = PartStore(tmp_path / "work", plan, count=count, size=2)
         other.begin()
         assert other.missing() == list(range(count // 2))
     assert json.loads((tmp_path / "work/plan.json").read_text()) == {"seed": 0, "count": 6, "size": 2}
 
 
 def test_a_full_disk_leaves_no_part(tmp_path):
-    parts = Parts(tmp_path / "work", {}, count=4, size=2)
+    parts = PartStore(tmp_path / "work", {}, count=4, size=2)
     parts.begin()
     fill(parts, [0])
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -28,7 +28,7 @@ from tread.evaluation import digits_judge, features, pipeline
 from tread.evaluation.image_sets import open_pictures
 from tread.evaluation.inception import extract, load_inception
 from tread.evaluation.metrics import frechet_distance, mean_and_covariance
-from tread.evaluation.plan import Options, plan_job
+from tread.evaluation.plan import Options, plan_scoring
 from tread.runtime.distributed import share_work
 from tread.runtime.schema import read
 
@@ -243,7 +243,7 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
 
     def settings_of(latents=RGB, reference="r", config=found.info["config"], **changed):
         one = checkpoint.Checkpoint(found.folder, found.info | {"latents": asdict(latents), "config": config})
-        return plan_job(read(base | changed, Options), one, "fp32").against(reference, "i").settings
+        return plan_scoring(read(base | changed, Options), one, "fp32").against(reference, "i").settings
 
     usual = settings_of()
     cfg = {"kind": "cfg", "scale": 1.5, "strong": 0.0, "weak": 0.0}

@@ -10,14 +10,14 @@ import torch
 from tread.evaluation.features import extract_parts, feature_parts
 from tread.evaluation.image_sets import open_pictures
 from tread.evaluation.inception import extract, load_inception
-from tread.evaluation.part_store import Parts
+from tread.evaluation.part_store import PartStore
 from tread.evaluation.reference import open_reference
 from tread.evaluation.scores import METRICS, score, warnings
 
 
 def parts_of(folder, arrays, size=7):
     count = len(next(iter(arrays.values())))
-    parts = Parts(folder, {}, count, size)
+    parts = PartStore(folder, {}, count, size)
     parts.begin()
     for number, rows in enumerate(parts.ranges):
         parts.write(number, {name: array[rows.start : rows.stop] for name, array in arrays.items()})

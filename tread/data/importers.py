@@ -34,7 +34,7 @@ KINDS = ("maskdit_lmdb", "tread_tar", "repa_npy")
 
 
 @dataclass
-class Foreign:
+class ForeignLatents:
     """Latents of someone else, in the source's order.
 
     latents  what they mean; dtype is the source's.
@@ -57,7 +57,7 @@ def open_foreign(
     scale: float = SD_SCALE,
     scale_applied: bool | None = None,
     num_classes: int | None = None,
-) -> Foreign:
+) -> ForeignLatents:
     """Open a source of one of KINDS.
 
     autoencoder    what decodes the latents, to be written into the index.
@@ -103,7 +103,7 @@ def open_foreign(
         dtype=str(first.dtype),
         views=views,
     )
-    return Foreign(latents, labels, read, name)
+    return ForeignLatents(latents, labels, read, name)
 
 
 def _maskdit(source: Path, flipped: bool):

@@ -13,7 +13,7 @@ import torch
 from tread.evaluation.image_sets import Pictures
 from tread.evaluation.inception import Inception, extract
 from tread.evaluation.metrics import Moments
-from tread.evaluation.part_store import Parts
+from tread.evaluation.part_store import PartStore
 from tread.evaluation.reference import Reference
 from tread.runtime.distributed import Processes
 
@@ -22,11 +22,11 @@ PARTS = 64  # that there are at least, where a batch allows it, for the processe
 BATCH = {"cpu": 8, "gpu": 128}  # pictures the Inception takes at once
 
 
-def feature_parts(folder: Path, pictures: Pictures, weights: str) -> Parts:
+def feature_parts(folder: Path, pictures: Pictures, weights: str) -> PartStore:
     """Where the features of a set of pictures are kept: below `folder`, by the hashes of pictures and weights."""
     plan = {"pictures": pictures.sha256, "inception": weights}
     name = f"{pictures.sha256[:16]}-{weights[:16]}"
-    return Parts(folder / name, plan, pictures.count, part_size(pictures.count, batch_size=32))
+    return PartStore(folder / name, plan, pictures.count, part_size(pictures.count, batch_size=32))
 
 
 def part_size(count: int, batch_size: int) -> int:
@@ -47,7 +47,7 @@ def pool_moments(network: Inception, pictures: Iterable[torch.Tensor]) -> Moment
     return Moments.of_parts(as_arrays(network, part)["pool"] for part in pictures)
 
 
-def extract_parts(network: Inception, pictures: Pictures, parts: Parts, mine: list[int]) -> Iterator[int]:
+def extract_parts(network: Inception, pictures: Pictures, parts: PartStore, mine: list[int]) -> Iterator[int]:
     """Extract the features of some parts of a set of pictures; yields how many pictures each had, when it is kept."""
     for number in mine:
         rows = parts.ranges[number]
@@ -60,26 +60,26 @@ def extract_parts(network: Inception, pictures: Pictures, parts: Parts, mine: li
 
 
 @dataclass(frozen=True)
-class Judge:
+class Scorer:
     """The reference, and the Inception by whose features pictures are compared with it."""
 
     reference: Reference
     network: Inception
     weights: str  # sha256 of the Inception's file
-    features: Parts | None  # of the reference's pictures
+    features: PartStore | None  # of the reference's pictures
     seconds: float  # that these took to extract
 
 
-def open_judge(reference: Reference, network: Inception, weights: str, cache: Path, processes: Processes) -> Judge:
+def open_scorer(reference: Reference, network: Inception, weights: str, cache: Path, processes: Processes) -> Scorer:
     """The Inception, of weights with that sha256, and the features of the reference's pictures, kept in the cache."""
     features = None
     began = time.perf_counter()
     if reference.pictures is not None:
         features = features_of(reference.pictures, cache, network, weights, processes)
-    return Judge(reference, network, weights, features, time.perf_counter() - began)
+    return Scorer(reference, network, weights, features, time.perf_counter() - began)
 
 
-def features_of(pictures: Pictures, folder: Path, network: Inception, weights: str, processes: Processes) -> Parts:
+def features_of(pictures: Pictures, folder: Path, network: Inception, weights: str, processes: Processes) -> PartStore:
     """Features of a set of pictures, kept below a folder; all processes extract their share of what is missing."""
     parts = feature_parts(folder, pictures, weights)
     with processes.lock(parts.folder.with_suffix(".lock")):

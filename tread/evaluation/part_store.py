@@ -17,7 +17,7 @@ from tread.data.npy import write_array
 from tread.runtime.files import explain_failure, sha256, whole_folder, write_whole
 
 
-class Parts:
+class PartStore:
     """Numbers 0..count−1, cut into parts of `size` (the last one may be shorter), whatever process does which.
 
     plan  what decides about the result, anything JSON can hold. Work of another plan in the folder

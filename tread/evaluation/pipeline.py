@@ -24,11 +24,11 @@ from tread.data import autoencoder
 from tread.data.images import save_grid
 from tread.diffusion.sampling import draw_pictures, seeded_labels
 from tread.evaluation.digits_judge import REAL_COUNTS, judge_digits
-from tread.evaluation.features import Judge, as_arrays, features_of, open_judge, part_size
+from tread.evaluation.features import Scorer, as_arrays, features_of, open_scorer, part_size
 from tread.evaluation.image_sets import Pictures, open_pictures, save_npz
 from tread.evaluation.inception import find_weights, load_inception
-from tread.evaluation.part_store import Parts
-from tread.evaluation.plan import Job, Options, plan_job, settle_paths
+from tread.evaluation.part_store import PartStore
+from tread.evaluation.plan import Options, ScoringPlan, plan_scoring, settle_paths
 from tread.evaluation.reference import Reference, check_size, open_reference, save_statistics
 from tread.evaluation.score_files import ScoreFiles, add_line, table
 from tread.evaluation.scores import score, warnings
@@ -52,7 +52,7 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
     compiled, reason = settle_compile(options.compile, processes.device)
     if reason:
         processes.say(f"warning: running without torch.compile, which fails here: {reason}")
-    jobs = [plan_job(options, checkpoint.find(path), precision, compiled) for path in paths]
+    plans = [plan_scoring(options, checkpoint.find(path), precision, compiled) for path in paths]
     samples = open_set(open_pictures, options.samples, options.crop, processes)
     reference, network, inception, feature_bytes = None, None, None, 0
     if options.reference is not None:
@@ -62,36 +62,36 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
         feature_bytes = 4 * sum(network.sizes)
         opener = partial(open_reference, sizes=network.sizes)
         reference = open_set(opener, options.reference, options.crop, processes)
-    jobs = [job.against(reference and reference.sha256, inception) for job in jobs]
-    records = processes.from_main(lambda: [find_score(job, options) for job in jobs])
-    all_jobs, jobs = jobs, [job for job, record in zip(jobs, records) if record is None]
+    plans = [plan.against(reference and reference.sha256, inception) for plan in plans]
+    records = processes.from_main(lambda: [find_score(plan, options) for plan in plans])
+    all_plans, plans = plans, [plan for plan, record in zip(plans, records) if record is None]
     decoders = {}
-    for job in jobs:
-        if job.latents not in decoders:
-            decoders[job.latents] = autoencoder.load_decoder(job.latents, processes.device, options.autoencoder)
-        picture = decoders[job.latents](torch.zeros(1, *job.latents.shape, device=processes.device))[0]
+    for plan in plans:
+        if plan.latents not in decoders:
+            decoders[plan.latents] = autoencoder.load_decoder(plan.latents, processes.device, options.autoencoder)
+        picture = decoders[plan.latents](torch.zeros(1, *plan.latents.shape, device=processes.device))[0]
         if reference is not None:
-            check_size(job.found.folder, tuple(picture.shape), reference)
+            check_size(plan.found.folder, tuple(picture.shape), reference)
         if processes.main:
-            missing = job.count - sum(map(len, work_of(job, options).kept()))
-            needed = missing * (picture.numel() + feature_bytes) + options.save_samples * job.count * picture.numel()
-            check_place(files_of(job, options).folder, needed)
-            check_place(lines_of(job, options).parent, 0)
+            missing = plan.count - sum(map(len, work_of(plan, options).kept()))
+            needed = missing * (picture.numel() + feature_bytes) + options.save_samples * plan.count * picture.numel()
+            check_place(files_of(plan, options).folder, needed)
+            check_place(lines_of(plan, options).parent, 0)
     if samples is not None:
         check_size(samples.where, (3, *samples.resolution), reference)
         check_place(files_beside(options).folder, 0)
     if options.save_reference:
         check_target(Path(options.save_reference), reference, processes)
-    judge = None
-    if reference is not None and (jobs or samples or options.save_reference):
-        judge = open_judge(reference, network, inception, Path(options.cache), processes)
+    scorer = None
+    if reference is not None and (plans or samples or options.save_reference):
+        scorer = open_scorer(reference, network, inception, Path(options.cache), processes)
     if options.save_reference:
-        keep_statistics(Path(options.save_reference), judge, processes)
-    for number, job in enumerate(all_jobs):
+        keep_statistics(Path(options.save_reference), scorer, processes)
+    for number, plan in enumerate(all_plans):
         if records[number] is None:
-            records[number] = score_checkpoint(job, decoders[job.latents], judge, options, processes)
+            records[number] = score_checkpoint(plan, decoders[plan.latents], scorer, options, processes)
     if samples is not None:
-        score_pictures(samples, judge, options, processes)
+        score_pictures(samples, scorer, options, processes)
     return records
 
 
@@ -116,20 +116,20 @@ def open_set(opener: Callable[..., Opened], path: str | None, crop: int | None, 
     return opened if processes.main else opener(Path(path), crop, known)
 
 
-def files_of(job: Job, options: Options) -> ScoreFiles:
-    return ScoreFiles(Path(options.out) if options.out else job.found.folder)
+def files_of(plan: ScoringPlan, options: Options) -> ScoreFiles:
+    return ScoreFiles(Path(options.out) if options.out else plan.found.folder)
 
 
-def lines_of(job: Job, options: Options) -> Path:
-    return (Path(options.out) if options.out else job.found.folder.parent) / "fid.csv"
+def lines_of(plan: ScoringPlan, options: Options) -> Path:
+    return (Path(options.out) if options.out else plan.found.folder.parent) / "fid.csv"
 
 
-def work_of(job: Job, options: Options) -> Parts:
+def work_of(plan: ScoringPlan, options: Options) -> PartStore:
     """Where a checkpoint's samples and their features are kept until they are scored; a reference does not matter."""
-    drawn = {key: value for key, value in job.settings.items() if key != "reference"}
+    drawn = {key: value for key, value in plan.settings.items() if key != "reference"}
     name = f".fid-{hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]}"
-    size = part_size(job.count, job.sampler.batch_size)
-    return Parts(files_of(job, options).folder / name, drawn, job.count, size)
+    size = part_size(plan.count, plan.sampler.batch_size)
+    return PartStore(files_of(plan, options).folder / name, drawn, plan.count, size)
 
 
 def files_beside(options: Options) -> ScoreFiles:
@@ -139,11 +139,11 @@ def files_beside(options: Options) -> ScoreFiles:
     return ScoreFiles(Path(options.out)) if options.out else ScoreFiles(folder, f"{path.stem}.")
 
 
-def find_score(job: Job, options: Options) -> dict | None:
+def find_score(plan: ScoringPlan, options: Options) -> dict | None:
     """What an earlier scoring by the same settings found, and says so; None if there is something left to do."""
-    before = files_of(job, options).find(job.settings, with_samples=options.save_samples)
+    before = files_of(plan, options).find(plan.settings, with_samples=options.save_samples)
     if before is not None:
-        tqdm.write(f"{job.found.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
+        tqdm.write(f"{plan.found.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
     return before and before[1]
 
 
@@ -157,105 +157,107 @@ def check_target(path: Path, reference: Reference, processes: Processes) -> None
         check_place(path.parent, 0)
 
 
-def keep_statistics(path: Path, judge: Judge, processes: Processes) -> None:
+def keep_statistics(path: Path, scorer: Scorer, processes: Processes) -> None:
     """Write the reference's statistics."""
     if processes.main:
-        pictures = judge.reference.pictures
+        pictures = scorer.reference.pictures
         with explain_failure(path):
-            save_statistics(path, judge.features, pictures.count, pictures.resolution)
-        processes.say(f"{path}: statistics of {pictures.count:,} pictures of {judge.reference.where}")
+            save_statistics(path, scorer.features, pictures.count, pictures.resolution)
+        processes.say(f"{path}: statistics of {pictures.count:,} pictures of {scorer.reference.where}")
 
 
 # ---------------------------------------------------------------------------------------- scoring
 
 
 def score_checkpoint(
-    job: Job, decoder: autoencoder.Decoder, judge: Judge | None, options: Options, processes: Processes
+    plan: ScoringPlan, decoder: autoencoder.Decoder, scorer: Scorer | None, options: Options, processes: Processes
 ) -> dict | None:
     """Draw, score, and write down; what is drawn is kept until then. Returns the score in the main process."""
-    began, folder, parts = time.perf_counter(), files_of(job, options).folder, work_of(job, options)
+    began, folder, parts = time.perf_counter(), files_of(plan, options).folder, work_of(plan, options)
     with processes.lock(folder / ".fid.lock", f"another process is scoring in {folder}"):
-        record = processes.from_main(lambda: find_score(job, options))
+        record = processes.from_main(lambda: find_score(plan, options))
         if record is not None:  # by another launch meanwhile
             return record
         with processes.main_first():
             if processes.main:
                 parts.begin()
         processes.say(
-            f"{job.found.folder}: {job.count:,} samples, guidance {job.settings['guidance']}, "
-            f"NFE {job.settings['nfe']}, {job.flops_relative:.3f} times the FLOPs of none, {job.settings['dtype']}"
+            f"{plan.found.folder}: {plan.count:,} samples, guidance {plan.settings['guidance']}, "
+            f"NFE {plan.settings['nfe']}, {plan.flops_relative:.3f} times the FLOPs of none, {plan.settings['dtype']}"
         )
         for other in set(folder.glob(".fid-*")) - {parts.folder}:
             processes.say(f"  note: {other} holds unfinished work by other settings; remove it if you do not want it")
-        for text in warnings(job.count, judge.reference, judge.network) if judge else ():
+        for text in warnings(plan.count, scorer.reference, scorer.network) if scorer else ():
             processes.say(f"  note: {text}")
-        seconds = draw_parts(job, decoder, judge, parts, processes)
+        seconds = draw_parts(plan, decoder, scorer, parts, processes)
         processes.wait()
         if processes.main:
-            record = conclude(job, judge, parts, seconds, processes)
+            record = conclude(plan, scorer, parts, seconds, processes)
             record["seconds"]["total"] = time.perf_counter() - began
-            write_down(job, record, parts, options)
+            write_down(plan, record, parts, options)
             parts.remove()
         processes.wait()
     return record
 
 
 def draw_parts(
-    job: Job, decoder: autoencoder.Decoder, judge: Judge | None, parts: Parts, processes: Processes
+    plan: ScoringPlan, decoder: autoencoder.Decoder, scorer: Scorer | None, parts: PartStore, processes: Processes
 ) -> dict[str, float]:
     """Draw this process's share of the parts that are missing, with their features; seconds by stage."""
     mine = processes.from_main(parts.missing)[processes.rank :: processes.count]
     spent = {"sampling": 0.0, "features": 0.0}
     if not mine:
         return spent
-    guidance, device = job.sampler.guidance, processes.device
-    model, weak = job.trained.load(device, guidance), job.weak and job.weak.load(device, guidance)
-    if job.settings.get("compiled"):
+    guidance, device = plan.sampler.guidance, processes.device
+    model, weak = plan.trained.load(device, guidance), plan.weak and plan.weak.load(device, guidance)
+    if plan.settings.get("compiled"):
         compile_blocks([block for one in (model, weak) if one for block in one.network.blocks])
     with processes.bar("samples", sum(len(parts.ranges[number]) for number in mine)) as progress:
         for number in mine:
-            seeds, arrays, began = [job.seeds[i] for i in parts.ranges[number]], {}, time.perf_counter()
-            labels = seeded_labels(seeds, model.network.num_classes, job.settings["labels"])
+            seeds, arrays, began = [plan.seeds[i] for i in parts.ranges[number]], {}, time.perf_counter()
+            labels = seeded_labels(seeds, model.network.num_classes, plan.settings["labels"])
             drawn = []
-            for pictures in draw_pictures(model, decoder, seeds, labels, job.sampler, weak, check=True):
+            for pictures in draw_pictures(model, decoder, seeds, labels, plan.sampler, weak, check=True):
                 drawn.append(pictures)
                 progress.update(len(pictures))
             pictures, sampled = torch.cat(drawn), time.perf_counter()
-            if judge is not None:
-                arrays = as_arrays(judge.network, pictures)
+            if scorer is not None:
+                arrays = as_arrays(scorer.network, pictures)
             seconds = {"sampling": sampled - began, "features": time.perf_counter() - sampled}
             parts.write(number, {"pictures": pictures.numpy(), "labels": labels.numpy(), **arrays}, seconds=seconds)
             spent = {stage: spent[stage] + seconds[stage] for stage in spent}
     return spent
 
 
-def conclude(job: Job, judge: Judge | None, parts: Parts, seconds: dict[str, float], processes: Processes) -> dict:
+def conclude(
+    plan: ScoringPlan, scorer: Scorer | None, parts: PartStore, seconds: dict[str, float], processes: Processes
+) -> dict:
     """Score what was drawn: the content of fid.json. seconds are those of this launch in the main process."""
     if missing := parts.missing():
         raise OSError(f"parts {missing} of {parts.folder} are missing: all processes must share the folder")
     began, counts = time.perf_counter(), {}
-    if judge is not None:
-        values, unavailable = score(parts, judge.reference, judge.features, processes.device)
-    elif job.embedded is not None:
+    if scorer is not None:
+        values, unavailable = score(parts, scorer.reference, scorer.features, processes.device)
+    elif plan.embedded is not None:
         pictures, labels = (np.concatenate(list(parts.arrays(name))) for name in ("pictures", "labels"))
         values, unavailable = judge_digits(pictures, labels), {"fid": "grey pictures of 8×8 are scored in raw pixels"}
         counts = REAL_COUNTS
     else:
         values, unavailable = {}, {"fid": "there is no reference"}
     spent = [parts.info(number)["seconds"] for number in range(len(parts.ranges))]
-    return common_record(values, unavailable, job.count, judge, processes) | {
-        "counts": dict.fromkeys(values, job.count) | counts,
-        "checkpoint": str(job.found.folder),
-        "step": job.found.step,
+    return common_record(values, unavailable, plan.count, scorer, processes) | {
+        "counts": dict.fromkeys(values, plan.count) | counts,
+        "checkpoint": str(plan.found.folder),
+        "step": plan.found.step,
         "resolution": list(parts.first("pictures", 1).shape[2:]),
-        "ema": job.settings["weights"] == "ema",
-        "seeds": [job.seeds[0], job.seeds[-1]],
-        "settings": job.settings,
-        "weak_network": job.weak and str(job.weak.found.folder),
-        "flops": job.flops,
-        "flops_relative": job.flops_relative,
+        "ema": plan.settings["weights"] == "ema",
+        "seeds": [plan.seeds[0], plan.seeds[-1]],
+        "settings": plan.settings,
+        "weak_network": plan.weak and str(plan.weak.found.folder),
+        "flops": plan.flops,
+        "flops_relative": plan.flops_relative,
         "seconds": {
-            "reference": judge.seconds if judge else 0.0,
+            "reference": scorer.seconds if scorer else 0.0,
             **seconds,
             "scoring": time.perf_counter() - began,
             "of_all_processes_and_launches": {stage: sum(part[stage] for part in spent) for stage in seconds},
@@ -263,17 +265,17 @@ def conclude(job: Job, judge: Judge | None, parts: Parts, seconds: dict[str, flo
     }
 
 
-def common_record(values: dict, unavailable: dict, count: int, judge: Judge | None, processes: Processes) -> dict:
+def common_record(values: dict, unavailable: dict, count: int, scorer: Scorer | None, processes: Processes) -> dict:
     """What every fid.json has: each value with its count, and what it was made with."""
     return {
         **values,
         "count": count,
         "counts": dict.fromkeys(values, count),
         "unavailable": unavailable,
-        "warnings": warnings(count, judge.reference, judge.network) if judge else [],
-        "reference": judge and judge.reference.where,
-        "reference_count": judge and judge.reference.count,
-        "reference_statistics": judge and judge.reference.statistics_from,
+        "warnings": warnings(count, scorer.reference, scorer.network) if scorer else [],
+        "reference": scorer and scorer.reference.where,
+        "reference_count": scorer and scorer.reference.count,
+        "reference_statistics": scorer and scorer.reference.statistics_from,
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": sys.argv,
         "device": device_name(processes.device),
@@ -282,34 +284,34 @@ def common_record(values: dict, unavailable: dict, count: int, judge: Judge | No
     }
 
 
-def write_down(job: Job, record: dict, parts: Parts, options: Options) -> None:
+def write_down(plan: ScoringPlan, record: dict, parts: PartStore, options: Options) -> None:
     """fid.json, fid.png, a line in fid.csv, and samples.npz if asked for; then print the table."""
-    files = files_of(job, options)
+    files = files_of(plan, options)
     with explain_failure(files.folder):
-        files.make_room(job.settings)
+        files.make_room(plan.settings)
         save_grid(files.path("fid.png"), parts.first("pictures", GRID), columns=8)
         if options.save_samples:
             labels = np.concatenate(list(parts.arrays("labels")))
             save_npz(files.path("samples.npz"), parts.arrays("pictures"), labels)
-        add_line(lines_of(job, options), record)
+        add_line(lines_of(plan, options), record)
         where = files.write(record)
     tqdm.write(f"{table(record)}\n  written   {where}")
 
 
-def score_pictures(samples: Pictures, judge: Judge, options: Options, processes: Processes) -> None:
+def score_pictures(samples: Pictures, scorer: Scorer, options: Options, processes: Processes) -> None:
     """Score pictures made elsewhere; their features are kept in the cache like a reference's."""
-    for text in warnings(samples.count, judge.reference, judge.network):
+    for text in warnings(samples.count, scorer.reference, scorer.network):
         processes.say(f"  note: {text}")
     began = time.perf_counter()
-    features = features_of(samples, Path(options.cache), judge.network, judge.weights, processes)
+    features = features_of(samples, Path(options.cache), scorer.network, scorer.weights, processes)
     extracted = time.perf_counter()
     if processes.main:
-        values, unavailable = score(features, judge.reference, judge.features, processes.device)
-        record = common_record(values, unavailable, samples.count, judge, processes) | {
+        values, unavailable = score(features, scorer.reference, scorer.features, processes.device)
+        record = common_record(values, unavailable, samples.count, scorer, processes) | {
             "samples": options.samples,
-            "settings": {"samples": samples.sha256, "reference": judge.reference.sha256, "inception": judge.weights},
+            "settings": {"samples": samples.sha256, "reference": scorer.reference.sha256, "inception": scorer.weights},
             "seconds": {
-                "reference": judge.seconds,
+                "reference": scorer.seconds,
                 "features": extracted - began,
                 "scoring": time.perf_counter() - extracted,
             },

@@ -83,7 +83,7 @@ def read_options(config: dict) -> Options:
 
 
 @dataclass(frozen=True)
-class Job:
+class ScoringPlan:
     """What scoring a checkpoint means.
 
     weak      the weak network of the guidance, if it is another.
@@ -109,7 +109,7 @@ class Job:
     def latents(self) -> Latents:
         return self.trained.latents
 
-    def against(self, reference: str | None, inception: str | None) -> Job:
+    def against(self, reference: str | None, inception: str | None) -> ScoringPlan:
         """The same, scored against a reference by an Inception: sha256 of both, None without them."""
         return replace(self, settings=self.settings | {"reference": reference, "inception": inception})
 
@@ -142,7 +142,7 @@ def settle_paths(options: Options) -> tuple[Options, list[Path]]:
     return options, [one.folder for one in found]
 
 
-def plan_job(options: Options, found: checkpoint.Checkpoint, precision: str, compiled: bool = False) -> Job:
+def plan_scoring(options: Options, found: checkpoint.Checkpoint, precision: str, compiled: bool = False) -> ScoringPlan:
     """Settle what scoring a checkpoint means, but for the reference; precision and compiled are of sampling, settled.
 
     Raises ValueError or FileNotFoundError if it can't be scored so.
@@ -168,7 +168,7 @@ def plan_job(options: Options, found: checkpoint.Checkpoint, precision: str, com
         if one and options.guidance.row.routed
         for route in one.routes(options.guidance)
     ]
-    plan = {
+    settings = {
         "step": found.step,
         "checkpoint": trained.sha256,
         "weights": options.weights,
@@ -189,4 +189,4 @@ def plan_job(options: Options, found: checkpoint.Checkpoint, precision: str, com
         cfg.objective: asdict(process),
     }
     cost = sampler.flops(*outlines), relative_cost(sampler, *outlines)
-    return Job(trained, weak, sampler, count, embedded, plan, *cost)
+    return ScoringPlan(trained, weak, sampler, count, embedded, settings, *cost)

@@ -20,7 +20,7 @@ import numpy as np
 from tread.evaluation.image_sets import Known, Npz, Pictures, Watch, open_pictures
 from tread.evaluation.inception import FeatureSizes
 from tread.evaluation.metrics import Moments
-from tread.evaluation.part_store import Parts
+from tread.evaluation.part_store import PartStore
 from tread.runtime.files import sha256
 
 STATED = ("resolution", "count")  # what save_statistics writes beside the statistics
@@ -107,13 +107,13 @@ def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int) ->
 
 
 @functools.lru_cache(maxsize=4)  # a reference's are wanted for each checkpoint
-def statistics(features: Parts, kind: str) -> Statistics:
+def statistics(features: PartStore, kind: str) -> Statistics:
     """Mean and covariance of the "pool" or "spatial" features of a set of pictures."""
     moments = Moments.of_parts(features.arrays(kind))
     return moments.mean, moments.covariance
 
 
-def save_statistics(path: Path, features: Parts, count: int, resolution: tuple[int, int]) -> None:
+def save_statistics(path: Path, features: PartStore, count: int, resolution: tuple[int, int]) -> None:
     """Write mu, sigma, mu_s, sigma_s, and the pictures' count and resolution, as open_reference reads them."""
     arrays = {}
     for kind, (mean_key, covariance_key) in KEYS.items():

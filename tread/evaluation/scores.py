@@ -14,7 +14,7 @@ from tread.evaluation.metrics import (
     kernel_distance,
     precision_recall,
 )
-from tread.evaluation.part_store import Parts
+from tread.evaluation.part_store import PartStore
 from tread.evaluation.reference import Reference, statistics
 from tread.runtime.device import exact
 
@@ -22,7 +22,7 @@ METRICS = ("fid", "sfid", "inception_score", "precision", "recall", "kid")
 
 
 def score(
-    samples: Parts, reference: Reference, reference_features: Parts | None, device: torch.device | str = "cpu"
+    samples: PartStore, reference: Reference, reference_features: PartStore | None, device: torch.device | str = "cpu"
 ) -> tuple[dict[str, float], dict[str, str]]:
     """({metric: value}, {metric: why it is unavailable}) of samples' features; all METRICS are in one of them.
 
