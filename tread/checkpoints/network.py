@@ -66,8 +66,8 @@ class Dataset:
     size: int | None
     num_classes: int | None
     verify: str
-    placement: str = "mmap"  # defaults are for checkpoints made before the key was there
-    normalize: bool = False
+    placement: str
+    normalize: bool
 
     def __post_init__(self) -> None:
         if self.path is None:
@@ -86,8 +86,8 @@ class Network:
     model: Model
     dataset: Dataset
     edm: EDM
-    objective: str = "edm"  # defaults are for checkpoints made before there was a choice
-    rf: RF = RF()
+    rf: RF
+    objective: str
 
     def __post_init__(self) -> None:
         check_objective(self.objective)
