@@ -14,6 +14,7 @@ from tread.checkpoints.checkpoint import read_weights
 from tread.checkpoints.state_dicts import fit
 from tread.data.dataset import PLACEMENTS
 from tread.diffusion.edm import EDM
+from tread.diffusion.process import Process
 from tread.models.backbone import Backbone
 from tread.models.rwkv import RWKV
 from tread.runtime.schema import check_positive, read
@@ -104,7 +105,7 @@ def read_network(config: dict) -> Network:
     return read({item.name: config[item.name] for item in fields(Network) if item.name in config}, Network)
 
 
-def process_of(cfg: Network) -> EDM | RF:
+def process_of(cfg: Network) -> Process:
     """The diffusion process that a network is trained on and sampled by; a run's Settings serve too."""
     return cfg.edm if cfg.objective == "edm" else cfg.rf
 
