@@ -80,7 +80,7 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
         raise FileExistsError(f"{folder / 'latest'} is a folder, but must be a link; remove it if step_… is there too")
     before = found.info["config"] if found else starts[-1]["config"]
     changed = differences(migrate(before), migrate(config))
-    names = (*FIXED, config["objective"])
+    names = (*FIXED, config.get("objective", "edm"))
     fixed = [key for key in changed if any(key == name or key.startswith(name + ".") for name in names)]
     if fixed:
         listed = "\n".join(f"  {key}: {changed[key][0]} there, {changed[key][1]} here" for key in fixed)
@@ -93,9 +93,9 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
 def migrate(config: dict) -> dict:
     """A run's config by today's keys: `recipe` is gone, and what a route leaves out has its default."""
     plain = {item.name: item.default for item in fields(Route) if item.default is not MISSING}
-    routes = [plain | route for route in config["model"]["routes"]]
+    routes = [plain | route for route in config.get("model", {}).get("routes", ())]
     kept = {key: value for key, value in config.items() if key != "recipe"}
-    return kept | {"model": {**config["model"], "routes": routes}}
+    return kept | ({"model": {**config["model"], "routes": routes}} if routes else {})
 
 
 class RunLog:
