@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network
 from tread.checkpoints.state_dicts import describe, fit, sizes
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
 from tread.runtime.files import explain_failure, write_whole
@@ -69,7 +69,7 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> Path:
         raise FileExistsError(f"{folder} is there already; name=<another name> writes elsewhere")
     found, expected = chosen(options), build_network(cfg).state_dict()
     parts = {kind: fit(state, expected, options.weights) for kind, state in found.items()}
-    latents = Latents(
+    latents = LatentSpec(
         shape=(cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size),
         classes=tuple(map(str, range(cfg.dataset.num_classes))),
         autoencoder=options.autoencoder,

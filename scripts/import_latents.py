@@ -24,7 +24,7 @@ from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset
 from tread.data.images import save_grid
 from tread.data.importers import ForeignLatents, open_foreign
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.data.prepare import shard_ranges
 from tread.data.writer import DatasetWriter, forget_work
 from tread.runtime import schema
@@ -102,7 +102,7 @@ def import_all(options: Options) -> None:
     finish(writer, len(ranges), plan, options)
 
 
-def class_names(options: Options, latents: Latents) -> tuple[str, ...]:
+def class_names(options: Options, latents: LatentSpec) -> tuple[str, ...]:
     """The names in the file `classes`, or the numbers."""
     if options.classes is None:
         return latents.classes
@@ -113,7 +113,7 @@ def class_names(options: Options, latents: Latents) -> tuple[str, ...]:
     return names
 
 
-def meaning(latents: Latents) -> str:
+def meaning(latents: LatentSpec) -> str:
     """What the stored numbers are, in words."""
     if latents.content == "moments":
         spread = {"logvar": "log-variance", "std": "standard deviation"}[latents.spread]

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.data.photos import Photos, find_photos
 from tread.data.prepare import Crops, check_sizes, make_shards, shard_ranges, source_hash
 from tread.data.writer import DatasetWriter, forget_work
@@ -138,7 +138,7 @@ def is_finished(out: Path, plan: dict) -> bool:
 
 
 def describe(
-    photos: Photos, options: Options, latents: Latents, shards: int, missing: int, processes: Processes
+    photos: Photos, options: Options, latents: LatentSpec, shards: int, missing: int, processes: Processes
 ) -> str:
     """What will be done: one line each."""
     content = latents.content + (f" (mean, {latents.spread})" if latents.spread else "")

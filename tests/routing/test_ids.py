@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from routing_module import Route, draw_ids, num_keep
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Model, Sampler, draw
@@ -246,7 +246,7 @@ def test_a_schedule_that_can_not_be_is_refused(wrong, shown):
 def test_ids_and_losses_do_not_depend_on_how_a_batch_is_split(read_config, tiny, select):
     """Two processes of two micro-batches each, and the whole batch at once; "shared" is the same in all parts."""
     cfg = read_config("model.depth=6", "train.batch_size=8", f"model.routes.0.select={select}")
-    latents = Latents(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
+    latents = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
     stored, labels = torch.randn(8, 4, 8, 8), torch.arange(8)
     draws, route = step_draws(cfg, latents, 3, "cpu"), cfg.model.routes[0]
     ((drawn_for, whole),) = draws.routes

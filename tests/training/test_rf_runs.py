@@ -20,7 +20,7 @@ from tread.checkpoints.trained import open_trained
 from tread.data import digits
 from tread.data.autoencoder import load_decoder
 from tread.data.dataset import LatentDataset
-from tread.data.latents import Latents, to_network
+from tread.data.latents import LatentSpec, to_network
 from tread.diffusion import sampling
 from tread.evaluation.heldout_loss import heldout_loss
 from tread.runtime import device
@@ -94,7 +94,7 @@ def test_what_decides_about_a_run_is_not_changed_by_going_on(tmp_path):
 def test_a_training_loss_is_the_flows(read_config, tiny):
     """training_loss against RF.loss by hand: stored latents, dropped labels, logit-normal times, the route's ids."""
     cfg = read_config("objective=rf", "model.depth=6", "train.batch_size=4", "train.label_drop=0.5")
-    latents = Latents(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
+    latents = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
     stored, labels = torch.randn(4, 4, 8, 8), torch.tensor([1, 2, 3, 4])
     draws = step_draws(cfg, latents, 7, "cpu")
     with torch.no_grad():

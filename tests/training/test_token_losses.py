@@ -20,13 +20,13 @@ from dit import DiT
 from rf import RF
 from routing_module import Route
 from tread.checkpoints.network import build_network
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
 from tread.models.rwkv import RWKV
 from tread.training.objective import active_routes, step_draws, training_loss
 from tread.training.token_losses import EPSILON, kept_loss, reconstruction_loss, to_patches
 
-LATENTS = Latents(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
+LATENTS = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
 TWO = "model.routes=[{start:1,end:2},{start:4,end:4,selection_ratio:0.25}]"
 KEPT = ("model.depth=6", "train.batch_size=4", "train.label_drop=0.5", "train.loss_tokens=kept")
 PROCESSES = [EDM(sigma_data=0.7), RF(), RF(reverse=True)]

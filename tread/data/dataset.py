@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.data.npy import open_array, rows_in_place, torch_dtype
 from tread.runtime.files import sha256
 from tread.runtime.randomness import generator
@@ -69,7 +69,7 @@ class LatentDataset:
     verify: str = "open"
     placement: str = "mmap"
     device: torch.device | str = "cpu"
-    latents: Latents = field(init=False)
+    latents: LatentSpec = field(init=False)
     labels: np.ndarray = field(init=False, repr=False)
     statistics: tuple[tuple[float, ...], tuple[float, ...]] | None = field(init=False)  # mean, std of each channel
 
@@ -81,7 +81,7 @@ class LatentDataset:
         path = self.folder / "index.json"
         index = read_index(self.folder)
         try:
-            self.latents = Latents.from_json(index)
+            self.latents = LatentSpec.from_json(index)
             count, class_counts = index["count"], index["class_counts"]
             shards = [{key: shard[key] for key in SHARD_KEYS} for shard in index["shards"]]
             known = "channel_mean" in index
@@ -155,7 +155,7 @@ class LatentDataset:
         return len(self.labels)
 
     def normalize(self, std: float) -> None:
-        """Let the network see each channel with mean 0 and this standard deviation (`Latents.channel_scale`).
+        """Let the network see each channel with mean 0 and this standard deviation (`LatentSpec.channel_scale`).
 
         Raises ValueError if the dataset's statistics are not known or a channel is constant.
         """

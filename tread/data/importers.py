@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.data.tars import Tar
 
 SD_SCALE = 0.18215  # of the Stable Diffusion 1 autoencoders
@@ -43,7 +43,7 @@ class ForeignLatents:
     name     index → what to call a sample in a message.
     """
 
-    latents: Latents
+    latents: LatentSpec
     labels: np.ndarray
     read: Callable[[int], np.ndarray]
     name: Callable[[int], str]
@@ -92,7 +92,7 @@ def open_foreign(
     first = read(0)
     views, channels, *size = first.shape
     moments = kind != "tread_tar"
-    latents = Latents(
+    latents = LatentSpec(
         shape=(channels // 2 if moments else channels, *size),
         classes=tuple(str(number) for number in range(classes)),
         autoencoder=autoencoder,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Latents:
+class LatentSpec:
     """What the numbers of a dataset mean: the part of index.json that is not a count or a file.
 
     shape          (C, S, S) of the latents (of one view; moments hold twice the channels).
@@ -67,7 +67,7 @@ class Latents:
         return {name: getattr(self, name) for name in names}
 
     @classmethod
-    def from_json(cls, tree: dict) -> Latents:
+    def from_json(cls, tree: dict) -> LatentSpec:
         """From a parsed index.json or a checkpoint's info.json. Raises KeyError for a missing key."""
         values = {key: tree[key] for key in cls.__dataclass_fields__}
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
@@ -87,7 +87,7 @@ class Latents:
 # ------------------------------------------------------------------- stored numbers, network latents
 
 
-def to_network(stored: Tensor, latents: Latents, posterior: Tensor | None = None) -> Tensor:
+def to_network(stored: Tensor, latents: LatentSpec, posterior: Tensor | None = None) -> Tensor:
     """Stored numbers (B, C or 2C, S, S) → network latents (B, C, S, S) fp32.
 
     posterior  standard normal (B, C, S, S), which moments are sampled with: mean + std·posterior.
@@ -102,7 +102,7 @@ def to_network(stored: Tensor, latents: Latents, posterior: Tensor | None = None
     return x
 
 
-def _mean_and_std(stored: Tensor, latents: Latents) -> tuple[Tensor, Tensor | None]:
+def _mean_and_std(stored: Tensor, latents: LatentSpec) -> tuple[Tensor, Tensor | None]:
     """Network latents' mean and standard deviation, (…, C, S, S) fp32 each; None where latents are plain.
 
     The one place where stored numbers meet scale and shift.
@@ -122,7 +122,7 @@ def _per_channel(shift: tuple[float, ...], scale: tuple[float, ...], device: tor
     return torch.tensor([shift, scale], device=device)[..., None, None]
 
 
-def from_network(x: Tensor, latents: Latents) -> Tensor:
+def from_network(x: Tensor, latents: LatentSpec) -> Tensor:
     """Network latents (B, C, S, S) → the autoencoder's z."""
     x = x.float()
     if latents.channel_scale:
@@ -131,7 +131,7 @@ def from_network(x: Tensor, latents: Latents) -> Tensor:
     return x / latents.scale + latents.shift
 
 
-def channel_sums(stored: np.ndarray, latents: Latents) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def channel_sums(stored: np.ndarray, latents: LatentSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Count (0-d), sums and sums of squares (C,) of network latents, float64, before any normalisation.
 
     stored is (n, views, C or 2C, S, S). Moments count as the samples that are drawn from them:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tread.checkpoints import checkpoint
 from tread.checkpoints.trained import Trained, open_trained, open_weak
 from tread.data import autoencoder
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import LABELS, Sampler, check_ratios, relative_cost
 from tread.diffusion.solvers import check_solver
@@ -106,7 +106,7 @@ class ScoringPlan:
         return self.trained.found
 
     @property
-    def latents(self) -> Latents:
+    def latents(self) -> LatentSpec:
         return self.trained.latents
 
     def against(self, reference: str | None, inception: str | None) -> ScoringPlan:

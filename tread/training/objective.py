@@ -11,7 +11,7 @@ from torch import Tensor
 
 from routing_module import Route
 from tread.checkpoints.network import process_of
-from tread.data.latents import Latents, to_network
+from tread.data.latents import LatentSpec, to_network
 from tread.routing.ids import choose_ids
 from tread.runtime.randomness import generator
 from tread.training.settings import Settings
@@ -109,7 +109,7 @@ def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
     return schedule.apply(cfg.model.routes, step) if schedule else cfg.model.routes
 
 
-def step_draws(cfg: Settings, latents: Latents, step: int, device: torch.device | str) -> Draws:
+def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.device | str) -> Draws:
     """All that is random in a training step, for the global batch."""
     return draw_step(
         cfg.seed,
@@ -124,7 +124,7 @@ def step_draws(cfg: Settings, latents: Latents, step: int, device: torch.device 
 
 
 def training_loss(
-    cfg: Settings, network: Callable[..., Tensor], latents: Latents, stored: Tensor, labels: Tensor, draws: Draws
+    cfg: Settings, network: Callable[..., Tensor], latents: LatentSpec, stored: Tensor, labels: Tensor, draws: Draws
 ) -> Tensor:
     """Loss of each sample (B,) fp32 by the run's objective, with dropped labels and under the routes drawn for.
 
