@@ -29,7 +29,7 @@ from tread.diffusion.sampling import (
     relative_cost,
     spread_classes,
 )
-from tread.diffusion.solvers import check_solver
+from tread.diffusion.solvers import Churn, check_solver
 from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
 from tread.runtime.device import use_precision
@@ -55,6 +55,7 @@ class Options:
     seeds: str | int | tuple[int, ...]
     steps: int | None
     solver: str | None
+    churn: float | Churn | None
     batch_size: int
     precision: str
     weights: str
@@ -87,7 +88,9 @@ def main(composed: DictConfig) -> None:
         classes = options.classes or spread_classes(trained.cfg.dataset.num_classes, 10)
         all_seeds, labels = seeds * len(classes), torch.tensor(classes).repeat_interleave(len(seeds))
         batch_size = min(options.batch_size, len(all_seeds))
-        sampler = Sampler.of(trained.process, options.steps, options.solver, batch_size, precision, options.guidance)
+        churn = Churn(options.churn) if isinstance(options.churn, float) else options.churn
+        given = (options.steps, options.solver, batch_size, precision, options.guidance, churn)
+        sampler = Sampler.of(trained.process, *given)
         check_labels(labels, trained.cfg.dataset.num_classes)
         nfe = sampler.nfe(trained.process)
         outlines = [one and one.outline(options.guidance) for one in (trained, weaker)]
@@ -106,7 +109,8 @@ def main(composed: DictConfig) -> None:
         sys.exit(f"error: {error}")
     print(
         f"{options.out}: rows are classes {list(classes)}, columns seeds {options.seeds}; step {trained.found.step}, "
-        f"{options.weights} weights, {sampler.solver} with {sampler.steps} steps, NFE {nfe}, guidance "
+        f"{options.weights} weights, {sampler.solver} with {sampler.steps} steps"
+        f"{f' and churn {sampler.churn.amount:g}' if sampler.churn.amount else ''}, NFE {nfe}, guidance "
         f"{options.guidance.describe()}, {cost:.3f} times the FLOPs of no guidance, "
         f"{precision} on {device.type}"
     )
