@@ -22,6 +22,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from tread.data.tars import Tar
 
 SD_SCALE = 0.18215  # of the Stable Diffusion 1 autoencoders
 MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake
-KINDS = ("maskdit_lmdb", "tread_tar", "repa_npy")
+Kind = Annotated[Literal["maskdit_lmdb", "tread_tar", "repa_npy"], "pictures: prepare_latents.py"]
 
 
 @dataclass
@@ -50,7 +51,7 @@ class ForeignLatents:
 
 
 def open_foreign(
-    kind: str,
+    kind: Kind,
     source: Path,
     autoencoder: str,
     flipped: bool = True,
@@ -58,7 +59,7 @@ def open_foreign(
     scale_applied: bool | None = None,
     num_classes: int | None = None,
 ) -> ForeignLatents:
-    """Open a source of one of KINDS.
+    """Open a source of a kind.
 
     autoencoder    what decodes the latents, to be written into the index.
     flipped        maskdit_lmdb: whether the second half are flipped copies.
@@ -69,8 +70,6 @@ def open_foreign(
     Raises FileNotFoundError, or ValueError for a source that is not what its kind says.
     """
     source = Path(source)
-    if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}, but must be one of {', '.join(KINDS)}; pictures: prepare_latents.py")
     if kind != "tread_tar" and scale_applied:
         raise ValueError(f"scale_applied=true, but {kind} holds unscaled moments; leave scale_applied out")
     if kind == "tread_tar" and scale_applied is None:
