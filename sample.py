@@ -29,11 +29,13 @@ from tread.diffusion.sampling import (
     relative_cost,
     spread_classes,
 )
-from tread.diffusion.solvers import Churn, check_solver
+from tread.diffusion.solvers import Churn, Solver
 from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
-from tread.runtime.device import use_precision
+from tread.runtime.device import Precision, use_precision
 from tread.runtime.files import check_place
+from tread.runtime.schema import Count
+from tread.runtime.tensor_files import Weights
 
 
 def parse_seeds(seeds: str | int | Sequence[int]) -> list[int]:
@@ -53,25 +55,18 @@ class Options:
     checkpoint: str
     classes: tuple[int, ...] | None
     seeds: str | int | tuple[int, ...]
-    steps: int | None
-    solver: str | None
+    steps: Count | None
+    solver: Solver | None
     churn: float | Churn | None
-    batch_size: int
-    precision: str
-    weights: str
+    batch_size: Count
+    precision: Precision
+    weights: Weights
     guidance: Guidance
     decode: bool
     autoencoder: str | None
     out: str
 
     def __post_init__(self) -> None:
-        for key in ("batch_size", "steps"):
-            if getattr(self, key) is not None and getattr(self, key) < 1:
-                raise ValueError(f"{key} is {getattr(self, key)}, but must be positive")
-        if self.solver is not None:
-            check_solver(self.solver)
-        if self.weights not in ("ema", "model"):
-            raise ValueError(f"weights is {self.weights!r}, but must be ema or model")
         if Path(self.out).suffix != ".png":
             raise ValueError(f"out is {self.out!r}, but must end in .png")
 

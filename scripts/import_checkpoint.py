@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -37,16 +38,10 @@ class Options:
     """What configs/import_checkpoint.yaml adds to train.py's options."""
 
     weights: str
-    take: str
-    predicts: str
+    take: Literal["all", "ema", "model"]
+    predicts: Literal["objective", "noise"]
     autoencoder: str
     scale: float
-
-    def __post_init__(self) -> None:
-        if self.take not in ("all", "ema", "model"):
-            raise ValueError(f"take is {self.take!r}, but must be all, ema or model")
-        if self.predicts not in ("objective", "noise"):
-            raise ValueError(f"predicts is {self.predicts!r}, but must be objective or noise")
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="import_checkpoint")

@@ -23,20 +23,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset
 from tread.data.images import save_grid
-from tread.data.importers import ForeignLatents, open_foreign
-from tread.data.latents import LatentSpec
+from tread.data.importers import ForeignLatents, Kind, open_foreign
+from tread.data.latents import Dtype, LatentSpec
 from tread.data.prepare import shard_ranges
 from tread.data.writer import DatasetWriter, forget_work
 from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
 from tread.runtime.files import explain_failure, write_whole
+from tread.runtime.schema import Count, CountOrZero
 
 
 @dataclass(frozen=True)
 class Options:
     """configs/import_latents.yaml."""
 
-    kind: str
+    kind: Kind
     source: str
     out: str
     autoencoder: str
@@ -45,13 +46,9 @@ class Options:
     flipped: bool
     num_classes: int | None
     classes: str | None
-    dtype: str
-    shard_size: int
-    decode: int
-
-    def __post_init__(self) -> None:
-        if self.shard_size < 1 or self.decode < 0:
-            raise ValueError(f"shard_size {self.shard_size} must be positive, decode {self.decode} not negative")
+    dtype: Dtype
+    shard_size: Count
+    decode: CountOrZero
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="import_latents")

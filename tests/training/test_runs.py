@@ -215,7 +215,7 @@ def test_a_step_reads_nothing_back_from_the_device(tmp_path, monkeypatch):
         (("seed=1", "train.batch_size=16"), "train.batch_size: 8 there, 16 here"),
         (("model=dit", "name=digits-tread"), "holds a run with other settings"),
         (("train.batch_size=9", "train.micro_batch_size=4", "name=x"), "micro_batch_size 4"),
-        (("train.precision=fp16",), "fp16, which this code refuses"),
+        (("train.precision=fp16",), "fp16 is refused: without loss scaling"),
         (("dataset.path=nowhere", "dataset.embedded=null", "name=x"), "no dataset at nowhere"),
         (("dataset.heldout=nowhere", "dataset.embedded=null", "name=x"), "no dataset at nowhere"),
         (("dataset.channels=4", "name=x"), "dataset.channels and dataset.size say (4, 8, 8)"),

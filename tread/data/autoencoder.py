@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,12 +20,13 @@ from torch import Tensor, nn
 
 from tread.data.latents import LatentSpec, from_network
 from tread.runtime.device import exact
+from tread.runtime.schema import check
 from tread.runtime.tensor_files import read_state_dict
 
 Decoder = Callable[[Tensor], Tensor]
 Encoder = Callable[[Tensor], np.ndarray]
 KINDS = ("AutoencoderKL", "AutoencoderTiny")
-STORES = ("auto", "moments", "latents")
+Store = Literal["auto", "moments", "latents"]
 # Stable Diffusion 1's autoencoder, for weight files that come without a config
 SD_CONFIG = {
     "_class_name": "AutoencoderKL",
@@ -117,7 +119,7 @@ def decoder_hash(latents: LatentSpec, autoencoder: str | None = None) -> str:
     return fingerprint(load_autoencoder(autoencoder or latents.autoencoder))
 
 
-def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ...], store: str, **kept) -> LatentSpec:
+def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ...], store: Store, **kept) -> LatentSpec:
     """What `encoder` will store of pictures of this size: shape, content and scale.
 
     store  "moments" of an AutoencoderKL's posterior, "latents" (its mean, or an AutoencoderTiny's
@@ -126,9 +128,10 @@ def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ..
 
     Raises ValueError for a size that the autoencoder does not give back.
     """
+    check("store", store, Store)
     posterior = type(model).__name__ == "AutoencoderKL"
-    if store not in STORES or (store == "moments" and not posterior):
-        raise ValueError(f"store is {store!r}, but must be one of {', '.join(STORES)}; moments need an AutoencoderKL")
+    if store == "moments" and not posterior:
+        raise ValueError(f"store=moments needs an AutoencoderKL, but {name} is an {type(model).__name__}")
     probe = torch.zeros(1, 3, resolution, resolution, device=next(model.parameters()).device)
     try:
         with torch.no_grad():

@@ -18,7 +18,7 @@ import mmap
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -28,10 +28,13 @@ from tread.data.latents import LatentSpec
 from tread.data.npy import open_array, rows_in_place, torch_dtype
 from tread.runtime.files import sha256
 from tread.runtime.randomness import generator
+from tread.runtime.schema import check
 
 VERSION = 1
 SHARD_KEYS = ("count", "file", "labels", "file_sha256", "labels_sha256")
-PLACEMENTS = ("mmap", "ram", "device")
+Verify = Literal["open", "full"]
+Placement = Literal["mmap", "ram", "device"]
+PLACEMENTS = get_args(Placement)
 
 
 class Batch(NamedTuple):
@@ -66,8 +69,8 @@ class LatentDataset:
     """
 
     folder: Path
-    verify: str = "open"
-    placement: str = "mmap"
+    verify: Verify = "open"
+    placement: Placement = "mmap"
     device: torch.device | str = "cpu"
     latents: LatentSpec = field(init=False)
     labels: np.ndarray = field(init=False, repr=False)
@@ -75,9 +78,8 @@ class LatentDataset:
 
     def __post_init__(self) -> None:
         self.folder = Path(self.folder)
-        for name, allowed in (("verify", ("open", "full")), ("placement", PLACEMENTS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(allowed)}")
+        check("verify", self.verify, Verify)
+        check("placement", self.placement, Placement)
         path = self.folder / "index.json"
         index = read_index(self.folder)
         try:

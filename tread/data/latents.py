@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Dtype = Literal["float16", "float32"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class LatentSpec:
     scale: float = 1.0
     shift: float = 0.0
     scale_applied: bool = False
-    dtype: str = "float16"
+    dtype: Dtype = "float16"
     views: int = 1
     fingerprint: str | None = None
     channel_shift: tuple[float, ...] = ()
@@ -51,7 +54,7 @@ class LatentSpec:
                 f"content {self.content!r} with spread {self.spread!r}: stored are latents (spread null), "
                 "or moments with spread logvar or std"
             )
-        if self.dtype not in ("float16", "float32"):
+        if self.dtype not in get_args(Dtype):
             raise ValueError(f"dtype is {self.dtype!r}, but must be float16 or float32")
         if self.views not in (1, 2):
             raise ValueError(f"views is {self.views}, but must be 1, or 2 with flipped copies")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,9 @@ from tread.diffusion.solvers import Churn, call_order, solve
 from tread.routing.ids import choose_ids, count_kept
 from tread.runtime.device import autocast
 from tread.runtime.randomness import generator, seeded_normal, seeded_uniform
+from tread.runtime.schema import check
 
-LABELS = ("random", "balanced")
+Labels = Literal["random", "balanced"]
 
 
 @dataclass(frozen=True)
@@ -243,14 +245,13 @@ def to_pictures(x: Tensor, decoder: Callable[[Tensor], Tensor], batch_size: int 
     return torch.cat([decoder(part).cpu() for part in padded.split(size)])[: len(x)]
 
 
-def seeded_labels(seeds: Sequence[int], num_classes: int, mode: str) -> Tensor:
+def seeded_labels(seeds: Sequence[int], num_classes: int, mode: Labels) -> Tensor:
     """(n,) int64 classes, each given by its seed alone.
 
     mode  "random", uniform over the classes, as reference batches are scored; or "balanced", the
           seed's remainder, so that seeds in a row have each class equally often.
     """
-    if mode not in LABELS:
-        raise ValueError(f"labels is {mode!r}, but must be one of {', '.join(LABELS)}")
+    check("labels", mode, Labels)
     if mode == "balanced":
         return torch.tensor([seed % num_classes for seed in seeds])
     return torch.tensor([int(torch.randint(num_classes, (), generator=generator(seed, "label"))) for seed in seeds])

@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 Denoiser = Callable[[Tensor, Tensor], Tensor]
-SOLVERS = ("heun", "euler")
+Solver = Literal["heun", "euler"]
+SOLVERS = get_args(Solver)
 
 
 @dataclass(frozen=True)
