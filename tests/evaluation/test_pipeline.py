@@ -243,7 +243,8 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
 
     def settings_of(latents=RGB, reference="r", config=found.info["config"], **changed):
         one = checkpoint.Checkpoint(found.folder, found.info | {"latents": asdict(latents), "config": config})
-        return plan_scoring(read(base | changed, Options), one, "fp32").against(reference, "i").settings
+        plan = plan_scoring(read(base | changed, Options), one, "fp32")
+        return replace(plan, reference=reference, inception="i").fingerprint
 
     usual = settings_of()
     cfg = {"kind": "cfg", "scale": 1.5, "strong": 0.0, "weak": 0.0}
@@ -259,6 +260,11 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
     assert settings_of(guidance=sparse, config=config) != settings_of(guidance=sparse)
     assert settings_of(guidance=cfg, config=config) == settings_of(guidance=cfg)
     assert settings_of(out="elsewhere", cache="there", save_samples=True) == usual
+    # as scores of earlier versions have them: their order names the folder of unfinished work
+    names = "step checkpoint weights num_samples first_seed labels sampler steps nfe guidance dtype batch_size decoder"
+    assert list(usual) == [*names.split(), "latents", "edm", "reference", "inception"]
+    more = list(settings_of(guidance=sparse))
+    assert more == [*list(usual)[:10], "routes", *list(usual)[10:]]
 
 
 def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, inception_file, pictures_of, monkeypatch):

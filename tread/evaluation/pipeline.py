@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -62,7 +63,7 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
         feature_bytes = 4 * sum(network.sizes)
         opener = partial(open_reference, sizes=network.sizes)
         reference = open_set(opener, options.reference, options.crop, processes)
-    plans = [plan.against(reference and reference.sha256, inception) for plan in plans]
+    plans = [replace(plan, reference=reference and reference.sha256, inception=inception) for plan in plans]
     records = processes.from_main(lambda: [find_score(plan, options) for plan in plans])
     all_plans, plans = plans, [plan for plan, record in zip(plans, records) if record is None]
     decoders = {}
@@ -126,7 +127,7 @@ def lines_of(plan: ScoringPlan, options: Options) -> Path:
 
 def work_of(plan: ScoringPlan, options: Options) -> PartStore:
     """Where a checkpoint's samples and their features are kept until they are scored; a reference does not matter."""
-    drawn = {key: value for key, value in plan.settings.items() if key != "reference"}
+    drawn = {key: value for key, value in plan.fingerprint.items() if key != "reference"}
     name = f".fid-{hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]}"
     size = part_size(plan.count, plan.sampler.batch_size)
     return PartStore(files_of(plan, options).folder / name, drawn, plan.count, size)
@@ -141,7 +142,7 @@ def files_beside(options: Options) -> ScoreFiles:
 
 def find_score(plan: ScoringPlan, options: Options) -> dict | None:
     """What an earlier scoring by the same settings found, and says so; None if there is something left to do."""
-    before = files_of(plan, options).find(plan.settings, with_samples=options.save_samples)
+    before = files_of(plan, options).find(plan.fingerprint, with_samples=options.save_samples)
     if before is not None:
         tqdm.write(f"{plan.found.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
     return before and before[1]
@@ -182,8 +183,8 @@ def score_checkpoint(
             if processes.main:
                 parts.begin()
         processes.say(
-            f"{plan.found.folder}: {plan.count:,} samples, guidance {plan.settings['guidance']}, "
-            f"NFE {plan.settings['nfe']}, {plan.flops_relative:.3f} times the FLOPs of none, {plan.settings['dtype']}"
+            f"{plan.found.folder}: {plan.count:,} samples, guidance {plan.sampler.guidance.describe()}, "
+            f"NFE {plan.nfe}, {plan.flops_relative:.3f} times the FLOPs of none, {plan.sampler.precision}"
         )
         for other in set(folder.glob(".fid-*")) - {parts.folder}:
             processes.say(f"  note: {other} holds unfinished work by other settings; remove it if you do not want it")
@@ -210,12 +211,12 @@ def draw_parts(
         return spent
     guidance, device = plan.sampler.guidance, processes.device
     model, weak = plan.trained.load(device, guidance), plan.weak and plan.weak.load(device, guidance)
-    if plan.settings.get("compiled"):
+    if plan.compiled:
         compile_blocks([block for one in (model, weak) if one for block in one.network.blocks])
     with processes.bar("samples", sum(len(parts.ranges[number]) for number in mine)) as progress:
         for number in mine:
             seeds, arrays, began = [plan.seeds[i] for i in parts.ranges[number]], {}, time.perf_counter()
-            labels = seeded_labels(seeds, model.network.num_classes, plan.settings["labels"])
+            labels = seeded_labels(seeds, model.network.num_classes, plan.labels)
             drawn = []
             for pictures in draw_pictures(model, decoder, seeds, labels, plan.sampler, weak, check=True):
                 drawn.append(pictures)
@@ -250,9 +251,9 @@ def conclude(
         "checkpoint": str(plan.found.folder),
         "step": plan.found.step,
         "resolution": list(parts.first("pictures", 1).shape[2:]),
-        "ema": plan.settings["weights"] == "ema",
+        "ema": plan.trained.weights == "ema",
         "seeds": [plan.seeds[0], plan.seeds[-1]],
-        "settings": plan.settings,
+        "settings": plan.fingerprint,
         "weak_network": plan.weak and str(plan.weak.found.folder),
         "flops": plan.flops,
         "flops_relative": plan.flops_relative,
@@ -288,7 +289,7 @@ def write_down(plan: ScoringPlan, record: dict, parts: PartStore, options: Optio
     """fid.json, fid.png, a line in fid.csv, and samples.npz if asked for; then print the table."""
     files = files_of(plan, options)
     with explain_failure(files.folder):
-        files.make_room(plan.settings)
+        files.make_room(plan.fingerprint)
         save_grid(files.path("fid.png"), parts.first("pictures", GRID), columns=8)
         if options.save_samples:
             labels = np.concatenate(list(parts.arrays("labels")))
