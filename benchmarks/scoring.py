@@ -162,7 +162,7 @@ def sampler(cfg: settings.Settings, batch: int, repeats: int) -> str:
     network.forward = lambda x, t, y, routes=(): x  # what is left without the network
     own = statistics.median(seconds(whole) for _ in range(repeats))
     return (
-        f"{cfg.recipe.name}, batch {batch}, {precision}: {a:.2f} s, its {options.calls} network calls {b:.2f} s: "
+        f"{cfg.name}, batch {batch}, {precision}: {a:.2f} s, its {options.calls} network calls {b:.2f} s: "
         f"{statistics.median(overhead):.1f}% overhead ({overhead[-1]:.1f}..{overhead[0]:.1f}%); without the network "
         f"{own:.3f} s, {100 * own / b:.2f}%"
     )
@@ -193,7 +193,7 @@ def chain(cfg: settings.Settings, batch: int) -> str:
         times = {name: seconds(stage) for name, stage in stages.items()}
     total = sum(times.values())
     shares = ", ".join(f"{name} {100 * value / total:.1f}%" for name, value in times.items())
-    return f"{cfg.recipe.name}, batch {batch}, {options.precision}: {batch / total:.2f} pictures/s ({shares})"
+    return f"{cfg.name}, batch {batch}, {options.precision}: {batch / total:.2f} pictures/s ({shares})"
 
 
 def main() -> None:

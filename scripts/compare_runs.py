@@ -32,7 +32,7 @@ def main() -> None:
         steps = config["train"]["steps"]
         if not records or records[-1]["step"] != steps:
             sys.exit(f"error: {folder} is not the folder of a finished run: its metrics do not end at step {steps}")
-        objective = config.get("objective", "edm")
+        objective = config["objective"]
         label = f"{config['model']['name']} by {objective} on {config['dataset']['name']}, {steps} steps"
         apart = {key: value for key, value in config.items() if key not in ("seed", "name", "resume", "results")}
         groups.setdefault(json.dumps([label, apart]), []).append(records)

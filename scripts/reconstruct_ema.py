@@ -31,7 +31,7 @@ from tread.training.ema import exponent
 POOR_FIT = 0.05  # relative L2 distance of profiles
 COARSE = 0.002  # of a parameter; bf16 rounds to about that
 # the rest of info.json is the run's
-OF_THE_MOMENT = ("format", "version", "step", "files", "tally", "loss_sum", "loss_count")
+OF_THE_MOMENT = ("format", "version", "step", "files", "tally")
 
 
 @dataclass(frozen=True)

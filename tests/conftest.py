@@ -29,10 +29,9 @@ import fid
 import train
 from dit import DiT
 from tread.checkpoints import checkpoint
-from tread.checkpoints.network import Network, build_network
+from tread.checkpoints.network import build_network, read_network
 from tread.data.latents import Latents
 from tread.evaluation.inception import Inception
-from tread.runtime.schema import read
 from tread.training import settings
 from tread.training.run_folder import RunLog
 
@@ -118,12 +117,12 @@ RGB = Latents(shape=(3, 16, 16), classes=tuple("abcde"), autoencoder="pixels", s
 def save_checkpoint(run, composed, latents=RGB, step=3, parts=("model", "ema"), **dataset):
     """A checkpoint of a network whose weights are random; returns it."""
     facts = {"channels": latents.shape[0], "size": latents.shape[1], "num_classes": len(latents.classes)} | dataset
-    config = composed("dataset=folder", "dataset.path=data", "recipe.hidden_size=32", "recipe.depth=6")
+    config = composed("dataset=folder", "dataset.path=data", "model.hidden_size=32", "model.depth=6")
     config["dataset"] |= facts
     config["model"] |= {"num_heads": 2, "patch_size": 4}
     with torch.random.fork_rng():
         torch.manual_seed(step)
-        network = build_network(read({key: config[key] for key in ("model", "dataset", "edm")}, Network))
+        network = build_network(read_network(config))
         for parameter in network.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
     info = {"config": config, "latents": asdict(latents), "samples": 10, "versions": {}}

@@ -25,7 +25,7 @@ from tread.data.dataset import LatentDataset
 from tread.data.latents import Latents
 from tread.diffusion.sampling import Sampler, draw
 
-SMALL = ["recipe.hidden_size=64", "recipe.depth=6", "recipe.num_heads=2", "recipe.batch_size=16", "train.steps=6"]
+SMALL = ["model.hidden_size=64", "model.depth=6", "model.num_heads=2", "train.batch_size=16", "train.steps=6"]
 SMALL += [
     "every.log=2",
     "every.evaluate=6",

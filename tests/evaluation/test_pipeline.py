@@ -253,7 +253,7 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
     assert settings_of(guidance=cfg) != settings_of(guidance=cfg | {"scale": 1.5000001})
     assert settings_of(solver="euler") != usual and settings_of(reference="other") != usual
     assert settings_of(config=found.info["config"] | {"objective": "rf"}) != usual
-    moved = composed("recipe.depth=6", "model.routes.0.end=-1")["model"]["routes"]  # same weights, another route
+    moved = composed("model.depth=6", "model.routes.0.end=-1")["model"]["routes"]  # same weights, another route
     config = found.info["config"] | {"model": found.info["config"]["model"] | {"routes": moved}}
     sparse = {"kind": "sparse", "scale": 1.5, "strong": 0.0, "weak": 0.5}
     assert settings_of(guidance=sparse, config=config) != settings_of(guidance=sparse)

@@ -490,21 +490,3 @@ def test_normalisation_is_recorded_and_undone_in_pictures(tmp_path):
         launch(tmp_path, *common, "dataset.path=latents", "name=a", "train.steps=6")
     with pytest.raises(SystemExit, match="is not the data that"):
         launch(tmp_path, *common, "dataset.path=latents", "dataset.normalize=true", "name=b", "train.steps=6")
-
-
-def test_a_checkpoint_from_before_normalisation_and_placement_is_read(straight, tmp_path):
-    """What the first checkpoints lack: keys of the dataset, of the latents' meaning."""
-    shutil.copytree(straight[0], tmp_path, symlinks=True, dirs_exist_ok=True)
-    run = tmp_path / "results" / "digits-tread"
-    shutil.rmtree(run / "step_0000006")
-    (run / "latest").unlink()
-    (run / "latest").symlink_to("step_0000003")
-    info = json.loads((run / "latest" / "info.json").read_text())
-    for key in ("placement", "normalize"):
-        del info["config"]["dataset"][key]
-    for key in ("fingerprint", "channel_shift", "channel_scale"):
-        del info["latents"][key]
-    (run / "latest" / "info.json").write_text(json.dumps(info))
-    assert "goes on at step 3" in launch(tmp_path)
-    expected = state(straight[0] / "results" / "digits-tread")
-    assert all(torch.equal(value, expected[key]) for key, value in state(run).items())

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 
 import pytest
 import torch
+import yaml
 from conftest import ROOT
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from rf import RF
 from routing_module import Route
@@ -80,12 +84,8 @@ def test_the_default_name_tells_rectified_flow(read_config):
     assert read_config("objective=rf", "name=digits-tread").name == "digits-tread"
 
 
-def test_old_checkpoints_are_of_edm(composed):
-    """Configs of runs from before there was a choice have neither key."""
-    config = composed()
-    before = {key: value for key, value in config.items() if key not in ("objective", "rf")}
-    network = read_network(before)
-    assert process_of(network) == EDM() == process_of(read_network(config))
+def test_the_objective_says_which_process(composed):
+    assert process_of(read_network(composed())) == EDM()
     assert process_of(read_network(composed("objective=rf", "rf.time_scale=1000"))) == RF(time_scale=1000)
 
 
@@ -206,15 +206,14 @@ def chains(path):
 def test_every_key_is_read_somewhere():
     files = {path for path in (*ROOT.glob("*.py"), *(ROOT / "tread").rglob("*.py")) if path.name != "settings.py"}
     used = set().union(*map(chains, files))
-    used |= set(re.findall(r"\$\{([a-z.]+)\}", (ROOT / "configs" / "config.yaml").read_text()))
+    used |= set(re.findall(r"\$\{([a-z.]+)\}", (ROOT / "configs" / "defaults.yaml").read_text()))
     whole = (
         "edm",
         "rf",
         "model.routes",
         "train.ratio_schedule",
-        "recipe",
         "tags",
-    )  # read as objects of their own; recipe: the test below
+    )  # read as objects of their own
     for key in settings.known_keys():
         if key.startswith(tuple(f"{name}." for name in whole)) or any(
             k.startswith(key + ".") for k in settings.known_keys()
@@ -225,12 +224,66 @@ def test_every_key_is_read_somewhere():
         assert any(f".{chain}".endswith(ends) for chain in used), f"no file reads {key}"
 
 
-def test_every_recipe_key_is_read_by_config_yaml():
-    text = (ROOT / "configs" / "config.yaml").read_text()
-    for key in schema.known_keys(settings.Recipe):
-        assert f"${{recipe.{key}}}" in text, f"config.yaml does not read recipe.{key}"
+def commented_keys() -> dict[str, str]:
+    """The keys that config.yaml holds commented out, dotted → the value that stands there."""
+    found, section = {}, ""
+    for line in (ROOT / "configs" / "config.yaml").read_text().partition("# Below are")[2].splitlines():
+        if match := re.fullmatch(r"# (\w+):", line):
+            section = match[1] + "."
+        elif match := re.match(r"#( {1,3})(\w+): (\S+)", line):
+            found[(section if len(match[1]) == 3 else "") + match[2]] = match[3]
+    return found
 
 
-def test_config_yaml_is_commented_line_by_line():
-    lines = (ROOT / "configs" / "config.yaml").read_text().partition("\nhydra:")[0].splitlines()
+def test_what_groups_set_stands_commented_out_in_config_yaml_with_its_default(composed):
+    """Reference: the groups' files, as YAML. What they set and config.yaml does not show, people would not find."""
+    shown, defaults = commented_keys(), OmegaConf.load(ROOT / "configs" / "defaults.yaml")
+    for path in (ROOT / "configs").glob("*/*.yaml"):
+        if path.parent.name in ("dataset", "experiment"):
+            for key, value in OmegaConf.to_container(OmegaConf.load(path), resolve=False).items():
+                keys = [f"{key}.{name}" for name in value] if isinstance(value, dict) else [key]
+                own = ("defaults", "dataset.")  # a dataset's own facts: only path and heldout are for people to set
+                assert not {name for name in keys if not name.startswith(own)} - shown.keys(), path
+    assert {"dataset.path", "dataset.heldout", "model.routes", "name"} <= shown.keys()
+    for key in shown.keys() - {"name", "model.routes", "dataset.path", "dataset.heldout"}:
+        assert yaml.safe_load(shown[key]) == OmegaConf.select(defaults, key), key
+
+
+@pytest.mark.parametrize("key", sorted(commented_keys()))
+def test_an_uncommented_key_wins_over_the_groups_and_the_command_line_over_it(tmp_path, key):
+    other = {"name": "mine", "objective": "rf", "init_from": "a.pt", "model.routes": [], "dataset.path": "mine"}
+    other |= {"dataset.heldout": "mine", "ema.warmup": False}
+    written = other.get(key, 7)
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    tree = OmegaConf.create({})
+    OmegaConf.update(tree, key, written)
+    config = tmp_path / "configs" / "config.yaml"
+    config.write_text(config.read_text() + "\n" + OmegaConf.to_yaml(tree))
+    for overrides in ((), ("experiment=imagenet256_xl2_finetune",)):
+        with initialize_config_dir(version_base="1.3", config_dir=str(tmp_path / "configs")):
+            found = compose("config", overrides=list(overrides))
+            assert OmegaConf.select(found, key) == written
+            found = compose("config", overrides=[*overrides, f"{key}=null"])
+            assert OmegaConf.select(found, key) is None
+
+
+def test_a_models_file_may_set_keys_outside_model(tmp_path):
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    text = (ROOT / "configs" / "model" / "tread.yaml").read_text()
+    (tmp_path / "configs" / "model" / "mine.yaml").write_text(text + "\ntrain:\n  loss_tokens: kept\n")
+    with initialize_config_dir(version_base="1.3", config_dir=str(tmp_path / "configs")):
+        assert compose("config", overrides=["model=mine"]).train.loss_tokens == "kept"
+        assert compose("config", overrides=["model=mine", "train.loss_tokens=all"]).train.loss_tokens == "all"
+
+
+def test_a_key_that_is_gone_names_its_successor():
+    for key, successor in settings.MOVED.items():
+        assert successor in settings.known_keys()
+        with pytest.raises(ValueError, match=f"{key} is gone; set {successor} in its place"):
+            schema.check_overrides([f"{key}=1"], settings.known_keys(), settings.MOVED)
+
+
+@pytest.mark.parametrize("name", ["config", "defaults"])
+def test_every_line_is_commented(name):
+    lines = (ROOT / "configs" / f"{name}.yaml").read_text().partition("\nhydra:")[0].splitlines()
     assert [line for line in lines if line.strip() and "#" not in line] == []

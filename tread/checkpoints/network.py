@@ -14,6 +14,7 @@ from tread.checkpoints.checkpoint import read_weights
 from tread.checkpoints.state_dicts import fit
 from tread.data.dataset import PLACEMENTS
 from tread.diffusion.edm import EDM
+from tread.diffusion.process import Process
 from tread.models.backbone import Backbone
 from tread.models.rwkv import RWKV
 from tread.runtime.schema import check_positive, read
@@ -66,8 +67,8 @@ class Dataset:
     size: int | None
     num_classes: int | None
     verify: str
-    placement: str = "mmap"  # defaults are for checkpoints made before the key was there
-    normalize: bool = False
+    placement: str
+    normalize: bool
 
     def __post_init__(self) -> None:
         if self.path is None:
@@ -86,8 +87,8 @@ class Network:
     model: Model
     dataset: Dataset
     edm: EDM
-    objective: str = "edm"  # defaults are for checkpoints made before there was a choice
-    rf: RF = RF()
+    rf: RF
+    objective: str
 
     def __post_init__(self) -> None:
         check_objective(self.objective)
@@ -104,7 +105,7 @@ def read_network(config: dict) -> Network:
     return read({item.name: config[item.name] for item in fields(Network) if item.name in config}, Network)
 
 
-def process_of(cfg: Network) -> EDM | RF:
+def process_of(cfg: Network) -> Process:
     """The diffusion process that a network is trained on and sampled by; a run's Settings serve too."""
     return cfg.edm if cfg.objective == "edm" else cfg.rf
 

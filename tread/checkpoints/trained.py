@@ -7,13 +7,12 @@ from pathlib import Path
 
 import torch
 
-from rf import RF
 from routing_module import Route
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import Network, build_network, process_of, read_network
 from tread.data.latents import Latents
-from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import NO_GUIDANCE, Guidance
+from tread.diffusion.process import Process
 from tread.diffusion.sampling import Model
 
 
@@ -31,7 +30,7 @@ class Trained:
     label_drop: float
 
     @property
-    def process(self) -> EDM | RF:
+    def process(self) -> Process:
         return process_of(self.cfg)
 
     @property

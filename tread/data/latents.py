@@ -69,8 +69,7 @@ class Latents:
     @classmethod
     def from_json(cls, tree: dict) -> Latents:
         """From a parsed index.json or a checkpoint's info.json. Raises KeyError for a missing key."""
-        later = ("fingerprint", "channel_shift", "channel_scale")  # not yet in the first files of version 1
-        values = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree or key not in later}
+        values = {key: tree[key] for key in cls.__dataclass_fields__}
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
     @property

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from rf import RF
 from routing_module import Route
-from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import NO_GUIDANCE, Branch, Call, Guidance, Routes, guided
+from tread.diffusion.process import Process
 from tread.diffusion.solvers import call_order, solve
 from tread.routing.ids import choose_ids, count_kept
 from tread.runtime.device import autocast
@@ -33,7 +32,7 @@ class Model:
     routes   those that it can be run under, whose ratios a guidance sets; () for all tokens only.
     """
 
-    process: EDM | RF
+    process: Process
     network: nn.Module
     routes: tuple[Route, ...] = ()
 
@@ -56,7 +55,7 @@ class Sampler:
     @classmethod
     def of(
         cls,
-        process: EDM | RF,
+        process: Process,
         steps: int | None,
         solver: str | None,
         batch_size: int,
@@ -67,13 +66,13 @@ class Sampler:
         steps = process.default_steps if steps is None else steps
         return cls(steps, batch_size, precision, guidance, solver or process.default_solver)
 
-    def plan(self, process: EDM | RF) -> list[Call]:
+    def plan(self, process: Process) -> list[Call]:
         """What each call of the denoiser does. Raises ValueError for steps or a solver that can't be."""
         levels = process.schedule(self.steps).tolist()
         order = call_order(self.solver, self.steps)
         return self.guidance.plan([levels[i] for i in order], [i / max(1, order[-1]) for i in order])
 
-    def nfe(self, process: EDM | RF) -> int:
+    def nfe(self, process: Process) -> int:
         """Network function evaluations a sample, each branch of a guidance counted."""
         return sum(1 + (call.weak is not None) for call in self.plan(process))
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rf import RF
 from tread.data.dataset import LatentDataset
 from tread.data.latents import to_network
-from tread.diffusion.edm import EDM
+from tread.diffusion.process import Process
 from tread.runtime.randomness import seeded_normal
 
 
@@ -29,7 +28,7 @@ def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tupl
 
 @torch.no_grad()
 def heldout_loss(
-    process: EDM | RF, network: nn.Module, data: LatentDataset, numbers: Tensor, points: int, noise_levels: int
+    process: Process, network: nn.Module, data: LatentDataset, numbers: Tensor, points: int, noise_levels: int
 ) -> Tensor:
     """Loss of some of the evaluation points, (n,) fp32 on the network's device.
 

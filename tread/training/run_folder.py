@@ -79,7 +79,7 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
     if (folder / "latest").is_dir() and not (folder / "latest").is_symlink():
         raise FileExistsError(f"{folder / 'latest'} is a folder, but must be a link; remove it if step_… is there too")
     before = found.info["config"] if found else starts[-1]["config"]
-    changed = differences(_completed(before, config), _completed(config, config))
+    changed = differences(migrate(before), migrate(config))
     names = (*FIXED, config.get("objective", "edm"))
     fixed = [key for key in changed if any(key == name or key.startswith(name + ".") for name in names)]
     if fixed:
@@ -90,15 +90,12 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
     return Claim(found, changed, damaged)
 
 
-def _completed(before: dict, config: dict) -> dict:
-    """A run's config with the keys that it lacks: begun before there was a choice, or left at their defaults."""
-    first = {"objective": "edm", "rf": config.get("rf")}
-    before = {key: first[key] for key in first if key in config} | before
-    for section, added in (("ema", {"power": []}), ("train", {"loss_tokens": "all", "reconstruction": 0.0})):
-        before |= {section: {**added, **before[section]}} if section in before else {}
+def migrate(config: dict) -> dict:
+    """A run's config by today's keys: `recipe` is gone, and what a route leaves out has its default."""
     plain = {item.name: item.default for item in fields(Route) if item.default is not MISSING}
-    routes = [plain | route for route in before.get("model", {}).get("routes", ())]
-    return before | ({"model": {**before["model"], "routes": routes}} if routes else {})
+    routes = [plain | route for route in config.get("model", {}).get("routes", ())]
+    kept = {key: value for key, value in config.items() if key != "recipe"}
+    return kept | ({"model": {**config["model"], "routes": routes}} if routes else {})
 
 
 class RunLog:

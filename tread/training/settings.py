@@ -16,6 +16,14 @@ from tread.runtime.schema import check_positive
 from tread.training.ema import exponent, exponential
 from tread.training.optimizer import LearningRate
 
+# keys that are gone, and what to set in their place
+MOVED = {f"recipe.{key}": f"model.{key}" for key in ("hidden_size", "depth", "num_heads", "patch_size")}
+MOVED |= {"recipe.steps": "train.steps", "recipe.batch_size": "train.batch_size", "recipe.lr": "optim.lr"}
+MOVED |= {"recipe.ema_decay": "ema.decay", "recipe.ema_warmup": "ema.warmup"}
+MOVED |= {f"recipe.{key}_every": f"every.{key}" for key in ("log", "evaluate", "sample", "save")}
+MOVED |= {"recipe.demo_samples": "eval.demo_samples"}
+MOVED |= {f"recipe.{key}": key for key in ("name", "objective", "init_from")}
+
 
 @dataclass(frozen=True)
 class Train:
@@ -30,9 +38,9 @@ class Train:
     label_drop: float
     routes_until: int | None
     max_bad_steps: int
-    ratio_schedule: RatioSchedule | None = None  # defaults are for runs begun before the key was there
-    loss_tokens: str = "all"
-    reconstruction: float = 0.0
+    ratio_schedule: RatioSchedule | None
+    loss_tokens: str
+    reconstruction: float
 
     def __post_init__(self) -> None:
         for key in ("steps", "batch_size", "micro_batch_size", "cpu_threads", "processes", "max_bad_steps"):
@@ -165,29 +173,6 @@ class Tags:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What belongs to a dataset or an experiment; config.yaml reads each key by ${recipe.…}."""
-
-    name: str
-    hidden_size: int
-    depth: int
-    num_heads: int
-    patch_size: int
-    steps: int
-    batch_size: int
-    lr: float
-    objective: str
-    ema_decay: float
-    ema_warmup: bool
-    log_every: int
-    evaluate_every: int
-    sample_every: int
-    save_every: int
-    demo_samples: int
-    init_from: str | None
-
-
-@dataclass(frozen=True)
 class Settings:
     name: str
     results: str
@@ -208,7 +193,6 @@ class Settings:
     eval: Evaluation
     sampling: Sampling
     wandb: Wandb
-    recipe: Recipe
     tags: Tags
 
     def __post_init__(self) -> None:

@@ -116,8 +116,6 @@ def start(cfg: Settings, config: dict, stop: Stop) -> Run:
 
 def statistics_of(info: dict, process: int, processes: int) -> dict[str, float]:
     """What a checkpoint says of the steps since the last log: this process's own loss, or else the mean."""
-    if "tally" not in info:  # before bad steps were counted, all were good
-        return {"loss": info["loss_sum"], "good": info["loss_count"]}
     losses = info["tally"]["loss"]
     loss = losses[process] if len(losses) == processes else statistics.mean(losses)
     return {**info["tally"], "loss": loss}

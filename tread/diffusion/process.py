@@ -1,0 +1,55 @@
+"""What training, evaluation and sampling ask of a diffusion process: edm.py's EDM and rf.py's RF have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from tread.diffusion.guidance import Routes
+
+
+class Process(Protocol):
+    """A way from data x to noise and back, of noise level l (EDM's σ, rectified flow's t).
+
+    default_steps, default_solver  of sampling, where nobody asks for others.
+    level_name                     what people call l.
+
+    Shapes: x (B, C, S, S); level (B,) or a scalar; y (B,) int64; network(x, time, y, routes=) → (B, C or 2C, S, S).
+    """
+
+    default_steps: int
+    default_solver: str
+    level_name: str
+
+    @property
+    def data_std(self) -> float:
+        """What dataset.normalize brings latents to."""
+
+    def noise_level(self, normal: Tensor) -> Tensor:
+        """Training noise levels from standard normal numbers, elementwise."""
+
+    def quantiles(self, count: int) -> Tensor:
+        """(count,) noise levels at the mid-quantiles of the training distribution, fp64, rising."""
+
+    def weight(self, level: Tensor) -> Tensor:
+        """Loss weight of each noise level."""
+
+    def denoise(
+        self, network: Callable[..., Tensor], x: Tensor, level: Tensor, y: Tensor, routes: Routes = ()
+    ) -> Tensor:
+        """D(x; l, y), the predicted data."""
+
+    def loss(
+        self, network: Callable[..., Tensor], x: Tensor, y: Tensor, level: Tensor, noise: Tensor, routes: Routes = ()
+    ) -> Tensor:
+        """Weighted error of each clean sample x noised to its level, averaged over C, S, S: (B,) fp32."""
+
+    def errors(
+        self, network: Callable[..., Tensor], x: Tensor, y: Tensor, level: Tensor, noise: Tensor, routes: Routes = ()
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `loss` averages and weighs: squared errors, D and the noisy input, each (B, C, S, S) fp32."""
+
+    def schedule(self, num_steps: int) -> Tensor:
+        """A sampler's noise levels, falling to 0: (num_steps + 1,) fp64."""
