@@ -51,8 +51,8 @@ COMPOSED = {  # what a command has → why it can't be run here
     r"name=(seeds|fp32|bf16)-": "studies: commands that run elsewhere, with other steps and seeds",
 }
 SMALL = {  # what is appended so that a command takes a second
-    "train.py": [*TINY, "every.evaluate=6", "every.sample=6"],
-    "sample.py": ["steps=8", "seeds=0-1"],
+    "train.py": [*TINY, "every.evaluate=6", "every.sample=6", "eval.points=16"],
+    "sample.py": ["steps=4", "seeds=0-1", "classes=[0,1]"],
     "fid.py": ["num_samples=20", "steps=2", "cache=cache"],
     "scripts/guidance_sweep.py": ["num_samples=20", "steps=2", "cache=cache"]
     + ["sweep.strong=[0]", "sweep.weak=[0.5]", "sweep.scale=[2]"],
@@ -204,8 +204,8 @@ def test_commands_run_in_small(tmp_path):
         done = run_python(ROOT / words[0], *words[1:], cwd=tmp_path)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         if command.door == "train.py" and not command.prints_alone:
-            cfg = composed_settings(command)
-            assert RunLog(tmp_path / cfg.results / cfg.name).records()[-1]["step"] == 6, command
+            (run,) = set(re.findall(r"results/[\w.-]+(?=/latest|/?$| is finished)", done.stdout, re.M))
+            assert RunLog(tmp_path / run).records()[-1]["step"] == 6, command
         elif command.door == "fid.py":
             assert "label_agreement" in done.stdout, command
     assert (tmp_path / "samples.png").is_file() and (tmp_path / "results" / "sweep" / "sweep.png").is_file()
