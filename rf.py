@@ -35,7 +35,7 @@ class RF:
                 weights do: it gets time_scale·(1 − t) and predicts x − ε.
     """
 
-    default_steps, default_solver, level_name = 50, "euler", "t"
+    default_steps, default_solver, level_name, variance_exploding = 50, "euler", "t", False
     data_std = 1.0  # what dataset.normalize brings latents to; nothing else depends on it
 
     time: str = "logit_normal"

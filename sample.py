@@ -29,11 +29,13 @@ from tread.diffusion.sampling import (
     relative_cost,
     spread_classes,
 )
-from tread.diffusion.solvers import check_solver
+from tread.diffusion.solvers import Churn, Solver
 from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
-from tread.runtime.device import use_precision
+from tread.runtime.device import Precision, use_precision
 from tread.runtime.files import check_place
+from tread.runtime.schema import Count
+from tread.runtime.tensor_files import Weights
 
 
 def parse_seeds(seeds: str | int | Sequence[int]) -> list[int]:
@@ -53,24 +55,18 @@ class Options:
     checkpoint: str
     classes: tuple[int, ...] | None
     seeds: str | int | tuple[int, ...]
-    steps: int | None
-    solver: str | None
-    batch_size: int
-    precision: str
-    weights: str
+    steps: Count | None
+    solver: Solver | None
+    churn: float | Churn | None
+    batch_size: Count
+    precision: Precision
+    weights: Weights
     guidance: Guidance
     decode: bool
     autoencoder: str | None
     out: str
 
     def __post_init__(self) -> None:
-        for key in ("batch_size", "steps"):
-            if getattr(self, key) is not None and getattr(self, key) < 1:
-                raise ValueError(f"{key} is {getattr(self, key)}, but must be positive")
-        if self.solver is not None:
-            check_solver(self.solver)
-        if self.weights not in ("ema", "model"):
-            raise ValueError(f"weights is {self.weights!r}, but must be ema or model")
         if Path(self.out).suffix != ".png":
             raise ValueError(f"out is {self.out!r}, but must end in .png")
 
@@ -87,7 +83,9 @@ def main(composed: DictConfig) -> None:
         classes = options.classes or spread_classes(trained.cfg.dataset.num_classes, 10)
         all_seeds, labels = seeds * len(classes), torch.tensor(classes).repeat_interleave(len(seeds))
         batch_size = min(options.batch_size, len(all_seeds))
-        sampler = Sampler.of(trained.process, options.steps, options.solver, batch_size, precision, options.guidance)
+        churn = Churn(options.churn) if isinstance(options.churn, float) else options.churn
+        given = (options.steps, options.solver, batch_size, precision, options.guidance, churn)
+        sampler = Sampler.of(trained.process, *given)
         check_labels(labels, trained.cfg.dataset.num_classes)
         nfe = sampler.nfe(trained.process)
         outlines = [one and one.outline(options.guidance) for one in (trained, weaker)]
@@ -106,7 +104,8 @@ def main(composed: DictConfig) -> None:
         sys.exit(f"error: {error}")
     print(
         f"{options.out}: rows are classes {list(classes)}, columns seeds {options.seeds}; step {trained.found.step}, "
-        f"{options.weights} weights, {sampler.solver} with {sampler.steps} steps, NFE {nfe}, guidance "
+        f"{options.weights} weights, {sampler.solver} with {sampler.steps} steps"
+        f"{f' and churn {sampler.churn.amount:g}' if sampler.churn.amount else ''}, NFE {nfe}, guidance "
         f"{options.guidance.describe()}, {cost:.3f} times the FLOPs of no guidance, "
         f"{precision} on {device.type}"
     )

@@ -119,7 +119,7 @@ def step_or_trouble(run: Run) -> str | None:
 def training_step(run: Run) -> None:
     """One optimizer step on global batch number run.step. Nothing in it waits for the device."""
     cfg, latents = run.cfg, run.data.latents
-    draws = step_draws(cfg, latents, run.network.num_tokens, run.step, run.processes.device)
+    draws = step_draws(cfg, latents, run.step, run.processes.device)
     total = 0.0
     for rows, (stored, labels) in zip(run.micro_batches, run.loader.batches(run.step)):
         synchronise = rows is run.micro_batches[-1]

@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from tread.data.dataset import PLACEMENTS
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.training.run_folder import RunLog
 
 ROOT = Path(__file__).resolve().parent.parent
 
 SAMPLES, PER_SHARD = 65_536, 4_096
-MEANING = Latents((4, 32, 32), tuple(map(str, range(1000))), "none", "moments", "logvar", 0.18215, views=2)
+MEANING = LatentSpec((4, 32, 32), tuple(map(str, range(1000))), "none", "moments", "logvar", 0.18215, views=2)
 
 
 def shards():

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from tread.data.dataset import VERSION, LatentDataset
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.runtime.files import sha256
 
 SAMPLES, PER_SHARD = 1_281_167, 16_384
-MEANING = Latents((4, 32, 32), tuple(map(str, range(1000))), "vae", "moments", "logvar", 0.18215, views=2)
+MEANING = LatentSpec((4, 32, 32), tuple(map(str, range(1000))), "vae", "moments", "logvar", 0.18215, views=2)
 
 
 def write_sparse(folder: Path) -> None:

@@ -28,12 +28,12 @@ import webdataset
 from torch.utils.data import DataLoader, Dataset
 
 from tread.data.dataset import LatentDataset
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.data.writer import write_dataset
 
 SAMPLES, PER_SHARD, BATCH, FILES = 65_536, 4_096, 256, 8_192
-MEANING = Latents((4, 32, 32), tuple(map(str, range(1000))), "pixels", scale_applied=True)
+MEANING = LatentSpec((4, 32, 32), tuple(map(str, range(1000))), "pixels", scale_applied=True)
 
 
 class Files(Dataset):

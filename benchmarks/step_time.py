@@ -34,7 +34,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import train
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.runtime.device import device_name, peak_flops, wait_for
 from tread.runtime.schema import check_overrides
@@ -86,7 +86,7 @@ def open_run(folder: Path, overrides: list[str]) -> Run:
     shape, classes = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size), cfg.dataset.num_classes
     count = 4 * cfg.train.batch_size
     random = np.random.default_rng(0)
-    meaning = Latents(shape, tuple(map(str, range(classes))), "pixels", scale_applied=True)
+    meaning = LatentSpec(shape, tuple(map(str, range(classes))), "pixels", scale_applied=True)
     write_dataset(
         folder / "data", meaning, [(random.standard_normal((count, 1, *shape), np.float32), np.arange(count) % classes)]
     )

@@ -23,6 +23,7 @@ from tread.checkpoints import checkpoint
 from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
 from tread.runtime.files import check_place, explain_failure, sha256, whole_folder
+from tread.runtime.tensor_files import Weights
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,7 @@ class Options:
 
     checkpoint: str
     out: str
-    weights: str
-
-    def __post_init__(self) -> None:
-        if self.weights not in ("ema", "model"):
-            raise ValueError(f"weights is {self.weights!r}, but must be ema or model")
+    weights: Weights
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="export_checkpoint")

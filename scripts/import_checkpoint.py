@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network
 from tread.checkpoints.state_dicts import describe, fit, sizes
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
 from tread.runtime.files import explain_failure, write_whole
@@ -37,16 +38,10 @@ class Options:
     """What configs/import_checkpoint.yaml adds to train.py's options."""
 
     weights: str
-    take: str
-    predicts: str
+    take: Literal["all", "ema", "model"]
+    predicts: Literal["objective", "noise"]
     autoencoder: str
     scale: float
-
-    def __post_init__(self) -> None:
-        if self.take not in ("all", "ema", "model"):
-            raise ValueError(f"take is {self.take!r}, but must be all, ema or model")
-        if self.predicts not in ("objective", "noise"):
-            raise ValueError(f"predicts is {self.predicts!r}, but must be objective or noise")
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="import_checkpoint")
@@ -69,7 +64,7 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> Path:
         raise FileExistsError(f"{folder} is there already; name=<another name> writes elsewhere")
     found, expected = chosen(options), build_network(cfg).state_dict()
     parts = {kind: fit(state, expected, options.weights) for kind, state in found.items()}
-    latents = Latents(
+    latents = LatentSpec(
         shape=(cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size),
         classes=tuple(map(str, range(cfg.dataset.num_classes))),
         autoencoder=options.autoencoder,

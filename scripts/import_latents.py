@@ -23,20 +23,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset
 from tread.data.images import save_grid
-from tread.data.importers import ForeignLatents, open_foreign
-from tread.data.latents import Latents
+from tread.data.importers import ForeignLatents, Kind, open_foreign
+from tread.data.latents import Dtype, LatentSpec
 from tread.data.prepare import shard_ranges
 from tread.data.writer import DatasetWriter, forget_work
 from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
 from tread.runtime.files import explain_failure, write_whole
+from tread.runtime.schema import Count, CountOrZero
 
 
 @dataclass(frozen=True)
 class Options:
     """configs/import_latents.yaml."""
 
-    kind: str
+    kind: Kind
     source: str
     out: str
     autoencoder: str
@@ -45,13 +46,9 @@ class Options:
     flipped: bool
     num_classes: int | None
     classes: str | None
-    dtype: str
-    shard_size: int
-    decode: int
-
-    def __post_init__(self) -> None:
-        if self.shard_size < 1 or self.decode < 0:
-            raise ValueError(f"shard_size {self.shard_size} must be positive, decode {self.decode} not negative")
+    dtype: Dtype
+    shard_size: Count
+    decode: CountOrZero
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="import_latents")
@@ -102,7 +99,7 @@ def import_all(options: Options) -> None:
     finish(writer, len(ranges), plan, options)
 
 
-def class_names(options: Options, latents: Latents) -> tuple[str, ...]:
+def class_names(options: Options, latents: LatentSpec) -> tuple[str, ...]:
     """The names in the file `classes`, or the numbers."""
     if options.classes is None:
         return latents.classes
@@ -113,7 +110,7 @@ def class_names(options: Options, latents: Latents) -> tuple[str, ...]:
     return names
 
 
-def meaning(latents: Latents) -> str:
+def meaning(latents: LatentSpec) -> str:
     """What the stored numbers are, in words."""
     if latents.content == "moments":
         spread = {"logvar": "log-variance", "std": "standard deviation"}[latents.spread]

@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import hydra
 import numpy as np
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset
-from tread.data.latents import Latents
+from tread.data.latents import Dtype, LatentSpec
 from tread.data.photos import Photos, find_photos
 from tread.data.prepare import Crops, check_sizes, make_shards, shard_ranges, source_hash
 from tread.data.writer import DatasetWriter, forget_work
@@ -31,6 +32,7 @@ from tread.runtime.cli import open_door, plain
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes, share_work
 from tread.runtime.files import explain_failure, write_whole
+from tread.runtime.schema import Count, CountOrZero
 
 PLANNED = ("resolution", "precision", "shard_size")  # with the pictures and the latents, what a dataset is made of
 
@@ -43,31 +45,20 @@ class Options:
     root: str | None
     labels: str | None
     out: str
-    resolution: int
+    resolution: Count
     flip: bool
     autoencoder: str
-    store: str
-    dtype: str
-    precision: str
-    batch_size: int | None
+    store: autoencoder.Store
+    dtype: Dtype
+    precision: Literal["fp32", "bf16"]
+    batch_size: Count | None
     device: str | None
-    workers: int | None
-    shard_size: int
-    on_error: str
+    workers: CountOrZero | None
+    shard_size: Count
+    on_error: Literal["stop", "skip"]
     enlarge: bool
     allow_empty: bool
-    decode: int
-
-    def __post_init__(self) -> None:
-        for key in ("resolution", "batch_size", "shard_size"):
-            if (getattr(self, key) or 1) < 1:
-                raise ValueError(f"{key} is {getattr(self, key)}, but must be positive")
-        for key in ("workers", "decode"):
-            if (getattr(self, key) or 0) < 0:
-                raise ValueError(f"{key} is {getattr(self, key)}, but must not be negative")
-        for key, allowed in (("precision", ("fp32", "bf16")), ("on_error", ("stop", "skip"))):
-            if getattr(self, key) not in allowed:
-                raise ValueError(f"{key} is {getattr(self, key)!r}, but must be {' or '.join(allowed)}")
+    decode: CountOrZero
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="prepare_latents")
@@ -138,7 +129,7 @@ def is_finished(out: Path, plan: dict) -> bool:
 
 
 def describe(
-    photos: Photos, options: Options, latents: Latents, shards: int, missing: int, processes: Processes
+    photos: Photos, options: Options, latents: LatentSpec, shards: int, missing: int, processes: Processes
 ) -> str:
     """What will be done: one line each."""
     content = latents.content + (f" (mean, {latents.spread})" if latents.spread else "")

@@ -30,7 +30,7 @@ import train
 from dit import DiT
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, read_network
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.evaluation.inception import Inception
 from tread.training import settings
 from tread.training.run_folder import RunLog
@@ -111,7 +111,7 @@ def score(folder, *overrides: str) -> str:
     return launch_door(fid.main, "fid", folder, f"cache={folder}/cache", *map(str, overrides))
 
 
-RGB = Latents(shape=(3, 16, 16), classes=tuple("abcde"), autoencoder="pixels", scale_applied=True)
+RGB = LatentSpec(shape=(3, 16, 16), classes=tuple("abcde"), autoencoder="pixels", scale_applied=True)
 
 
 def save_checkpoint(run, composed, latents=RGB, step=3, parts=("model", "ema"), **dataset):

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tread.data import autoencoder
-from tread.data.latents import Latents, to_network
+from tread.data.latents import LatentSpec, to_network
 
-PLAIN = Latents(shape=(4, 8, 8), classes=("a",), autoencoder="pixels", scale=0.5, shift=0.25)
+PLAIN = LatentSpec(shape=(4, 8, 8), classes=("a",), autoencoder="pixels", scale=0.5, shift=0.25)
 
 
 def test_plain_latents_are_scaled_once():

@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader
 
 from benchmarks.dataset_open import write_sparse
 from tread.data.dataset import LatentDataset
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.runtime.files import sha256
 from tread.training.objective import split_batch
 
-MEANING = Latents(shape=(2, 4, 4), classes=("ant", "bee", "cow"), autoencoder="pixels", views=2)
+MEANING = LatentSpec(shape=(2, 4, 4), classes=("ant", "bee", "cow"), autoencoder="pixels", views=2)
 
 
 def arrays(count: int, views: int = 2, channels: int = 2):

@@ -12,12 +12,12 @@ import torch
 
 from benchmarks.dataset_open import anonymous_memory, write_sparse
 from tread.data.dataset import PLACEMENTS, LatentDataset
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.data.writer import write_dataset
 from tread.training.objective import split_batch
 
-MEANING = Latents(shape=(2, 4, 4), classes=("ant", "bee", "cow"), autoencoder="pixels", views=2)
+MEANING = LatentSpec(shape=(2, 4, 4), classes=("ant", "bee", "cow"), autoencoder="pixels", views=2)
 CPU = torch.device("cpu")
 
 

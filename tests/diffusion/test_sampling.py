@@ -25,6 +25,7 @@ from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import KINDS as GUIDANCE_KINDS
 from tread.diffusion.guidance import Guidance, Schedule
 from tread.diffusion.sampling import Model, Sampler, draw, draw_pictures, relative_cost, seeded_labels, spread_classes
+from tread.diffusion.solvers import Churn, heun
 from tread.evaluation.figures import save_curve
 from tread.runtime.device import use_precision
 from tread.runtime.randomness import generator, seeded_normal
@@ -95,6 +96,31 @@ def test_pictures_hardly_depend_on_the_shape_of_the_batch(tiny, guidance):
     assert reference.float().std() > 20
     for batch_size in (1, 7, 16):
         assert ((pictures(batch_size) - reference).abs() <= 1).float().mean() >= 0.999
+
+
+def test_churn_adds_noise_that_the_seed_gives(tiny):
+    """Reference: heun with the same noise, drawn here by its address. Other processes and solvers are refused."""
+    seeds, labels, churn = [7, 3], torch.tensor([1, 4]), Churn(20, sigma_min=0.05, sigma_max=50, noise=1.003)
+    found = latents_of(tiny, seeds, labels, steps=4, batch_size=2, churn=churn)
+
+    def normal(stream):
+        return torch.stack([torch.randn(4, 8, 8, generator=generator(seed, stream)) for seed in seeds])
+
+    def denoiser(x, level):
+        with torch.no_grad():
+            return EDM().denoise(tiny, x, level, labels)
+
+    expected = heun(denoiser, normal("noise"), EDM().schedule(4), churn, lambda step: normal(f"churn {step}"))
+    torch.testing.assert_close(found, expected.float())
+    plain = latents_of(tiny, seeds, labels, steps=4, batch_size=2)
+    assert not torch.isclose(found, plain, rtol=0.01, atol=0.01).all()
+    alone = latents_of(tiny, seeds[1:] * 2, labels[1:].repeat(2), steps=4, batch_size=2, churn=churn)
+    assert torch.equal(alone[0], found[1])
+    for process, solver in ((RF(), "heun"), (EDM(), "euler")):
+        with pytest.raises(ValueError, match="churn=20 is of EDM and solver=heun"):
+            latents_of(tiny, seeds, labels, process=process, solver=solver, churn=churn)
+    with pytest.raises(ValueError, match="0 ≤ sigma_min < sigma_max"):
+        Churn(1.0, sigma_min=2, sigma_max=1)
 
 
 def test_a_label_counts_for_its_sample_alone(tiny):
@@ -311,8 +337,6 @@ def test_labels_follow_from_the_seed():
     assert 150 < labels.bincount(minlength=10).min() and labels.bincount().max() < 250  # 200 ± 13.4
     balanced = seeded_labels(range(5, 35), 10, "balanced")
     assert balanced[:3].tolist() == [5, 6, 7] and balanced.bincount().tolist() == [3] * 10
-    with pytest.raises(ValueError, match="random, balanced"):
-        seeded_labels([0], 10, "sorted")
 
 
 def test_bad_requests_are_refused(tiny):
@@ -323,8 +347,10 @@ def test_bad_requests_are_refused(tiny):
     tiny.final_layer.linear.bias.data.fill_(float("nan"))
     with pytest.raises(ValueError, match="not finite"):
         next(draw_pictures(Model(EDM(), tiny), to_uint8, [4], torch.tensor([0]), Sampler(steps=2), check=True))
-    with pytest.raises(ValueError, match="fp16"):
+    with pytest.raises(ValueError, match="precision is 'fp16'.*range is too small"):
         use_precision("fp16", torch.device("cpu"))
+    with pytest.raises(ValueError, match="must be random or balanced"):
+        seeded_labels([0], 10, "sorted")
     assert use_precision("auto", torch.device("cpu")) == "fp32"
 
 

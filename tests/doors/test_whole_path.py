@@ -22,7 +22,7 @@ from tread.checkpoints import checkpoint
 from tread.checkpoints.trained import open_trained
 from tread.data import autoencoder
 from tread.data.dataset import LatentDataset
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.diffusion.sampling import Sampler, draw
 
 SMALL = ["model.hidden_size=64", "model.depth=6", "model.num_heads=2", "train.batch_size=16", "train.steps=6"]
@@ -78,7 +78,7 @@ def test_from_photos_to_pictures(asset, tmp_path, kind):
     text = run(tmp_path, *train, "dataset.heldout=data/val", "dataset.normalize=true", *SMALL, "name=imagenette")
     assert "500 samples of (4, 16, 16)" in text and "keeps 32 of 64 tokens" in text
     found = checkpoint.find(tmp_path / "results" / "imagenette")
-    latents = Latents.from_json(found.info["latents"])
+    latents = LatentSpec.from_json(found.info["latents"])
     assert latents.channel_shift == data.statistics[0]
 
     run(

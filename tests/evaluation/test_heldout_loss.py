@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tread.data.dataset import LatentDataset
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.diffusion.edm import EDM
 from tread.evaluation.heldout_loss import heldout_loss, point
@@ -27,7 +27,7 @@ def test_few_points_are_spread_over_all_samples():
 
 
 def test_the_losses_equal_those_one_by_one(tmp_path, tiny):
-    meaning = Latents(shape=(4, 8, 8), classes=tuple("abcdefghij"), autoencoder="none", dtype="float32", scale=2.0)
+    meaning = LatentSpec(shape=(4, 8, 8), classes=tuple("abcdefghij"), autoencoder="none", dtype="float32", scale=2.0)
     stored = torch.randn(5, 1, 4, 8, 8)
     write_dataset(tmp_path / "data", meaning, [(stored.numpy(), torch.arange(5).numpy())])
     data, edm = LatentDataset(tmp_path / "data"), EDM()

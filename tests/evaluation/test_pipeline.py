@@ -285,7 +285,10 @@ def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, inception
         (["samples=float.npz", "reference=reference.npz", weights], "float64, but must be uint8"),
         (["checkpoint=results/raw", "reference=reference.npz", weights], "holds no ema part.*weights=model"),
         (["checkpoint=results/a", "reference=reference.npz", "inception=nowhere"], "nowhere is not there"),
-        (["checkpoint=results/a", "reference=reference.npz", weights, "labels=sorted"], "random, balanced"),
+        (
+            ["checkpoint=results/a", "reference=reference.npz", weights, "labels=sorted"],
+            "be random or balanced",
+        ),
         (["checkpoint=results/a", "reference=reference.npz", weights, "num_samples=1"], "at least 2"),
         (["checkpoint=results/a", "reference=reference.npz", weights, "steps=1"], "at least 2"),
         (["checkpoint=results/a", "reference=reference.npz", weights, "crop=16"], "crop=16 is for folders"),

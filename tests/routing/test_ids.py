@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from routing_module import Route, draw_ids, num_keep
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Model, Sampler, draw
 from tread.routing.ids import RatioSchedule, choose_ids, count_kept, force, keep_prefix, row_ids, shared_ids
+from tread.runtime.randomness import generator
 from tread.training.objective import split_batch, step_draws, training_loss
 
 SELECTS = ("token", "row", "shared")
@@ -245,15 +246,17 @@ def test_a_schedule_that_can_not_be_is_refused(wrong, shown):
 def test_ids_and_losses_do_not_depend_on_how_a_batch_is_split(read_config, tiny, select):
     """Two processes of two micro-batches each, and the whole batch at once; "shared" is the same in all parts."""
     cfg = read_config("model.depth=6", "train.batch_size=8", f"model.routes.0.select={select}")
-    latents = Latents(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
+    latents = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
     stored, labels = torch.randn(8, 4, 8, 8), torch.arange(8)
-    draws, route = step_draws(cfg, latents, 16, 3, torch.device("cpu")), cfg.model.routes[0]
-    whole = choose_ids(route, draws.routes[0], tiny.grid)
+    draws, route = step_draws(cfg, latents, 3, "cpu"), cfg.model.routes[0]
+    ((drawn_for, whole),) = draws.routes
+    uniform = torch.rand(8, 16, generator=generator(cfg.seed, 3, "route 0"))
+    assert drawn_for == route and torch.equal(whole, choose_ids(route, uniform, tiny.grid))
     parts = [rows for rank in range(2) for rows in split_batch(8, 2, rank, 2)]
     assert len(parts) == 4
-    split = [choose_ids(route, draws.rows(rows).routes[0], tiny.grid) for rows in parts]
+    split = [draws.rows(rows).routes[0][1] for rows in parts]
     assert torch.equal(torch.cat(split), whole) and (len(whole.unique(dim=0)) == 1) == (select == "shared")
-    assert not torch.equal(choose_ids(route, step_draws(cfg, latents, 16, 4, "cpu").routes[0], tiny.grid), whole)
+    assert not torch.equal(step_draws(cfg, latents, 4, "cpu").routes[0][1], whole)
     with torch.no_grad():
         expected = training_loss(cfg, tiny, latents, stored, labels, draws)
         losses = [training_loss(cfg, tiny, latents, stored[r], labels[r], draws.rows(r)) for r in parts]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from routing_module import draw_ids
+from routing_module import Route, draw_ids
 from tread.runtime.randomness import generator, seeded_normal
 from tread.training.objective import draw_step, drop_labels, split_batch
 
 
 def draws(seed=0, step=5, num_routes=1, posterior=True):
-    return draw_step(seed, step, 8, (4, 8, 8), num_tokens=16, num_routes=num_routes, posterior=posterior)
+    routes = [Route(2 * i, 2 * i) for i in range(num_routes)]
+    return draw_step(seed, step, 8, (4, 8, 8), grid=(4, 4), routes=routes, posterior=posterior)
 
 
 def test_draws_repeat_and_differ_by_seed_and_step():
@@ -20,7 +21,9 @@ def test_draws_repeat_and_differ_by_seed_and_step():
         for other in (draws(seed=1), draws(step=6)):
             assert not torch.isclose(getattr(draws(), name), getattr(other, name)).all()
     assert not torch.equal(draws().noise, draws().posterior)
-    ids = [draw_ids(d.routes[0], 0.5) for d in (draws(), draws(), draws(step=6))]
+    ids = [d.routes[0][1] for d in (draws(), draws(), draws(step=6))]
+    uniform = torch.rand(8, 16, generator=generator(0, 5, "route 0"))
+    assert torch.equal(ids[0], draw_ids(uniform, 0.5))
     assert torch.equal(ids[0], ids[1]) and not torch.equal(ids[0], ids[2])
 
 
@@ -37,8 +40,7 @@ def test_ranks_and_micro_batches_together_draw_what_one_does(ranks, micro):
     parts = [whole.rows(rows) for rank in range(ranks) for rows in split_batch(8, ranks, rank, micro)]
     for name in ("level", "noise", "drop", "posterior"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
-    ids = [draw_ids(part.routes[0], 0.5) for part in parts]
-    assert torch.equal(torch.cat(ids), draw_ids(whole.routes[0], 0.5))
+    assert torch.equal(torch.cat([part.routes[0][1] for part in parts]), whole.routes[0][1])
 
 
 def test_a_batch_that_does_not_divide_is_refused():
@@ -49,7 +51,7 @@ def test_a_batch_that_does_not_divide_is_refused():
 
 
 def test_moments_of_the_draws():
-    d = draw_step(0, 0, 4096, (1, 8, 8), num_tokens=16, num_routes=1, posterior=False)
+    d = draw_step(0, 0, 4096, (1, 8, 8), grid=(4, 4), routes=(), posterior=False)
     assert abs(d.noise.mean()) < 0.01 and abs(d.noise.std() - 1) < 0.01
     assert abs(d.drop.mean() - 0.5) < 0.03 and 0 <= d.drop.min() <= d.drop.max() < 1
 

@@ -20,10 +20,11 @@ from tread.checkpoints.trained import open_trained
 from tread.data import digits
 from tread.data.autoencoder import load_decoder
 from tread.data.dataset import LatentDataset
-from tread.data.latents import Latents, to_network
+from tread.data.latents import LatentSpec, to_network
 from tread.diffusion import sampling
 from tread.evaluation.heldout_loss import heldout_loss
 from tread.runtime import device
+from tread.runtime.randomness import generator
 from tread.training import progress, settings
 from tread.training.objective import step_draws, training_loss
 from tread.training.setup import open_datasets
@@ -93,13 +94,14 @@ def test_what_decides_about_a_run_is_not_changed_by_going_on(tmp_path):
 def test_a_training_loss_is_the_flows(read_config, tiny):
     """training_loss against RF.loss by hand: stored latents, dropped labels, logit-normal times, the route's ids."""
     cfg = read_config("objective=rf", "model.depth=6", "train.batch_size=4", "train.label_drop=0.5")
-    latents = Latents(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
+    latents = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
     stored, labels = torch.randn(4, 4, 8, 8), torch.tensor([1, 2, 3, 4])
-    draws = step_draws(cfg, latents, 16, 7, torch.device("cpu"))
+    draws = step_draws(cfg, latents, 7, "cpu")
     with torch.no_grad():
         found = training_loss(cfg, tiny, latents, stored, labels, draws)
         y = torch.where(draws.drop < 0.5, 10, labels)
-        routes = [(cfg.model.routes[0], draw_ids(draws.routes[0], 0.5))]
+        uniform = torch.rand(4, 16, generator=generator(cfg.seed, 7, "route 0"))
+        routes = [(cfg.model.routes[0], draw_ids(uniform, 0.5))]
         expected = RF().loss(tiny, stored, y, torch.sigmoid(draws.level), draws.noise, routes)
     assert 0 < (y == 10).sum() < 4
     torch.testing.assert_close(found, expected)

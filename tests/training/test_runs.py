@@ -26,7 +26,7 @@ from routing_module import Route, draw_ids
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network
 from tread.data.dataset import LatentDataset
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.data.writer import write_dataset
 from tread.runtime.distributed import Processes
@@ -215,7 +215,7 @@ def test_a_step_reads_nothing_back_from_the_device(tmp_path, monkeypatch):
         (("seed=1", "train.batch_size=16"), "train.batch_size: 8 there, 16 here"),
         (("model=dit", "name=digits-tread"), "holds a run with other settings"),
         (("train.batch_size=9", "train.micro_batch_size=4", "name=x"), "micro_batch_size 4"),
-        (("train.precision=fp16",), "fp16, which this code refuses"),
+        (("train.precision=fp16",), "fp16 is refused: without loss scaling"),
         (("dataset.path=nowhere", "dataset.embedded=null", "name=x"), "no dataset at nowhere"),
         (("dataset.heldout=nowhere", "dataset.embedded=null", "name=x"), "no dataset at nowhere"),
         (("dataset.channels=4", "name=x"), "dataset.channels and dataset.size say (4, 8, 8)"),
@@ -278,7 +278,7 @@ def test_moments_with_flipped_views_and_an_autoencoder(tmp_path):
     """The way of ImageNet latents: posterior means and log-variances, an AutoencoderKL for the pictures."""
     model = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, sample_size=16)
     model.save_pretrained(tmp_path / "vae")
-    meaning = Latents(
+    meaning = LatentSpec(
         shape=(4, 8, 8),
         classes=("ant", "bee", "cow"),
         autoencoder=str(tmp_path / "vae"),
@@ -295,7 +295,7 @@ def test_moments_with_flipped_views_and_an_autoencoder(tmp_path):
     run = tmp_path / "results" / "imagenet256-tread"
     assert [r["step"] for r in records(run) if "loss" in r] == [1, 2, 3]
     assert Image.open(run / "samples" / "step_0000003.png").mode == "RGB"
-    assert Latents.from_json(checkpoint.find(run).info["latents"]) == meaning
+    assert LatentSpec.from_json(checkpoint.find(run).info["latents"]) == meaning
     with pytest.raises(SystemExit, match="val and latents/train differ in scale"):
         shutil.rmtree(tmp_path / "latents" / "val")
         write_dataset(tmp_path / "latents" / "val", replace(meaning, scale=1.0), shards)
@@ -432,7 +432,7 @@ def test_routed_training_on_a_gpu(tiny):
 
 def folder_of_latents(path, seed=0, **meaning):
     rng = np.random.default_rng(seed)
-    latents = Latents(shape=(2, 8, 8), classes=("ant", "bee"), autoencoder="pixels", scale_applied=True, **meaning)
+    latents = LatentSpec(shape=(2, 8, 8), classes=("ant", "bee"), autoencoder="pixels", scale_applied=True, **meaning)
     write_dataset(path, latents, [(3 * rng.standard_normal((20, latents.views, 2, 8, 8)) + 1, np.arange(20) % 2)])
     return path
 
@@ -477,14 +477,16 @@ def test_normalisation_is_recorded_and_undone_in_pictures(tmp_path):
     data = LatentDataset(tmp_path / "latents")
     mean, std = (np.array(values)[:, None, None] for values in data.statistics)
     before = data.read(np.arange(20)).stored.numpy().astype(np.float64)
-    done = Latents(shape=(2, 8, 8), classes=("ant", "bee"), autoencoder="pixels", scale_applied=True, dtype="float32")
+    done = LatentSpec(
+        shape=(2, 8, 8), classes=("ant", "bee"), autoencoder="pixels", scale_applied=True, dtype="float32"
+    )
     write_dataset(tmp_path / "done", done, [(((before - mean) / std * 0.5)[:, None], data.labels)])
     common = ["dataset=folder", "dataset.heldout=${dataset.path}", "sampling.decode=false", "train.steps=3"]
     launch(tmp_path, *common, "dataset.path=latents", "dataset.normalize=true", "name=a")
     launch(tmp_path, *common, "dataset.path=done", "name=b")
     for a, b in zip(records(tmp_path / "results" / "a"), records(tmp_path / "results" / "b"), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
-    latents = Latents.from_json(checkpoint.find(tmp_path / "results" / "a").info["latents"])
+    latents = LatentSpec.from_json(checkpoint.find(tmp_path / "results" / "a").info["latents"])
     assert np.allclose(latents.channel_shift, mean.ravel()) and np.allclose(latents.channel_scale, 0.5 / std.ravel())
     with pytest.raises(SystemExit, match="is not the data that"):
         launch(tmp_path, *common, "dataset.path=latents", "name=a", "train.steps=6")

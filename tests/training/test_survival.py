@@ -22,7 +22,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import train
 from tread.checkpoints import checkpoint
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.models import backbone
 from tread.training import memory, periodic
@@ -78,7 +78,7 @@ def test_another_number_of_processes_keeps_batches_and_draws(whole, tmp_path):
 
 def test_two_processes_equal_one_over_20_steps_of_uneven_data(tmp_path):
     """21 samples in batches of 8, 7 held out, 5 evaluation points: no share is even. A hang is a timeout."""
-    meaning = Latents(shape=(1, 8, 8), classes=tuple("0123456789"), autoencoder="pixels", scale_applied=True)
+    meaning = LatentSpec(shape=(1, 8, 8), classes=tuple("0123456789"), autoencoder="pixels", scale_applied=True)
     for part, count in (("train", 21), ("heldout", 7)):
         content = np.random.default_rng(count).standard_normal((count, 1, 1, 8, 8))
         write_dataset(tmp_path / part, meaning, [(content, np.arange(count) % 10)])

@@ -20,14 +20,13 @@ from dit import DiT
 from rf import RF
 from routing_module import Route
 from tread.checkpoints.network import build_network
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
 from tread.models.rwkv import RWKV
-from tread.routing.ids import choose_ids
 from tread.training.objective import active_routes, step_draws, training_loss
 from tread.training.token_losses import EPSILON, kept_loss, reconstruction_loss, to_patches
 
-LATENTS = Latents(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
+LATENTS = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
 TWO = "model.routes=[{start:1,end:2},{start:4,end:4,selection_ratio:0.25}]"
 KEPT = ("model.depth=6", "train.batch_size=4", "train.label_drop=0.5", "train.loss_tokens=kept")
 PROCESSES = [EDM(sigma_data=0.7), RF(), RF(reverse=True)]
@@ -65,7 +64,7 @@ def by_loops(squared, denoised, noisy, ids, size, coefficient):
 def setting(read_config, *overrides):
     """(cfg, stored, labels, draws) of a step on four samples."""
     cfg = read_config(*KEPT, *overrides)
-    draws = step_draws(cfg, LATENTS, 16, 7, torch.device("cpu"))
+    draws = step_draws(cfg, LATENTS, 7, "cpu")
     return cfg, torch.randn(4, 4, 8, 8), torch.tensor([1, 2, 3, 4]), draws
 
 
@@ -142,7 +141,7 @@ def test_a_training_loss_of_kept_tokens_equals_the_formula(read_config, tiny, ob
     overrides = (TWO, f"objective={objective}", "train.reconstruction=0.1")
     cfg, stored, labels, draws = setting(read_config, *overrides)
     y = torch.where(draws.drop < 0.5, 10, labels)
-    routes = [(route, choose_ids(route, numbers)) for route, numbers in zip(cfg.model.routes, draws.routes)]
+    routes = draws.routes
     assert [ids.shape[1] for _, ids in routes] == [8, 12] and 0 < (y == 10).sum() < 4
     with torch.no_grad():
         found = training_loss(cfg, tiny, LATENTS, stored, labels, draws)
@@ -168,7 +167,7 @@ def test_a_training_loss_of_kept_tokens_equals_the_formula(read_config, tiny, ob
 def test_what_should_come_out_of_patches_routed_around_counts_for_nothing(read_config, tiny, objective):
     """Other data and noise there that make the same noisy input: loss and gradients of kept tokens stay as they are."""
     cfg, stored, labels, draws = setting(read_config, f"objective={objective}")
-    (ids,) = (choose_ids(route, numbers) for route, numbers in zip(cfg.model.routes, draws.routes))
+    ((_, ids),) = draws.routes
     around = torch.ones(4, 16).scatter(1, ids, 0).view(4, 1, 4, 4)
     change = around.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3) * torch.randn(4, 4, 8, 8)
     if objective == "edm":
@@ -193,7 +192,7 @@ def test_it_is_off_unless_asked_for_and_where_no_route_is(read_config, tiny):
     cfg, stored, labels, draws = setting(read_config, "train.loss_tokens=all")
     assert read_config().train.loss_tokens == "all" and read_config().train.reconstruction == 0
     y, sigma = torch.where(draws.drop < 0.5, 10, labels), EDM().noise_level(draws.level)
-    routes = [(cfg.model.routes[0], choose_ids(cfg.model.routes[0], draws.routes[0]))]
+    routes = draws.routes
     with torch.no_grad():
         found = training_loss(cfg, tiny, LATENTS, stored, labels, draws)
         assert torch.equal(found, EDM().loss(tiny, stored, y, sigma, draws.noise, routes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated, Literal
 
 from torch import nn
 
@@ -12,49 +13,42 @@ from rf import RF
 from routing_module import SELECT_CHOICES, Route, check_routes
 from tread.checkpoints.checkpoint import read_weights
 from tread.checkpoints.state_dicts import fit
-from tread.data.dataset import PLACEMENTS
+from tread.data.dataset import Placement, Verify
 from tread.diffusion.edm import EDM
 from tread.diffusion.process import Process
-from tread.models.backbone import Backbone
+from tread.models.backbone import Backbone, Init
 from tread.models.rwkv import RWKV
-from tread.runtime.schema import check_positive, read
+from tread.runtime.schema import Count, Positive, read
 
-# by architecture, how routes can select tokens
-ARCHITECTURES = {"dit": SELECT_CHOICES, "rwkv": ("row",)}
+Objective = Annotated[Literal["edm", "rf"], "rectified flow"]
 
 
 @dataclass(frozen=True)
 class Model:
     name: str
-    architecture: str
+    architecture: Literal["dit", "rwkv"]
     routes: tuple[Route, ...]
-    hidden_size: int
-    depth: int
-    num_heads: int
-    patch_size: int
-    mlp_ratio: float
+    hidden_size: Count
+    depth: Count
+    num_heads: Count
+    patch_size: Count
+    mlp_ratio: Positive
     learn_sigma: bool
-    init: str
+    init: Init
 
     def __post_init__(self) -> None:
-        if self.architecture not in ARCHITECTURES:
-            raise ValueError(
-                f"model.architecture is {self.architecture!r}, but must be one of {', '.join(ARCHITECTURES)}"
-            )
         for number, route in enumerate(self.routes):
             if route.select not in self.selects:
                 raise ValueError(
                     f"model.routes.{number}.select is {route.select!r}, but the blocks of {self.architecture} look at "
                     f"neighbours in the token grid: it must be {' or '.join(self.selects)}"
                 )
-        sizes = ("hidden_size", "depth", "num_heads", "patch_size", "mlp_ratio")
-        check_positive("model", **{name: getattr(self, name) for name in sizes})
         check_routes(self.routes, self.depth)
 
     @property
     def selects(self) -> tuple[str, ...]:
         """How routes of this architecture can select tokens, the usual way first."""
-        return ARCHITECTURES[self.architecture]
+        return ("row",) if self.architecture == "rwkv" else SELECT_CHOICES
 
 
 @dataclass(frozen=True)
@@ -62,22 +56,17 @@ class Dataset:
     name: str
     path: str | None
     heldout: str | None
-    embedded: str | None
-    channels: int | None
-    size: int | None
-    num_classes: int | None
-    verify: str
-    placement: str
+    embedded: Literal["digits"] | None
+    channels: Count | None
+    size: Count | None
+    num_classes: Count | None
+    verify: Verify
+    placement: Placement
     normalize: bool
 
     def __post_init__(self) -> None:
         if self.path is None:
             raise ValueError(f"dataset.path is null, but dataset={self.name} needs it: dataset.path=<folder>")
-        if self.placement not in PLACEMENTS:
-            raise ValueError(f"dataset.placement is {self.placement!r}, but must be one of {', '.join(PLACEMENTS)}")
-        check_positive("dataset", channels=self.channels, size=self.size, num_classes=self.num_classes)
-        if self.embedded not in (None, "digits"):
-            raise ValueError(f"dataset.embedded is {self.embedded!r}, but must be digits or null")
 
 
 @dataclass(frozen=True)
@@ -88,16 +77,7 @@ class Network:
     dataset: Dataset
     edm: EDM
     rf: RF
-    objective: str
-
-    def __post_init__(self) -> None:
-        check_objective(self.objective)
-
-
-def check_objective(name: str) -> None:
-    """Raise ValueError unless an objective is known."""
-    if name not in ("edm", "rf"):
-        raise ValueError(f"objective is {name!r}, but must be edm or rf (rectified flow)")
+    objective: Objective
 
 
 def read_network(config: dict) -> Network:

@@ -10,7 +10,7 @@ import torch
 from routing_module import Route
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import Network, build_network, process_of, read_network
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.diffusion.guidance import NO_GUIDANCE, Guidance
 from tread.diffusion.process import Process
 from tread.diffusion.sampling import Model
@@ -34,8 +34,8 @@ class Trained:
         return process_of(self.cfg)
 
     @property
-    def latents(self) -> Latents:
-        return Latents.from_json(self.found.info["latents"])
+    def latents(self) -> LatentSpec:
+        return LatentSpec.from_json(self.found.info["latents"])
 
     @property
     def sha256(self) -> str:

@@ -11,20 +11,22 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Literal
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from tread.data.latents import Latents, from_network
+from tread.data.latents import LatentSpec, from_network
 from tread.runtime.device import exact
+from tread.runtime.schema import check
 from tread.runtime.tensor_files import read_state_dict
 
 Decoder = Callable[[Tensor], Tensor]
 Encoder = Callable[[Tensor], np.ndarray]
 KINDS = ("AutoencoderKL", "AutoencoderTiny")
-STORES = ("auto", "moments", "latents")
+Store = Literal["auto", "moments", "latents"]
 # Stable Diffusion 1's autoencoder, for weight files that come without a config
 SD_CONFIG = {
     "_class_name": "AutoencoderKL",
@@ -108,7 +110,7 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def decoder_hash(latents: Latents, autoencoder: str | None = None) -> str:
+def decoder_hash(latents: LatentSpec, autoencoder: str | None = None) -> str:
     """What load_decoder's pictures depend on beside the latents: the fingerprint of the weights, or "pixels"."""
     if latents.autoencoder == "pixels":
         return "pixels"
@@ -117,7 +119,7 @@ def decoder_hash(latents: Latents, autoencoder: str | None = None) -> str:
     return fingerprint(load_autoencoder(autoencoder or latents.autoencoder))
 
 
-def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ...], store: str, **kept) -> Latents:
+def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ...], store: Store, **kept) -> LatentSpec:
     """What `encoder` will store of pictures of this size: shape, content and scale.
 
     store  "moments" of an AutoencoderKL's posterior, "latents" (its mean, or an AutoencoderTiny's
@@ -126,9 +128,10 @@ def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ..
 
     Raises ValueError for a size that the autoencoder does not give back.
     """
+    check("store", store, Store)
     posterior = type(model).__name__ == "AutoencoderKL"
-    if store not in STORES or (store == "moments" and not posterior):
-        raise ValueError(f"store is {store!r}, but must be one of {', '.join(STORES)}; moments need an AutoencoderKL")
+    if store == "moments" and not posterior:
+        raise ValueError(f"store=moments needs an AutoencoderKL, but {name} is an {type(model).__name__}")
     probe = torch.zeros(1, 3, resolution, resolution, device=next(model.parameters()).device)
     try:
         with torch.no_grad():
@@ -139,7 +142,7 @@ def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ..
     if size != resolution:
         raise ValueError(f"resolution {resolution} comes back as {size} from {name}: use a multiple of its step")
     moments = posterior and store != "latents"
-    return Latents(
+    return LatentSpec(
         shape=tuple(z.shape[1:]),
         classes=classes,
         autoencoder=located(name),
@@ -152,7 +155,7 @@ def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ..
     )
 
 
-def encoder(model: nn.Module, latents: Latents, precision: str = "fp32") -> Encoder:
+def encoder(model: nn.Module, latents: LatentSpec, precision: str = "fp32") -> Encoder:
     """A function from uint8 pictures (B, 3, R, R) to what is stored of them: (B, views, C or 2C, S, S) float32.
 
     With views=2 the second is the encoded flipped picture. precision is fp32, or bf16 for autocast.
@@ -176,7 +179,7 @@ def encoder(model: nn.Module, latents: Latents, precision: str = "fp32") -> Enco
     return encode
 
 
-def load_decoder(latents: Latents, device: torch.device | str = "cpu", autoencoder: str | None = None) -> Decoder:
+def load_decoder(latents: LatentSpec, device: torch.device | str = "cpu", autoencoder: str | None = None) -> Decoder:
     """A function from network latents (B, C, S, S) to uint8 pictures (B, 1 or 3, H, W).
 
     autoencoder  another than latents.autoencoder, which may have moved: a name as load_autoencoder takes.

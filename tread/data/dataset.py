@@ -18,20 +18,23 @@ import mmap
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.data.npy import open_array, rows_in_place, torch_dtype
 from tread.runtime.files import sha256
 from tread.runtime.randomness import generator
+from tread.runtime.schema import check
 
 VERSION = 1
 SHARD_KEYS = ("count", "file", "labels", "file_sha256", "labels_sha256")
-PLACEMENTS = ("mmap", "ram", "device")
+Verify = Literal["open", "full"]
+Placement = Literal["mmap", "ram", "device"]
+PLACEMENTS = get_args(Placement)
 
 
 class Batch(NamedTuple):
@@ -66,22 +69,21 @@ class LatentDataset:
     """
 
     folder: Path
-    verify: str = "open"
-    placement: str = "mmap"
+    verify: Verify = "open"
+    placement: Placement = "mmap"
     device: torch.device | str = "cpu"
-    latents: Latents = field(init=False)
+    latents: LatentSpec = field(init=False)
     labels: np.ndarray = field(init=False, repr=False)
     statistics: tuple[tuple[float, ...], tuple[float, ...]] | None = field(init=False)  # mean, std of each channel
 
     def __post_init__(self) -> None:
         self.folder = Path(self.folder)
-        for name, allowed in (("verify", ("open", "full")), ("placement", PLACEMENTS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(allowed)}")
+        check("verify", self.verify, Verify)
+        check("placement", self.placement, Placement)
         path = self.folder / "index.json"
         index = read_index(self.folder)
         try:
-            self.latents = Latents.from_json(index)
+            self.latents = LatentSpec.from_json(index)
             count, class_counts = index["count"], index["class_counts"]
             shards = [{key: shard[key] for key in SHARD_KEYS} for shard in index["shards"]]
             known = "channel_mean" in index
@@ -155,7 +157,7 @@ class LatentDataset:
         return len(self.labels)
 
     def normalize(self, std: float) -> None:
-        """Let the network see each channel with mean 0 and this standard deviation (`Latents.channel_scale`).
+        """Let the network see each channel with mean 0 and this standard deviation (`LatentSpec.channel_scale`).
 
         Raises ValueError if the dataset's statistics are not known or a channel is constant.
         """

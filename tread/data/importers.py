@@ -22,15 +22,17 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.data.tars import Tar
+from tread.runtime.schema import check
 
 SD_SCALE = 0.18215  # of the Stable Diffusion 1 autoencoders
 MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake
-KINDS = ("maskdit_lmdb", "tread_tar", "repa_npy")
+Kind = Annotated[Literal["maskdit_lmdb", "tread_tar", "repa_npy"], "pictures: prepare_latents.py"]
 
 
 @dataclass
@@ -43,14 +45,14 @@ class ForeignLatents:
     name     index → what to call a sample in a message.
     """
 
-    latents: Latents
+    latents: LatentSpec
     labels: np.ndarray
     read: Callable[[int], np.ndarray]
     name: Callable[[int], str]
 
 
 def open_foreign(
-    kind: str,
+    kind: Kind,
     source: Path,
     autoencoder: str,
     flipped: bool = True,
@@ -58,7 +60,7 @@ def open_foreign(
     scale_applied: bool | None = None,
     num_classes: int | None = None,
 ) -> ForeignLatents:
-    """Open a source of one of KINDS.
+    """Open a source of a kind.
 
     autoencoder    what decodes the latents, to be written into the index.
     flipped        maskdit_lmdb: whether the second half are flipped copies.
@@ -68,9 +70,8 @@ def open_foreign(
 
     Raises FileNotFoundError, or ValueError for a source that is not what its kind says.
     """
+    check("kind", kind, Kind)
     source = Path(source)
-    if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}, but must be one of {', '.join(KINDS)}; pictures: prepare_latents.py")
     if kind != "tread_tar" and scale_applied:
         raise ValueError(f"scale_applied=true, but {kind} holds unscaled moments; leave scale_applied out")
     if kind == "tread_tar" and scale_applied is None:
@@ -92,7 +93,7 @@ def open_foreign(
     first = read(0)
     views, channels, *size = first.shape
     moments = kind != "tread_tar"
-    latents = Latents(
+    latents = LatentSpec(
         shape=(channels // 2 if moments else channels, *size),
         classes=tuple(str(number) for number in range(classes)),
         autoencoder=autoencoder,

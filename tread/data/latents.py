@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+Dtype = Literal["float16", "float32"]
+
 
 @dataclass(frozen=True)
-class Latents:
+class LatentSpec:
     """What the numbers of a dataset mean: the part of index.json that is not a count or a file.
 
     shape          (C, S, S) of the latents (of one view; moments hold twice the channels).
@@ -38,7 +41,7 @@ class Latents:
     scale: float = 1.0
     shift: float = 0.0
     scale_applied: bool = False
-    dtype: str = "float16"
+    dtype: Dtype = "float16"
     views: int = 1
     fingerprint: str | None = None
     channel_shift: tuple[float, ...] = ()
@@ -51,7 +54,7 @@ class Latents:
                 f"content {self.content!r} with spread {self.spread!r}: stored are latents (spread null), "
                 "or moments with spread logvar or std"
             )
-        if self.dtype not in ("float16", "float32"):
+        if self.dtype not in get_args(Dtype):
             raise ValueError(f"dtype is {self.dtype!r}, but must be float16 or float32")
         if self.views not in (1, 2):
             raise ValueError(f"views is {self.views}, but must be 1, or 2 with flipped copies")
@@ -67,7 +70,7 @@ class Latents:
         return {name: getattr(self, name) for name in names}
 
     @classmethod
-    def from_json(cls, tree: dict) -> Latents:
+    def from_json(cls, tree: dict) -> LatentSpec:
         """From a parsed index.json or a checkpoint's info.json. Raises KeyError for a missing key."""
         values = {key: tree[key] for key in cls.__dataclass_fields__}
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
@@ -87,7 +90,7 @@ class Latents:
 # ------------------------------------------------------------------- stored numbers, network latents
 
 
-def to_network(stored: Tensor, latents: Latents, posterior: Tensor | None = None) -> Tensor:
+def to_network(stored: Tensor, latents: LatentSpec, posterior: Tensor | None = None) -> Tensor:
     """Stored numbers (B, C or 2C, S, S) → network latents (B, C, S, S) fp32.
 
     posterior  standard normal (B, C, S, S), which moments are sampled with: mean + std·posterior.
@@ -102,7 +105,7 @@ def to_network(stored: Tensor, latents: Latents, posterior: Tensor | None = None
     return x
 
 
-def _mean_and_std(stored: Tensor, latents: Latents) -> tuple[Tensor, Tensor | None]:
+def _mean_and_std(stored: Tensor, latents: LatentSpec) -> tuple[Tensor, Tensor | None]:
     """Network latents' mean and standard deviation, (…, C, S, S) fp32 each; None where latents are plain.
 
     The one place where stored numbers meet scale and shift.
@@ -122,7 +125,7 @@ def _per_channel(shift: tuple[float, ...], scale: tuple[float, ...], device: tor
     return torch.tensor([shift, scale], device=device)[..., None, None]
 
 
-def from_network(x: Tensor, latents: Latents) -> Tensor:
+def from_network(x: Tensor, latents: LatentSpec) -> Tensor:
     """Network latents (B, C, S, S) → the autoencoder's z."""
     x = x.float()
     if latents.channel_scale:
@@ -131,7 +134,7 @@ def from_network(x: Tensor, latents: Latents) -> Tensor:
     return x / latents.scale + latents.shift
 
 
-def channel_sums(stored: np.ndarray, latents: Latents) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def channel_sums(stored: np.ndarray, latents: LatentSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Count (0-d), sums and sums of squares (C,) of network latents, float64, before any normalisation.
 
     stored is (n, views, C or 2C, S, S). Moments count as the samples that are drawn from them:

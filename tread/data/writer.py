@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from tread.data.dataset import VERSION, check_labels
-from tread.data.latents import Latents, channel_sums
+from tread.data.latents import LatentSpec, channel_sums
 from tread.data.npy import write_array
 from tread.runtime.files import Lock, explain_failure, free_bytes, sha256, sync, write_whole
 
@@ -37,7 +37,7 @@ class DatasetWriter:
     ValueError if unfinished work has another plan.
     """
 
-    def __init__(self, folder: Path, latents: Latents, plan: dict, main: bool = True) -> None:
+    def __init__(self, folder: Path, latents: LatentSpec, plan: dict, main: bool = True) -> None:
         self.folder, self.latents = Path(folder), latents
         if self.folder.name in ("", ".."):
             raise ValueError(f"{folder} must be the name of a new folder")
@@ -196,7 +196,7 @@ def _save(path: Path, array: np.ndarray) -> None:
         raise
 
 
-def write_dataset(folder: Path, latents: Latents, shards: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+def write_dataset(folder: Path, latents: LatentSpec, shards: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
     """Write a dataset in one go; the folder appears under its name only when it is whole.
 
     shards yields (stored (n, *latents.stored_shape), labels (n,)). Raises FileExistsError if the

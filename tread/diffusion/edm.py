@@ -28,7 +28,7 @@ class EDM:
     rho                   the sampler's spacing of them.
     """
 
-    default_steps, default_solver, level_name = 40, "heun", "σ"
+    default_steps, default_solver, level_name, variance_exploding = 40, "heun", "σ", True
 
     P_mean: float = -1.2
     P_std: float = 1.2

@@ -15,6 +15,7 @@ class Process(Protocol):
 
     default_steps, default_solver  of sampling, where nobody asks for others.
     level_name                     what people call l.
+    variance_exploding             whether x_l = x + l·noise, so that a sampler may add noise on its way.
 
     Shapes: x (B, C, S, S); level (B,) or a scalar; y (B,) int64; network(x, time, y, routes=) → (B, C or 2C, S, S).
     """
@@ -22,6 +23,7 @@ class Process(Protocol):
     default_steps: int
     default_solver: str
     level_name: str
+    variance_exploding: bool
 
     @property
     def data_std(self) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,13 @@ from torch import Tensor, nn
 from routing_module import Route
 from tread.diffusion.guidance import NO_GUIDANCE, Branch, Call, Guidance, Routes, guided
 from tread.diffusion.process import Process
-from tread.diffusion.solvers import call_order, solve
+from tread.diffusion.solvers import Churn, call_order, solve
 from tread.routing.ids import choose_ids, count_kept
 from tread.runtime.device import autocast
 from tread.runtime.randomness import generator, seeded_normal, seeded_uniform
+from tread.runtime.schema import check
 
-LABELS = ("random", "balanced")
+Labels = Literal["random", "balanced"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Sampler:
     steps       of the solver, N.
     batch_size  samples at once. The last batch is padded to it, so that all have one shape.
     solver      "heun" calls the denoiser 2N−1 times, "euler" N times.
+    churn       fresh noise on the way, of "heun" and EDM alone.
     """
 
     steps: int = 40
@@ -51,6 +54,7 @@ class Sampler:
     precision: str = "fp32"
     guidance: Guidance = NO_GUIDANCE
     solver: str = "heun"
+    churn: Churn = Churn()
 
     @classmethod
     def of(
@@ -61,13 +65,18 @@ class Sampler:
         batch_size: int,
         precision: str,
         guidance: Guidance = NO_GUIDANCE,
+        churn: Churn | None = None,
     ) -> Sampler:
-        """With the process's own steps and solver where these are None."""
+        """With the process's own steps and solver where these are None, and no churn."""
         steps = process.default_steps if steps is None else steps
-        return cls(steps, batch_size, precision, guidance, solver or process.default_solver)
+        return cls(steps, batch_size, precision, guidance, solver or process.default_solver, churn or Churn())
 
     def plan(self, process: Process) -> list[Call]:
-        """What each call of the denoiser does. Raises ValueError for steps or a solver that can't be."""
+        """What each call of the denoiser does. Raises ValueError for steps, a solver or churn that can't be."""
+        if self.churn.amount > 0 and not (self.solver == "heun" and process.variance_exploding):
+            raise ValueError(
+                f"churn={self.churn.amount:g} is of EDM and solver=heun: here noise can't be added on the way"
+            )
         levels = process.schedule(self.steps).tolist()
         order = call_order(self.solver, self.steps)
         return self.guidance.plan([levels[i] for i in order], [i / max(1, order[-1]) for i in order])
@@ -168,8 +177,13 @@ def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tens
         if weak is None:  # one function, so that branches of one shape run as one batch
             other = replace(other, denoise=strong.denoise)
     denoiser = guided(strong, other, lambda call: plan[call].scale)
-    noise = seeded_normal(seeds, (network.in_channels, network.input_size, network.input_size)).to(device)
-    return solve(sampler.solver, denoiser, noise, model.process.schedule(sampler.steps)).float()
+    shape = (network.in_channels, network.input_size, network.input_size)
+
+    def churn_noise(step: int) -> Tensor:
+        return seeded_normal(seeds, shape, f"churn {step}").to(device)
+
+    noise, levels = seeded_normal(seeds, shape).to(device), model.process.schedule(sampler.steps)
+    return solve(sampler.solver, denoiser, noise, levels, sampler.churn, churn_noise).float()
 
 
 def _branch(model: Model, y: Tensor, routes: Callable[[int], Routes], precision: str) -> Branch:
@@ -231,14 +245,13 @@ def to_pictures(x: Tensor, decoder: Callable[[Tensor], Tensor], batch_size: int 
     return torch.cat([decoder(part).cpu() for part in padded.split(size)])[: len(x)]
 
 
-def seeded_labels(seeds: Sequence[int], num_classes: int, mode: str) -> Tensor:
+def seeded_labels(seeds: Sequence[int], num_classes: int, mode: Labels) -> Tensor:
     """(n,) int64 classes, each given by its seed alone.
 
     mode  "random", uniform over the classes, as reference batches are scored; or "balanced", the
           seed's remainder, so that seeds in a row have each class equally often.
     """
-    if mode not in LABELS:
-        raise ValueError(f"labels is {mode!r}, but must be one of {', '.join(LABELS)}")
+    check("labels", mode, Labels)
     if mode == "balanced":
         return torch.tensor([seed % num_classes for seed in seeds])
     return torch.tensor([int(torch.randint(num_classes, (), generator=generator(seed, "label"))) for seed in seeds])

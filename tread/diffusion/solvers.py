@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 Denoiser = Callable[[Tensor, Tensor], Tensor]
-SOLVERS = ("heun", "euler")
+Solver = Literal["heun", "euler"]
+SOLVERS = get_args(Solver)
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,13 @@ class Churn:
     sigma_min: float = 0.0
     sigma_max: float = math.inf
     noise: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.amount < 0 or self.noise <= 0 or not 0 <= self.sigma_min < self.sigma_max:
+            raise ValueError(
+                f"churn amount {self.amount}, noise {self.noise} and range {self.sigma_min}..{self.sigma_max} must "
+                "satisfy amount ≥ 0, noise > 0 and 0 ≤ sigma_min < sigma_max"
+            )
 
 
 def check_solver(name: str) -> None:
@@ -42,10 +51,21 @@ def call_order(solver: str, steps: int) -> list[int]:
     return list(range(steps)) if solver == "euler" else [(call + 1) // 2 for call in range(2 * steps - 1)]
 
 
-def solve(solver: str, denoiser: Denoiser, noise: Tensor, levels: Tensor) -> Tensor:
-    """Run the solver of that name; see `euler` and `heun`."""
+def solve(
+    solver: str,
+    denoiser: Denoiser,
+    noise: Tensor,
+    levels: Tensor,
+    churn: Churn = Churn(),
+    churn_noise: Callable[[int], Tensor] | None = None,
+) -> Tensor:
+    """Run the solver of that name; see `euler` and `heun`. Raises ValueError for churn with another than heun."""
     check_solver(solver)
-    return euler(denoiser, noise, levels) if solver == "euler" else heun(denoiser, noise, levels)
+    if solver == "heun":
+        return heun(denoiser, noise, levels, churn, churn_noise)
+    if churn.amount > 0:
+        raise ValueError(f"churn needs solver=heun, not {solver}")
+    return euler(denoiser, noise, levels)
 
 
 def _start(noise: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:

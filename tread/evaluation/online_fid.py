@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tread.data.autoencoder import Decoder
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
 from tread.evaluation.features import pool_moments
 from tread.evaluation.inception import Inception, find_weights, load_inception
@@ -57,7 +57,7 @@ def open_online_fid(
     reference: Path,
     samples: int,
     inception: str | None,
-    latents: Latents,
+    latents: LatentSpec,
     decoder: Decoder,
     device: torch.device | str,
     processes: int,

@@ -9,13 +9,15 @@ from pathlib import Path
 from tread.checkpoints import checkpoint
 from tread.checkpoints.trained import Trained, open_trained, open_weak
 from tread.data import autoencoder
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.diffusion.guidance import Guidance
-from tread.diffusion.sampling import LABELS, Sampler, check_ratios, relative_cost
-from tread.diffusion.solvers import check_solver
+from tread.diffusion.sampling import Labels, Sampler, check_ratios, relative_cost
+from tread.diffusion.solvers import Solver
 from tread.runtime import schema
-from tread.runtime.compiling import check_compile
-from tread.runtime.device import check_precision
+from tread.runtime.compiling import Compile
+from tread.runtime.device import Precision
+from tread.runtime.schema import Count, CountOrZero, TwoOrMore
+from tread.runtime.tensor_files import Weights
 
 COUNT, EMBEDDED_COUNT = 50_000, 1000  # samples, unless a number is asked for
 
@@ -28,19 +30,19 @@ class Options:
     samples: str | None
     reference: str | None
     save_reference: str | None
-    num_samples: int | None
-    first_seed: int
-    labels: str
-    steps: int | None
-    solver: str | None
-    batch_size: int
-    precision: str
-    compile: bool | str
-    weights: str
+    num_samples: TwoOrMore | None
+    first_seed: CountOrZero
+    labels: Labels
+    steps: Count | None
+    solver: Solver | None
+    batch_size: Count
+    precision: Precision
+    compile: Compile
+    weights: Weights
     guidance: Guidance
     autoencoder: str | None
     inception: str | None
-    crop: int | None
+    crop: Count | None
     cache: str
     save_samples: bool
     out: str | None
@@ -55,23 +57,6 @@ class Options:
         paths = [Path(path) for path in (self.samples, self.reference) if path]
         if self.crop and all(path.suffix == ".npz" for path in paths):
             raise ValueError(f"crop={self.crop} is for folders and tars of photos, but none is named")
-        for key in ("batch_size", "crop"):
-            if getattr(self, key) is not None and getattr(self, key) < 1:
-                raise ValueError(f"{key} is {getattr(self, key)}, but must be positive")
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"steps is {self.steps}, but must be positive")
-        if self.solver is not None:
-            check_solver(self.solver)
-        if self.num_samples is not None and self.num_samples < 2:
-            raise ValueError(f"num_samples is {self.num_samples}, but at least 2 are needed")
-        if self.first_seed < 0:
-            raise ValueError(f"first_seed is {self.first_seed}, but must not be negative")
-        if self.labels not in LABELS:
-            raise ValueError(f"labels is {self.labels!r}, but must be one of {', '.join(LABELS)}")
-        if self.weights not in ("ema", "model"):
-            raise ValueError(f"weights is {self.weights!r}, but must be ema or model")
-        check_precision("precision", self.precision)
-        check_compile("compile", self.compile)
 
 
 def read_options(config: dict) -> Options:
@@ -106,7 +91,7 @@ class ScoringPlan:
         return self.trained.found
 
     @property
-    def latents(self) -> Latents:
+    def latents(self) -> LatentSpec:
         return self.trained.latents
 
     def against(self, reference: str | None, inception: str | None) -> ScoringPlan:

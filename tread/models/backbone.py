@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from routing_module import Route, check_routes, run_blocks
 from tread.routing.ids import count_kept
 
-INIT_CHOICES = ("adaln_zero", "xavier")
+Init = Literal["adaln_zero", "xavier"]
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -126,15 +127,15 @@ class Backbone(nn.Module):
         depth: int,
         num_classes: int,
         learn_sigma: bool,
-        init: str,
+        init: Init,
     ) -> None:
         super().__init__()
         if input_size % patch_size:
             raise ValueError(f"input_size {input_size} is not a multiple of patch_size {patch_size}")
         if hidden_size % 4:
             raise ValueError(f"hidden_size {hidden_size} is not a multiple of 4 (2-D sine-cosine positions)")
-        if init not in INIT_CHOICES:
-            raise ValueError(f"init is {init!r}, but must be one of {', '.join(INIT_CHOICES)}")
+        if init not in get_args(Init):
+            raise ValueError(f"init is {init!r}, but must be one of {', '.join(get_args(Init))}")
         side = input_size // patch_size
         self.input_size, self.patch_size, self.in_channels = input_size, patch_size, in_channels
         self.num_classes, self.learn_sigma, self.hidden_size = num_classes, learn_sigma, hidden_size

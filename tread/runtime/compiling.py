@@ -7,21 +7,17 @@ run has a handful of graphs, however deep its network is.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+Compile = Literal["auto", True, False]
 GRAPHS = 64  # of one block: more than any run needs. torch's own limit, 8, is less than routes and sampling may
 
 
-def check_compile(key: str, value: bool | str) -> None:
-    """Raise ValueError unless the setting is auto, true or false."""
-    if value not in (True, False, "auto"):
-        raise ValueError(f"{key} is {value!r}, but must be auto, true or false")
-
-
-def wanted(value: bool | str, device: torch.device) -> bool:
+def wanted(value: Compile, device: torch.device) -> bool:
     """What the setting means on a device: auto is true on a GPU."""
     return device.type == "cuda" if value == "auto" else bool(value)
 
@@ -41,7 +37,7 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
-def settle_compile(value: bool | str, device: torch.device) -> tuple[bool, str | None]:
+def settle_compile(value: Compile, device: torch.device) -> tuple[bool, str | None]:
     """Whether to compile on a device, and, where that was wanted and does not work, why."""
     reason = why_not(device) if wanted(value, device) else None
     return wanted(value, device) and reason is None, reason

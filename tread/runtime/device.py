@@ -5,26 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Annotated, Literal
 
 import torch
 
-PRECISIONS = ("auto", "fp32", "bf16")
+from tread.runtime.schema import check
+
+Precision = Annotated[Literal["auto", "fp32", "bf16"], "fp16 is refused: without loss scaling its range is too small"]
 
 
-def check_precision(key: str, name: str) -> None:
-    """Raise ValueError unless a precision is one of PRECISIONS."""
-    why = ", which this code refuses: without loss scaling its range is too small" if name == "fp16" else ""
-    if name not in PRECISIONS:
-        raise ValueError(f"{key} is {name}{why}; use one of {', '.join(PRECISIONS)}")
-
-
-def use_precision(name: str, device: torch.device) -> str:
+def use_precision(name: Precision, device: torch.device) -> str:
     """Settle the precision: auto becomes bf16 on a GPU that has it in hardware, else fp32.
 
     With bf16, what autocast leaves in fp32 may use TF32 (a route's fp32 block is as large as the
     others); plain fp32 stays exact.
     """
-    check_precision("precision", name)
+    check("precision", name, Precision)
     if name == "auto":
         native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         name = "bf16" if native else "fp32"

@@ -1,13 +1,32 @@
-"""Nested dicts → dataclasses, by their annotations: every key known, of its type, or an error that says so."""
+"""Nested dicts → dataclasses, by their annotations: every key known, of its type, or an error that says so.
+
+Choices are Literals. Annotated[…] adds a Range that a number must lie in, or a note, shown in brackets where
+a value is refused.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+
+class Range(NamedTuple):
+    """Which numbers a setting takes: what a number must do, as an error says it, and whether one does."""
+
+    must: str
+    holds: Callable[[float], bool]
+
+
+_ABOVE_0 = Range("be positive", lambda number: number > 0)
+Count = Annotated[int, _ABOVE_0]
+CountOrZero = Annotated[int, Range("not be negative", lambda number: number >= 0)]
+TwoOrMore = Annotated[int, Range("be at least 2", lambda number: number >= 2)]
+Positive = Annotated[float, _ABOVE_0]
+Share = Annotated[float, Range("lie in [0, 1]", lambda number: 0 <= number <= 1)]
 
 
 def known_keys(kind: type, prefix: str = "") -> list[str]:
@@ -54,10 +73,15 @@ def read(tree: dict, kind: type, prefix: str = "") -> Any:
     return _build(kind, tree, prefix, known_keys(kind, prefix))
 
 
+def check(name: str, value: Any, kind: Any) -> None:
+    """Raise ValueError unless a value is what a type says; for functions that are called by settings and by people."""
+    _convert(kind, value, name, [])
+
+
 def _build(kind: type, tree: Any, prefix: str, known: list[str]) -> Any:
     if not isinstance(tree, dict):
         raise ValueError(f"{prefix.rstrip('.')} is {tree!r}, but must be a section with keys")
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     for key in tree:
         if key not in hints:
             raise _unknown(f"{prefix}{key}", known)
@@ -77,24 +101,31 @@ def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
     """Check a value against a type annotation; whole numbers pass as floats."""
     if is_dataclass(hint):
         return _build(hint, value, key + ".", known)
-    allowed = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    for kind in allowed:
+    expected, notes = [], []
+    for kind in get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,):
+        kind, *said = get_args(kind) if get_origin(kind) is Annotated else (kind,)
         if get_origin(kind) is tuple and isinstance(value, (list, tuple)):
             return tuple(_convert(get_args(kind)[0], item, f"{key}.{i}", known) for i, item in enumerate(value))
         if is_dataclass(kind) and isinstance(value, dict):
             return _build(kind, value, key + ".", known)
-        if type(value) is kind:
-            return value
-    if float in allowed and type(value) is int:
-        return float(value)
+        choices = [(type(choice), choice) for choice in get_args(kind)] if get_origin(kind) is Literal else ()
+        if type(value) is kind or (kind is float and type(value) is int) or (type(value), value) in choices:
+            for limit in said:
+                if isinstance(limit, Range) and not limit.holds(value):
+                    raise ValueError(f"{key} is {value!r}, but must {limit.must}")
+            return float(value) if kind is float else value
+        expected += _names(kind)
+        notes += [f" ({note})" for note in said if isinstance(note, str)]
+    *first, last = expected
+    listed = f"{', '.join(first)} or {last}" if first else last
+    raise ValueError(f"{key} is {value!r}, but must be {listed}{''.join(notes)}")
+
+
+def _names(kind: Any) -> list[str]:
+    """What errors call a type: one name, or its choices."""
+    if get_origin(kind) is Literal:
+        return [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in get_args(kind)]
+    if is_dataclass(kind):
+        return [f"{{{', '.join(item.name for item in fields(kind))}}}"]
     names = {tuple: "a list", types.NoneType: "null", bool: "true or false"}
-    names |= {kind: f"{{{', '.join(item.name for item in fields(kind))}}}" for kind in allowed if is_dataclass(kind)}
-    expected = [names.get(get_origin(kind) or kind) or kind.__name__ for kind in allowed]
-    raise ValueError(f"{key} is {value!r}, but must be {' or '.join(expected)}")
-
-
-def check_positive(section: str, **values: float | None) -> None:
-    """Raise ValueError for the first setting of a section that is there and not above 0."""
-    for key, value in values.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"{section}.{key} is {value}, but must be positive")
+    return [names.get(get_origin(kind) or kind) or kind.__name__]

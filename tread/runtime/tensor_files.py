@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -23,6 +24,7 @@ from torch import Tensor
 # what readers raise for files that are damaged or something else; torch's stumbles over whatever it finds there
 UNREADABLE = (SafetensorError, UnpicklingError, RuntimeError, OSError, EOFError)
 UNREADABLE += (LookupError, ValueError, TypeError, AttributeError)
+Weights = Literal["ema", "model"]  # averaged and raw ones
 KEYS = {  # where training code keeps averaged and raw weights
     "ema": ("ema", "ema_state_dict", "model_ema", "ema_model"),
     "model": ("model", "model_state_dict", "state_dict", "module"),

@@ -40,7 +40,7 @@ def explain_memory(run: Run, error: str) -> str:
     rows, cfg = run.micro_batches[0], run.cfg
     share, tried = cfg.train.batch_size // run.processes.count, rows.stop - rows.start
     run.optimizer.zero_grad()
-    draws = step_draws(cfg, run.data.latents, run.network.num_tokens, run.step, run.processes.device).rows(rows)
+    draws = step_draws(cfg, run.data.latents, run.step, run.processes.device).rows(rows)
     [(stored, labels), *_] = run.loader.batches(run.step)
     parameters = list(run.network.parameters())
 

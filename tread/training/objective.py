@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from routing_module import Route
 from tread.checkpoints.network import process_of
-from tread.data.latents import Latents, to_network
+from tread.data.latents import LatentSpec, to_network
 from tread.routing.ids import choose_ids
 from tread.runtime.randomness import generator
 from tread.training.settings import Settings
@@ -25,7 +26,7 @@ class Draws:
     level      (B,) standard normal, to become noise levels.
     noise      (B, C, S, S) standard normal, to be added to the latents.
     drop       (B,) uniform, to drop labels.
-    routes     a (B, N) uniform tensor for each route, to choose tokens.
+    routes     pairs (Route, ids_keep (B, K)), the tokens that each route keeps.
     posterior  (B, C, S, S) standard normal, to sample latents from moments; None if they are plain.
     """
 
@@ -33,13 +34,13 @@ class Draws:
     level: Tensor
     noise: Tensor
     drop: Tensor
-    routes: tuple[Tensor, ...]
+    routes: tuple[tuple[Route, Tensor], ...]
     posterior: Tensor | None
 
     def rows(self, rows: slice) -> Draws:
         """The draws of some samples of the batch."""
         posterior = None if self.posterior is None else self.posterior[rows]
-        routes = tuple(r[rows] for r in self.routes)
+        routes = tuple((route, ids_keep[rows]) for route, ids_keep in self.routes)
         return Draws(self.step, self.level[rows], self.noise[rows], self.drop[rows], routes, posterior)
 
 
@@ -65,15 +66,15 @@ def draw_step(
     step: int,
     batch_size: int,
     shape: tuple[int, int, int],
-    num_tokens: int,
-    num_routes: int,
+    grid: tuple[int, int],
+    routes: Sequence[Route],
     posterior: bool,
     device: torch.device | str = "cpu",
 ) -> Draws:
     """All draws of a training step for the global batch; each kind has a stream of its own.
 
-    shape is the latents' (C, S, S). A change of one kind (routes on or off, say) leaves the numbers
-    of the others as they are, so that runs with and without routes see the same noise.
+    shape is the latents' (C, S, S), grid that of their tokens. A change of one kind (routes on or off, say)
+    leaves the numbers of the others as they are, so that runs with and without routes see the same noise.
     """
 
     def normal(stream: str, *size: int) -> Tensor:
@@ -87,7 +88,10 @@ def draw_step(
         level=normal("sigma", batch_size),
         noise=normal("noise", batch_size, *shape),
         drop=uniform("drop", batch_size),
-        routes=tuple(uniform(f"route {i}", batch_size, num_tokens) for i in range(num_routes)),
+        routes=tuple(
+            (route, choose_ids(route, uniform(f"route {i}", batch_size, math.prod(grid)), grid))
+            for i, route in enumerate(routes)
+        ),
         posterior=normal("posterior", batch_size, *shape) if posterior else None,
     )
 
@@ -105,25 +109,22 @@ def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
     return schedule.apply(cfg.model.routes, step) if schedule else cfg.model.routes
 
 
-def step_draws(cfg: Settings, latents: Latents, num_tokens: int, step: int, device: torch.device) -> Draws:
+def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.device | str) -> Draws:
     """All that is random in a training step, for the global batch."""
-    routes = active_routes(cfg, step)
-    draws = draw_step(
+    return draw_step(
         cfg.seed,
         step,
         cfg.train.batch_size,
         latents.shape,
-        num_tokens,
-        len(routes),
+        grid=(latents.shape[1] // cfg.model.patch_size, latents.shape[2] // cfg.model.patch_size),
+        routes=active_routes(cfg, step),
         posterior=latents.content == "moments",
         device=device,
     )
-    shared = (u[:1].expand_as(u) if route.select == "shared" else u for route, u in zip(routes, draws.routes))
-    return replace(draws, routes=tuple(shared))
 
 
 def training_loss(
-    cfg: Settings, network: Callable[..., Tensor], latents: Latents, stored: Tensor, labels: Tensor, draws: Draws
+    cfg: Settings, network: Callable[..., Tensor], latents: LatentSpec, stored: Tensor, labels: Tensor, draws: Draws
 ) -> Tensor:
     """Loss of each sample (B,) fp32 by the run's objective, with dropped labels and under the routes drawn for.
 
@@ -131,10 +132,8 @@ def training_loss(
     `latents` says what the stored numbers mean, `draws` holds all that is random.
     """
     x = to_network(stored, latents, draws.posterior)
-    grid = (x.shape[2] // cfg.model.patch_size, x.shape[3] // cfg.model.patch_size)
     y = drop_labels(labels, draws.drop, cfg.train.label_drop, cfg.dataset.num_classes)
-    routes = [(route, choose_ids(route, u, grid)) for route, u in zip(active_routes(cfg, draws.step), draws.routes)]
-    process = process_of(cfg)
+    process, routes = process_of(cfg), draws.routes
     level = process.noise_level(draws.level)
     if cfg.train.loss_tokens == "all" or not routes:
         return process.loss(network, x, y, level, draws.noise, routes)

@@ -90,7 +90,7 @@ def read_statistics(run: Run) -> dict[str, float]:
 
 def explain_bad_steps(run: Run, steps: range) -> str:
     """For people: which steps were bad, at which noise levels, and what to try. They are drawn again to see that."""
-    process, given = process_of(run.cfg), (run.cfg, run.data.latents, run.network.num_tokens)
+    process, given = process_of(run.cfg), (run.cfg, run.data.latents)
     draws = [step_draws(*given, step, run.processes.device) for step in steps[:100]]
     levels = torch.cat([process.noise_level(draw.level) for draw in draws])
     kept = f"the last good checkpoint is that of step {run.saved}" if run.saved else "nothing was saved yet"

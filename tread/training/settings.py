@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 from rf import RF
-from tread.checkpoints.network import Dataset, Model, check_objective, process_of
+from tread.checkpoints.network import Dataset, Model, Objective, process_of
 from tread.diffusion.edm import EDM
-from tread.diffusion.solvers import check_solver
+from tread.diffusion.solvers import Solver
 from tread.routing.ids import RatioSchedule, count_kept
 from tread.runtime import schema
-from tread.runtime.compiling import check_compile
-from tread.runtime.device import check_precision
-from tread.runtime.schema import check_positive
+from tread.runtime.compiling import Compile
+from tread.runtime.device import Precision
+from tread.runtime.schema import Count, CountOrZero, Positive, Range, Share, TwoOrMore
+from tread.runtime.tensor_files import Weights
 from tread.training.ema import exponent, exponential
 from tread.training.optimizer import LearningRate
 
@@ -27,51 +29,40 @@ MOVED |= {f"recipe.{key}": key for key in ("name", "objective", "init_from")}
 
 @dataclass(frozen=True)
 class Train:
-    steps: int
-    batch_size: int
-    micro_batch_size: int | None
-    precision: str
-    cpu_threads: int | None
-    processes: int | None
-    compile: bool | str
+    steps: Count
+    batch_size: Count
+    micro_batch_size: Count | None
+    precision: Precision
+    cpu_threads: Count | None
+    processes: Count | None
+    compile: Compile
     activation_checkpointing: bool
-    label_drop: float
-    routes_until: int | None
-    max_bad_steps: int
+    label_drop: Share
+    routes_until: CountOrZero | None
+    max_bad_steps: Count
     ratio_schedule: RatioSchedule | None
-    loss_tokens: str
+    loss_tokens: Literal["all", "kept"]
     reconstruction: float
 
     def __post_init__(self) -> None:
-        for key in ("steps", "batch_size", "micro_batch_size", "cpu_threads", "processes", "max_bad_steps"):
-            check_positive("train", **{key: getattr(self, key)})
-        check_compile("train.compile", self.compile)
-        if self.routes_until is not None and self.routes_until < 0:
-            raise ValueError(f"train.routes_until is {self.routes_until}, but must be a number of steps")
-        check_precision("train.precision", self.precision)
-        if self.loss_tokens not in ("all", "kept"):
-            raise ValueError(f"train.loss_tokens is {self.loss_tokens!r}, but must be all or kept")
         if self.reconstruction < 0 or (self.reconstruction and self.loss_tokens == "all"):
             raise ValueError(
                 f"train.reconstruction is {self.reconstruction}, but must be 0, or positive with train.loss_tokens=kept"
             )
-        if not 0 <= self.label_drop <= 1:
-            raise ValueError(f"train.label_drop is {self.label_drop}, but must lie in [0, 1]")
 
 
 @dataclass(frozen=True)
 class Optim:
-    lr: float
+    lr: Positive
     betas: tuple[float, ...]
-    eps: float
+    eps: Positive
     weight_decay: float
     schedule: str
     warmup_steps: int
     final_lr: float
-    clip_norm: float | None
+    clip_norm: Positive | None
 
     def __post_init__(self) -> None:
-        check_positive("optim", lr=self.lr, eps=self.eps, clip_norm=self.clip_norm)
         LearningRate(self.lr, 1, self.schedule, self.warmup_steps, self.final_lr)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas is {list(self.betas)}, but must be two numbers in [0, 1)")
@@ -82,11 +73,10 @@ class Ema:
     decay: float
     warmup: bool
     power: tuple[float, ...]
-    snapshot_every: int | None
+    snapshot_every: Count | None
 
     def __post_init__(self) -> None:
         exponential(self.decay)
-        check_positive("ema", snapshot_every=self.snapshot_every)
         if len(set(self.power)) < len(self.power):
             raise ValueError(f"ema.power is {list(self.power)}, but must be different widths")
         try:
@@ -98,64 +88,49 @@ class Ema:
 
 @dataclass(frozen=True)
 class Every:
-    log: int
-    evaluate: int
-    sample: int
-    save: int
-
-    def __post_init__(self) -> None:
-        check_positive("every", log=self.log, evaluate=self.evaluate, sample=self.sample, save=self.save)
+    log: Count
+    evaluate: Count
+    sample: Count
+    save: Count
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    keep_last: int | None
-    keep_every: int | None
+    keep_last: Count | None
+    keep_every: Count | None
 
     def __post_init__(self) -> None:
-        check_positive("checkpoints", keep_last=self.keep_last, keep_every=self.keep_every)
         if self.keep_every is not None and self.keep_last is None:
             raise ValueError("checkpoints.keep_every spares some of what checkpoints.keep_last removes: set that too")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    points: int
-    batch_size: int
-    noise_levels: int
-    demo_samples: int
-    fid_every: int | None
-    fid_samples: int
+    points: Count
+    batch_size: Count
+    noise_levels: Count
+    demo_samples: Annotated[int, Range("be 0 (none) or at least 2", lambda number: number == 0 or number >= 2)]
+    fid_every: Count | None
+    fid_samples: TwoOrMore
     fid_reference: str | None
     inception: str | None
 
     def __post_init__(self) -> None:
-        check_positive("eval", points=self.points, batch_size=self.batch_size, noise_levels=self.noise_levels)
-        check_positive("eval", fid_every=self.fid_every)
-        if self.fid_samples < 2:
-            raise ValueError(f"eval.fid_samples is {self.fid_samples}, but a Fréchet distance needs at least 2")
         if self.fid_every and self.fid_reference is None:
             raise ValueError(
                 "eval.fid_every needs eval.fid_reference: an .npz with mu and sigma, as ADM's references have and "
                 "python fid.py reference=<folder> save_reference=stats.npz makes"
             )
-        if self.demo_samples < 0 or self.demo_samples == 1:
-            raise ValueError(f"eval.demo_samples is {self.demo_samples}, but must be 0 (none) or at least 2")
 
 
 @dataclass(frozen=True)
 class Sampling:
     steps: int | None
-    solver: str | None
-    classes: int
-    per_class: int
+    solver: Solver | None
+    classes: Count
+    per_class: Count
     decode: bool
     autoencoder: str | None
-
-    def __post_init__(self) -> None:
-        check_positive("sampling", classes=self.classes, per_class=self.per_class)
-        if self.solver is not None:
-            check_solver(self.solver)
 
 
 @dataclass(frozen=True)
@@ -177,10 +152,10 @@ class Settings:
     name: str
     results: str
     seed: int
-    resume: bool | str
+    resume: Literal["auto", True, False]
     init_from: str | None
-    init_weights: str
-    objective: str
+    init_weights: Weights
+    objective: Objective
     model: Model
     dataset: Dataset
     edm: EDM
@@ -196,11 +171,6 @@ class Settings:
     tags: Tags
 
     def __post_init__(self) -> None:
-        if self.resume not in (True, False, "auto"):
-            raise ValueError(f"resume is {self.resume!r}, but must be auto, true or false")
-        if self.init_weights not in ("ema", "model"):
-            raise ValueError(f"init_weights is {self.init_weights!r}, but must be ema or model")
-        check_objective(self.objective)
         fits = self.dataset.size and self.dataset.size % self.model.patch_size == 0  # else the network says so
         for number, route in enumerate(self.model.routes if fits else ()):
             side, schedule = self.dataset.size // self.model.patch_size, self.train.ratio_schedule

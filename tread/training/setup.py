@@ -15,7 +15,7 @@ from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, load_weights, process_of
 from tread.data import autoencoder, digits
 from tread.data.dataset import LatentDataset, read_index
-from tread.data.latents import Latents
+from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.evaluation.online_fid import open_online_fid
 from tread.runtime.compiling import compile_blocks, settle_compile
@@ -51,7 +51,7 @@ def start(cfg: Settings, config: dict, stop: Stop) -> Run:
         raise ValueError(f"{found.folder} is not seen by all processes; `results` must be a folder they share")
     with processes.main_first():
         data, heldout = open_datasets(cfg, device)
-    if found and (Latents.from_json(found.info["latents"]), found.info["samples"]) != (data.latents, len(data)):
+    if found and (LatentSpec.from_json(found.info["latents"]), found.info["samples"]) != (data.latents, len(data)):
         raise ValueError(f"{cfg.dataset.path} is not the data that {folder} was trained on; name=… starts another run")
     real, online_fid = None, None
     if (processes.main and cfg.sampling.decode) or cfg.eval.fid_every:
@@ -193,7 +193,7 @@ def complete(config: dict) -> dict:
     if all(getattr(dataset, key) is not None for key in MEASURES):
         return config
     try:
-        found = Latents.from_json(read_index(Path(dataset.path)))
+        found = LatentSpec.from_json(read_index(Path(dataset.path)))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{dataset.path}/index.json is damaged: {type(error).__name__}: {error}") from error
     measures = dict(zip(MEASURES, (found.shape[0], found.shape[1], len(found.classes))))
