@@ -1,0 +1,246 @@
+"""The pages' commands do what they say: run in small on the embedded digits, or composed and checked up to their data.
+
+The reference is the code that people meet: the doors' own exit codes and folders, the settings' own keys, the files in
+the checkout. What a page says in words is checked for keys, files and links that do not exist.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import export_checkpoint
+import guidance_sweep
+import import_checkpoint
+import import_latents
+import prepare_latents
+import pytest
+import reconstruct_ema
+from conftest import ROOT, TINY
+from forked import run_python
+from hydra import compose, initialize_config_dir
+
+import sample
+from tread.evaluation import plan
+from tread.runtime import schema
+from tread.runtime.cli import plain
+from tread.training import settings
+from tread.training.run_folder import RunLog
+
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+TRAIN = [*settings.known_keys(), "experiment"]
+
+NOT_RUN = {  # how a command starts → why it is neither run nor composed
+    "bash scripts/test.sh": "these are the tests",
+    "python3 -m venv": "installs",
+    "pip install": "installs",
+    "pytest": "a slow test of its own",
+    "python scripts/compare_runs.py results/seeds-": "of runs that are composed alone",
+    "python benchmarks/": "measures for minutes (step_time.py, which takes train.py's options, is composed)",
+}
+COMPOSED = {  # what a command has → why it can't be run here
+    r"^(torchrun|sbatch)|--multi_gpu|--config_file": "several processes or nodes",
+    r"^python benchmarks/step_time.py": "measures for minutes",
+    r"experiment=": "ImageNet and GPUs",
+    r"source=|dataset=folder|imagenette": "photos or latents of others",
+    r" weights=\S+\.pt": "weights of others",
+    r"reference=|samples=\S+\.npz": "pictures to compare with, and the FID Inception",
+    r"name=(seeds|fp32|bf16)-": "studies: commands that run elsewhere, with other steps and seeds",
+}
+SMALL = {  # what is appended so that a command takes a second
+    "train.py": [*TINY, "every.evaluate=6", "every.sample=6", "eval.points=16"],
+    "sample.py": ["steps=4", "seeds=0-1", "classes=[0,1]"],
+    "fid.py": ["num_samples=20", "steps=2", "cache=cache"],
+    "scripts/guidance_sweep.py": ["num_samples=20", "steps=2", "cache=cache"]
+    + ["sweep.strong=[0]", "sweep.weak=[0.5]", "sweep.scale=[2]"],
+}
+EARLIER = {"step_0050000": "step_0000003"}  # a checkpoint of a long run → one of TINY's
+
+
+@dataclass(frozen=True)
+class Command:
+    page: str
+    line: int
+    words: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+    @property
+    def place(self) -> int:
+        """Where the script stands behind its launcher."""
+        return next((n for n, word in enumerate(self.words) if re.fullmatch(r"[\w/]+\.(py|sh)", word)), 0)
+
+    @property
+    def door(self) -> str:
+        """The script; the shell scripts that hand their arguments on are train.py."""
+        script = self.words[self.place]
+        trains = ("scripts/slurm.sh", "scripts/quickstart.sh", "benchmarks/step_time.py")
+        return "train.py" if script in trains else script
+
+    @property
+    def arguments(self) -> list[str]:
+        given = list(self.words[self.place + 1 :])
+        if self.words[self.place] == "scripts/quickstart.sh":
+            return ["model=tread", *given]
+        own = ("pairs=", "out=") if self.words[self.place] == "benchmarks/step_time.py" else ()
+        return [word for word in given if not (own and word.startswith(own))]
+
+    @property
+    def prints_alone(self) -> bool:
+        return "--cfg" in self.words or "--help" in self.words
+
+    @property
+    def kind(self) -> str:
+        if not self.prints_alone and any(re.search(pattern, self.text) for pattern in COMPOSED):
+            return "composed"
+        return "not run" if self.text.startswith(tuple(NOT_RUN)) else "run"
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {self.text}"
+
+
+def commands_of(page: str) -> list[Command]:
+    """The commands of a page's bash blocks; a backslash joins lines, comments go."""
+    text, found = (ROOT / page).read_text(), []
+    for block in re.finditer(r"^```bash\n(.*?)^```", text, re.M | re.S):
+        number = text.count("\n", 0, block.start(1)) + 1
+        for line in block[1].replace("\\\n", " \0").splitlines():
+            if words := shlex.split(line.replace("\0", ""), comments=True):
+                found.append(Command(page, number, tuple(words)))
+            number += 1 + line.count("\0")
+    return found
+
+
+COMMANDS = [command for page in PAGES for command in commands_of(page)]
+
+
+def read_import(tree: dict) -> settings.Settings:
+    own = {key: tree.pop(key) for key in schema.known_keys(import_checkpoint.Options)}
+    schema.read(own, import_checkpoint.Options)
+    return settings.read(tree)
+
+
+def read_sweep(tree: dict) -> plan.Options:
+    schema.read(tree.pop("sweep"), guidance_sweep.Sweep, "sweep.")
+    return plan.read_options(tree)
+
+
+def read_as(kind: type) -> tuple[list[str], Callable[[dict], object]]:
+    return schema.known_keys(kind), lambda tree: schema.read(tree, kind)
+
+
+DOORS = {  # script → its config, the keys it knows, and how it reads them
+    "train.py": ("config", TRAIN, settings.read),
+    "sample.py": ("sample", *read_as(sample.Options)),
+    "fid.py": ("fid", schema.known_keys(plan.Options), plan.read_options),
+    "scripts/prepare_latents.py": ("prepare_latents", *read_as(prepare_latents.Options)),
+    "scripts/import_latents.py": ("import_latents", *read_as(import_latents.Options)),
+    "scripts/import_checkpoint.py": (
+        "import_checkpoint",
+        [*TRAIN, *schema.known_keys(import_checkpoint.Options)],
+        read_import,
+    ),
+    "scripts/export_checkpoint.py": ("export_checkpoint", *read_as(export_checkpoint.Options)),
+    "scripts/reconstruct_ema.py": ("reconstruct_ema", *read_as(reconstruct_ema.Options)),
+    "scripts/guidance_sweep.py": (
+        "guidance_sweep",
+        [*schema.known_keys(plan.Options), *schema.known_keys(guidance_sweep.Sweep, "sweep.")],
+        read_sweep,
+    ),
+}
+
+
+def composed_settings(command: Command) -> object:
+    """What the door would have read, were its data here. Raises what it would end with."""
+    config, known, read = DOORS[command.door]
+    schema.check_overrides(command.arguments, known)
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
+        return read(plain(compose(config, overrides=command.arguments)))
+
+
+def test_pages_have_commands_of_all_kinds():
+    """And each reason for not running one is still needed."""
+    assert len(COMMANDS) > 80 and {command.kind for command in COMMANDS} == {"run", "composed", "not run"}
+    for start in NOT_RUN:
+        assert any(command.text.startswith(start) for command in COMMANDS if command.kind == "not run"), start
+    for pattern in COMPOSED:
+        assert any(re.search(pattern, command.text) for command in COMMANDS), pattern
+    assert {"train.py", "sample.py", "fid.py"} <= {command.door for command in COMMANDS if command.kind == "run"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_scripts_of_commands_exist(page):
+    for command in commands_of(page):
+        for word in command.words:
+            if re.fullmatch(r"[\w/.-]+\.(py|sh|yaml)|requirements\S*\.txt|tests/\w+", word):
+                assert (ROOT / word).exists(), command
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_for_other_machines_compose(page):
+    """Keys, values and what they say together; everything but the data."""
+    for command in commands_of(page):
+        if command.kind == "composed":
+            try:
+                composed_settings(command)
+            except Exception as error:
+                raise AssertionError(f"{command}: {error}") from error
+
+
+def test_commands_run_in_small(tmp_path):
+    """In one folder, in the order of the pages: what train.py makes is there for sample.py and fid.py."""
+    seen = {}  # what runs → the page where it stands first
+    for command in COMMANDS:
+        if command.kind != "run" or seen.setdefault(command.text, command.page) != command.page:
+            continue
+        words = [command.door, *command.arguments, *([] if command.prints_alone else SMALL.get(command.door, []))]
+        for long, short in EARLIER.items():
+            words = [word.replace(long, short) for word in words]
+        done = run_python(ROOT / words[0], *words[1:], cwd=tmp_path)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        if command.door == "train.py" and not command.prints_alone:
+            (run,) = set(re.findall(r"results/[\w.-]+(?=/latest|/?$| is finished)", done.stdout, re.M))
+            assert RunLog(tmp_path / run).records()[-1]["step"] == 6, command
+        elif command.door == "fid.py":
+            assert "label_agreement" in done.stdout, command
+    assert (tmp_path / "samples.png").is_file() and (tmp_path / "results" / "sweep" / "sweep.png").is_file()
+
+
+def anchors(page: Path) -> set[str]:
+    """A page's headings as GitHub writes them behind #."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", text):
+        path, _, anchor = "".join(target).partition("#")
+        if path.startswith("http"):
+            continue
+        found = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        assert found.exists(), f"{page}: {path}"
+        assert not anchor or anchor in anchors(found), f"{page}: #{anchor} is no heading of {found.name}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_keys_named_in_words_exist(page):
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.M | re.S)
+    for path in re.findall(r"\b(?:tests|tread|configs|scripts|benchmarks)/[\w./-]+\.(?:py|sh|yaml|json|png)\b", text):
+        assert (ROOT / path).exists(), f"{page}: {path}"
+    known = [*settings.known_keys(), *schema.known_keys(plan.Options)]
+    sections = "|".join({key.partition(".")[0] for key in known if "." in key})
+    no_keys = ("train.py", "rf.py", "dataset.json", "model.routing")  # files; a variable of an example
+    for code in re.findall(r"`([^`]+)`", text):
+        for key in re.findall(rf"(?<![\w./])(?:{sections})\.[\w.]*\w", code):
+            assert key in no_keys or re.sub(r"\.\d+", ".*", key) in known, f"{page}: {key}"
+
+
+def test_the_readme_is_short():
+    assert (ROOT / "README.md").read_text().count("\n") <= 200
