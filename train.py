@@ -142,7 +142,7 @@ def finish(run: Run) -> None:
     """Judge the demo's samples, and say where everything is."""
     if run.processes.main:
         count = run.cfg.eval.demo_samples
-        if count and not any(r["step"] == run.step and "label_agreement" in r for r in run.log.records()):
+        if count and not any(r["step"] == run.step and "demo_samples" in r for r in run.log.records()):
             labels = torch.arange(count) % run.cfg.dataset.num_classes
             run.record(**judge_digits(draw_samples(run, labels).numpy(), labels.numpy()), demo_samples=count)
         run.processes.say(describe_outcome(run.folder, run.step, run.log.records()))

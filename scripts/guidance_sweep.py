@@ -26,16 +26,15 @@ from tread.diffusion.guidance import Schedule
 from tread.evaluation import pipeline
 from tread.evaluation.figures import save_heat_maps
 from tread.evaluation.plan import Options, plan_scoring, read_options, settle_paths
-from tread.evaluation.scores import METRICS
+from tread.evaluation.reference_scorer import ReferenceScorer
+from tread.evaluation.scorers import METRICS
 from tread.runtime import schema
 from tread.runtime.cli import open_door, plain
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes, share_work
 from tread.runtime.files import check_place, explain_failure
 
-LOWER_IS_BETTER = {"fid", "sfid", "kid", "frechet_pixels"}
-COLUMNS = ("strong", "weak", "scale", "flops_relative", "step", "count")
-COLUMNS += (*METRICS, "label_agreement", "frechet_pixels")
+COLUMNS = ("strong", "weak", "scale", "flops_relative", "step", "count", *METRICS)
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def run(sweep: Sweep, options: Options, processes: Processes) -> None:
         with explain_failure(folder):
             write_table(folder / "sweep.csv", records)
             draw(folder / "sweep.png", sweep, records, metric)
-        best = (min if metric in LOWER_IS_BETTER else max)(records, key=lambda point: records[point][metric])
+        best = {"lower": min, "higher": max}[METRICS[metric]](records, key=lambda point: records[point][metric])
         values, ratios = records[best], "strong {} weak {} scale {}".format(*best)
         processes.say(f"  best      {metric} {values[metric]:.5g} of {values['count']:,} samples at {ratios}")
         processes.say(f"  written   {folder / 'sweep.csv'}, {folder / 'sweep.png'}")
@@ -119,7 +118,7 @@ def check(sweep: Sweep, options: Options, paths: list[Path]) -> str:
         raise ValueError(f"guidance={options.guidance.kind} has no ratios to sweep, as sparse and sparse_cfg have")
     if isinstance(options.guidance.strong, Schedule) or isinstance(options.guidance.weak, Schedule):
         raise ValueError("a sweep is over constant ratios, but guidance.strong or guidance.weak is a schedule")
-    allowed = METRICS if options.reference else ("label_agreement", "frechet_pixels")
+    allowed = [name for name in METRICS if (name in ReferenceScorer.metrics) == bool(options.reference)]
     metric = sweep.metric or allowed[0]
     if metric not in allowed:
         given = "a reference" if options.reference else "no reference"
@@ -150,8 +149,7 @@ def draw(path: Path, sweep: Sweep, records: dict[tuple[float, float, float], dic
         found = [[records.get((s, w, scale), {}).get(key, np.nan) for s in sweep.strong] for w in sweep.weak]
         return np.array(found, dtype=float)
 
-    better = "lower" if metric in LOWER_IS_BETTER else "higher"
-    note = f"{next(iter(records.values()))['count']:,} samples, {better} is better"
+    note = f"{next(iter(records.values()))['count']:,} samples, {METRICS[metric]} is better"
     panels = {f"{metric}, ω = {scale:g}\n{note}": panel(scale, metric) for scale in sweep.scale}
     guided = next((scale for scale in sweep.scale if scale != 1), 1.0)  # ω = 1 runs the strong branch alone
     cost = {"FLOPs over no guidance": panel(guided, "flops_relative")}

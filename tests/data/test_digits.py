@@ -11,7 +11,7 @@ from tread.data import digits
 from tread.data.autoencoder import load_decoder
 from tread.data.dataset import LatentDataset
 from tread.data.latents import to_network
-from tread.evaluation.digits_judge import METRICS, judge_digits
+from tread.evaluation.digits_judge import VALUES, judge_digits
 
 
 def test_the_dataset_is_the_scans_exactly(tmp_path):
@@ -51,4 +51,4 @@ def test_the_judge_knows_real_digits_from_wrong_labels_and_noise():
     noise = np.random.default_rng(0).integers(0, 256, pictures.shape).astype(np.uint8)
     judged = judge_digits(noise, labels)
     assert judged["label_agreement"] < 0.25 and judged["frechet_pixels"] > 20 * judged["frechet_pixels_real"]
-    assert tuple(judged) == METRICS
+    assert tuple(judged) == VALUES

@@ -24,7 +24,7 @@ from tread.data import digits
 from tread.data.autoencoder import load_decoder
 from tread.diffusion.edm import EDM
 from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
-from tread.evaluation import digits_judge, features, pipeline
+from tread.evaluation import digits_judge, features, pipeline, score_files, scorers
 from tread.evaluation.image_sets import open_pictures
 from tread.evaluation.inception import extract, load_inception
 from tread.evaluation.metrics import frechet_distance, mean_and_covariance
@@ -209,6 +209,40 @@ def test_the_digits_are_judged_without_a_download(tmp_path, composed, inception_
     assert "grey" in refusal(tmp_path, "checkpoint=results/d", "reference=reference.npz", weights)
 
 
+def test_a_scorer_of_ones_own_needs_no_other_file(tmp_path, composed, monkeypatch):
+    """Brightness by what is kept with each part: the whole way, up to fid.json, against the pictures' own mean."""
+
+    class Brightness:
+        metrics, reference, seconds = {"brightness": "higher"}, None, 0.0
+
+        def prepare(self, pictures):
+            return {"means": pictures.double().mean(dim=(1, 2, 3)).numpy()}
+
+        def score(self, samples):
+            means = np.concatenate(list(samples.arrays("means")))
+            return {"brightness": means.mean(), "brightness_real": 1.0}, {"fid": "it is dark"}, {"brightness_real": 3}
+
+        def warnings(self, samples):
+            return [f"only {samples}"]
+
+    monkeypatch.setitem(scorers.EMBEDDED, "digits", Brightness())
+    _, folder = save_checkpoint(tmp_path / "results/d", composed, digits.MEANING, embedded="digits")
+    text = launch(tmp_path, "checkpoint=results/d", *OPTIONS, "save_samples=true")
+    found = record(folder / "fid.json")
+    with np.load(folder / "samples.npz") as samples:
+        assert found["brightness"] == pytest.approx(samples["arr_0"].mean())
+    assert found["counts"] == {"brightness": 10, "brightness_real": 3} and found["warnings"] == ["only 10"]
+    assert "note: only 10" in text and "unavailable: it is dark" in text
+
+
+def test_the_columns_of_a_table_stay():
+    """As files of earlier versions begin: another head would begin a new file."""
+    metrics = "fid,sfid,inception_score,precision,recall,kid,label_agreement,frechet_pixels"
+    rest = "reference,reference_count,sampler,steps,nfe,flops_relative,guidance,weak_network"
+    rest += ",labels,first_seed,weights,dtype,checkpoint"
+    assert ",".join(score_files.COLUMNS) == f"time,step,count,{metrics},{rest}"
+
+
 def test_files_that_are_there_already_are_kept(tmp_path, run, inception_file, pictures_of):
     """The user's own, and an older scoring's; a fid.json that is none of ours is left alone."""
     weights = f"inception={inception_file}"
@@ -243,7 +277,8 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
 
     def settings_of(latents=RGB, reference="r", config=found.info["config"], **changed):
         one = checkpoint.Checkpoint(found.folder, found.info | {"latents": asdict(latents), "config": config})
-        return plan_scoring(read(base | changed, Options), one, "fp32").against(reference, "i").settings
+        plan = plan_scoring(read(base | changed, Options), one, "fp32")
+        return replace(plan, reference=reference, inception="i").fingerprint
 
     usual = settings_of()
     cfg = {"kind": "cfg", "scale": 1.5, "strong": 0.0, "weak": 0.0}
@@ -259,6 +294,11 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
     assert settings_of(guidance=sparse, config=config) != settings_of(guidance=sparse)
     assert settings_of(guidance=cfg, config=config) == settings_of(guidance=cfg)
     assert settings_of(out="elsewhere", cache="there", save_samples=True) == usual
+    # as scores of earlier versions have them: their order names the folder of unfinished work
+    names = "step checkpoint weights num_samples first_seed labels sampler steps nfe guidance dtype batch_size decoder"
+    assert list(usual) == [*names.split(), "latents", "edm", "reference", "inception"]
+    more = list(settings_of(guidance=sparse))
+    assert more == [*list(usual)[:10], "routes", *list(usual)[10:]]
 
 
 def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, inception_file, pictures_of, monkeypatch):

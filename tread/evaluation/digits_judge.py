@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import numpy as np
+import torch
 
 from tread.data.digits import split
 from tread.evaluation.metrics import frechet_distance, mean_and_covariance
+from tread.evaluation.part_store import PartStore
 
 NEIGHBOURS = 3
 REAL_COUNTS = {"label_agreement_real": 355, "frechet_pixels_real": 1442}  # scans that those values are of
-METRICS = ("label_agreement", "label_agreement_real", "frechet_pixels", "frechet_pixels_real")
+VALUES = ("label_agreement", "label_agreement_real", "frechet_pixels", "frechet_pixels_real")
 
 
 def judge_digits(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -34,3 +39,21 @@ def judge_digits(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         "frechet_pixels": frechet_distance(*mean_and_covariance(generated), *reference),
         "frechet_pixels_real": frechet_distance(*mean_and_covariance(train), *reference),
     }
+
+
+class DigitsJudge:
+    """judge_digits as a Scorer, see scorers.py."""
+
+    metrics: ClassVar[Mapping[str, str]] = {"label_agreement": "higher", "frechet_pixels": "lower"}
+    reference, seconds = None, 0.0
+
+    def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
+        return {}
+
+    def score(self, samples: PartStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
+        pictures, labels = (np.concatenate(list(samples.arrays(name))) for name in ("pictures", "labels"))
+        unavailable = {"fid": "grey pictures of 8×8 are scored in raw pixels"}
+        return judge_digits(pictures, labels), unavailable, REAL_COUNTS
+
+    def warnings(self, samples: int) -> list[str]:
+        return []

@@ -1,10 +1,8 @@
-"""Inception features of pictures, in parts that are kept: those of samples, and those of the reference they meet."""
+"""Inception features of pictures, in parts that are kept."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,6 @@ from tread.evaluation.image_sets import Pictures
 from tread.evaluation.inception import Inception, extract
 from tread.evaluation.metrics import Moments
 from tread.evaluation.part_store import PartStore
-from tread.evaluation.reference import Reference
 from tread.runtime.distributed import Processes
 
 PART = 256  # pictures of a part, where there are enough of them
@@ -54,29 +51,6 @@ def extract_parts(network: Inception, pictures: Pictures, parts: PartStore, mine
         content = torch.from_numpy(pictures.read(rows.start, rows.stop))
         parts.write(number, as_arrays(network, content))
         yield len(rows)
-
-
-# ---------------------------------------------------------------------------------- the reference
-
-
-@dataclass(frozen=True)
-class Scorer:
-    """The reference, and the Inception by whose features pictures are compared with it."""
-
-    reference: Reference
-    network: Inception
-    weights: str  # sha256 of the Inception's file
-    features: PartStore | None  # of the reference's pictures
-    seconds: float  # that these took to extract
-
-
-def open_scorer(reference: Reference, network: Inception, weights: str, cache: Path, processes: Processes) -> Scorer:
-    """The Inception, of weights with that sha256, and the features of the reference's pictures, kept in the cache."""
-    features = None
-    began = time.perf_counter()
-    if reference.pictures is not None:
-        features = features_of(reference.pictures, cache, network, weights, processes)
-    return Scorer(reference, network, weights, features, time.perf_counter() - began)
 
 
 def features_of(pictures: Pictures, folder: Path, network: Inception, weights: str, processes: Processes) -> PartStore:

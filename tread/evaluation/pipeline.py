@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -23,15 +24,15 @@ from tread.checkpoints import checkpoint
 from tread.data import autoencoder
 from tread.data.images import save_grid
 from tread.diffusion.sampling import draw_pictures, seeded_labels
-from tread.evaluation.digits_judge import REAL_COUNTS, judge_digits
-from tread.evaluation.features import Scorer, as_arrays, features_of, open_scorer, part_size
+from tread.evaluation.features import features_of, part_size
 from tread.evaluation.image_sets import Pictures, open_pictures, save_npz
 from tread.evaluation.inception import find_weights, load_inception
 from tread.evaluation.part_store import PartStore
 from tread.evaluation.plan import Options, ScoringPlan, plan_scoring, settle_paths
 from tread.evaluation.reference import Reference, check_size, open_reference, save_statistics
+from tread.evaluation.reference_scorer import ReferenceScorer, open_scorer
 from tread.evaluation.score_files import ScoreFiles, add_line, table
-from tread.evaluation.scores import score, warnings
+from tread.evaluation.scorers import Scorer, choose_scorer
 from tread.runtime.compiling import compile_blocks, settle_compile
 from tread.runtime.device import device_name, use_precision
 from tread.runtime.distributed import Processes
@@ -62,7 +63,7 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
         feature_bytes = 4 * sum(network.sizes)
         opener = partial(open_reference, sizes=network.sizes)
         reference = open_set(opener, options.reference, options.crop, processes)
-    plans = [plan.against(reference and reference.sha256, inception) for plan in plans]
+    plans = [replace(plan, reference=reference and reference.sha256, inception=inception) for plan in plans]
     records = processes.from_main(lambda: [find_score(plan, options) for plan in plans])
     all_plans, plans = plans, [plan for plan, record in zip(plans, records) if record is None]
     decoders = {}
@@ -82,16 +83,17 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
         check_place(files_beside(options).folder, 0)
     if options.save_reference:
         check_target(Path(options.save_reference), reference, processes)
-    scorer = None
+    against = None
     if reference is not None and (plans or samples or options.save_reference):
-        scorer = open_scorer(reference, network, inception, Path(options.cache), processes)
+        against = open_scorer(reference, network, inception, Path(options.cache), processes)
     if options.save_reference:
-        keep_statistics(Path(options.save_reference), scorer, processes)
+        keep_statistics(Path(options.save_reference), against, processes)
     for number, plan in enumerate(all_plans):
         if records[number] is None:
+            scorer = choose_scorer(plan.embedded, against)
             records[number] = score_checkpoint(plan, decoders[plan.latents], scorer, options, processes)
     if samples is not None:
-        score_pictures(samples, scorer, options, processes)
+        score_pictures(samples, against, options, processes)
     return records
 
 
@@ -126,7 +128,7 @@ def lines_of(plan: ScoringPlan, options: Options) -> Path:
 
 def work_of(plan: ScoringPlan, options: Options) -> PartStore:
     """Where a checkpoint's samples and their features are kept until they are scored; a reference does not matter."""
-    drawn = {key: value for key, value in plan.settings.items() if key != "reference"}
+    drawn = {key: value for key, value in plan.fingerprint.items() if key != "reference"}
     name = f".fid-{hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]}"
     size = part_size(plan.count, plan.sampler.batch_size)
     return PartStore(files_of(plan, options).folder / name, drawn, plan.count, size)
@@ -141,7 +143,7 @@ def files_beside(options: Options) -> ScoreFiles:
 
 def find_score(plan: ScoringPlan, options: Options) -> dict | None:
     """What an earlier scoring by the same settings found, and says so; None if there is something left to do."""
-    before = files_of(plan, options).find(plan.settings, with_samples=options.save_samples)
+    before = files_of(plan, options).find(plan.fingerprint, with_samples=options.save_samples)
     if before is not None:
         tqdm.write(f"{plan.found.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
     return before and before[1]
@@ -157,7 +159,7 @@ def check_target(path: Path, reference: Reference, processes: Processes) -> None
         check_place(path.parent, 0)
 
 
-def keep_statistics(path: Path, scorer: Scorer, processes: Processes) -> None:
+def keep_statistics(path: Path, scorer: ReferenceScorer, processes: Processes) -> None:
     """Write the reference's statistics."""
     if processes.main:
         pictures = scorer.reference.pictures
@@ -170,7 +172,7 @@ def keep_statistics(path: Path, scorer: Scorer, processes: Processes) -> None:
 
 
 def score_checkpoint(
-    plan: ScoringPlan, decoder: autoencoder.Decoder, scorer: Scorer | None, options: Options, processes: Processes
+    plan: ScoringPlan, decoder: autoencoder.Decoder, scorer: Scorer, options: Options, processes: Processes
 ) -> dict | None:
     """Draw, score, and write down; what is drawn is kept until then. Returns the score in the main process."""
     began, folder, parts = time.perf_counter(), files_of(plan, options).folder, work_of(plan, options)
@@ -182,12 +184,12 @@ def score_checkpoint(
             if processes.main:
                 parts.begin()
         processes.say(
-            f"{plan.found.folder}: {plan.count:,} samples, guidance {plan.settings['guidance']}, "
-            f"NFE {plan.settings['nfe']}, {plan.flops_relative:.3f} times the FLOPs of none, {plan.settings['dtype']}"
+            f"{plan.found.folder}: {plan.count:,} samples, guidance {plan.sampler.guidance.describe()}, "
+            f"NFE {plan.nfe}, {plan.flops_relative:.3f} times the FLOPs of none, {plan.sampler.precision}"
         )
         for other in set(folder.glob(".fid-*")) - {parts.folder}:
             processes.say(f"  note: {other} holds unfinished work by other settings; remove it if you do not want it")
-        for text in warnings(plan.count, scorer.reference, scorer.network) if scorer else ():
+        for text in scorer.warnings(plan.count):
             processes.say(f"  note: {text}")
         seconds = draw_parts(plan, decoder, scorer, parts, processes)
         processes.wait()
@@ -201,28 +203,27 @@ def score_checkpoint(
 
 
 def draw_parts(
-    plan: ScoringPlan, decoder: autoencoder.Decoder, scorer: Scorer | None, parts: PartStore, processes: Processes
+    plan: ScoringPlan, decoder: autoencoder.Decoder, scorer: Scorer, parts: PartStore, processes: Processes
 ) -> dict[str, float]:
-    """Draw this process's share of the parts that are missing, with their features; seconds by stage."""
+    """Draw this process's share of the missing parts, with what the scorer keeps of them; seconds by stage."""
     mine = processes.from_main(parts.missing)[processes.rank :: processes.count]
     spent = {"sampling": 0.0, "features": 0.0}
     if not mine:
         return spent
     guidance, device = plan.sampler.guidance, processes.device
     model, weak = plan.trained.load(device, guidance), plan.weak and plan.weak.load(device, guidance)
-    if plan.settings.get("compiled"):
+    if plan.compiled:
         compile_blocks([block for one in (model, weak) if one for block in one.network.blocks])
     with processes.bar("samples", sum(len(parts.ranges[number]) for number in mine)) as progress:
         for number in mine:
-            seeds, arrays, began = [plan.seeds[i] for i in parts.ranges[number]], {}, time.perf_counter()
-            labels = seeded_labels(seeds, model.network.num_classes, plan.settings["labels"])
+            seeds, began = [plan.seeds[i] for i in parts.ranges[number]], time.perf_counter()
+            labels = seeded_labels(seeds, model.network.num_classes, plan.labels)
             drawn = []
             for pictures in draw_pictures(model, decoder, seeds, labels, plan.sampler, weak, check=True):
                 drawn.append(pictures)
                 progress.update(len(pictures))
             pictures, sampled = torch.cat(drawn), time.perf_counter()
-            if scorer is not None:
-                arrays = as_arrays(scorer.network, pictures)
+            arrays = scorer.prepare(pictures)
             seconds = {"sampling": sampled - began, "features": time.perf_counter() - sampled}
             parts.write(number, {"pictures": pictures.numpy(), "labels": labels.numpy(), **arrays}, seconds=seconds)
             spent = {stage: spent[stage] + seconds[stage] for stage in spent}
@@ -230,34 +231,25 @@ def draw_parts(
 
 
 def conclude(
-    plan: ScoringPlan, scorer: Scorer | None, parts: PartStore, seconds: dict[str, float], processes: Processes
+    plan: ScoringPlan, scorer: Scorer, parts: PartStore, seconds: dict[str, float], processes: Processes
 ) -> dict:
     """Score what was drawn: the content of fid.json. seconds are those of this launch in the main process."""
     if missing := parts.missing():
         raise OSError(f"parts {missing} of {parts.folder} are missing: all processes must share the folder")
-    began, counts = time.perf_counter(), {}
-    if scorer is not None:
-        values, unavailable = score(parts, scorer.reference, scorer.features, processes.device)
-    elif plan.embedded is not None:
-        pictures, labels = (np.concatenate(list(parts.arrays(name))) for name in ("pictures", "labels"))
-        values, unavailable = judge_digits(pictures, labels), {"fid": "grey pictures of 8×8 are scored in raw pixels"}
-        counts = REAL_COUNTS
-    else:
-        values, unavailable = {}, {"fid": "there is no reference"}
+    began = time.perf_counter()
     spent = [parts.info(number)["seconds"] for number in range(len(parts.ranges))]
-    return common_record(values, unavailable, plan.count, scorer, processes) | {
-        "counts": dict.fromkeys(values, plan.count) | counts,
+    return common_record(scorer, parts, plan.count, processes) | {
         "checkpoint": str(plan.found.folder),
         "step": plan.found.step,
         "resolution": list(parts.first("pictures", 1).shape[2:]),
-        "ema": plan.settings["weights"] == "ema",
+        "ema": plan.trained.weights == "ema",
         "seeds": [plan.seeds[0], plan.seeds[-1]],
-        "settings": plan.settings,
+        "settings": plan.fingerprint,
         "weak_network": plan.weak and str(plan.weak.found.folder),
         "flops": plan.flops,
         "flops_relative": plan.flops_relative,
         "seconds": {
-            "reference": scorer.seconds if scorer else 0.0,
+            "reference": scorer.seconds,
             **seconds,
             "scoring": time.perf_counter() - began,
             "of_all_processes_and_launches": {stage: sum(part[stage] for part in spent) for stage in seconds},
@@ -265,17 +257,18 @@ def conclude(
     }
 
 
-def common_record(values: dict, unavailable: dict, count: int, scorer: Scorer | None, processes: Processes) -> dict:
+def common_record(scorer: Scorer, samples: PartStore, count: int, processes: Processes) -> dict:
     """What every fid.json has: each value with its count, and what it was made with."""
+    (values, unavailable, counts), reference = scorer.score(samples), scorer.reference
     return {
         **values,
         "count": count,
-        "counts": dict.fromkeys(values, count),
+        "counts": dict.fromkeys(values, count) | counts,
         "unavailable": unavailable,
-        "warnings": warnings(count, scorer.reference, scorer.network) if scorer else [],
-        "reference": scorer and scorer.reference.where,
-        "reference_count": scorer and scorer.reference.count,
-        "reference_statistics": scorer and scorer.reference.statistics_from,
+        "warnings": scorer.warnings(count),
+        "reference": reference and reference.where,
+        "reference_count": reference and reference.count,
+        "reference_statistics": reference and reference.statistics_from,
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": sys.argv,
         "device": device_name(processes.device),
@@ -288,7 +281,7 @@ def write_down(plan: ScoringPlan, record: dict, parts: PartStore, options: Optio
     """fid.json, fid.png, a line in fid.csv, and samples.npz if asked for; then print the table."""
     files = files_of(plan, options)
     with explain_failure(files.folder):
-        files.make_room(plan.settings)
+        files.make_room(plan.fingerprint)
         save_grid(files.path("fid.png"), parts.first("pictures", GRID), columns=8)
         if options.save_samples:
             labels = np.concatenate(list(parts.arrays("labels")))
@@ -298,16 +291,15 @@ def write_down(plan: ScoringPlan, record: dict, parts: PartStore, options: Optio
     tqdm.write(f"{table(record)}\n  written   {where}")
 
 
-def score_pictures(samples: Pictures, scorer: Scorer, options: Options, processes: Processes) -> None:
+def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: Options, processes: Processes) -> None:
     """Score pictures made elsewhere; their features are kept in the cache like a reference's."""
-    for text in warnings(samples.count, scorer.reference, scorer.network):
+    for text in scorer.warnings(samples.count):
         processes.say(f"  note: {text}")
     began = time.perf_counter()
     features = features_of(samples, Path(options.cache), scorer.network, scorer.weights, processes)
     extracted = time.perf_counter()
     if processes.main:
-        values, unavailable = score(features, scorer.reference, scorer.features, processes.device)
-        record = common_record(values, unavailable, samples.count, scorer, processes) | {
+        record = common_record(scorer, features, samples.count, processes) | {
             "samples": options.samples,
             "settings": {"samples": samples.sha256, "reference": scorer.reference.sha256, "inception": scorer.weights},
             "seconds": {

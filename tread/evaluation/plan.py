@@ -71,20 +71,27 @@ def read_options(config: dict) -> Options:
 class ScoringPlan:
     """What scoring a checkpoint means.
 
-    weak      the weak network of the guidance, if it is another.
-    embedded  the dataset whose own judge scores it, where there is no reference.
-    settings  all that decides about the numbers: what was scored by equal settings need not be scored again.
-    flops     of the networks, a sample; flops_relative: over those of the same steps without guidance.
+    weak        the weak network of the guidance, if it is another.
+    embedded    the dataset whose own judge scores it, where there is no reference.
+    compiled    whether the networks' blocks are, when samples are drawn.
+    decoder     what makes pictures of latents, by its fingerprint.
+    flops       of the networks, a sample; flops_relative: over those of the same steps without guidance.
+    reference   sha256 of what it is scored against, and of the Inception; None without them.
     """
 
     trained: Trained
     weak: Trained | None
     sampler: Sampler
     count: int
+    first_seed: int
+    labels: str
+    compiled: bool
+    decoder: str
     embedded: str | None
-    settings: dict
     flops: int
     flops_relative: float
+    reference: str | None = None
+    inception: str | None = None
 
     @property
     def found(self) -> checkpoint.Checkpoint:
@@ -94,13 +101,43 @@ class ScoringPlan:
     def latents(self) -> LatentSpec:
         return self.trained.latents
 
-    def against(self, reference: str | None, inception: str | None) -> ScoringPlan:
-        """The same, scored against a reference by an Inception: sha256 of both, None without them."""
-        return replace(self, settings=self.settings | {"reference": reference, "inception": inception})
+    @property
+    def nfe(self) -> int:
+        """Network function evaluations a sample."""
+        return self.sampler.nfe(self.trained.process)
 
     @property
     def seeds(self) -> range:
-        return range(self.settings["first_seed"], self.settings["first_seed"] + self.count)
+        return range(self.first_seed, self.first_seed + self.count)
+
+    @property
+    def fingerprint(self) -> dict:
+        """All that decides about the numbers, for JSON: what was scored by an equal one need not be scored again."""
+        trained, weak, sampler, latents = self.trained, self.weak, self.sampler, self.latents
+        routed = [one for one in (trained, weak) if one and sampler.guidance.row.routed]
+        routes = [asdict(route) for one in routed for route in one.routes(sampler.guidance)]
+        return {
+            "step": self.found.step,
+            "checkpoint": trained.sha256,
+            "weights": trained.weights,
+            "num_samples": self.count,
+            "first_seed": self.first_seed,
+            "labels": self.labels,
+            "sampler": sampler.solver,
+            "steps": sampler.steps,
+            "nfe": self.nfe,
+            "guidance": sampler.guidance.describe(),
+            **({"weak_network": weak.sha256, "weak_process": asdict(weak.process)} if weak else {}),
+            **({"routes": routes} if routes else {}),
+            "dtype": sampler.precision,
+            "batch_size": sampler.batch_size,
+            **({"compiled": True} if self.compiled else {}),
+            "decoder": self.decoder,
+            "latents": {key: getattr(latents, key) for key in ("scale", "shift", "channel_shift", "channel_scale")},
+            trained.cfg.objective: asdict(trained.process),
+            "reference": self.reference,
+            "inception": self.inception,
+        }
 
 
 def find_checkpoints(pattern: str | None) -> list[checkpoint.Checkpoint]:
@@ -146,32 +183,16 @@ def plan_scoring(options: Options, found: checkpoint.Checkpoint, precision: str,
     )
     outlines = [one and one.outline(options.guidance) for one in (trained, weak)]
     check_ratios(sampler, *outlines)
-    latents = trained.latents
-    routes = [
-        route
-        for one in (trained, weak)
-        if one and options.guidance.row.routed
-        for route in one.routes(options.guidance)
-    ]
-    settings = {
-        "step": found.step,
-        "checkpoint": trained.sha256,
-        "weights": options.weights,
-        "num_samples": count,
-        "first_seed": options.first_seed,
-        "labels": options.labels,
-        "sampler": sampler.solver,
-        "steps": sampler.steps,
-        "nfe": sampler.nfe(process),
-        "guidance": options.guidance.describe(),
-        **({"weak_network": weak.sha256, "weak_process": asdict(weak.process)} if weak else {}),
-        **({"routes": [asdict(route) for route in routes]} if routes else {}),
-        "dtype": precision,
-        "batch_size": sampler.batch_size,
-        **({"compiled": True} if compiled and not options.guidance.scheduled else {}),
-        "decoder": autoencoder.decoder_hash(latents, options.autoencoder),
-        "latents": {key: getattr(latents, key) for key in ("scale", "shift", "channel_shift", "channel_scale")},
-        cfg.objective: asdict(process),
-    }
-    cost = sampler.flops(*outlines), relative_cost(sampler, *outlines)
-    return ScoringPlan(trained, weak, sampler, count, embedded, settings, *cost)
+    return ScoringPlan(
+        trained,
+        weak,
+        sampler,
+        count,
+        options.first_seed,
+        options.labels,
+        compiled=compiled and not options.guidance.scheduled,
+        decoder=autoencoder.decoder_hash(trained.latents, options.autoencoder),
+        embedded=embedded,
+        flops=sampler.flops(*outlines),
+        flops_relative=relative_cost(sampler, *outlines),
+    )

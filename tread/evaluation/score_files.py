@@ -11,10 +11,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from tread.evaluation.scores import METRICS
+from tread.evaluation.scorers import METRICS
 from tread.runtime.files import write_whole
 
-COLUMNS = ("time", "step", "count", *METRICS, "label_agreement", "frechet_pixels", "reference", "reference_count")
+COLUMNS = ("time", "step", "count", *METRICS, "reference", "reference_count")
 COLUMNS += ("sampler", "steps", "nfe", "flops_relative", "guidance", "weak_network")
 COLUMNS += ("labels", "first_seed", "weights", "dtype", "checkpoint")
 NAMES = ("samples.npz", "fid.png", "fid.json")

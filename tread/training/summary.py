@@ -8,7 +8,7 @@ from torch import nn
 
 from routing_module import check_routes
 from tread.data.dataset import LatentDataset
-from tread.evaluation.digits_judge import METRICS
+from tread.evaluation.digits_judge import VALUES
 from tread.routing.ids import count_kept
 from tread.training.settings import Settings
 
@@ -66,7 +66,7 @@ def describe(
 def describe_outcome(folder: Path, step: int, records: list[dict]) -> str:
     """The last evaluation and demo metrics, and where everything is: one line each."""
     lines = []
-    for name in ("eval_loss", "fid", *METRICS):
+    for name in ("eval_loss", "fid", *VALUES):
         found = [record for record in records if name in record]
         count = f" of {found[-1]['fid_samples']:,} samples" if found and name == "fid" else ""
         lines += [f"  {name:<21} {found[-1][name]:.4f}{count}"] if found else []

@@ -9,10 +9,12 @@ import torch
 
 from tread.evaluation.features import extract_parts, feature_parts
 from tread.evaluation.image_sets import open_pictures
-from tread.evaluation.inception import extract, load_inception
+from tread.evaluation.inception import Inception, extract, load_inception
 from tread.evaluation.part_store import PartStore
 from tread.evaluation.reference import open_reference
-from tread.evaluation.scores import METRICS, score, warnings
+from tread.evaluation.reference_scorer import ReferenceScorer
+
+METRICS = tuple(ReferenceScorer.metrics)
 
 
 def parts_of(folder, arrays, size=7):
@@ -22,6 +24,13 @@ def parts_of(folder, arrays, size=7):
     for number, rows in enumerate(parts.ranges):
         parts.write(number, {name: array[rows.start : rows.stop] for name, array in arrays.items()})
     return parts
+
+
+def score(samples, reference, features):
+    network = Inception(with_classes=False, narrow=16)  # says the device alone
+    values, unavailable, counts = ReferenceScorer(reference, network, "weights", features, 0.0).score(samples)
+    assert counts == {}
+    return values, unavailable
 
 
 def features(count, seed, shift, sizes=(40, 35)):
@@ -67,6 +76,9 @@ def test_a_set_against_itself(tmp_path, pictures_of):
     values, _ = score(parts_of(tmp_path / "a", same, 13), reference, parts_of(tmp_path / "b", same, 60))
     assert abs(values["fid"]) < 1e-6 and abs(values["sfid"]) < 1e-6
     assert values["precision"] == values["recall"] == 1
+    others, _ = score(parts_of(tmp_path / "c", features(60, 2, 0.5)), reference, parts_of(tmp_path / "d", same))
+    for name in set(METRICS) - {"inception_score"}:  # no other set is as near to the reference
+        assert (values[name] < others[name]) == (ReferenceScorer.metrics[name] == "lower")
 
 
 def test_what_can_t_be_scored_is_said(tmp_path, pictures_of):
@@ -91,6 +103,12 @@ def test_statistics_in_the_file_decide_over_its_pictures(tmp_path, pictures_of):
     reference = open_reference(tmp_path / "adm.npz")
     values, _ = score(parts_of(tmp_path / "a", ours), reference, parts_of(tmp_path / "b", theirs))
     assert values["fid"] == pytest.approx(0, abs=1e-4) and values["sfid"] > 5 and values["precision"] == 0
+
+
+def warnings(samples, reference):
+    with torch.device("meta"):
+        network = Inception(with_classes=False)
+    return ReferenceScorer(reference, network, "weights", None, 0.0).warnings(samples)
 
 
 def test_small_counts_are_warned_of(tmp_path, pictures_of):

@@ -1,0 +1,122 @@
+"""Scores of a set of pictures from its Inception features: each metric that the reference allows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from tread.evaluation.features import as_arrays, features_of
+from tread.evaluation.inception import Inception
+from tread.evaluation.metrics import (
+    NEIGHBOURS,
+    Moments,
+    frechet_distance,
+    inception_score,
+    kernel_distance,
+    precision_recall,
+)
+from tread.evaluation.part_store import PartStore
+from tread.evaluation.reference import Reference, statistics
+from tread.runtime.device import exact
+from tread.runtime.distributed import Processes
+
+
+@dataclass(frozen=True)
+class ReferenceScorer:
+    """The reference, and the Inception by whose features pictures are compared with it: a Scorer, see scorers.py.
+
+    weights   sha256 of the Inception's file.
+    features  of the reference's pictures; None where it has none.
+    seconds   that these took to extract.
+    """
+
+    metrics: ClassVar[Mapping[str, str]] = {
+        "fid": "lower",
+        "sfid": "lower",
+        "inception_score": "higher",
+        "precision": "higher",
+        "recall": "higher",
+        "kid": "lower",
+    }
+    reference: Reference
+    network: Inception
+    weights: str
+    features: PartStore | None
+    seconds: float
+
+    def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
+        """The features of pictures (n, 3, H, W) uint8."""
+        return as_arrays(self.network, pictures)
+
+    def score(self, samples: PartStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
+        """({metric: value}, {metric: why it is unavailable}, {}) of samples' features; one of them has each metric."""
+        values, unavailable = {}, {}
+        for metric, kind in (("fid", "pool"), ("sfid", "spatial")):
+            expected = getattr(self.reference, kind) or (self.features and statistics(self.features, kind))
+            if expected is None:
+                unavailable[metric] = "the reference has neither pictures (arr_0) nor mu_s, sigma_s"
+            else:
+                moments = Moments.of_parts(samples.arrays(kind))
+                values[metric] = frechet_distance(moments.mean, moments.covariance, *expected)
+        if samples.has("probabilities"):
+            values["inception_score"] = inception_score(np.concatenate(list(samples.arrays("probabilities"))))
+        else:
+            unavailable["inception_score"] = "the Inception weights have no fc layer"
+        if self.features is None:
+            reason = "the reference has statistics, but no pictures (arr_0)"
+            return values, unavailable | dict.fromkeys(("precision", "recall", "kid"), reason), {}
+        ours, theirs = (
+            torch.from_numpy(np.concatenate(list(parts.arrays("pool")))) for parts in (samples, self.features)
+        )
+        device = next(self.network.parameters()).device
+        with exact():
+            try:
+                found = _compare(theirs.to(device), ours.to(device))
+            except torch.OutOfMemoryError:
+                found = _compare(theirs, ours)
+        if found[0] is None:
+            unavailable |= dict.fromkeys(("precision", "recall"), f"each set must have more than {NEIGHBOURS} pictures")
+        values |= {name: value for name, value in zip(("precision", "recall", "kid"), found) if value is not None}
+        return values, unavailable, {}
+
+    def warnings(self, samples: int) -> list[str]:
+        """What a reader of the numbers should know about their counts, and about a network that is not FID's."""
+        dimensions = self.network.sizes.pool
+        counts = {"samples": samples}
+        if not self.reference.statistics_unknown:
+            counts["pictures in the reference"] = self.reference.count
+        found = [
+            f"{count:,} {what} are fewer than the {dimensions:,} dimensions of the features: their covariance is of "
+            "deficient rank, FID is biased upwards, and only comparable at the same counts"
+            for what, count in counts.items()
+            if count is not None and count <= dimensions
+        ]
+        if self.network.narrow > 1:
+            found.append(
+                f"the Inception has {self.network.narrow} times fewer channels than FID's: these are no FID's numbers"
+            )
+        return found
+
+
+def _compare(reference: torch.Tensor, samples: torch.Tensor) -> tuple[float | None, float | None, float]:
+    """Precision and recall, None for too small sets, and KID."""
+    enough = min(len(reference), len(samples)) > NEIGHBOURS
+    precision, recall = precision_recall(reference, samples) if enough else (None, None)
+    return precision, recall, kernel_distance(reference, samples)
+
+
+def open_scorer(
+    reference: Reference, network: Inception, weights: str, cache: Path, processes: Processes
+) -> ReferenceScorer:
+    """The Inception, of weights with that sha256, and the features of the reference's pictures, kept in the cache."""
+    features = None
+    began = time.perf_counter()
+    if reference.pictures is not None:
+        features = features_of(reference.pictures, cache, network, weights, processes)
+    return ReferenceScorer(reference, network, weights, features, time.perf_counter() - began)

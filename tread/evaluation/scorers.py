@@ -1,0 +1,69 @@
+"""What scores samples: one interface, whoever does it, and who does it for which checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Protocol
+
+import numpy as np
+import torch
+
+from tread.evaluation.digits_judge import DigitsJudge
+from tread.evaluation.part_store import PartStore
+from tread.evaluation.reference import Reference
+from tread.evaluation.reference_scorer import ReferenceScorer
+
+
+class Scorer(Protocol):
+    """All that scoring asks of a scorer.
+
+    metrics    of samples, in the order they are shown, and which value is better: "lower" or "higher".
+    reference  what samples are compared with, if it was named by its path.
+    seconds    that its features took to extract.
+    """
+
+    metrics: ClassVar[Mapping[str, str]]
+
+    @property
+    def reference(self) -> Reference | None: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
+        """What is to be kept of pictures (n, C, H, W) uint8 beside themselves, a row for each, by name."""
+
+    def score(self, samples: PartStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
+        """Of parts with pictures, labels and what was prepared.
+
+        Returns the values by name, why a metric is unavailable, and the counts of values that are not of all samples.
+        """
+
+    def warnings(self, samples: int) -> list[str]:
+        """What a reader of the numbers of so many samples should know about them."""
+
+
+class Unscored:
+    """Samples that are drawn and not scored."""
+
+    metrics: ClassVar[Mapping[str, str]] = {}
+    reference, seconds = None, 0.0
+
+    def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
+        return {}
+
+    def score(self, samples: PartStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
+        return {}, {"fid": "there is no reference"}, {}
+
+    def warnings(self, samples: int) -> list[str]:
+        return []
+
+
+# of embedded datasets, by name, and all metrics there are: a new scorer is named here
+EMBEDDED: dict[str | None, Scorer] = {"digits": DigitsJudge()}
+METRICS = {name: better for one in (ReferenceScorer, *EMBEDDED.values()) for name, better in one.metrics.items()}
+
+
+def choose_scorer(embedded: str | None, against: ReferenceScorer | None) -> Scorer:
+    """The one of a checkpoint of that embedded dataset, if of any; a reference that was named goes before."""
+    return against or EMBEDDED.get(embedded, Unscored())
