@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import import_latents
 import prepare_latents
 import pytest
 import reconstruct_ema
+import yaml
 from conftest import ROOT, TINY
 from forked import run_python
 from hydra import compose, initialize_config_dir
@@ -209,6 +211,18 @@ def test_commands_run_in_small(tmp_path):
         elif command.door == "fid.py":
             assert "label_agreement" in done.stdout, command
     assert (tmp_path / "samples.png").is_file() and (tmp_path / "results" / "sweep" / "sweep.png").is_file()
+
+
+def test_the_experiment_of_the_page_composes(tmp_path):
+    """docs/configuration.md shows a file of one's own; the page's keys are the reference."""
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs/configuration.md").read_text(), re.M | re.S)
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (tmp_path / "configs/experiment/my_b2.yaml").write_text(example)
+    with initialize_config_dir(version_base="1.3", config_dir=str(tmp_path / "configs")):
+        cfg = settings.read(plain(compose("config", overrides=["experiment=my_b2", "model=tread"])))
+    written = yaml.safe_load(example)
+    assert cfg.name == "my_b2-tread" and cfg.dataset.name == "imagenet256"
+    assert cfg.train.steps == int(written["train"]["steps"]) and cfg.optim.lr == float(written["optim"]["lr"])
 
 
 def anchors(page: Path) -> set[str]:
