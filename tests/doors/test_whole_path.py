@@ -1,4 +1,4 @@
-"""Photos → latents → training → samples → pictures, by the README's commands, on real photos.
+"""Photos → latents → training → samples → pictures, by the commands of docs/data.md, on real photos.
 
 The reference for the pictures is the autoencoder run by hand on latents drawn from the checkpoint.
 """
