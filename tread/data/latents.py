@@ -72,7 +72,8 @@ class LatentSpec:
     @classmethod
     def from_json(cls, tree: dict) -> LatentSpec:
         """From a parsed index.json or a checkpoint's info.json. Raises KeyError for a missing key."""
-        values = {key: tree[key] for key in cls.__dataclass_fields__}
+        later = ("fingerprint", "channel_shift", "channel_scale")  # not yet in the first files of version 1
+        values = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree or key not in later}
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
     @property

@@ -9,6 +9,7 @@ fetches once.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +38,11 @@ class FeatureSizes(NamedTuple):
     pool: int = POOL_FEATURES
     spatial: int = SPATIAL_FEATURES
     classes: int = CLASSES
+
+
+def sizes_of(narrow: int) -> FeatureSizes:
+    """Of a network with so many times fewer channels."""
+    return FeatureSizes(POOL_FEATURES // narrow, max(1, SPATIAL_CHANNELS // narrow) * 17 * 17, CLASSES)
 
 
 class Features(NamedTuple):
@@ -193,7 +199,7 @@ class Inception(nn.Module):
     def __init__(self, with_classes: bool, narrow: int = 1) -> None:
         super().__init__()
         conv, self.narrow = partial(Conv, narrow=narrow), narrow
-        self.sizes = FeatureSizes(POOL_FEATURES // narrow, max(1, SPATIAL_CHANNELS // narrow) * 17 * 17, CLASSES)
+        self.sizes = sizes_of(narrow)
         self.Conv2d_1a_3x3 = conv(3, 32, 3, stride=2, pad=False)
         self.Conv2d_2a_3x3 = conv(32, 32, 3, pad=False)
         self.Conv2d_2b_3x3 = conv(32, 64, 3)
@@ -284,9 +290,7 @@ def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
     Raises ValueError for other weights.
     """
     state = read_state_dict(path, "any")
-    first = state.get("Conv2d_1a_3x3.conv.weight")
-    narrow = 32 // len(first) if first is not None and len(first) in (2, 4, 8, 16) else 1
-    network = Inception("fc.weight" in state, narrow)
+    network = Inception("fc.weight" in state, _narrow(state))
     try:
         network.load_state_dict(state)
     except RuntimeError as error:
@@ -294,3 +298,14 @@ def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
             f"{path} holds other weights than those of the FID Inception of 2015-12-05 ({URL}): {str(error)[:300]} …"
         ) from error
     return network.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
+
+
+def _narrow(state: Mapping[str, Tensor]) -> int:
+    """How many times fewer channels than FID's network a state dict has."""
+    first = state.get("Conv2d_1a_3x3.conv.weight", ())
+    return 32 // len(first) if len(first) in (2, 4, 8, 16) else 1
+
+
+def feature_sizes(path: Path) -> FeatureSizes:
+    """Of the network in a weight file. Raises ValueError if it can't be read."""
+    return sizes_of(_narrow(read_state_dict(path, "any")))

@@ -71,12 +71,12 @@ def open_online_fid(
     """
     if samples < processes:
         raise ValueError(f"eval.fid_samples is {samples}, which is less than one for each process")
-    network = load_inception(find_weights(inception), device)
-    found = open_reference(reference, sizes=network.sizes)
+    found = open_reference(reference, sizes=None)
     if found.pool is None:
         raise ValueError(
             f"{reference} has no mu and sigma: python fid.py reference={reference} save_reference=stats.npz"
         )
     pictures = decoder(torch.zeros(1, *latents.shape, device=device))
     check_size("what this run's autoencoder decodes", tuple(pictures.shape[1:]), found)
-    return OnlineFID(network, found.pool, decoder)
+    network = load_inception(find_weights(inception), device)
+    return OnlineFID(network, open_reference(reference, sizes=network.sizes).pool, decoder)

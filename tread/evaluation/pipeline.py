@@ -26,7 +26,7 @@ from tread.data.images import save_grid
 from tread.diffusion.sampling import draw_pictures, seeded_labels
 from tread.evaluation.features import features_of, part_size
 from tread.evaluation.image_sets import Pictures, open_pictures, save_npz
-from tread.evaluation.inception import find_weights, load_inception
+from tread.evaluation.inception import feature_sizes, find_weights
 from tread.evaluation.part_store import PartStore
 from tread.evaluation.plan import Options, ScoringPlan, plan_scoring, settle_paths
 from tread.evaluation.reference import Reference, check_size, open_reference, save_statistics
@@ -55,13 +55,13 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
         processes.say(f"warning: running without torch.compile, which fails here: {reason}")
     plans = [plan_scoring(options, checkpoint.find(path), precision, compiled) for path in paths]
     samples = open_set(open_pictures, options.samples, options.crop, processes)
-    reference, network, inception, feature_bytes = None, None, None, 0
+    reference, weights, inception, feature_bytes = None, None, None, 0
     if options.reference is not None:
         with processes.main_first():  # one process fetches the weights
             weights = find_weights(options.inception)
-        network, inception = load_inception(weights, processes.device), sha256(weights)
-        feature_bytes = 4 * sum(network.sizes)
-        opener = partial(open_reference, sizes=network.sizes)
+        inception, sizes = sha256(weights), feature_sizes(weights)
+        feature_bytes = 4 * sum(sizes)
+        opener = partial(open_reference, sizes=sizes)
         reference = open_set(opener, options.reference, options.crop, processes)
     plans = [replace(plan, reference=reference and reference.sha256, inception=inception) for plan in plans]
     records = processes.from_main(lambda: [find_score(plan, options) for plan in plans])
@@ -85,7 +85,7 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
         check_target(Path(options.save_reference), reference, processes)
     against = None
     if reference is not None and (plans or samples or options.save_reference):
-        against = open_scorer(reference, network, inception, Path(options.cache), processes)
+        against = open_scorer(reference, weights, inception, Path(options.cache), processes)
     if options.save_reference:
         keep_statistics(Path(options.save_reference), against, processes)
     for number, plan in enumerate(all_plans):

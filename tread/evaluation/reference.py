@@ -62,18 +62,18 @@ def open_reference(
     crop: int | None = None,
     known: Known | None = None,
     watch: Watch = iter,
-    sizes: FeatureSizes = FeatureSizes(),  # noqa: B008 (it is immutable)
+    sizes: FeatureSizes | None = FeatureSizes(),  # noqa: B008 (it is immutable)
 ) -> Reference:
     """Open a reference; the pictures of it are not looked at yet. Other arguments are those of open_pictures.
 
-    sizes  of the features that statistics in a file must be of.
+    sizes  of the features that statistics in a file must be of; None: not looked at yet.
 
     Raises FileNotFoundError, or ValueError for what is damaged, of another network, or no reference.
     """
     if path.suffix in (".pkl", ".pt", ".pth"):
         raise ValueError(f"{path} may hold pickled objects, which are not read: convert it to an .npz with mu, sigma")
     npz = Npz(path) if path.suffix.lower() == ".npz" and path.is_file() else None
-    found = {kind: npz and _statistics(npz, *keys, getattr(sizes, kind)) for kind, keys in KEYS.items()}
+    found = {kind: npz and _statistics(npz, *keys, sizes and getattr(sizes, kind)) for kind, keys in KEYS.items()}
     if npz is None or "arr_0" in npz.names:
         pictures = open_pictures(path, crop, known, watch)
         return Reference(
@@ -92,10 +92,11 @@ def open_reference(
     )
 
 
-def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int) -> Statistics | None:
+def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int | None) -> Statistics | None:
     if mean_key not in npz.names or covariance_key not in npz.names:
         return None
     mean, covariance = npz.read(mean_key), npz.read(covariance_key)
+    dimension = dimension or mean.size
     if mean.shape != (dimension,) or covariance.shape != (dimension, dimension):
         raise ValueError(
             f"{npz.path}: {mean_key} {mean.shape} and {covariance_key} {covariance.shape} are statistics of another "

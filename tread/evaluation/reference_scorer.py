@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tread.evaluation.features import as_arrays, features_of
-from tread.evaluation.inception import Inception
+from tread.evaluation.inception import Inception, load_inception
 from tread.evaluation.metrics import (
     NEIGHBOURS,
     Moments,
@@ -111,12 +111,10 @@ def _compare(reference: torch.Tensor, samples: torch.Tensor) -> tuple[float | No
     return precision, recall, kernel_distance(reference, samples)
 
 
-def open_scorer(
-    reference: Reference, network: Inception, weights: str, cache: Path, processes: Processes
-) -> ReferenceScorer:
-    """The Inception, of weights with that sha256, and the features of the reference's pictures, kept in the cache."""
-    features = None
+def open_scorer(reference: Reference, weights: Path, digest: str, cache: Path, processes: Processes) -> ReferenceScorer:
+    """The Inception of a file with that sha256, and the features of the reference's pictures, kept in the cache."""
+    network, features = load_inception(weights, processes.device), None
     began = time.perf_counter()
     if reference.pictures is not None:
-        features = features_of(reference.pictures, cache, network, weights, processes)
-    return ReferenceScorer(reference, network, weights, features, time.perf_counter() - began)
+        features = features_of(reference.pictures, cache, network, digest, processes)
+    return ReferenceScorer(reference, network, digest, features, time.perf_counter() - began)

@@ -149,6 +149,8 @@ class Processes:
                 told = error if known else RuntimeError(f"the main process failed: {type(error).__name__}: {error}")
         try:
             decided, told = broadcast_object_list([decided, told])
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as lost:  # of torch.distributed
             raise error or OSError("another process stopped; see its message") from lost
         if told is not None:

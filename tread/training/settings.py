@@ -197,6 +197,9 @@ class Settings:
 
 def read(config: dict) -> Settings:
     """A composed config → Settings. Raises ValueError."""
+    if "recipe" in config:
+        gone = [f"recipe.{key} is {MOVED.get(f'recipe.{key}', 'nothing')} now" for key in config["recipe"]]
+        raise ValueError(f"recipe is gone: {', '.join(gone)}; a dataset or experiment sets those keys itself")
     return schema.read(config, Settings)
 
 
