@@ -180,13 +180,10 @@ def test_links_in_a_tar_are_followed(tree, tmp_path):
 
 FLAT = [("0.png", 1, "bee"), ("1.png", 0, "ant"), ("2.png", 2, "cow")]
 TABLES = {
-    "labels.json": json.dumps({file: [number, name, "an animal"] for file, number, name in FLAT}),
     "dataset.json": json.dumps({"labels": [[file, name] for file, _, name in FLAT]}),
-    "mine.json": json.dumps(
-        {"labels": {f"./{file}": number for file, number, _ in FLAT}, "classes": ["ant", "bee", "cow"]}
-    ),
-    "labels.csv": "file_name,label\n" + "".join(f"{file},{name}\n" for file, _, name in FLAT),
-    "metadata.jsonl": "".join(json.dumps({"file_name": file, "label": name}) + "\n" for file, _, name in FLAT),
+    "mine.json": json.dumps({"labels": [[f"./{file}", name] for file, _, name in FLAT]}),
+    "labels.csv": "file,label\n" + "".join(f"{file},{name}\n" for file, _, name in FLAT),
+    "metadata.csv": "label,text,file_name\n" + "".join(f"{name},a picture,{file}\n" for file, _, name in FLAT),
 }
 
 
@@ -208,19 +205,39 @@ def test_a_flat_source_has_the_classes_of_its_labels_file(tmp_path, table, how):
     assert held(photos) == [("bee", picture(0)), ("ant", picture(1)), ("cow", picture(2))]
 
 
-def test_numbers_without_names_are_their_own_names():
-    assert label_table("a.csv", b"filename,class\na.png,3\nb.png,0\n") == {"a.png": (3, None), "b.png": (0, None)}
-    assert label_table("a.json", b'{"a": "10", "b": "9"}') == {"a": (10, None), "b": (9, None)}
-    assert label_table("a.csv", b"filename,class\na.png,n03\nb.png,0\n") == {
-        "a.png": ("n03", None),
-        "b.png": ("0", None),
-    }
+def test_numbers_are_their_own_names():
+    assert label_table("a.csv", b"file,label\na.png,3\nb.png,0\n") == {"a.png": 3, "b.png": 0}
+    assert label_table("a.json", b'{"labels": [["a", 10], ["b", 9]]}') == {"a": 10, "b": 9}
+    assert label_table("a.csv", b"file,label\na.png,n03\nb.png,0\n") == {"a.png": "n03", "b.png": "0"}
 
 
-def test_thousand_pictures_of_imagenet(asset):
-    photos = find_photos(asset("data/imagenet1000_adm256.tar"))
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("labels.json", '{"0.png": 1}'),
+        ("labels.json", '[["0.png", 1]]'),
+        ("labels.json", '{"labels": {"0.png": 1}}'),
+        ("labels.json", '{"labels": [{"file": "0.png", "label": 1}]}'),
+        ("labels.json", '{"labels": [["0.png", [1, "bee"]]]}'),
+        ("metadata.jsonl", '{"file_name": "0.png", "label": 1}\n{"file_name": "1.png", "label": 1}\n'),
+        ("labels.csv", "filename,class\n0.png,1\n"),
+    ],
+)
+def test_another_labels_file_names_the_two_that_are_read(name, content):
+    with pytest.raises(ValueError, match=f"{name} can't be read: .*It must be EDM's dataset.json, .* or a CSV"):
+        label_table(name, content.encode())
+
+
+def test_thousand_pictures_of_imagenet(asset, tmp_path):
+    path = asset("data/imagenet1000_adm256.tar")
+    with tarfile.open(path) as tar:
+        table = json.load(tar.extractfile("labels.json"))  # {file: [number, wnid, name]}
+    rows = [f"{file},{wnid}\n" for file, (_, wnid, _) in table.items()]
+    (tmp_path / "labels.csv").write_text("file,label\n" + "".join(rows))
+    photos = find_photos(path, labels=str(tmp_path / "labels.csv"))
     assert len(photos) == len(photos.classes) == 1000 and photos.labels.tolist() == list(range(1000))
     assert (photos.classes[0], photos.classes[999]) == ("n01440764", "n15075141")
+    assert photos.refused == [("labels.json", "its name is not a picture's")]
     image = read_rgb(photos.read(0))
     assert np.array_equal(centre_crop(image, 256), np.asarray(image))  # ADM's crop of ADM's crop
 
@@ -244,7 +261,11 @@ def truncated(tree):
     return path
 
 
-def labelled(text, name="labels.json"):
+def numbered(**labels):
+    return labelled(json.dumps({"labels": [[f"{name[1:]}.png", label] for name, label in labels.items()]}))
+
+
+def labelled(text, name="dataset.json"):
     def make(tree):
         (tree / "train" / "ant" / name).write_text(text)
         return tree / "train" / "ant"
@@ -275,24 +296,20 @@ WRONG = {
     "tar of tars": (only("n01440764.tar"), "n01440764.tar"),
     "compressed": (compressed, "unpacked first"),
     "truncated": (truncated, "truncated"),
-    "labelled, not there": (labelled('{"0.png": 0, "1.png": 0, "2.png": 1, "7.png": 1}'), "7.png is labelled, but not"),
-    "not labelled": (labelled('{"0.png": 0, "2.png": 1}'), "picture 1.png has no label"),
+    "labelled, not there": (numbered(_0=0, _1=0, _2=1, _7=1), "7.png is labelled, but not"),
+    "not labelled": (numbered(_0=0, _2=1), "picture 1.png has no label"),
     "splits like classes": (lambda tree: labelled("", "metadata.csv")(tree).parent, "labels file.*root=ant"),
-    "hole in the classes": (labelled('{"0.png": 0, "1.png": 0, "2.png": 2}'), "class 1 without a picture"),
-    "negative": (labelled('{"0.png": -1, "1.png": 0, "2.png": 0}'), "has label -1"),
-    "names and numbers": (labelled('{"0.png": "a", "1.png": 0, "2.png": 0}'), "some are names"),
-    "fractions": (labelled('{"0.png": 0.5}'), "can't be read: the label of 0.png is 0.5"),
-    "broken JSON": (labelled('{"0.png": 0'), "labels.json can't be read"),
-    "unknown columns": (labelled("a,b\n1,2\n", "labels.csv"), "needs one of file_name"),
+    "hole in the classes": (numbered(_0=0, _1=0, _2=2), "class 1 without a picture"),
+    "negative": (numbered(_0=-1, _1=0, _2=0), "has label -1"),
+    "names and numbers": (numbered(_0="a", _1=0, _2=0), "some are names"),
+    "fractions": (numbered(_0=0.5), "can't be read: the label of 0.png is 0.5"),
+    "broken JSON": (labelled('{"0.png": 0'), "dataset.json can't be read"),
+    "unknown columns": (labelled("a,b\n1,2\n", "labels.csv"), "can't be read: 'file_name'. It must be"),
     "no label in a row": (labelled("file,label\n0.png\n", "labels.csv"), "the label of 0.png is None"),
     "no labels": (labelled('{"labels": null}', "dataset.json"), "dataset.json can't be read"),
-    "two names": (
-        labelled('{"0.png": [0, "a"], "1.png": [0, "b"], "2.png": [0, "a"]}'),
-        "class 0 has two names, a and b",
-    ),
     "a picture for a tar": (lambda tree: tree / "train" / "ant" / "0.png", "is no tar"),
     "fractions in a table": (labelled("file,label\n0.png,1.0\n", "labels.csv"), "the label of 0.png is '1.0'"),
-    "too large": (labelled('{"0.png": 0, "1.png": 100000000, "2.png": 0}'), "1.png has label 100000000"),
+    "too large": (numbered(_0=0, _1=100000000, _2=0), "1.png has label 100000000"),
     "twice": (labelled("file,label\n0.png,1\n0.png,2\n", "labels.csv"), "0.png comes twice"),
 }
 

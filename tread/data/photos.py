@@ -1,7 +1,7 @@
 """Where pictures and their classes come from: folders, tars, parquet files.
 
     class folders     train/n01440764/1.jpg, in a folder or a tar; classes are the sorted folder names
-    a labels file     beside pictures in a flat folder or tar: JSON, JSON lines or CSV, see label_table
+    a labels file     beside pictures in a flat folder or tar: EDM's dataset.json or a CSV, see label_table
     parquet           as Hugging Face writes picture datasets, see parquet.py
 
 Nothing is decoded here; images.py does.
@@ -15,7 +15,7 @@ import json
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -25,10 +25,9 @@ from tread.data.parquet import open_pictures, parquet_files
 from tread.data.tars import Tar
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
-LABEL_FILES = ("labels.json", "labels.csv", "dataset.json", "metadata.csv", "metadata.jsonl")
+LABEL_FILES = ("dataset.json", "labels.csv", "metadata.csv")
+LABEL_FORMATS = 'EDM\'s dataset.json, {"labels": [[file, label], …]}, or a CSV with the header file,label'
 MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake
-FILE_COLUMNS = ("file_name", "filename", "file", "path", "image", "name")
-LABEL_COLUMNS = ("label", "class", "cls", "class_id", "target", "wnid")
 
 
 @dataclass
@@ -177,7 +176,7 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> tuple[list, 
         if not folder and _is_picture(name):
             raise ValueError(
                 f"{where}: {name} lies in no class folder. Use class folders (train/<class>/<picture>), or labels=… "
-                f"with a labels file (JSON or CSV; {', '.join(LABEL_FILES)} are found by themselves)"
+                f"with a labels file: {LABEL_FORMATS} ({', '.join(LABEL_FILES)} are found by themselves)"
             )
         if "/" in folder:
             tops = ", ".join(f"root={top}" for top in classes[:4])
@@ -194,7 +193,7 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> tuple[list, 
     return kept, numbers, refused
 
 
-def _by_table(where: str, names: list[str], table: dict[str, tuple[int | str, str | None]]) -> tuple:
+def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tuple:
     """Pictures, labels, classes and refused files, as a labels file has them."""
     pictures = {name for name in names if _is_picture(name)}
     refused = [(name, "its name is not a picture's") for name in names if name not in pictures and name not in table]
@@ -205,7 +204,7 @@ def _by_table(where: str, names: list[str], table: dict[str, tuple[int | str, st
         if missing:
             raise ValueError(f"{where}: {_some(sorted(missing), 'picture', 'pictures')} {what}")
     kept = sorted(table)
-    labels = [table[name][0] for name in kept]
+    labels = [table[name] for name in kept]
     if all(isinstance(label, int) for label in labels):
         if min(labels, default=0) < 0:
             raise ValueError(
@@ -213,12 +212,7 @@ def _by_table(where: str, names: list[str], table: dict[str, tuple[int | str, st
             )
         if max(labels, default=0) >= MOST_CLASSES:
             raise ValueError(f"{where}: {kept[labels.index(max(labels))]} has label {max(labels)}: no class's number")
-        classes = [str(number) for number in range(max(labels, default=-1) + 1)]
-        for number, name in table.values():
-            if name is not None and classes[number] not in (str(number), name):
-                raise ValueError(f"{where}: class {number} has two names, {classes[number]} and {name}")
-            classes[number] = name or classes[number]
-        return kept, labels, classes, refused
+        return kept, labels, [str(number) for number in range(max(labels, default=-1) + 1)], refused
     if not all(isinstance(label, str) for label in labels):
         raise ValueError(f"{where}: some labels are numbers and some are names; use one of both")
     classes = sorted(set(labels))
@@ -226,50 +220,33 @@ def _by_table(where: str, names: list[str], table: dict[str, tuple[int | str, st
     return kept, [index[label] for label in labels], classes, refused
 
 
-def label_table(name: str, content: bytes) -> dict[str, tuple[int | str, str | None]]:
-    """A labels file as {picture: (number or name of its class, name that belongs to a number)}.
+def label_table(name: str, content: bytes) -> dict[str, int | str]:
+    """A labels file as {picture: number or name of its class}.
 
-    JSON: {picture: label}, {"labels": {…}, "classes": [names]}, or lists of [picture, label] or of objects;
-    JSON lines of objects; CSV with a header. Objects and headers name the picture by one of FILE_COLUMNS and the
-    class by one of LABEL_COLUMNS. A label is a number, a name, or a list [number, name, …].
+    A CSV (Hugging Face's column file_name does as well as file), or else EDM's JSON. Raises ValueError.
     """
     try:
-        text, classes = content.decode("utf-8-sig"), None
+        text = content.decode("utf-8-sig")
         if name.endswith(".csv"):
-            rows = [_pair(row) for row in csv.DictReader(io.StringIO(text))]
-        elif name.endswith(".jsonl"):
-            rows = [_pair(json.loads(line)) for line in text.splitlines() if line.strip()]
+            read = csv.DictReader(io.StringIO(text))
+            rows = [(row["file" if "file" in row else "file_name"], row["label"]) for row in read]
         else:
-            tree = json.loads(text)
-            classes = tree.get("classes") if isinstance(tree, dict) and "labels" in tree else None
-            tree = tree.get("labels", tree) if isinstance(tree, dict) else tree
-            rows = list(tree.items()) if isinstance(tree, dict) else [_pair(row) for row in tree]
+            rows = json.loads(text)["labels"]
+            if not all(isinstance(row, list) for row in rows):
+                raise ValueError("labels is no list of lists")
         rows = [(posixpath.normpath(p), label.strip() if isinstance(label, str) else label) for p, label in rows]
         if all(isinstance(label, str) and label.isdecimal() for _, label in rows):
             rows = [(picture, int(label)) for picture, label in rows]
         table = {}
         for picture, label in rows:
-            number, *names = label if isinstance(label, list) else [label]
-            if isinstance(number, bool) or not isinstance(number, (int, str)) or re.fullmatch(r"\d+\.\d*", str(number)):
+            if isinstance(label, bool) or not isinstance(label, (int, str)) or re.fullmatch(r"\d+\.\d*", str(label)):
                 raise ValueError(f"the label of {picture} is {label!r}, but must be a whole number or a name")
-            if classes and isinstance(number, int) and not names:
-                names = [classes[number]]
             if picture in table:
                 raise ValueError(f"{picture} comes twice")
-            table[picture] = number, str(names[0]) if names else None
+            table[picture] = label
         return table
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"labels file {name} can't be read: {error}") from error
-
-
-def _pair(row: dict | Iterable) -> tuple:
-    if not isinstance(row, dict):
-        picture, label = row
-        return picture, label
-    for columns in (FILE_COLUMNS, LABEL_COLUMNS):
-        if not any(column in row for column in columns):
-            raise ValueError(f"it has {list(row)}, but needs one of {', '.join(columns)}")
-    return tuple(next(row[c] for c in columns if c in row) for columns in (FILE_COLUMNS, LABEL_COLUMNS))
+        raise ValueError(f"labels file {name} can't be read: {error}. It must be {LABEL_FORMATS}") from error
 
 
 def _some(names: list[str], one: str, many: str) -> str:
