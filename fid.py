@@ -6,31 +6,20 @@ configs/fid.yaml. What happens: tread/evaluation/pipeline.py.
 
 from __future__ import annotations
 
-import sys
-
 import hydra
-import torch
 from omegaconf import DictConfig
 
 from tread.evaluation import pipeline
 from tread.evaluation.plan import Options, read_options
 from tread.runtime import schema
-from tread.runtime.cli import open_door, plain
+from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.distributed import share_work
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="fid")
 def main(composed: DictConfig) -> None:
-    try:
+    with explained("stopped; start it again to go on with the parts that are missing"):
         pipeline.run(read_options(plain(composed)), share_work(None))
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except torch.OutOfMemoryError as error:
-        sys.exit(
-            f"error: {error}\nA smaller batch_size needs less where samples are drawn; what was done before is kept"
-        )
-    except KeyboardInterrupt:
-        sys.exit("stopped; start it again to go on with the parts that are missing")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ All options: configs/sample.yaml. How samples are drawn: tread/diffusion/samplin
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from tread.diffusion.sampling import (
 )
 from tread.diffusion.solvers import Churn, Solver
 from tread.runtime import schema
-from tread.runtime.cli import open_door, plain
+from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import Precision, use_precision
 from tread.runtime.files import check_place
 from tread.runtime.schema import Count
@@ -74,7 +73,7 @@ class Options:
 @hydra.main(version_base="1.3", config_path="configs", config_name="sample")
 def main(composed: DictConfig) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
+    with explained():
         options = schema.read(plain(composed), Options)
         seeds = parse_seeds(options.seeds)
         precision = use_precision(options.precision, device)
@@ -100,8 +99,6 @@ def main(composed: DictConfig) -> None:
         batches = -(-len(all_seeds) // sampler.batch_size)
         pictures = torch.cat(list(tqdm(stream, desc="sampling", total=batches, unit="batch")))
         save_grid(Path(options.out), pictures.numpy(), columns=len(seeds))
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
     print(
         f"{options.out}: rows are classes {list(classes)}, columns seeds {options.seeds}; step {trained.found.step}, "
         f"{options.weights} weights, {sampler.solver} with {sampler.steps} steps"

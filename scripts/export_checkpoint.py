@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tread.checkpoints import checkpoint
 from tread.runtime import schema
-from tread.runtime.cli import open_door, plain
+from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.files import check_place, explain_failure, sha256, whole_folder
 from tread.runtime.tensor_files import Weights
 
@@ -37,13 +37,11 @@ class Options:
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="export_checkpoint")
 def main(composed: DictConfig) -> None:
-    try:
+    with explained():
         options = schema.read(plain(composed), Options)
         found = export(
             checkpoint.find(Path(options.checkpoint).expanduser()), options.weights, Path(options.out).expanduser()
         )
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
     print(account(found, options))
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import hydra
 import numpy as np
-import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
@@ -29,7 +28,7 @@ from tread.evaluation.plan import Options, plan_scoring, read_options, settle_pa
 from tread.evaluation.reference_scorer import ReferenceScorer
 from tread.evaluation.scorers import METRICS
 from tread.runtime import schema
-from tread.runtime.cli import open_door, plain
+from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes, share_work
 from tread.runtime.files import check_place, explain_failure
@@ -54,16 +53,10 @@ class Sweep:
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="guidance_sweep")
 def main(composed: DictConfig) -> None:
-    try:
+    with explained("stopped; start it again to go on with the settings that are missing"):
         tree = plain(composed)
         sweep = schema.read(tree.pop("sweep"), Sweep, "sweep.")
         run(sweep, read_options(tree), share_work(None))
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except torch.OutOfMemoryError as error:
-        sys.exit(f"error: {error}\nA smaller batch_size needs less; what was done before is kept")
-    except KeyboardInterrupt:
-        sys.exit("stopped; start it again to go on with the settings that are missing")
 
 
 def run(sweep: Sweep, options: Options, processes: Processes) -> None:

@@ -25,7 +25,7 @@ from tread.checkpoints.network import build_network
 from tread.checkpoints.state_dicts import describe, fit, sizes
 from tread.data.latents import LatentSpec
 from tread.runtime import schema
-from tread.runtime.cli import open_door, plain
+from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.files import explain_failure, write_whole
 from tread.runtime.tensor_files import read_state_dict, read_state_dicts
 from tread.runtime.versions import versions
@@ -46,14 +46,12 @@ class Options:
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="import_checkpoint")
 def main(composed: DictConfig) -> None:
-    try:
+    with explained():
         tree = plain(composed)
         own = {key: tree.pop(key) for key in schema.known_keys(Options)}
         config = complete(tree)
         options = schema.read(own, Options)
         saved = import_file(options, settings.read(config), config)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
     print(account(checkpoint.find(saved), options))
 
 

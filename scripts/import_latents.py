@@ -28,7 +28,7 @@ from tread.data.latents import Dtype, LatentSpec
 from tread.data.prepare import shard_ranges
 from tread.data.writer import DatasetWriter, forget_work
 from tread.runtime import schema
-from tread.runtime.cli import open_door, plain
+from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.files import explain_failure, write_whole
 from tread.runtime.schema import Count, CountOrZero
 
@@ -53,13 +53,9 @@ class Options:
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="import_latents")
 def main(composed: DictConfig) -> None:
-    try:
+    with explained("stopped; start it again to go on with the shards that are missing"):
         options = schema.read(plain(composed), Options)
         import_all(options)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("stopped; start it again to go on with the shards that are missing")
 
 
 def import_all(options: Options) -> None:

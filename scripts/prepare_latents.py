@@ -15,7 +15,6 @@ from typing import Literal
 
 import hydra
 import numpy as np
-import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
@@ -28,7 +27,7 @@ from tread.data.photos import Photos, find_photos
 from tread.data.prepare import Crops, check_sizes, make_shards, shard_ranges, source_hash
 from tread.data.writer import DatasetWriter, forget_work
 from tread.runtime import schema
-from tread.runtime.cli import open_door, plain
+from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes, share_work
 from tread.runtime.files import explain_failure, write_whole
@@ -63,17 +62,11 @@ class Options:
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="prepare_latents")
 def main(composed: DictConfig) -> None:
-    try:
+    with explained("stopped; start it again to go on with the shards that are missing"):
         options = schema.read(plain(composed), Options)
         processes = share_work(options.device)
         batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
         prepare(replace(options, batch_size=batch_size), processes)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except torch.OutOfMemoryError as error:
-        sys.exit(f"error: {error}\nA smaller batch_size needs less; what was done before is kept")
-    except KeyboardInterrupt:
-        sys.exit("stopped; start it again to go on with the shards that are missing")
 
 
 def prepare(options: Options, processes: Processes) -> None:

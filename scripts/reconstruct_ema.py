@@ -23,7 +23,7 @@ from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network
 from tread.checkpoints.trained import open_trained
 from tread.runtime import schema
-from tread.runtime.cli import open_door, plain
+from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.files import check_place, explain_failure, whole_folder
 from tread.training import posthoc_ema
 from tread.training.ema import exponent
@@ -49,12 +49,8 @@ class Options:
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="reconstruct_ema")
 def main(composed: DictConfig) -> None:
-    try:
+    with explained("stopped; nothing was written"):
         folder = write_average(schema.read(plain(composed), Options))
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("stopped; nothing was written")
     print(f"{folder}: python sample.py checkpoint={folder}")
 
 

@@ -1,10 +1,12 @@
-"""What every door does first: look at its command line, before Hydra and any work."""
+"""What every door does around its work: looks at its command line, before Hydra, and explains how it ended."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
+import torch
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 
 from tread.runtime.schema import check_overrides
@@ -27,3 +29,23 @@ def plain(composed: DictConfig) -> dict:
         return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ValueError(f"{error.full_key}=… is needed; the files in configs/ say what it is") from error
+
+
+@contextmanager
+def explained(stopped: str | None = None) -> Iterator[None]:
+    """End the process with a line, and no traceback, at bad input and at what the operating system refuses.
+
+    stopped  what to say at Ctrl-C; with it, a GPU's memory that does not suffice is explained too.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except torch.OutOfMemoryError as error:
+        if stopped is None:
+            raise
+        sys.exit(f"error: {error}\nA smaller batch_size needs less; what was done before is kept")
+    except KeyboardInterrupt:
+        if stopped is None:
+            raise
+        sys.exit(stopped)
