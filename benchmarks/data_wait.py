@@ -13,24 +13,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
+from timing import ROOT, random_shards
 
 from tread.data.dataset import PLACEMENTS
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.training.run_folder import RunLog
 
-ROOT = Path(__file__).resolve().parent.parent
-
 SAMPLES, PER_SHARD = 65_536, 4_096
 MEANING = LatentSpec((4, 32, 32), tuple(map(str, range(1000))), "none", "moments", "logvar", 0.18215, views=2)
-
-
-def shards():
-    rng = np.random.default_rng(0)
-    for first in range(0, SAMPLES, PER_SHARD):
-        stored = rng.standard_normal((PER_SHARD, *MEANING.stored_shape), dtype=np.float32).astype(np.float16)
-        yield stored, np.arange(first, first + PER_SHARD) % 1000
 
 
 def main() -> None:
@@ -38,7 +29,7 @@ def main() -> None:
     steps = int(options.pop("steps", 300))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_dataset(folder / "data", MEANING, shards())
+        write_dataset(folder / "data", MEANING, random_shards(MEANING, SAMPLES, PER_SHARD))
         for placement in PLACEMENTS:
             command = [sys.executable, str(ROOT / "train.py"), "experiment=imagenet256_s2", "model=tread"]
             command += [f"dataset.path={folder / 'data'}", "dataset.heldout=null", f"dataset.placement={placement}"]

@@ -15,15 +15,13 @@ import statistics
 import sys
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from timing import ROOT, composed
 from tqdm import tqdm
 
 from tread.checkpoints import checkpoint
+from tread.evaluation import pipeline
 from tread.evaluation.plan import read_options
 from tread.runtime.distributed import Processes, share_work
-
-ROOT = Path(__file__).resolve().parent.parent
 
 SHARED = ("labels=balanced", "num_samples=1000", "steps=18", "batch_size=250")
 SCALES = (1.25, 1.5, 2.0, 4.0, 8.0)
@@ -45,10 +43,8 @@ def score(run: Path, kind: str, scale: float | None, processes: Processes) -> di
     options = [f"checkpoint='{run}'", f"out='{folder}'", *SHARED, *KINDS[kind]]
     options += [f"guidance.scale={scale}"] if scale else []
     options += [f"guidance.checkpoint='{run}/step_{WEAK_STEP:07d}'"] if kind.startswith("autoguidance") else []
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        composed = compose("fid", overrides=options)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        (record,) = run(read_options(OmegaConf.to_container(composed, resolve=True)), processes)
+        (record,) = pipeline.run(read_options(composed("fid", options)), processes)
     return record
 
 

@@ -6,11 +6,8 @@ With attention: matrix products of linear layers and of attention; linear: witho
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from timing import composed
 
 from rf import RF
 from routing_module import check_routes
@@ -18,8 +15,6 @@ from tread.checkpoints.network import build_network, process_of
 from tread.diffusion.guidance import Guidance, Schedule
 from tread.diffusion.sampling import Model, Sampler
 from tread.training import settings
-
-ROOT = Path(__file__).resolve().parent.parent
 
 SIZES = {"S/2": "s2", "B/2": "b2", "L/2": "l2", "XL/2": "xl2"}
 UP, DOWN = Schedule("cosine", 0.0, 0.6), Schedule("cosine", 0.6, 0.0)
@@ -34,8 +29,7 @@ KINDS = {
 
 
 def read(*overrides: str) -> settings.Settings:
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        return settings.read(OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True))
+    return settings.read(composed("config", overrides))
 
 
 def build(cfg: settings.Settings) -> Model:

@@ -12,18 +12,18 @@ import json
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from timing import seconds
 from torch import Tensor
 
 from dit import DiT, DiTBlock
 from tread.models.rwkv import RWKV, RWKVBlock
 from tread.models.wkv import wkv
 from tread.runtime.compiling import compile_blocks
-from tread.runtime.device import autocast, device_name, wait_for
+from tread.runtime.device import autocast, device_name
 from tread.runtime.versions import git_revision
 
 
@@ -94,17 +94,18 @@ def measure(
         "dit_block": lambda: attended(x, c),
         "rwkv_block": lambda: mixed(x, c, grid=(side, tokens // side)),
     }
+
+    def both_passes(call: Callable[[], Tensor]) -> None:
+        with autocast(device, precision):
+            output = call()
+        output.float().sum().backward()
+
     times = {name: [] for name in calls}
     for turn in range(rounds + 1):
         for name, call in calls.items():
-            wait_for(device)
-            began = time.perf_counter()
-            with autocast(device, precision):
-                output = call()
-            output.float().sum().backward()
-            wait_for(device)
+            taken = seconds(lambda call=call: both_passes(call), device)
             if turn:  # the first one warms up
-                times[name].append(1e6 * (time.perf_counter() - began) / (batch * tokens))
+                times[name].append(1e6 * taken / (batch * tokens))
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import webdataset
+from timing import random_shards
 from torch.utils.data import DataLoader, Dataset
 
 from tread.data.dataset import LatentDataset
@@ -49,14 +50,7 @@ class Files(Dataset):
 
 def write(folder: Path) -> None:
     """The same latents as a dataset, as a tar and as single files."""
-    rng = np.random.default_rng(0)
-
-    def shards():
-        for first in range(0, SAMPLES, PER_SHARD):
-            stored = rng.standard_normal((PER_SHARD, 1, 4, 32, 32), dtype=np.float32).astype(np.float16)
-            yield stored, np.arange(first, first + PER_SHARD) % 1000
-
-    write_dataset(folder / "ours", MEANING, shards())
+    write_dataset(folder / "ours", MEANING, random_shards(MEANING, SAMPLES, PER_SHARD))
     data = LatentDataset(folder / "ours")
     (folder / "npy").mkdir()
     with webdataset.TarWriter(str(folder / "latents.tar")) as tar:

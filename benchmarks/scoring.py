@@ -17,15 +17,13 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import scipy.linalg
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from timing import ROOT, composed, seconds
 
 from tread.checkpoints.network import build_network, process_of
 from tread.data import autoencoder
@@ -36,8 +34,6 @@ from tread.runtime.device import autocast, device_name, exact, use_cores, use_pr
 from tread.training import settings
 from tread.training.setup import complete
 
-ROOT = Path(__file__).resolve().parent.parent
-
 PARTS = ("frechet", "precision", "features", "sampler", "chain")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SETS = "import sys, torch; from tread.evaluation import metrics; torch.manual_seed(0);"
@@ -45,20 +41,9 @@ SETS += "x, y = torch.rand(10_000, 2048), torch.rand(10_000, 2048);"
 MEMORY = "print(int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1e6)"
 
 
-def seconds(function: Callable[[], object]) -> float:
-    """How long a call takes, the device's work included."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    function()
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def compare(ours: Callable[[], object], plain: Callable[[], object], repeats: int) -> tuple[float, float, list[float]]:
     """Medians of both in seconds, alternating, and the ratios plain/ours of the pairs, sorted."""
-    pairs = [(seconds(ours), seconds(plain)) for _ in range(repeats)]
+    pairs = [(seconds(ours, DEVICE), seconds(plain, DEVICE)) for _ in range(repeats)]
     a, b = (statistics.median(times) for times in zip(*pairs))
     return a, b, sorted(second / first for first, second in pairs)
 
@@ -130,7 +115,7 @@ def features(repeats: int) -> str:
     a, b, ratios = compare(lambda: extract(network, pictures), bare, 4 * repeats)
     overhead = [100 * (1 / ratio - 1) for ratio in ratios]
     network.forward = lambda x: (x[:, 0, 0], x[:, 0, 0], None)  # what is left without the network
-    own = statistics.median(seconds(lambda: extract(network, pictures)) for _ in range(4 * repeats))
+    own = statistics.median(seconds(lambda: extract(network, pictures), DEVICE) for _ in range(4 * repeats))
     return (
         f"{count / a:.1f} pictures/s, bare network {count / b:.1f}: {statistics.median(overhead):.1f}% overhead "
         f"({overhead[-1]:.1f}..{overhead[0]:.1f}%); without the network {1000 * own:.1f} ms, {100 * own / b:.1f}%"
@@ -160,9 +145,9 @@ def sampler(cfg: settings.Settings, batch: int, repeats: int) -> str:
     a, b, ratios = compare(whole, calls, repeats)
     overhead = [100 * (1 / ratio - 1) for ratio in ratios]
     network.forward = lambda x, t, y, routes=(): x  # what is left without the network
-    own = statistics.median(seconds(whole) for _ in range(repeats))
+    own = statistics.median(seconds(whole, DEVICE) for _ in range(repeats))
     return (
-        f"{cfg.name}, batch {batch}, {precision}: {a:.2f} s, its {options.calls} network calls {b:.2f} s: "
+        f"{cfg.name}, batch {batch}, {precision}: {a:.2f} s, its {options.nfe(model.process)} network calls {b:.2f} s: "
         f"{statistics.median(overhead):.1f}% overhead ({overhead[-1]:.1f}..{overhead[0]:.1f}%); without the network "
         f"{own:.3f} s, {100 * own / b:.2f}%"
     )
@@ -190,7 +175,7 @@ def chain(cfg: settings.Settings, batch: int) -> str:
             "decoding": lambda: found.update(pictures=to_pictures(found["x"], decode)),
             "features": lambda: extract(inception, found["pictures"]),
         }
-        times = {name: seconds(stage) for name, stage in stages.items()}
+        times = {name: seconds(stage, DEVICE) for name, stage in stages.items()}
     total = sum(times.values())
     shares = ", ".join(f"{name} {100 * value / total:.1f}%" for name, value in times.items())
     return f"{cfg.name}, batch {batch}, {options.precision}: {batch / total:.2f} pictures/s ({shares})"
@@ -204,9 +189,7 @@ def main() -> None:
     repeats, gpu = int(given.pop("repeats", 5)), DEVICE.type == "cuda"
     batch = int(given.pop("batch", 64 if gpu else 4))
     given.setdefault("experiment", "imagenet256_xl2" if gpu else "imagenet256_s2")
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        config = compose("config", overrides=[f"{key}={value}" for key, value in given.items()])
-    cfg = settings.read(complete(OmegaConf.to_container(config, resolve=True)))
+    cfg = settings.read(complete(composed("config", [f"{key}={value}" for key, value in given.items()])))
     threads = "" if gpu else f", {use_cores(None, processes=1)} threads"
     print(f"{device_name(DEVICE)}, torch {torch.__version__}{threads}, {repeats} repeats")
     for name in named:

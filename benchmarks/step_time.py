@@ -28,10 +28,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from timing import composed, random_shards, seconds
 
 import train
 from tread.data.latents import LatentSpec
@@ -45,8 +43,6 @@ from tread.training.ema import EMA
 from tread.training.optimizer import optimizer_step
 from tread.training.run import Run
 from tread.training.setup import complete, start
-
-ROOT = Path(__file__).resolve().parent.parent
 
 STAGES = ("data wait", "forward", "backward", "optimizer", "EMA", "rest")
 WARMUP, STAGED = 3, 5  # turns before the measurement, and steps taken stage by stage
@@ -80,16 +76,12 @@ def open_run(folder: Path, overrides: list[str]) -> Run:
     """A run as train.py starts it, on random latents of the config's shape, in a temporary folder."""
     fixed = [f"dataset.path={folder}/data", f"results={folder}", "dataset.heldout=null", "sampling.decode=false"]
     fixed += ["dataset.embedded=null", "eval.demo_samples=0", "init_from=null", "train.steps=1000000"]
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        config = OmegaConf.to_container(compose("config", overrides=overrides + fixed), resolve=True)
+    config = composed("config", overrides + fixed)
     cfg = settings.read(config)
     shape, classes = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size), cfg.dataset.num_classes
     count = 4 * cfg.train.batch_size
-    random = np.random.default_rng(0)
     meaning = LatentSpec(shape, tuple(map(str, range(classes))), "pixels", scale_applied=True)
-    write_dataset(
-        folder / "data", meaning, [(random.standard_normal((count, 1, *shape), np.float32), np.arange(count) % classes)]
-    )
+    write_dataset(folder / "data", meaning, random_shards(meaning, count, count))
     stop = Stop()
     run = start(settings.read(complete(config)), config, stop)
     stop.close()  # Ctrl-C ends a benchmark
@@ -171,13 +163,13 @@ def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int, block: in
 
 def take_steps(run: Run, count: int) -> float:
     """Do so many training steps; returns the seconds until the device is done."""
-    wait_for(run.processes.device)
-    began = time.perf_counter()
-    for _ in range(count):
-        train.training_step(run)
-        run.step += 1
-    wait_for(run.processes.device)
-    return time.perf_counter() - began
+
+    def steps() -> None:
+        for _ in range(count):
+            train.training_step(run)
+            run.step += 1
+
+    return seconds(steps, run.processes.device)
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -221,7 +213,7 @@ def stages(run: Run) -> dict[str, float]:
     ):
         total = take_steps(run, STAGED)
     spent["rest"] = total - sum(spent.values())
-    return {stage: seconds / total for stage, seconds in spent.items()}
+    return {stage: taken / total for stage, taken in spent.items()}
 
 
 @contextmanager
@@ -258,11 +250,7 @@ def update_over_loops(run: Run, pairs: int) -> dict[str, float | list[float]]:
     def turn(work: Callable[[], None]) -> float:
         for parameter, gradient in zip(parameters, gradients):
             parameter.grad = gradient
-        wait_for(run.processes.device)
-        began = time.perf_counter()
-        work()
-        wait_for(run.processes.device)
-        return 1000 * (time.perf_counter() - began)
+        return 1000 * seconds(work, run.processes.device)
 
     for _ in range(2):
         turn(own), turn(in_loops)
