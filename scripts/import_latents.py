@@ -26,7 +26,7 @@ from tread.data.images import save_grid
 from tread.data.importers import ForeignLatents, Kind, open_foreign
 from tread.data.latents import Dtype, LatentSpec
 from tread.data.prepare import shard_ranges
-from tread.data.writer import DatasetWriter, forget_work
+from tread.data.writer import DatasetWriter, is_finished
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.files import explain_failure, write_whole
@@ -73,9 +73,7 @@ def import_all(options: Options) -> None:
     ranges = shard_ranges(len(foreign.labels), options.shard_size)
     plan = {"kind": options.kind, "source": str(Path(options.source).resolve()), "shard_size": options.shard_size}
     plan["labels_sha256"] = hashlib.sha256(foreign.labels.tobytes()).hexdigest()
-    made = Path(options.out) / "report.json"
-    if made.is_file() and json.loads(made.read_text()).get("plan") == json.loads(json.dumps(asdict(latents) | plan)):
-        forget_work(Path(options.out))
+    if is_finished(Path(options.out), asdict(latents) | plan):
         print(f"{options.out} is finished")
         return
     writer = DatasetWriter(Path(options.out), latents, plan)

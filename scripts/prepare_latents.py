@@ -16,7 +16,6 @@ from typing import Literal
 import hydra
 import numpy as np
 from omegaconf import DictConfig
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -25,7 +24,7 @@ from tread.data.dataset import LatentDataset
 from tread.data.latents import Dtype, LatentSpec
 from tread.data.photos import Photos, find_photos
 from tread.data.prepare import Crops, check_sizes, make_shards, shard_ranges, source_hash
-from tread.data.writer import DatasetWriter, forget_work
+from tread.data.writer import DatasetWriter, is_finished
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import use_precision
@@ -98,7 +97,6 @@ def prepare(options: Options, processes: Processes) -> None:
     ranges = shard_ranges(len(photos), options.shard_size)
     plan = {key: getattr(options, key) for key in PLANNED} | {"pictures": source_hash(photos)}
     if is_finished(out, asdict(latents) | plan):
-        forget_work(out)
         processes.say(f"{out} is finished")
         return
     with processes.main_first():
@@ -113,12 +111,6 @@ def prepare(options: Options, processes: Processes) -> None:
     processes.wait()
     if processes.main:
         finish(photos, writer, len(ranges), plan, options, processes)
-
-
-def is_finished(out: Path, plan: dict) -> bool:
-    """Whether the dataset is there already, made by the same plan."""
-    made = out / "report.json"
-    return made.is_file() and json.loads(made.read_text()).get("plan") == json.loads(json.dumps(plan))
 
 
 def describe(
@@ -151,11 +143,7 @@ def encode_shards(
     workers = min(16, processes.cores) if options.workers is None else options.workers
     total = sum(len(part) for _, part in mine)
     began, progress = time.perf_counter(), None
-    label = f"process 1 of {processes.count}" if processes.count > 1 else "encoding"
-    pace = 0.5 if sys.stderr.isatty() else 20  # seconds between updates of the bar
-    with tqdm(
-        total=total, desc=label, unit="image", disable=not processes.main, mininterval=pace, smoothing=0.1
-    ) as bar:
+    with processes.bar("encoding", total) as bar:
         for progress in make_shards(
             photos,
             writer,

@@ -94,25 +94,21 @@ class Checkpoint:
         return self.info["files"][file]["sha256"]
 
     def check(self, name: str) -> None:
-        """Raise FileNotFoundError or ValueError unless one part's file is there in the size that info.json states."""
+        """Raise ValueError unless one part's file is there in the size that info.json states."""
         self.sha256(name)
         path = self.folder / f"{name}.safetensors"
-        size = path.stat().st_size if path.is_file() else 0
-        if size != self.info["files"][path.name]["bytes"]:
-            raise Damaged(f"{path} is damaged: {size} bytes instead of {self.info['files'][path.name]['bytes']}")
+        if not path.is_file():
+            raise Damaged(f"{path} is missing, though info.json names it")
+        size, stated = path.stat().st_size, self.info["files"][path.name]["bytes"]
+        if size != stated:
+            raise Damaged(f"{path} is damaged: {size} bytes instead of {stated}")
 
     def verify(self, name: str) -> None:
         """Raise ValueError unless one part's file has the size and hash that info.json states."""
+        self.check(name)
         path = self.folder / f"{name}.safetensors"
-        self.sha256(name)
-        if not path.is_file():
-            raise Damaged(f"{path} is missing, though info.json names it")
-        expected = self.info["files"][path.name]
-        if path.stat().st_size != expected["bytes"] or sha256(path) != expected["sha256"]:
-            raise Damaged(
-                f"{path} is damaged: {path.stat().st_size} bytes, but info.json says {expected['bytes']} "
-                "bytes of another content"
-            )
+        if sha256(path) != self.info["files"][path.name]["sha256"]:
+            raise Damaged(f"{path} is damaged: its content is not what info.json states")
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one part on the CPU. Raises ValueError if it is damaged."""

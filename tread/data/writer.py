@@ -22,7 +22,7 @@ import numpy as np
 from tread.data.dataset import VERSION, check_labels
 from tread.data.latents import LatentSpec, channel_sums
 from tread.data.npy import write_array
-from tread.runtime.files import Lock, explain_failure, free_bytes, sha256, sync, write_whole
+from tread.runtime.files import Lock, explain_failure, free_bytes, sha256, sync, whole_file, write_whole
 
 
 class DatasetWriter:
@@ -115,8 +115,8 @@ class DatasetWriter:
         entry, sizes = {"count": len(labels)}, {}
         for key, (name, array) in files.items() if len(labels) else ():
             path = self.data / name
-            with explain_failure(path):
-                _save(path, array.astype(np.int64) if key == "labels" else array)
+            with explain_failure(path), whole_file(path) as partial, partial.open("wb") as file:
+                write_array(file, array.astype(np.int64) if key == "labels" else array)
             entry[key], entry[f"{key}_sha256"], sizes[name] = name, sha256(path), path.stat().st_size
         done = {
             "entry": entry,
@@ -178,22 +178,13 @@ def _work(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.unfinished")
 
 
-def forget_work(folder: Path) -> None:
-    """Remove what is left of the work on a dataset that is finished, if a process was killed just then."""
-    shutil.rmtree(_work(Path(folder)), ignore_errors=True)
-
-
-def _save(path: Path, array: np.ndarray) -> None:
-    """An .npy file, in one piece."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            write_array(file, array)
-        sync(partial)
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+def is_finished(folder: Path, plan: dict) -> bool:
+    """Whether a dataset is there already, made by the same plan; then what is left of the work on it goes."""
+    made = folder / "report.json"
+    finished = made.is_file() and json.loads(made.read_text()).get("plan") == json.loads(json.dumps(plan))
+    if finished:  # a process may have been killed just then
+        shutil.rmtree(_work(folder), ignore_errors=True)
+    return finished
 
 
 def write_dataset(folder: Path, latents: LatentSpec, shards: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:

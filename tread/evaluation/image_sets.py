@@ -24,7 +24,7 @@ from tread.data.images import centre_crop, read_rgb
 from tread.data.npy import write_array
 from tread.data.photos import SUFFIXES, Folder
 from tread.data.tars import Tar
-from tread.runtime.files import sha256
+from tread.runtime.files import sha256, whole_file
 
 THREADS = 8  # that decode a folder's pictures
 # what the zip and NumPy readers raise for files that are damaged, encrypted or something else
@@ -246,19 +246,14 @@ def save_npz(path: Path, pictures: Iterable[np.ndarray], labels: np.ndarray) -> 
 
     labels  (n,) int64, one for each picture, written as arr_1.
     """
-    partial, pictures = path.with_name(f".{path.name}.partial"), iter(pictures)
+    pictures = iter(pictures)
     first = next(pictures)
     shape = (len(labels), *first.shape[2:], first.shape[1])
     header = {"descr": "|u1", "fortran_order": False, "shape": shape}
-    try:
-        with zipfile.ZipFile(partial, "w") as archive:
-            with archive.open("arr_0.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array_header_1_0(file, header)
-                for part in itertools.chain([first], pictures):
-                    file.write(np.ascontiguousarray(part.transpose(0, 2, 3, 1)).data)
-            with archive.open("arr_1.npy", "w") as file:
-                write_array(file, labels)
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as partial, zipfile.ZipFile(partial, "w") as archive:
+        with archive.open("arr_0.npy", "w", force_zip64=True) as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            for part in itertools.chain([first], pictures):
+                file.write(np.ascontiguousarray(part.transpose(0, 2, 3, 1)).data)
+        with archive.open("arr_1.npy", "w") as file:
+            write_array(file, labels)

@@ -21,7 +21,7 @@ from tread.evaluation.image_sets import Known, Npz, Pictures, Watch, open_pictur
 from tread.evaluation.inception import FeatureSizes
 from tread.evaluation.metrics import Moments
 from tread.evaluation.part_store import PartStore
-from tread.runtime.files import sha256
+from tread.runtime.files import sha256, whole_file
 
 STATED = ("resolution", "count")  # what save_statistics writes beside the statistics
 Statistics = tuple[np.ndarray, np.ndarray]  # mean (D,), covariance (D, D)
@@ -120,9 +120,8 @@ def save_statistics(path: Path, features: PartStore, count: int, resolution: tup
     for kind, (mean_key, covariance_key) in KEYS.items():
         arrays[mean_key], arrays[covariance_key] = statistics(features, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.stem}.partial.npz")
-    np.savez(partial, **arrays, count=np.array([count]), resolution=np.array(resolution))
-    partial.replace(path)
+    with whole_file(path) as partial, partial.open("wb") as file:
+        np.savez(file, **arrays, count=np.array([count]), resolution=np.array(resolution))
 
 
 def check_size(where: object, size: tuple[int, ...], reference: Reference) -> None:

@@ -162,12 +162,12 @@ class Processes:
         if self.main:
             tqdm.write(text)
 
-    def bar(self, what: str, total: int, unit: str = "image") -> tqdm:
-        """A progress bar over this process's share of a work, shown by the main process."""
+    def bar(self, what: str, total: int) -> tqdm:
+        """A progress bar over this process's share of a work on images, shown by the main process."""
         share = f" (process 1 of {self.count})" if self.count > 1 else ""
         pace = 0.5 if sys.stderr.isatty() else 20  # seconds between updates
         hidden = not self.main or not total
-        return tqdm(total=total, desc=what + share, unit=unit, disable=hidden, mininterval=pace, smoothing=0.1)
+        return tqdm(total=total, desc=what + share, unit="image", disable=hidden, mininterval=pace, smoothing=0.1)
 
     @contextlib.contextmanager
     def lock(self, path: Path, busy: str | None = None) -> Iterator[None]:

@@ -59,16 +59,26 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file in one piece: readers see the old content or the new."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
+@contextmanager
+def whole_file(path: Path, mark: str = "") -> Iterator[Path]:
+    """Where to write a file that takes its name when the block ends well: readers see the old one or the new.
+
+    mark  in the name until then, where several may write at once.
+    """
+    partial = path.with_name(f".{path.name}{mark}.partial")
     try:
-        partial.write_text(text)
+        yield partial
         sync(partial)
         os.replace(partial, path)
-    except OSError:
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file in one piece, see `whole_file`."""
+    with whole_file(path, f".{os.getpid()}-{threading.get_ident()}") as partial:
+        partial.write_text(text)
 
 
 class Unwritable(OSError):

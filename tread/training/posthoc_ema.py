@@ -11,7 +11,6 @@ results/<run>/ema_snapshots/step_0001000.safetensors
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tread.runtime.files import explain_failure, sync
+from tread.runtime.files import explain_failure, sync, whole_file
 from tread.runtime.tensor_files import save_tensors
 from tread.training.ema import exponent
 
@@ -66,7 +65,9 @@ def save_snapshot(run: Path, step: int, averages: Mapping[float, Mapping[str, Te
     path = run / "ema_snapshots" / f"step_{step:07d}.safetensors"
     with explain_failure(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_safetensors(path, tensors, {"snapshot": json.dumps({**FORMAT, "step": step})})  # one key: equal bytes
+        with whole_file(path) as partial:
+            save_tensors(partial, tensors, {"snapshot": json.dumps({**FORMAT, "step": step})})  # one key: equal bytes
+        sync(path.parent)
     return path
 
 
@@ -77,19 +78,6 @@ def _compact(value: Tensor, name: str) -> Tensor:
         raise ValueError(f"{name} is not finite, so that no average of it can be stored")
     fits = value.abs().amax() <= torch.finfo(torch.float16).max if value.numel() else True
     return value.to("cpu", torch.float16 if fits else torch.float32, copy=True).contiguous()
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a file in one piece: readers see the old one or the new. Raises OSError."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        save_tensors(partial, tensors, metadata)
-        sync(partial)
-        os.replace(partial, path)
-        sync(path.parent)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def forget_after(run: Path, step: int) -> None:
