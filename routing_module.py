@@ -120,14 +120,46 @@ def draw_ids(noise: Tensor, selection_ratio: float, sort: bool = True) -> Tensor
     noise   (B, N) independent uniform numbers; the K smallest of each row are kept.
     sort    keep raster order (default); the chosen subset is the same either way.
 
-    Returns ids_keep, (B, K) int64 with K = num_keep(N, selection_ratio).
+    Returns ids_keep, (B, K) int64 with K = num_keep(N, selection_ratio). Raises ValueError for a ratio outside
+    [0, 1), another shape, or NaN among the numbers (looked for on a CPU only, so that no GPU waits).
     """
     if not 0.0 <= selection_ratio < 1.0:
         raise ValueError(f"selection_ratio is {selection_ratio}, but must lie in [0, 1)")
     if noise.ndim != 2:
         raise ValueError(f"noise has shape {tuple(noise.shape)}, but must be (batch, tokens)")
+    if _readable(noise) and noise.isnan().any():
+        raise ValueError(f"noise holds {int(noise.isnan().sum())} NaN, but must be uniform numbers: torch.rand(B, N)")
     ids_keep = noise.argsort(dim=1, stable=True)[:, : num_keep(noise.shape[1], selection_ratio)]
     return ids_keep.sort(dim=1).values if sort else ids_keep
+
+
+def check_ids(ids_keep: Tensor, batch: int, tokens: int | None) -> None:
+    """Raise ValueError unless ids are (B, K) int64, K > 0, and name different tokens of each sample, in any order.
+
+    tokens  N, how many the ids choose from; None: not known.
+
+    Their values are looked at on a CPU only, so that no GPU waits.
+    """
+    shape, most = tuple(ids_keep.shape), "" if tokens is None else f", K at most {tokens} tokens"
+    fits = ids_keep.ndim == 2 and shape[0] == batch and 0 < shape[1] <= (tokens or shape[1])
+    if not fits or ids_keep.dtype != torch.int64:
+        raise ValueError(
+            f"ids_keep has shape {shape} and type {ids_keep.dtype}, but must be (B, K) int64, B = {batch}, K > 0{most}"
+        )
+    if _readable(ids_keep) and batch:
+        ordered = ids_keep.sort(dim=1).values
+        low, high = int(ordered.min()), int(ordered.max())
+        if low < 0 or (tokens is not None and high >= tokens):
+            raise ValueError(f"ids_keep names tokens {low} to {high}, but they are 0 to {(tokens or high + 1) - 1}")
+        twice = (ordered[:, 1:] == ordered[:, :-1]).nonzero()
+        if len(twice):
+            row, column = twice[0].tolist()
+            raise ValueError(f"ids_keep names token {ordered[row, column]} twice in sample {row}: name each token once")
+
+
+def _readable(values: Tensor) -> bool:
+    """Whether values can be looked at without making a GPU wait or breaking a graph that is compiled."""
+    return values.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
@@ -138,8 +170,12 @@ def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
 def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
     """Put the kept tokens back: (B, N, …), (B, K, …), (B, K) → (B, N, …).
 
-    Tokens not named in ids_keep are those of `saved`, bit for bit; gradients reach both.
+    Tokens not named in ids_keep are those of `saved`, bit for bit; gradients reach both. Raises ValueError for ids
+    that name a token twice (see check_ids) or are of another count than the kept tokens.
     """
+    check_ids(ids_keep, *saved.shape[:2])
+    if kept.shape[:2] != ids_keep.shape:
+        raise ValueError(f"{tuple(kept.shape)} kept tokens for ids of shape {tuple(ids_keep.shape)}: each needs one id")
     return saved.scatter(1, _spread(ids_keep, saved), kept.to(saved.dtype))
 
 
@@ -214,11 +250,7 @@ def run_blocks(
             )
     ids_at, shapes = {}, {}
     for route, ids_keep in routes:
-        if ids_keep.ndim != 2 or ids_keep.shape[0] != tokens.shape[0] or ids_keep.shape[1] > tokens.shape[1]:
-            raise ValueError(
-                f"ids_keep has shape {tuple(ids_keep.shape)}, but must be (B, K) with "
-                f"B = {tokens.shape[0]} and K at most {tokens.shape[1]} tokens"
-            )
+        check_ids(ids_keep, *tokens.shape[:2])
         start = route.resolve(len(blocks)).start
         ids_at[start] = ids_keep
         if grid is not None:

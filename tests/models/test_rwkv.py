@@ -272,13 +272,18 @@ def test_routes_of_single_tokens_are_refused(select):
         [0, 1, 2, 3, 5, 6, 7, 8],  # four in a line, but not from a row's start
         [8, 9, 10, 11, 0, 1, 2, 3],  # rows, but not in raster order
         [1, 0, 2, 3, 4, 5, 6, 7],
-        [0, 1, 2, 3, 0, 1, 2, 3],
         [0, 1, 2, 3, 4],
     ],
 )
 def test_ids_that_are_not_whole_rows_are_refused(ids):
     ids = torch.tensor([ids]).expand(4, -1)
     with pytest.raises(ValueError, match="1→4 are not whole rows of the 4×4 grid in raster order; .*row_ids"):
+        network()(*batch(), routes=[(Route(1, 4, 0.5, select="row"), ids)])
+
+
+def test_a_row_named_twice_is_refused():
+    ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]).expand(4, -1)
+    with pytest.raises(ValueError, match="token 0 twice"):
         network()(*batch(), routes=[(Route(1, 4, 0.5, select="row"), ids)])
 
 

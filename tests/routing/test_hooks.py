@@ -540,6 +540,67 @@ def test_blocks_that_need_more_than_the_default_say_so():
             one.run()
 
 
+class Mixing(torch.nn.Module):
+    """A block (tokens, …) → tokens; what else it gets has no effect."""
+
+    def __init__(self, **attention: bool) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(4, 1, **attention) if attention else None
+
+    def forward(self, tokens, *others, **named):
+        return tokens * 2
+
+
+@pytest.mark.parametrize(
+    ("samples", "args", "kwargs", "name"),
+    [
+        (3, (torch.zeros(8, 4),), {}, "input 1 of shape \\(8, 4\\)"),
+        (3, (torch.zeros(3, 4),), {"table": torch.zeros(8, 2)}, "table of shape"),
+        (3, (None, [torch.zeros(1), (torch.zeros(3, 1, 8),)]), {}, "input 2\\[1\\]\\[0\\] of shape \\(3, 1, 8\\)"),
+        (3, (), {"more": {"mask": torch.zeros(3, 8)}}, "more\\['mask'\\] of shape"),
+        (8, (torch.zeros(8, 8),), {}, "input 1 of shape \\(8, 8\\)"),
+        (8, (torch.zeros(8, 4), torch.zeros(8)), {"c": torch.zeros(8, 1, 4)}, None),
+        (3, (torch.zeros(3, 4), 8, "x", None), {"flag": True}, None),
+    ],
+)
+def test_what_may_travel_with_the_tokens_is_an_error_unless_it_is_said_not_to(samples, args, kwargs, name):
+    x, ids = torch.ones(samples, 8, 4), torch.arange(4).repeat(samples, 1)
+    expected = x.clone()
+    expected[:, :4] *= 2
+    for select in ({}, {"select": select_first}):
+        blocks = torch.nn.ModuleList([Mixing()])
+        with attach_routes(blocks, Route(0, 0), **select).on_ids(ids):
+            if name and not select:
+                with pytest.raises(ValueError, match=f"also gets {name}.*give attach_routes a select=.*select_first"):
+                    blocks[0](x, *args, **kwargs)
+            else:
+                assert torch.equal(blocks[0](x, *args, **kwargs), expected)
+
+
+def test_blocks_with_tokens_in_front_need_a_select():
+    blocks = torch.nn.ModuleList([Mixing(batch_first=True), Mixing(batch_first=False)])
+    with pytest.raises(ValueError, match="attention of block 1 has batch_first=False.*select="):
+        attach_routes(blocks, Route(0, 0))
+    assert not any(block._forward_hooks for block in blocks)
+    attach_routes(blocks, Route(0, 0), select_first).remove()
+    attach_routes(blocks[:1], Route(0, 0)).remove()
+
+
+def test_what_is_no_tensor_or_function_is_refused_at_once():
+    one = case("dit")
+    for given, name in (({"select": None, "join": None}, "select"), ({"join": None}, "join")):
+        with pytest.raises(ValueError, match=f"{name} is None.*{name}="):
+            attach_routes(one.blocks, [Route(1, 2)], **given)
+    routing = one.attach()
+    with pytest.raises(ValueError, match="numbers are None.*torch.rand"):
+        routing.on(None)
+    with pytest.raises(ValueError, match="NaN"):
+        routing.on(one.noise * torch.nan)
+    for ids, message in ((None, "ids are None"), (one.ids()[:, [0, 1, 0]], "token . twice in sample 0")):
+        with pytest.raises(ValueError, match=message), routing.on_ids(ids):
+            pass
+
+
 def test_contexts_do_not_nest_and_end_with_the_hooks():
     one = case("dit")
     routing = one.attach()

@@ -247,6 +247,34 @@ def test_ids_that_do_not_fit_are_refused():
             run_blocks([torch.nn.Identity()], x, routes=[(Route(0, 0), ids)])
 
 
+def test_numbers_and_ids_that_would_choose_wrongly_are_refused():
+    """NaN sorts last, so that its tokens would always go; of a token named twice, one result would be lost."""
+    noise = torch.rand(2, 8)
+    noise[1, 3] = torch.nan
+    with pytest.raises(ValueError, match="noise holds 1 NaN"):
+        draw_ids(noise, 0.5)
+    x, kept = torch.arange(16.0).view(2, 8, 1), torch.zeros(2, 3, 1)
+    for rows, message in (
+        ([[5, 2, 7], [1, 4, 1]], "token 1 twice in sample 1"),
+        ([[0, 1, 2], [6, 7, 8]], "tokens 0 to 8, but they are 0 to 7"),
+        ([[0, 1, 2], [-1, 2, 3]], "tokens -1 to 3, but they are 0 to 7"),
+    ):
+        ids = torch.tensor(rows)
+        with pytest.raises(ValueError, match=message):
+            run_blocks([torch.nn.Identity()], x, routes=[(Route(0, 0), ids)])
+        with pytest.raises(ValueError, match=message):
+            scatter_tokens(x, kept, ids)
+    with pytest.raises(ValueError, match="\\(2, 4, 1\\) kept tokens for ids of shape \\(2, 3\\)"):
+        scatter_tokens(x, torch.zeros(2, 4, 1), torch.tensor([[0, 1, 2], [3, 4, 5]]))
+    unsorted = torch.tensor([[5, 2, 7], [6, 4, 1]])
+    found = run_blocks([lambda tokens: -tokens], x, routes=[(Route(0, 0), unsorted)])
+    expected = x.clone()
+    for sample, tokens in enumerate(unsorted.tolist()):
+        for token in tokens:
+            expected[sample, token] *= -1
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("route", "depth", "expected"),
     [

@@ -9,7 +9,8 @@ Every block on a route gets the kept tokens, and its output goes back among the 
 behind it, so that whatever a model does between two blocks sees all tokens. This is the same function
 as gathering once and scattering once (run_blocks), for two more copies of the tokens a block.
 
-What travels with the tokens is the caller's to say, since no name or shape tells it for certain:
+What travels with the tokens is the caller's to say, since no name or shape tells it for certain; where nothing was
+said, whatever might travel is an error:
 
     select(args, kwargs, ids) → args, kwargs     a block's inputs, with everything that has a token axis gathered
     join(output, saved, ids) → output            a block's output, put back; saved is (args, kwargs) before select
@@ -27,10 +28,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from routing_module import Route, check_routes, gather_tokens, scatter_tokens
+from routing_module import Route, check_ids, check_routes, gather_tokens, scatter_tokens
 
 from .ids import choose_ids
 
@@ -38,13 +38,44 @@ Inputs = tuple[tuple, dict]
 
 
 def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
-    """For blocks whose first positional input is the tokens (B, N, D), and nothing else has a token axis."""
+    """For blocks whose first positional input is the tokens (B, N, D), and nothing else has a token axis.
+
+    Given as `select=select_first` it says that this is so; where no select was given, select_only looks too.
+    """
     if not args:
         raise ValueError(
             f"the block was called by keywords alone ({', '.join(kwargs)}), which say not where the tokens are: "
             "give attach_routes a select and a join"
         )
     return (gather_tokens(args[0], ids_keep), *args[1:]), kwargs
+
+
+def select_only(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
+    """select_first, for tokens that come alone: attach_routes' default.
+
+    Raises ValueError for a further tensor, in lists and dicts too, with an axis as long as the tokens' (but not for
+    its first where there are as many samples as tokens): nothing tells whether it travels with the tokens.
+    """
+    selected = select_first(args, kwargs, ids_keep)
+    samples, count = args[0].shape[:2]
+    others = {f"input {place}": given for place, given in enumerate(args[1:], 1)} | kwargs
+    for name, tensor in _tensors(others):
+        if count in tensor.shape[samples == count :]:
+            raise ValueError(
+                f"the block also gets {name} of shape {tuple(tensor.shape)}, with an axis of {count} as the tokens "
+                f"{tuple(args[0].shape)} have: give attach_routes a select= that takes the kept tokens' part of it, "
+                "or select=select_first if that axis is no tokens"
+            )
+    return selected
+
+
+def _tensors(given: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors among inputs by name, inside of lists, tuples and dicts too."""
+    if isinstance(given, Tensor):
+        yield name, given
+    elif isinstance(given, (dict, list, tuple)):
+        for key, value in given.items() if isinstance(given, dict) else enumerate(given):
+            yield from _tensors(value, f"{name}[{key!r}]" if name else str(key))
 
 
 def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
@@ -85,7 +116,7 @@ class Routing:
         if self._ids is None:
             return None
         ids_keep = self._ids[number]
-        if self._select is select_first and args and self._tokens not in (None, args[0].shape[1]):
+        if self._select in (select_first, select_only) and args and self._tokens not in (None, args[0].shape[1]):
             raise ValueError(
                 f"the numbers (and prefix) are of {self._tokens} tokens, but block {index} gets {args[0].shape[1]}"
             )
@@ -100,15 +131,16 @@ class Routing:
     def on_ids(self, *ids_keep: Tensor, tokens: int | None = None) -> Iterator[None]:
         """Run the model under ids that are drawn already: (B, K) for each route. Whatever their K, it is the ratio.
 
-        tokens  how many the ids choose from, checked where no `select` was given; None: not checked.
+        tokens  how many the ids choose from, checked where no other `select` was given; None: not checked.
+
+        Raises ValueError for ids that are none, or name a token twice (looked at on a CPU only).
         """
         if len(ids_keep) != len(self.routes):
             raise ValueError(f"{len(ids_keep)} sets of ids for {len(self.routes)} routes: each route needs its own")
         for ids in ids_keep:
-            if ids.ndim != 2 or ids.dtype != torch.int64 or not ids.shape[1]:
-                raise ValueError(
-                    f"ids have shape {tuple(ids.shape)} and type {ids.dtype}, but must be (B, K) int64, K > 0"
-                )
+            if not isinstance(ids, Tensor):
+                raise ValueError(f"ids are {ids!r}, but must be tensors, (B, K) int64, one for each route")
+            check_ids(ids, len(ids) if ids.ndim else 0, tokens)
         if self._ids is not None:
             raise RuntimeError("the routes are on already: leave the first context before entering another")
         if not self._handles:
@@ -132,6 +164,9 @@ class Routing:
 
         ratio  another selection_ratio than the routes' own, e.g. at inference. The rest: see choose_ids.
         """
+        for given in noise:
+            if not isinstance(given, Tensor):
+                raise ValueError(f"the numbers are {given!r}, but must be uniform ones: torch.rand(B, N)")
         each = noise * len(self.routes) if len(noise) == 1 else noise
         if len(each) != len(self.routes):
             raise ValueError(f"{len(noise)} tensors of noise for {len(self.routes)} routes: give one for each, or one")
@@ -148,7 +183,7 @@ class Routing:
 def attach_routes(
     blocks: nn.ModuleList,
     routes: Route | Sequence[Route],
-    select: Callable[[tuple, dict, Tensor], Inputs] = select_first,
+    select: Callable[[tuple, dict, Tensor], Inputs] = select_only,
     join: Callable[[Any, Inputs, Tensor], Any] = join_first,
 ) -> Routing:
     """Let a model's blocks run under routes, by hooks; no weight, name or line of the model changes.
@@ -156,10 +191,17 @@ def attach_routes(
     blocks        the model's own list, in the order in which it calls them.
     routes        disjoint; ends may be negative. Their fp32 is not kept here: "auto" means none.
     select, join  what travels with the tokens, see above; blocks (tokens, …) → tokens need neither.
+                  select=select_first says of blocks that the default refuses that nothing else does.
 
-    Raises ValueError for routes that do not fit the blocks or ask for a block in fp32, and for a block that
-    stands in the list twice.
+    Raises ValueError for routes that do not fit the blocks or ask for a block in fp32, for a block that stands in the
+    list twice, and without a select for blocks that hold a module of batch_first=False.
     """
+    for name, given in (("select", select), ("join", join)):
+        if not callable(given):
+            raise ValueError(
+                f"{name} is {given!r}, but must be a function ({name}= in the module's docstring); leave it out for "
+                "blocks (tokens, …) → tokens"
+            )
     routes = [routes] if isinstance(routes, Route) else routes
     for route in routes:
         if route.fp32 not in ("auto", "off"):
@@ -171,6 +213,14 @@ def attach_routes(
         raise ValueError("no routes were given to attach")
     if len({id(block) for block in blocks}) < len(blocks):
         raise ValueError("a block stands in the list more than once: hooks can't tell its calls apart")
+    for index, block in enumerate(blocks if select is select_only else ()):
+        for name, module in block.named_modules():
+            if getattr(module, "batch_first", True) is False:
+                raise ValueError(
+                    f"{name or 'the module'} of block {index} has batch_first=False, so that its tokens may be "
+                    "(N, B, D): give attach_routes a select= and a join= for those, or select=select_first if the "
+                    "block gets (B, N, D)"
+                )
     resolved = [route.resolve(len(blocks)) for route in routes]
     check_routes(resolved, len(blocks))
     return Routing(blocks, tuple(replace(route, fp32="off") for route in resolved), select, join)
