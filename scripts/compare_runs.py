@@ -1,53 +1,126 @@
-"""A table of finished runs: python scripts/compare_runs.py results/a results/b …
+"""Runs side by side: python scripts/compare_runs.py results/a 'results/b-*' … [out=comparison]
 
-Runs that differ by their seed alone are put together: mean and standard deviation over the seeds.
-Evaluation losses of edm and of rf are different things. The training loss is left out on purpose:
-with routes it is not comparable to one without. images/s is the median over the run; measure speed by
-benchmarks/step_time.py, which alternates.
+Prints a table, and how many steps and FLOPs each needs to come as far as the others; writes comparison.png, the
+curves against steps, FLOPs and time, and comparison.csv, their numbers (out= names them without the ending; files of
+that name are replaced). Runs that differ by their seed alone are put together: mean ± standard deviation over the
+seeds. Without seeds to average, differences of a few percent are chance.
+
+Evaluation losses of edm and of rf are different things. The training loss is left out on purpose: with routes it is
+not comparable to one without. images/s is the median over the run; measure speed by benchmarks/step_time.py, which
+alternates.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tread.checkpoints import checkpoint
-from tread.training.run_folder import RunLog
+from tread.evaluation.curves import Line, Panel, save_panels
+from tread.runtime.cli import explained
+from tread.runtime.files import check_place
+from tread.training.comparison import COMPARABLE, FAIR, Group, open_groups, reached, unlike, write_table
 
-COLUMNS = ("eval_loss", "fid", "label_agreement", "frechet_pixels", "images_per_s")
+CURVES = {"eval_loss": "evaluation loss", "fid": "FID"}  # lower is better
+COLUMNS = CURVES | {"label_agreement": "label agreement", "frechet_pixels": "Fréchet distance in pixels"}
+AXES = {"step": ("steps", 1.0), "flops": ("training FLOPs, 10^15", 1e15), "seconds": ("training time, minutes", 60.0)}
 
 
 def main() -> None:
-    groups: dict[str, list[list[dict]]] = {}
-    for folder in map(Path, sys.argv[1:]):
-        try:
-            found = checkpoint.find(folder)
-        except (FileNotFoundError, ValueError) as error:
-            sys.exit(f"error: {error}")
-        config, records = found.info["config"], RunLog(folder).records()
-        steps = config["train"]["steps"]
-        if not records or records[-1]["step"] != steps:
-            sys.exit(f"error: {folder} is not the folder of a finished run: its metrics do not end at step {steps}")
-        objective = config["objective"]
-        label = f"{config['model']['name']} by {objective} on {config['dataset']['name']}, {steps} steps"
-        apart = {key: value for key, value in config.items() if key not in ("seed", "name", "resume", "results")}
-        groups.setdefault(json.dumps([label, apart]), []).append(records)
-    if not groups:
-        sys.exit("error: name at least one run's folder")
-    print("| runs | seeds | " + " | ".join(COLUMNS) + " |\n|---|---|" + "---|" * len(COLUMNS))
-    for key, runs in groups.items():
-        cells = []
-        for column in COLUMNS:
-            series = [[record[column] for record in records if column in record] for records in runs]
-            last = statistics.median if column == "images_per_s" else lambda values: values[-1]
-            values = [last(found) for found in series if found]
-            spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-            cells.append(f"{statistics.mean(values):.4f}{spread}" if values else "–")
-        print(f"| {json.loads(key)[0]} | {len(runs)} | " + " | ".join(cells) + " |")
+    arguments = sys.argv[1:]
+    if not arguments or {"-h", "--help"} & set(arguments):
+        sys.exit(__doc__.strip())
+    out = Path(next((word.removeprefix("out=") for word in arguments if word.startswith("out=")), "comparison"))
+    with explained("stopped"):
+        groups = open_groups([word for word in arguments if not word.startswith("out=")])
+        check_place(out.parent, 0)
+        show(groups)
+        shown = [metric for metric in CURVES if any(group.curve(metric) for group in groups)]
+        if shown:
+            write_table(out.with_name(out.name + ".csv"), groups, [*shown])
+            axes = [axis for axis in AXES if any(getattr(p, axis) for g in groups for m in shown for p in g.curve(m))]
+            save_panels(out.with_name(out.name + ".png"), [panel(groups, m, a) for m in shown for a in axes], len(axes))
+            print(f"written: {out}.png, {out}.csv")
+
+
+def show(groups: Sequence[Group]) -> None:
+    """Print the table, what is not alike, and who reaches whom."""
+    columns = [name for name in COLUMNS if any(group.last(name) for group in groups)]
+    print(f"| run | seeds | steps | {' | '.join([*map(COLUMNS.get, columns), 'images/s', 'hours', 'FLOPs'])} |")
+    print("|---" * (len(columns) + 6) + "|")
+    for group in groups:
+        cells = [number(group.last(name)) for name in columns] + [speed(group)]
+        cells += [number([s / 3600 for s in group.last("seconds")]), number(group.last("flops"))]
+        steps = min(run.records[-1]["step"] for run in group.runs)
+        print(f"| {group.name} | {len(group.runs)} | {steps:,} | {' | '.join(cells)} |")
+    for group in groups:
+        for run in group.runs:
+            if (step := run.records[-1]["step"]) < run.config["train"]["steps"]:
+                print(f"warning: {run.folder} is at step {step:,} of {run.config['train']['steps']:,}")
+    apart = unlike(groups, COMPARABLE)
+    for key, values in {**apart, **unlike(groups, FAIR)}.items():
+        told = ", ".join(f"{value} ({group.name})" for value, group in zip(values, groups))
+        print(f"warning: {key} differs: {told}")
+    if apart and len(groups) > 1:
+        print("warning: the numbers of these runs do not mean the same, so no run is said to reach another")
+        return
+    for metric, called in CURVES.items():
+        for one, other in ((a, b) for a in groups for b in groups if a is not b):
+            if one.curve(metric) and other.curve(metric):
+                print(reach(one, other, metric, called))
+
+
+def reach(one: Group, other: Group, metric: str, called: str) -> str:
+    """For people: when `one` first is where `other` ends."""
+    goal, best = other.curve(metric)[-1], min(point.value for point in one.curve(metric))
+    point = reached(one, metric, goal.value)
+    if point is None:
+        return f"{one.name} does not reach the {called} {goal.value:.4g} of {other.name}: its best is {best:.4g}"
+    text = f"{one.name} reaches the {called} {goal.value:.4g} of {other.name} by step {point.step:,} (of {goal.step:,})"
+    if point.flops and goal.flops:
+        text += f", with {point.flops:.3g} FLOPs, {ratio(point.flops, goal.flops)} {goal.flops:.3g}"
+    if point.seconds and goal.seconds:
+        text += f", in {point.seconds / 60:.3g} minutes, {ratio(point.seconds, goal.seconds)} {goal.seconds / 60:.3g}"
+    return text
+
+
+def ratio(own: float, other: float) -> str:
+    return f"{own / other:.2f} times the other's"
+
+
+def number(values: Sequence[float]) -> str:
+    """A mean to four digits, or to where its standard deviation begins."""
+    if not values:
+        return "–"
+    mean = statistics.mean(values)
+    if len(values) == 1:
+        return f"{mean:.4g}"
+    spread = statistics.stdev(values)
+    if not 1e-4 < spread < 1e4:
+        return f"{mean:.4g} ± {spread:.1g}"
+    places = max(0, 1 - int(f"{spread:e}".partition("e")[2]))
+    return f"{mean:.{places}f} ± {spread:.{places}f}"
+
+
+def speed(group: Group) -> str:
+    found = [[record["images_per_s"] for record in run.records if "images_per_s" in record] for run in group.runs]
+    return number([statistics.median(values) for values in found if values])
+
+
+def panel(groups: Sequence[Group], metric: str, axis: str) -> Panel:
+    """A metric's curves against steps, FLOPs or time; runs of before these were told have steps alone."""
+    title, unit = AXES[axis]
+    lines = []
+    for group in groups:
+        points = [point for point in group.curve(metric) if getattr(point, axis)]
+        spread = [point.spread for point in points] if all(point.spread for point in points) else None
+        lines.append(
+            Line(group.name, [getattr(point, axis) / unit for point in points], [p.value for p in points], spread)
+        )
+    return Panel(CURVES[metric], title, CURVES[metric], lines, log="y")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Sweep Sparse Guidance over both ratios and ω: python scripts/guidance_sweep.py checkpoint=… reference=… out=…
+"""Sweep a guidance over ω, intervals and ratios: python scripts/guidance_sweep.py checkpoint=… reference=… out=…
 
-Each setting is scored as fid.py scores it, in a folder of its own below `out`; start it again after
-it was stopped, and it goes on. Writes sweep.csv, and sweep.png: a heat map of the metric for each ω,
-and one of the cost. ω and the ratios are those of sweep.…, not of guidance.…. All options: configs/guidance_sweep.yaml.
+guidance=… chooses the kind. Each setting is scored as fid.py scores it, in a folder of its own below `out`; start it
+again after it was stopped, and it goes on. Writes sweep.csv; curves.png, each metric against ω; and for the kinds with
+routes sweep.png, a heat map of one metric over both ratios for each ω and interval, and one of the cost. ω, interval
+and ratios are those of sweep.…, not of guidance.…. All options: configs/guidance_sweep.yaml.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import csv
 import itertools
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import hydra
 import numpy as np
@@ -21,8 +24,9 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tread.checkpoints import checkpoint
-from tread.diffusion.guidance import Schedule
+from tread.diffusion.guidance import NO_GUIDANCE, Schedule
 from tread.evaluation import pipeline
+from tread.evaluation.curves import Line, Panel, save_panels
 from tread.evaluation.figures import save_heat_maps
 from tread.evaluation.plan import Options, plan_scoring, read_options, settle_paths
 from tread.evaluation.reference_scorer import ReferenceScorer
@@ -33,22 +37,43 @@ from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes, share_work
 from tread.runtime.files import check_place, explain_failure
 
-COLUMNS = ("strong", "weak", "scale", "flops_relative", "step", "count", *METRICS)
+STRONG, WEAK = (0.0, 0.3, 0.5), (0.5, 0.7, 0.9)  # ratios where none are named
+COLUMNS = ("strong", "weak", "scale", "interval", "flops_relative", "step", "count", *METRICS)
+
+
+class Point(NamedTuple):
+    """A setting of the sweep; interval None guides at all noise levels."""
+
+    strong: float
+    weak: float
+    scale: float
+    interval: tuple[float, ...] | None
+
+    def describe(self, routed: bool) -> str:
+        ratios = f"strong {self.strong} weak {self.weak} " if routed else ""
+        return f"{ratios}scale {self.scale}{within(self.interval, ' within ')}"
 
 
 @dataclass(frozen=True)
 class Sweep:
     """The lists of configs/guidance_sweep.yaml."""
 
-    strong: tuple[float, ...]
-    weak: tuple[float, ...]
     scale: tuple[float, ...]
+    strong: tuple[float, ...] | None
+    weak: tuple[float, ...] | None
+    interval: tuple[tuple[float, ...] | None, ...]
+    baseline: bool
     metric: str | None
 
     def __post_init__(self) -> None:
-        for name in ("strong", "weak", "scale"):
-            if not getattr(self, name):
+        for name in ("scale", "strong", "weak", "interval"):
+            if getattr(self, name) == ():
                 raise ValueError(f"sweep.{name} is empty")
+
+    def points(self, routed: bool) -> list[Point]:
+        """All settings, each once."""
+        strong, weak = (self.strong or STRONG, self.weak or WEAK) if routed else ((0.0,), (0.0,))
+        return list(dict.fromkeys(map(Point._make, itertools.product(strong, weak, self.scale, self.interval))))
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="guidance_sweep")
@@ -60,18 +85,19 @@ def main(composed: DictConfig) -> None:
 
 
 def run(sweep: Sweep, options: Options, processes: Processes) -> None:
-    """Check all settings, score each, then write the table and the heat maps."""
+    """Check all settings, score each, then write the table and the figures."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     metric = check(sweep, options, paths)
-    options = replace(options, checkpoint=str(paths[0]))
-    grid = list(dict.fromkeys(itertools.product(sweep.strong, sweep.weak, sweep.scale)))
+    options, routed = replace(options, checkpoint=str(paths[0])), options.guidance.row.routed
+    grid = sweep.points(routed)
     free = options.guidance.force or options.guidance.checkpoint is not None
-    chosen = {point: setting(options, *point) for point in grid if free or point[0] <= point[1]}
+    chosen = {point: setting(options, point) for point in grid if free or point.strong <= point.weak}
     if not chosen:
         raise ValueError(
             "sweep.strong is above sweep.weak everywhere, but the weak branch is to see fewer tokens "
             "(guidance.force=true runs it all the same)"
         )
+    without = replace(options, guidance=NO_GUIDANCE, out=str(Path(options.out) / "none"))
     found = checkpoint.find(Path(options.checkpoint))
     for one in chosen.values():
         plan_scoring(one, found, use_precision(one.precision, processes.device))
@@ -79,9 +105,11 @@ def run(sweep: Sweep, options: Options, processes: Processes) -> None:
     with processes.main_first():
         if processes.main:
             check_place(folder, 0)
-    processes.say(f"{len(chosen)} settings; {len(grid) - len(chosen)} with strong above weak are left out")
-    with tqdm(total=len(chosen), desc="guidance sweep", unit="setting", disable=not processes.main) as progress:
-        for point, one in chosen.items():
+    left_out = f"; {len(grid) - len(chosen)} with strong above weak are left out" if routed else ""
+    processes.say(f"{len(chosen)} settings{left_out}" + "; and none" * sweep.baseline)
+    each = {**chosen, None: without} if sweep.baseline else chosen
+    with tqdm(total=len(each), desc="guidance sweep", unit="setting", disable=not processes.main) as progress:
+        for point, one in each.items():
             (record,) = pipeline.run(one, processes)
             if processes.main and metric not in record:
                 raise ValueError(
@@ -90,27 +118,24 @@ def run(sweep: Sweep, options: Options, processes: Processes) -> None:
             records[point] = record
             progress.update()
     if processes.main:
-        with explain_failure(folder):
-            write_table(folder / "sweep.csv", records)
-            draw(folder / "sweep.png", sweep, records, metric)
-        best = {"lower": min, "higher": max}[METRICS[metric]](records, key=lambda point: records[point][metric])
-        values, ratios = records[best], "strong {} weak {} scale {}".format(*best)
-        processes.say(f"  best      {metric} {values[metric]:.5g} of {values['count']:,} samples at {ratios}")
-        processes.say(f"  written   {folder / 'sweep.csv'}, {folder / 'sweep.png'}")
+        write(folder, sweep, records, metric, routed)
 
 
 def check(sweep: Sweep, options: Options, paths: list[Path]) -> str:
     """The metric to draw. Raises ValueError for a sweep that can't be."""
     if options.out is None:
-        raise ValueError("out=… is needed: the folder for the table, the heat maps and each setting's score")
+        raise ValueError("out=… is needed: the folder for the table, the figures and each setting's score")
     if len(paths) != 1:
         raise ValueError(f"a sweep is over one checkpoint, but checkpoint={options.checkpoint} names {len(paths)}")
     if options.save_reference or options.samples:
         raise ValueError("a sweep scores a checkpoint; save_reference and samples are fid.py's")
-    if not options.guidance.row.routed:
+    if options.guidance.kind == "none":
+        raise ValueError("guidance=none has nothing to sweep; choose a kind: guidance=cfg, sparse, …")
+    if not options.guidance.row.routed and (sweep.strong or sweep.weak):
         raise ValueError(f"guidance={options.guidance.kind} has no ratios to sweep, as sparse and sparse_cfg have")
-    if isinstance(options.guidance.strong, Schedule) or isinstance(options.guidance.weak, Schedule):
-        raise ValueError("a sweep is over constant ratios, but guidance.strong or guidance.weak is a schedule")
+    for name in ("scale", "strong", "weak"):
+        if isinstance(getattr(options.guidance, name), Schedule):
+            raise ValueError(f"a sweep is over constant numbers, but guidance.{name} is a schedule")
     allowed = [name for name in METRICS if (name in ReferenceScorer.metrics) == bool(options.reference)]
     metric = sweep.metric or allowed[0]
     if metric not in allowed:
@@ -119,35 +144,92 @@ def check(sweep: Sweep, options: Options, paths: list[Path]) -> str:
     return metric
 
 
-def setting(options: Options, strong: float, weak: float, scale: float) -> Options:
+def setting(options: Options, point: Point) -> Options:
     """fid.py's options for one point of the sweep. Raises ValueError if it can't be."""
-    guidance = replace(options.guidance, strong=strong, weak=weak, scale=scale)
-    name = f"strong{strong:g}-weak{weak:g}-scale{scale:g}"
+    guidance = replace(options.guidance, **point._asdict())
+    ratios = f"strong{point.strong:g}-weak{point.weak:g}-" if options.guidance.row.routed else ""
+    name = f"{ratios}scale{point.scale:g}{within(point.interval, '-within')}"
     return replace(options, guidance=guidance, out=str(Path(options.out) / name))
 
 
-def write_table(path: Path, records: dict[tuple[float, float, float], dict]) -> None:
+def within(interval: tuple[float, ...] | None, word: str) -> str:
+    return f"{word}{interval[0]:g}..{interval[1]:g}" if interval else ""
+
+
+# ----------------------------------------------------------------------------------------- results
+
+
+def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric: str, routed: bool) -> None:
+    """The table, the figures, and a line on the best setting. Raises OSError."""
+    baseline, records = records.get(None), {point: record for point, record in records.items() if point is not None}
+    files = [folder / "sweep.csv", folder / "curves.png"] + [folder / "sweep.png"] * routed
+    with explain_failure(folder):
+        write_table(files[0], records)
+        draw_curves(files[1], records, baseline, routed)
+        if routed:
+            draw_maps(files[2], sweep, records, metric)
+    best = {"lower": min, "higher": max}[METRICS[metric]](records, key=lambda point: records[point][metric])
+    record = records[best]
+    without = f"; without guidance {baseline[metric]:.5g}" if baseline else ""
+    print(
+        f"  best      {metric} {record[metric]:.5g} of {record['count']:,} samples at {best.describe(routed)}{without}"
+    )
+    print(f"  written   {', '.join(map(str, files))}")
+
+
+def write_table(path: Path, records: Mapping[Point, dict]) -> None:
     """A line a setting."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
         writer.writeheader()
-        for (strong, weak, scale), record in records.items():
-            writer.writerow({**record, "strong": strong, "weak": weak, "scale": scale})
+        for point, record in records.items():
+            writer.writerow({**record, **point._asdict(), "interval": within(point.interval, "")})
 
 
-def draw(path: Path, sweep: Sweep, records: dict[tuple[float, float, float], dict], metric: str) -> None:
+def draw_curves(path: Path, records: Mapping[Point, dict], baseline: dict | None, routed: bool) -> None:
+    """Each metric that was found against ω, a line for each interval and pair of ratios, named with its cost."""
+    lines: dict[tuple, dict[float, dict]] = {}
+    for (strong, weak, scale, interval), record in records.items():
+        lines.setdefault((strong, weak, interval), {})[scale] = record
+
+    def name(strong: float, weak: float, interval: tuple[float, ...] | None) -> str:
+        cost = max(record["flops_relative"] for record in lines[strong, weak, interval].values())
+        ratios = f"ratios {strong:g} and {weak:g}" * routed
+        return ", ".join(filter(None, [ratios, within(interval, "within "), f"{cost:.2f} times the FLOPs"]))
+
+    panels = []
+    count = next(iter(records.values()))["count"]
+    for metric in (metric for metric in METRICS if all(metric in record for record in records.values())):
+        drawn = [
+            Line(name(*key), sorted(found), [found[scale][metric] for scale in sorted(found)])
+            for key, found in lines.items()
+        ]
+        title = f"{metric}, {METRICS[metric]} is better, {count:,} samples"
+        levels = {"no guidance": baseline[metric]} if baseline and metric in baseline else {}
+        panels.append(Panel(title, "ω", metric, drawn, levels=levels))
+    save_panels(path, panels, columns=min(3, len(panels)))
+
+
+def draw_maps(path: Path, sweep: Sweep, records: Mapping[Point, dict], metric: str) -> None:
     """The heat maps: rows are ratios of the weak branch, columns those of the strong one."""
+    strong, weak = sweep.strong or STRONG, sweep.weak or WEAK
 
-    def panel(scale: float, key: str) -> np.ndarray:
-        found = [[records.get((s, w, scale), {}).get(key, np.nan) for s in sweep.strong] for w in sweep.weak]
+    def panel(scale: float, interval: tuple[float, ...] | None, key: str) -> np.ndarray:
+        found = [[records.get(Point(s, w, scale, interval), {}).get(key, np.nan) for s in strong] for w in weak]
         return np.array(found, dtype=float)
 
     note = f"{next(iter(records.values()))['count']:,} samples, {METRICS[metric]} is better"
-    panels = {f"{metric}, ω = {scale:g}\n{note}": panel(scale, metric) for scale in sweep.scale}
+    panels = {
+        f"{metric}, ω = {scale:g}{within(interval, ' within ')}\n{note}": panel(scale, interval, metric)
+        for interval in sweep.interval
+        for scale in sweep.scale
+    }
     guided = next((scale for scale in sweep.scale if scale != 1), 1.0)  # ω = 1 runs the strong branch alone
-    cost = {"FLOPs over no guidance": panel(guided, "flops_relative")}
-    labels = ("ratio of the strong branch", "ratio of the weak branch")
-    save_heat_maps(path, panels, cost, sweep.strong, sweep.weak, labels)
+    cost = {
+        f"FLOPs over no guidance{within(interval, ' within ')}": panel(guided, interval, "flops_relative")
+        for interval in sweep.interval
+    }
+    save_heat_maps(path, panels, cost, strong, weak, ("ratio of the strong branch", "ratio of the weak branch"))
 
 
 if __name__ == "__main__":

@@ -252,7 +252,37 @@ def test_a_sweep_scores_each_setting_as_fid_does(runs, tmp_path):
     assert f"label_agreement {best:.5g} of 20 samples" in text
     with Image.open(tmp_path / "sweep" / "sweep.png") as picture:
         assert picture.width > 2 * picture.height
-    assert sweep(tmp_path, *options, *lists, "out=sweep").count("is scored already") == 6
+    none = json.loads((tmp_path / "sweep" / "none" / "fid.json").read_text())
+    assert f"without guidance {none['label_agreement']:.5g}" in text and none["flops_relative"] == 1
+    assert sweep(tmp_path, *options, *lists, "out=sweep").count("is scored already") == 7
+
+
+def test_a_sweep_of_a_kind_without_routes_draws_curves(runs, tmp_path, monkeypatch):
+    """Scores that tell their setting: a line an interval, its points in the order of ω, the level that of none."""
+    drawn = []
+
+    def score(options, processes):
+        g = options.guidance
+        value = 100 * g.scale + (g.interval or (0, 0))[1]
+        return [{"frechet_pixels": value, "label_agreement": 0.5, "flops_relative": g.scale, "count": 20}]
+
+    monkeypatch.setattr(guidance_sweep.pipeline, "run", score)
+    monkeypatch.setattr(guidance_sweep, "save_panels", lambda path, panels, columns: drawn.extend(panels))
+    options = [f"checkpoint={runs / 'digits-tread'}", "guidance=cfg", "out=sweep", "sweep.metric=frechet_pixels"]
+    text = sweep(tmp_path, *options, "sweep.scale=[2,1.5]", "sweep.interval=[null,[0.3,5]]")
+    assert "best      frechet_pixels 150 of 20 samples at scale 1.5; without guidance 100" in text
+    assert not (tmp_path / "sweep" / "sweep.png").exists()
+    agreement, distance = drawn
+    assert distance.levels == {"no guidance": 100} and agreement.levels == {"no guidance": 0.5}
+    assert [(line.name, list(line.x), line.y) for line in distance.lines] == [
+        ("2.00 times the FLOPs", [1.5, 2.0], [150, 200]),
+        ("within 0.3..5, 2.00 times the FLOPs", [1.5, 2.0], [155, 205]),
+    ]
+    with (tmp_path / "sweep" / "sweep.csv").open() as file:
+        assert [(line["scale"], line["interval"]) for line in csv.DictReader(file)][:2] == [
+            ("2.0", ""),
+            ("2.0", "0.3..5"),
+        ]
 
 
 def test_a_sweep_keeps_other_settings_apart(runs, tmp_path):
@@ -284,6 +314,7 @@ def test_a_sweep_draws_each_value_in_its_place(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(
         guidance_sweep, "save_heat_maps", lambda path, panels, others, *rest: drawn.update(panels, **others)
     )
+    monkeypatch.setattr(guidance_sweep, "save_panels", lambda *given, **named: None)
     options = [f"checkpoint={runs / 'digits-tread'}", "out=sweep", "sweep.metric=frechet_pixels"]
     lists = ["sweep.strong=[0,0.5]", "sweep.weak=[0.25,0.5,0.75]", "sweep.scale=[1,2]"]
     with pytest.raises(SystemExit, match="label_agreement, but: not here"):
@@ -310,7 +341,9 @@ def test_a_sweep_that_can_not_be_is_refused(runs, tmp_path):
     for overrides, message in (
         ([checkpoint_of], "out=… is needed"),
         ([f"checkpoint={runs / 'digits-tread'}/step_*", "out=a"], "one checkpoint"),
-        ([checkpoint_of, "out=a", "guidance=cfg"], "no ratios to sweep"),
+        ([checkpoint_of, "out=a", "guidance=cfg", "sweep.weak=[0.5]"], "no ratios to sweep"),
+        ([checkpoint_of, "out=a", "guidance=none"], "nothing to sweep"),
+        ([checkpoint_of, "out=a", "sweep.interval=[[5,1]]"], "guidance.interval is .*5.* lowest <"),
         ([checkpoint_of, "out=a", "sweep.strong=[0.9]", "sweep.weak=[0.5]"], "above sweep.weak everywhere"),
         ([checkpoint_of, "out=a", "sweep.weak=[1.5]"], r"must lie in \[0, 1\)"),
         ([checkpoint_of, "out=a", "sweep.scale=[]"], "sweep.scale is empty"),

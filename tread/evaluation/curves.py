@@ -1,0 +1,89 @@
+"""Curves for people to compare: panels side by side, one colour a name, ticks that can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tread.runtime.files import explain_failure
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points (x, y) under a name, in one colour in all panels.
+
+    spread  of y, drawn as a band y ± spread; None: none.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    spread: Sequence[float] | None = None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    log     axes with a logarithmic scale: "", "x", "y" or "xy".
+    levels  name → height of a dotted line over the whole width.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Sequence[Line]
+    log: str = ""
+    levels: dict[str, float] = field(default_factory=dict)
+
+
+def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
+    """Draw panels in rows of `columns`; the names stand once, below. Raises OSError if it can't be written."""
+    import matplotlib  # imported here because it takes a second and only the main process draws
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(4.6 * columns, 3.6 * rows), layout="constrained", squeeze=False
+    )
+    names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
+    for axis, panel in zip(axes.flat, panels):
+        for line in panel.lines:
+            colour = f"C{names.index(line.name) % 10}"
+            marker = "o-" if len(line.x) <= 30 else "-"
+            axis.plot(line.x, line.y, marker, color=colour, label=line.name, markersize=4, linewidth=1.2)
+            if line.spread is not None:
+                low, high = ([y + sign * s for y, s in zip(line.y, line.spread)] for sign in (-1, 1))
+                axis.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0)
+        for name, height in panel.levels.items():
+            axis.axhline(height, color="black", linestyle=":", linewidth=1, label=name)
+        for letter in panel.log:
+            make_logarithmic(axis, letter)
+        axis.set_title(panel.title, fontsize=10)
+        axis.set_xlabel(panel.x_label)
+        axis.set_ylabel(panel.y_label)
+        axis.grid(alpha=0.3)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    if names:
+        handles, labels = axes.flat[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize="small")
+    with explain_failure(path):
+        figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def make_logarithmic(axis: object, letter: str) -> None:
+    """Give an axis, "x" or "y", a logarithmic scale whose ticks are plain numbers, also within one decade."""
+    from matplotlib import ticker
+
+    getattr(axis, f"set_{letter}scale")("log")
+    one = getattr(axis, f"{letter}axis")
+    low, high = getattr(axis, f"get_{letter}lim")()
+    near = high < 20 * low  # a decade's own ticks would be one or two
+    one.set_major_locator(ticker.MaxNLocator(6) if near else ticker.LogLocator(subs=(1, 2, 5), numticks=12))
+    one.set_major_formatter(ticker.FuncFormatter(lambda value, place: f"{value:g}"))
+    one.set_minor_formatter(ticker.NullFormatter())
