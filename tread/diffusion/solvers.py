@@ -59,12 +59,10 @@ def solve(
     churn: Churn = Churn(),
     churn_noise: Callable[[int], Tensor] | None = None,
 ) -> Tensor:
-    """Run the solver of that name; see `euler` and `heun`. Raises ValueError for churn with another than heun."""
+    """Run the solver of that name; see `euler` and `heun`, whose churn is."""
     check_solver(solver)
     if solver == "heun":
         return heun(denoiser, noise, levels, churn, churn_noise)
-    if churn.amount > 0:
-        raise ValueError(f"churn needs solver=heun, not {solver}")
     return euler(denoiser, noise, levels)
 
 
