@@ -138,7 +138,7 @@ class Backbone(nn.Module):
             raise ValueError(f"init is {init!r}, but must be one of {', '.join(get_args(Init))}")
         side = input_size // patch_size
         self.input_size, self.patch_size, self.in_channels = input_size, patch_size, in_channels
-        self.num_classes, self.learn_sigma, self.hidden_size = num_classes, learn_sigma, hidden_size
+        self.num_classes, self.hidden_size = num_classes, hidden_size
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
         self.grid, self.num_tokens = (side, side), side**2
         self.activation_checkpointing = False  # True: keep a block's input alone and compute the block again backward
@@ -200,10 +200,6 @@ class Backbone(nn.Module):
         time = (self.t_embedder.frequency_size + D) * D
         return int(2 * (blocks + patches + 2 * D * D + time))
 
-    def recomputed(self) -> list[Callable[..., Tensor]]:
-        """The blocks under activation checkpointing; nothing in them is random, so no generator is kept for it."""
-        return [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in self.blocks]
-
     def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Sequence[tuple[Route, Tensor]] = ()) -> Tensor:
         """x (B, C, S, S), t (B,) noise input, y (B,) int64 labels → (B, out_channels, S, S).
 
@@ -212,6 +208,8 @@ class Backbone(nn.Module):
         self.check_inputs(x, y)
         x = self.x_embedder(x) + self.pos_embed  # (B, N, D)
         c = self.t_embedder(t) + self.y_embedder(y)  # (B, D)
-        blocks = self.recomputed() if self.activation_checkpointing else self.blocks
+        blocks = self.blocks
+        if self.activation_checkpointing:  # nothing in the blocks is random, so no generator is kept
+            blocks = [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
         x = run_blocks(blocks, x, c, routes=routes, grid=self.grid if self.needs_grid else None)
         return self.unpatchify(self.final_layer(x, c))
