@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import itertools
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -175,18 +173,15 @@ class Processes:
         if self.main:
             with explain_failure(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            held = self._wait_for(path) if busy is None else Lock(path, busy)
+            try:
+                held = Lock(path, busy or "")
+            except FileExistsError:
+                if busy is not None:
+                    raise
+                self.say(f"another process is making {path.with_suffix('')}; waiting for it")
+                held = Lock(path, None)
         try:
             yield
         finally:
             if held is not None:
                 held.release()
-
-    def _wait_for(self, path: Path) -> Lock:
-        for attempt in itertools.count():
-            try:
-                return Lock(path, "busy")
-            except FileExistsError:
-                if attempt == 0:
-                    self.say(f"another process is making {path.with_suffix('')}; waiting for it")
-                time.sleep(2)
