@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +21,9 @@ from torch import Tensor
 from tread.diffusion.guidance import Branch, Routes, guided
 from tread.diffusion.process import Process
 from tread.diffusion.solvers import solve
+from tread.runtime.schema import Positive, check
 
-TIMES = ("logit_normal", "uniform")
+Time = Literal["logit_normal", "uniform"]
 
 
 @dataclass(frozen=True)
@@ -38,18 +40,16 @@ class RF(Process):
     default_steps, default_solver, level_name, variance_exploding = 50, "euler", "t", False
     data_std = 1.0  # what dataset.normalize brings latents to; nothing else depends on it
 
-    time: str = "logit_normal"
+    time: Time = "logit_normal"
     time_mean: float = 0.0
-    time_std: float = 1.0
-    time_scale: float = 1.0
+    time_std: Positive = 1.0
+    time_scale: Positive = 1.0
     reverse: bool = False
 
     def __post_init__(self) -> None:
-        if self.time not in TIMES:
-            raise ValueError(f"rf.time is {self.time!r}, but must be one of {', '.join(TIMES)}")
-        for name in ("time_std", "time_scale"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"rf.{name} is {getattr(self, name)}, but must be positive")
+        check("rf.time", self.time, Time)
+        check("rf.time_std", self.time_std, Positive)
+        check("rf.time_scale", self.time_scale, Positive)
 
     def noise_level(self, normal: Tensor) -> Tensor:
         """Training times t from standard normal numbers, elementwise."""

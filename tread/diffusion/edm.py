@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tread.diffusion.guidance import Routes
 from tread.diffusion.process import Process
+from tread.runtime.schema import Positive, check
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,7 @@ class EDM(Process):
         if not 0 < self.sigma_min < self.sigma_max:
             raise ValueError(f"sigma_min {self.sigma_min} and sigma_max {self.sigma_max} must satisfy 0 < min < max")
         for name in ("P_std", "sigma_data", "rho"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be positive")
+            check(name, getattr(self, name), Positive)
 
     @property
     def data_std(self) -> float:

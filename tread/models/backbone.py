@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from routing_module import Route, check_routes, run_blocks
 from tread.routing.ids import count_kept
+from tread.runtime.schema import check
 
 Init = Literal["adaln_zero", "xavier"]
 
@@ -134,8 +135,7 @@ class Backbone(nn.Module):
             raise ValueError(f"input_size {input_size} is not a multiple of patch_size {patch_size}")
         if hidden_size % 4:
             raise ValueError(f"hidden_size {hidden_size} is not a multiple of 4 (2-D sine-cosine positions)")
-        if init not in get_args(Init):
-            raise ValueError(f"init is {init!r}, but must be one of {', '.join(get_args(Init))}")
+        check("init", init, Init)
         side = input_size // patch_size
         self.input_size, self.patch_size, self.in_channels = input_size, patch_size, in_channels
         self.num_classes, self.hidden_size = num_classes, hidden_size
