@@ -110,18 +110,17 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
 def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> None:
     """Raise ValueError unless a guidance's ratios, where they are not 0, take tokens around on the networks' routes."""
     plan = sampler.plan(model.process)
-    branches = {
-        "strong": (model, [call.strong for call in plan]),
-        "weak": (weak or model, [call.weak or 0.0 for call in plan]),
-    }
-    for name, (one, ratios) in branches.items():
-        if any(ratios) and not one.routes:
+    for name, one in (("strong", model), ("weak", weak or model)):
+        ratio = max(getattr(call, name) or 0.0 for call in plan)
+        if ratio == 0:
+            continue
+        if not one.routes:
             raise ValueError(f"guidance={sampler.guidance.kind} routes tokens around, but the model has no routes")
         tokens, grid = one.network.num_tokens, one.network.grid
-        for route in one.routes if any(ratios) else ():
-            if count_kept(replace(route, selection_ratio=max(ratios)), tokens, grid) == tokens:
+        for route in one.routes:
+            if count_kept(replace(route, selection_ratio=ratio), tokens, grid) == tokens:
                 raise ValueError(
-                    f"guidance.{name} {max(ratios):g} routes nothing around: it is less than one "
+                    f"guidance.{name} {ratio:g} routes nothing around: it is less than one "
                     f"{'row' if route.select == 'row' else 'token'} of the {grid[0]}×{grid[1]} tokens"
                 )
 

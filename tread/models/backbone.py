@@ -40,9 +40,8 @@ def sincos_positions(dim: int, grid_size: int) -> Tensor:
     frequency = 10000.0 ** (-torch.arange(dim // 4, dtype=torch.float64) / (dim / 4))
     angle = torch.arange(grid_size, dtype=torch.float64)[:, None] * frequency
     line = torch.cat([angle.sin(), angle.cos()], dim=1)
-    column = line[None, :, :].expand(grid_size, -1, -1)
-    row = line[:, None, :].expand(-1, grid_size, -1)
-    return torch.cat([column, row], dim=2).reshape(grid_size**2, dim).float()
+    column, row = line.repeat(grid_size, 1), line.repeat_interleave(grid_size, dim=0)
+    return torch.cat([column, row], dim=1).float()
 
 
 class PatchEmbed(nn.Module):
