@@ -2,30 +2,32 @@
 
 As in SiT (Ma et al. 2024, arXiv 2401.08740), but with t logit-normal (Esser et al. 2024, arXiv
 2403.03206), as the released TREAD code draws it; SiT's own is uniform. Everything random comes in as
-a tensor. Its noise level is t, that of tread/diffusion/edm.py is σ; both have the same methods, so that training,
-guidance and sampling serve either.
+a tensor. Its noise level is t, that of tread/diffusion/edm.py is σ; both are a Process (tread/diffusion/process.py), so
+that training, guidance and sampling serve either.
 
 Shapes: x (B, C, S, S); t (B,) or a scalar, in [0, 1]; y (B,) int64.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from routing_module import Route
 from tread.diffusion.guidance import Branch, Routes, guided
+from tread.diffusion.process import Process
 from tread.diffusion.solvers import solve
+from tread.runtime.schema import Positive, check
 
-TIMES = ("logit_normal", "uniform")
+Time = Literal["logit_normal", "uniform"]
 
 
 @dataclass(frozen=True)
-class RF:
+class RF(Process):
     """A rectified flow.
 
     time        density of t in training: "logit_normal", logit t ~ Normal(time_mean, time_std²), or "uniform".
@@ -38,29 +40,22 @@ class RF:
     default_steps, default_solver, level_name, variance_exploding = 50, "euler", "t", False
     data_std = 1.0  # what dataset.normalize brings latents to; nothing else depends on it
 
-    time: str = "logit_normal"
+    time: Time = "logit_normal"
     time_mean: float = 0.0
-    time_std: float = 1.0
-    time_scale: float = 1.0
+    time_std: Positive = 1.0
+    time_scale: Positive = 1.0
     reverse: bool = False
 
     def __post_init__(self) -> None:
-        if self.time not in TIMES:
-            raise ValueError(f"rf.time is {self.time!r}, but must be one of {', '.join(TIMES)}")
-        for name in ("time_std", "time_scale"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"rf.{name} is {getattr(self, name)}, but must be positive")
+        check("rf.time", self.time, Time)
+        check("rf.time_std", self.time_std, Positive)
+        check("rf.time_scale", self.time_scale, Positive)
 
     def noise_level(self, normal: Tensor) -> Tensor:
         """Training times t from standard normal numbers, elementwise."""
         if self.time == "uniform":
             return torch.special.ndtr(normal)
         return torch.sigmoid(normal * self.time_std + self.time_mean)
-
-    def quantiles(self, count: int) -> Tensor:
-        """(count,) times at the mid-quantiles of the training density, fp64, rising."""
-        quantile = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-        return self.noise_level(math.sqrt(2) * torch.erfinv(2 * quantile - 1))
 
     def weight(self, t: Tensor) -> Tensor:
         """Loss weight of each time: 1."""
@@ -72,7 +67,7 @@ class RF:
         x: Tensor,
         t: Tensor,
         y: Tensor,
-        routes: Sequence[tuple[Route, Tensor]] = (),
+        routes: Routes = (),
     ) -> Tensor:
         """The predicted velocity, of ε − x, at x_t: (B, C, S, S) fp32.
 
@@ -89,26 +84,11 @@ class RF:
         x: Tensor,
         t: Tensor,
         y: Tensor,
-        routes: Sequence[tuple[Route, Tensor]] = (),
+        routes: Routes = (),
     ) -> Tensor:
         """D = x_t − t·v, the predicted data, in the precision of x. The flow is v = (x_t − D) / t."""
         level = torch.as_tensor(t, dtype=x.dtype, device=x.device).expand(x.shape[0]).view(-1, 1, 1, 1)
         return x - level * self.velocity(network, x, t, y, routes)
-
-    def loss(
-        self,
-        network: Callable[..., Tensor],
-        x: Tensor,
-        y: Tensor,
-        t: Tensor,
-        noise: Tensor,
-        routes: Sequence[tuple[Route, Tensor]] = (),
-    ) -> Tensor:
-        """Squared error of each sample's velocity, averaged over C, S, S: (B,) fp32.
-
-        x clean latents, noise standard normal of the same shape, t (B,).
-        """
-        return self.errors(network, x, y, t, noise, routes)[0].mean(dim=(1, 2, 3))
 
     def errors(
         self,
@@ -117,7 +97,7 @@ class RF:
         y: Tensor,
         t: Tensor,
         noise: Tensor,
-        routes: Sequence[tuple[Route, Tensor]] = (),
+        routes: Routes = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What `loss` averages, (squared errors, D = x_t − t·v, x_t), each (B, C, S, S) fp32."""
         level = t.float().view(-1, 1, 1, 1)
@@ -148,9 +128,8 @@ class RF:
         """
         if null_class is None and scale != 1:
             raise ValueError(f"scale is {scale}, but without null_class there is no guidance")
-        denoise = self._denoiser(network)
-        weak = None if null_class is None else Branch(denoise, torch.full_like(y, null_class))
-        return solve(solver, guided(Branch(denoise, y), weak, lambda call: scale), noise, self.schedule(steps))
+        weak_y = None if null_class is None else torch.full_like(y, null_class)
+        return self.sample_tread(network, noise, y, (), (), scale, steps, solver, weak_y)
 
     def sample_tread(
         self,
@@ -170,10 +149,7 @@ class RF:
                       calls; or a function from the number of a call (of solver's N or 2N−1) to them.
         weak_y        labels of the weak branch; None: y, as Sparse Guidance has it.
         """
-        denoise = self._denoiser(network)
+        denoise = partial(self.denoise, network)
         by_call = [routes if callable(routes) else (lambda call, fixed=routes: fixed) for routes in (strong, weak)]
         branches = Branch(denoise, y, by_call[0]), Branch(denoise, y if weak_y is None else weak_y, by_call[1])
         return solve(solver, guided(*branches, lambda call: scale), noise, self.schedule(steps))
-
-    def _denoiser(self, network: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor, Routes], Tensor]:
-        return lambda x, t, y, routes: self.denoise(network, x, t, y, routes)

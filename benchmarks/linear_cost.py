@@ -19,8 +19,8 @@ import torch
 from timing import seconds
 from torch import Tensor
 
-from dit import DiT, DiTBlock
-from tread.models.rwkv import RWKV, RWKVBlock
+from dit import DiTBlock
+from tread.models.rwkv import RWKVBlock
 from tread.models.wkv import wkv
 from tread.runtime.compiling import compile_blocks
 from tread.runtime.device import autocast, device_name
@@ -54,7 +54,9 @@ def main() -> None:
     rows, tokens = [], 64
     while tokens <= given["most"]:
         row = measure(blocks, mixing, tokens, max(1, total // tokens), given["rounds"], device, precision)
-        row |= {"tokens": tokens, **arithmetic(given["width"], given["heads"], tokens)}
+        for name, block in zip(("dit", "rwkv"), blocks):  # without its modulation
+            row[f"{name}_mmac"] = (block.multiply_adds(tokens) - 6 * given["width"] ** 2) / tokens / 1e6
+        row["tokens"] = tokens
         rows.append(row)
         columns = ("attention", "wkv", "dit_block", "rwkv_block")
         cells = " | ".join(f"{row[name]:.2f}" for name in columns)
@@ -84,8 +86,6 @@ def measure(
 
     def attention() -> Tensor:
         q, keys, values = (one.unflatten(2, (heads, -1)).transpose(1, 2) for one in (x, k, v))
-        if precision == "bf16":
-            q, keys, values = q.bfloat16(), keys.bfloat16(), values.bfloat16()
         return torch.nn.functional.scaled_dot_product_attention(q, keys, values)
 
     calls: dict[str, Callable[[], Tensor]] = {
@@ -107,17 +107,6 @@ def measure(
             if turn:  # the first one warms up
                 times[name].append(1e6 * taken / (batch * tokens))
     return {name: statistics.median(taken) for name, taken in times.items()}
-
-
-def arithmetic(width: int, heads: int, tokens: int) -> dict[str, float]:
-    """Millions of multiply-adds a token of a block of each kind, without its modulation."""
-    with torch.device("meta"):
-        sizes = {"input_size": 2, "hidden_size": width, "depth": 1}
-        networks = {"dit": DiT(num_heads=heads, **sizes), "rwkv": RWKV(**sizes)}
-    return {
-        f"{name}_mmac": (network.blocks[0].multiply_adds(tokens) - 6 * width**2) / tokens / 1e6
-        for name, network in networks.items()
-    }
 
 
 if __name__ == "__main__":

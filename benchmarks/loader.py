@@ -3,7 +3,7 @@
 Latents/s of 4×32×32 float16 samples through the whole path to a device batch of 256, side by side
 in one process, each round all of them:
 
-  ours        loading.Loader, for each placement
+  ours        tread.data.loader.Loader, for each placement
   webdataset  (a) a tar of the same latents, read with the webdataset library, in one process and
               with 2 workers
   npy files   (b) one .npy a sample through a PyTorch DataLoader, in one process and with 2 workers
@@ -16,16 +16,16 @@ its two is faster.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
 import webdataset
-from timing import random_shards
+from timing import random_shards, seconds
 from torch.utils.data import DataLoader, Dataset
 
 from tread.data.dataset import LatentDataset
@@ -62,28 +62,19 @@ def write(folder: Path) -> None:
 
 def ours(folder: Path, placement: str, device: torch.device):
     data = LatentDataset(folder / "ours", placement=placement, device=device)
-    loader = Loader(data, 0, BATCH, [slice(0, BATCH)], device)
-    step = 0
+    loader, steps = Loader(data, 0, BATCH, [slice(0, BATCH)], device), itertools.count()
 
-    def read() -> int:
-        nonlocal step
-        for _ in range(SAMPLES // BATCH):
+    def read() -> None:
+        for step in itertools.islice(steps, SAMPLES // BATCH):
             loader.batches(step)
-            step += 1
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return SAMPLES
 
     return read
 
 
 def through(batches, device: torch.device):
-    def read() -> int:
-        count = 0
+    def read() -> None:
         for stored, labels in batches():
-            stored, labels = torch.as_tensor(stored).to(device), torch.as_tensor(labels).to(device)
-            count += len(stored)
-        return count
+            torch.as_tensor(stored).to(device), torch.as_tensor(labels).to(device)
 
     return read
 
@@ -92,11 +83,6 @@ def tar(folder: Path, workers: int):
     pipe = webdataset.WebDataset(str(folder / "latents.tar"), shardshuffle=False, empty_check=False).shuffle(1000)
     pipe = pipe.decode().to_tuple("latent.npy", "cls").batched(BATCH, partial=True)
     return lambda: webdataset.WebLoader(pipe, batch_size=None, num_workers=workers)
-
-
-def memcpy() -> int:
-    np.copyto(TARGET, SOURCE)
-    return SAMPLES
 
 
 def main() -> None:
@@ -111,12 +97,14 @@ def main() -> None:
             ways[f"webdataset, {workers} workers"] = through(tar(folder, workers), device)
             load = DataLoader(files, BATCH, shuffle=True, num_workers=workers)
             ways[f"npy files, {workers} workers"] = through(lambda load=load: load, device)
-        ways["memcpy"] = memcpy
+        source = np.ones((SAMPLES, 4, 32, 32), np.float16)
+        target = np.zeros_like(source)
+        ways["memcpy"] = lambda: np.copyto(target, source)
         speeds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(1 + int(options.get("rounds", 5))):  # the first round warms up
             for way, read in ways.items():
-                began = time.perf_counter()
-                speeds[way].append(read() / (time.perf_counter() - began))
+                count = FILES if way.startswith(("webdataset", "npy")) else SAMPLES
+                speeds[way].append(count / seconds(read, device))
     median = {way: statistics.median(found[1:]) for way, found in speeds.items()}
     best_tar = max(value for way, value in median.items() if way.startswith("webdataset"))
     print(f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}, {SAMPLES:,} latents, batch {BATCH}")
@@ -129,6 +117,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    SOURCE = np.ones((SAMPLES, 4, 32, 32), np.float16)
-    TARGET = np.zeros_like(SOURCE)
     main()

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from sparse_dataset import write_sparse
 from torch.utils.data import DataLoader
 
-from benchmarks.dataset_open import write_sparse
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
@@ -179,7 +179,7 @@ def test_writing_refuses_what_does_not_fit_and_leaves_nothing(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="counts the bytes read, which needs Linux's /proc")
 def test_opening_at_imagenet_scale_reads_labels_and_headers_alone(tmp_path):
-    """42 GB of latents as sparse files; how long it takes is benchmarks/dataset_open.py's business."""
+    """42 GB of latents as sparse files; how long it takes is in docs/measurements.md."""
     write_sparse(tmp_path)
 
     def bytes_read() -> int:

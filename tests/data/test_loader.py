@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import mmap
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from sparse_dataset import write_sparse
 
-from benchmarks.dataset_open import anonymous_memory, write_sparse
 from tread.data.dataset import PLACEMENTS, LatentDataset
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
@@ -19,6 +20,13 @@ from tread.training.objective import split_batch
 
 MEANING = LatentSpec(shape=(2, 4, 4), classes=("ant", "bee", "cow"), autoencoder="pixels", views=2)
 CPU = torch.device("cpu")
+
+
+def anonymous_memory() -> int | None:
+    """Bytes of memory of this process that no file backs; None where the system does not tell."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), None)
 
 
 def arrays(count):

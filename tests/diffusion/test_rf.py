@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from rf import RF
 from routing_module import Route, draw_ids
-from tread.diffusion.solvers import SOLVERS, call_order, euler, heun
+from tread.diffusion.solvers import Solver, call_order, euler, heun
 
 
 def test_loss_equals_the_definition_sample_by_sample(tiny):
@@ -86,7 +88,7 @@ def test_euler_is_exact_where_the_flow_is_straight(steps):
     """A velocity that is constant along paths takes x to x − v, whatever the steps."""
     noise, v = torch.randn(2, 1, 2, 2), torch.randn(2, 1, 2, 2)
     network = lambda x, t, y, routes: v  # noqa: E731
-    for solver in SOLVERS:
+    for solver in get_args(Solver):
         found = RF().sample(network, noise, torch.tensor([0, 1]), steps=steps, solver=solver)
         torch.testing.assert_close(found, (noise - v).double(), rtol=1e-6, atol=1e-6)
 
@@ -177,7 +179,10 @@ def test_levels_are_the_fractions_that_people_write():
 def test_bad_constants_are_refused(tiny):
     with pytest.raises(ValueError, match="without null_class"):
         RF().sample(tiny, torch.randn(1, 4, 8, 8), torch.tensor([0]), scale=2.0)
-    for arguments, message in (({"time": "cosine"}, "logit_normal, uniform"), ({"time_std": 0.0}, "time_std is 0")):
+    for arguments, message in (
+        ({"time": "cosine"}, "must be logit_normal or uniform"),
+        ({"time_std": 0.0}, "time_std is 0"),
+    ):
         with pytest.raises(ValueError, match=message):
             RF(**arguments)
     with pytest.raises(ValueError, match="steps is 0"):

@@ -22,7 +22,7 @@ from tread.runtime import compiling
 from tread.runtime.device import autocast
 from tread.training import setup
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -115,9 +115,11 @@ def test_a_block_in_ddp_is_one_graph():
     assert done.stdout == "1 graphs\n", done.stdout + done.stderr
 
 
-def test_settings_say_when(read_config):
-    assert not compiling.wanted("auto", CPU) and compiling.wanted(True, CPU)
-    assert compiling.wanted("auto", torch.device("cuda")) and not compiling.wanted(False, torch.device("cuda"))
+def test_settings_say_when(read_config, monkeypatch):
+    monkeypatch.setattr(compiling, "why_not", lambda device: None)
+    cases = (("auto", CPU, False), (True, CPU, True), ("auto", GPU, True), (False, GPU, False))
+    for value, device, wanted in cases:
+        assert compiling.settle_compile(value, device) == (wanted, None)
     with pytest.raises(ValueError, match="train.compile is 'always', but must be auto, true or false"):
         read_config("train.compile=always")
 

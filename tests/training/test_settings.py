@@ -178,7 +178,7 @@ def test_good_overrides_pass():
         ("sampling.steps", 1, "steps is 1, but EDM"),
         ("sampling.solver", "dopri5", "dopri5.*heun, euler"),
         ("objective", "ddpm", "ddpm.*edm or rf"),
-        ("rf.time", "cosine", "cosine.*logit_normal, uniform"),
+        ("rf.time", "cosine", "cosine.*logit_normal or uniform"),
     ],
 )
 def test_bad_values_are_refused_by_name(composed, path, value, shown):

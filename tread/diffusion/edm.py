@@ -1,25 +1,26 @@
 """EDM: preconditioning, loss and noise schedule (Karras et al. 2022, arXiv 2206.00364).
 
 Equation numbers are that paper's. Everything random comes in as a tensor. Its noise level is σ,
-that of rf.py is t; both have the same methods. Samples are drawn by solvers.py.
+that of rf.py is t; both are a Process (process.py). Samples are drawn by solvers.py.
 
 Shapes: x (B, C, S, S); sigma (B,) or a scalar; y (B,) int64.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from routing_module import Route
+from tread.diffusion.guidance import Routes
+from tread.diffusion.process import Process
+from tread.runtime.schema import Positive, check
 
 
 @dataclass(frozen=True)
-class EDM:
+class EDM(Process):
     """The constants of a diffusion process of this family, in units of the latents.
 
     P_mean, P_std         training noise levels: ln σ ~ Normal(P_mean, P_std²) (Table 1).
@@ -41,8 +42,7 @@ class EDM:
         if not 0 < self.sigma_min < self.sigma_max:
             raise ValueError(f"sigma_min {self.sigma_min} and sigma_max {self.sigma_max} must satisfy 0 < min < max")
         for name in ("P_std", "sigma_data", "rho"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be positive")
+            check(name, getattr(self, name), Positive)
 
     @property
     def data_std(self) -> float:
@@ -52,14 +52,6 @@ class EDM:
     def noise_level(self, normal: Tensor) -> Tensor:
         """Training noise levels from standard normal numbers, elementwise."""
         return (normal * self.P_std + self.P_mean).exp()
-
-    def quantiles(self, count: int) -> Tensor:
-        """(count,) noise levels at the mid-quantiles of the training distribution, fp64, rising.
-
-        Their average loss estimates the training distribution's expected loss without randomness.
-        """
-        quantile = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-        return self.noise_level(math.sqrt(2) * torch.erfinv(2 * quantile - 1))
 
     def weight(self, sigma: Tensor) -> Tensor:
         """Loss weight λ(σ) = (σ² + σ_data²) / (σ·σ_data)² (Table 1)."""
@@ -71,7 +63,7 @@ class EDM:
         x: Tensor,
         sigma: Tensor,
         y: Tensor,
-        routes: Sequence[tuple[Route, Tensor]] = (),
+        routes: Routes = (),
     ) -> Tensor:
         """D(x; σ, y) = c_skip·x + c_out·F(c_in·x; ln σ / 4, y) in fp32 (Eq. 7, Table 1).
 
@@ -86,22 +78,6 @@ class EDM:
         F = network(x / norm, sigma.log() / 4, y, routes=routes)[:, : x.shape[1]]
         return c_skip * x + c_out * F.float()
 
-    def loss(
-        self,
-        network: Callable[..., Tensor],
-        x: Tensor,
-        y: Tensor,
-        sigma: Tensor,
-        noise: Tensor,
-        routes: Sequence[tuple[Route, Tensor]] = (),
-    ) -> Tensor:
-        """Weighted denoising error of each sample (Eq. 2, 8), averaged over C, S, S: (B,) fp32.
-
-        x clean latents, noise standard normal of the same shape, sigma (B,).
-        """
-        squared, _, _ = self.errors(network, x, y, sigma, noise, routes)
-        return self.weight(sigma.float()) * squared.mean(dim=(1, 2, 3))
-
     def errors(
         self,
         network: Callable[..., Tensor],
@@ -109,9 +85,9 @@ class EDM:
         y: Tensor,
         sigma: Tensor,
         noise: Tensor,
-        routes: Sequence[tuple[Route, Tensor]] = (),
+        routes: Routes = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `loss` averages and weighs, (squared errors, D, noisy input), each (B, C, S, S) fp32."""
+        """What `loss` averages and weighs (Eq. 2, 8), (squared errors, D, noisy input), each (B, C, S, S) fp32."""
         sigma = sigma.float()
         noisy = x + sigma.view(-1, 1, 1, 1) * noise
         D = self.denoise(network, noisy, sigma, y, routes)

@@ -21,14 +21,17 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from routing_module import Route
+from tread.runtime.schema import check
+from tread.runtime.tensor_files import Weights
 
 Routes = Sequence[tuple[Route, Tensor]]
-SCHEDULES = ("cosine", "linear")
+Shape = Literal["cosine", "linear"]
 
 
 @dataclass(frozen=True)
@@ -58,13 +61,12 @@ class Schedule:
     cosine: end + (start − end)·(1 + cos πu) / 2; linear: start + (end − start)·u.
     """
 
-    schedule: str
+    schedule: Shape
     start: float
     end: float
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule is {self.schedule!r}, but must be one of {', '.join(SCHEDULES)}")
+        check("schedule", self.schedule, Shape)
 
     def at(self, u: float) -> float:
         share = (1 + math.cos(math.pi * u)) / 2 if self.schedule == "cosine" else 1 - u
@@ -117,7 +119,7 @@ class Guidance:
     weak: float | Schedule = 0.0
     interval: tuple[float, ...] | None = None
     checkpoint: str | None = None
-    weights: str = "ema"
+    weights: Weights = "ema"
     same_ids: bool = False
     force: bool = False
 
@@ -161,8 +163,7 @@ class Guidance:
             raise ValueError(
                 f"guidance={self.kind} needs guidance.checkpoint=…: a weaker network's, or an earlier one of the run"
             )
-        if self.weights not in ("ema", "model"):
-            raise ValueError(f"guidance.weights is {self.weights!r}, but must be ema or model")
+        check("guidance.weights", self.weights, Weights)
         if self.weights != "ema" and self.checkpoint is None:
             raise ValueError(f"guidance.weights={self.weights} is of guidance.checkpoint, which is not given")
         if self.same_ids and not row.routed:

@@ -1,10 +1,12 @@
-"""What training, evaluation and sampling ask of a diffusion process: edm.py's EDM and rf.py's RF have it."""
+"""What training, evaluation and sampling ask of a diffusion process, and what edm.py's EDM and rf.py's RF share."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from tread.diffusion.guidance import Routes
@@ -16,6 +18,7 @@ class Process(Protocol):
     default_steps, default_solver  of sampling, where nobody asks for others.
     level_name                     what people call l.
     variance_exploding             whether x_l = x + l·noise, so that a sampler may add noise on its way.
+    data_std                       what dataset.normalize brings latents to.
 
     Shapes: x (B, C, S, S); level (B,) or a scalar; y (B,) int64; network(x, time, y, routes=) → (B, C or 2C, S, S).
     """
@@ -24,16 +27,18 @@ class Process(Protocol):
     default_solver: str
     level_name: str
     variance_exploding: bool
-
-    @property
-    def data_std(self) -> float:
-        """What dataset.normalize brings latents to."""
+    data_std: float
 
     def noise_level(self, normal: Tensor) -> Tensor:
         """Training noise levels from standard normal numbers, elementwise."""
 
     def quantiles(self, count: int) -> Tensor:
-        """(count,) noise levels at the mid-quantiles of the training distribution, fp64, rising."""
+        """(count,) noise levels at the mid-quantiles of the training distribution, fp64, rising.
+
+        Their average loss estimates the training distribution's expected loss without randomness.
+        """
+        quantile = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+        return self.noise_level(math.sqrt(2) * torch.erfinv(2 * quantile - 1))
 
     def weight(self, level: Tensor) -> Tensor:
         """Loss weight of each noise level."""
@@ -46,7 +51,12 @@ class Process(Protocol):
     def loss(
         self, network: Callable[..., Tensor], x: Tensor, y: Tensor, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """Weighted error of each clean sample x noised to its level, averaged over C, S, S: (B,) fp32."""
+        """Weighted error of each sample, averaged over C, S, S: (B,) fp32.
+
+        x clean latents, noise standard normal of the same shape, level (B,).
+        """
+        squared, _, _ = self.errors(network, x, y, level, noise, routes)
+        return self.weight(level.float()) * squared.mean(dim=(1, 2, 3))
 
     def errors(
         self, network: Callable[..., Tensor], x: Tensor, y: Tensor, level: Tensor, noise: Tensor, routes: Routes = ()

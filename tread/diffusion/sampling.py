@@ -110,18 +110,17 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
 def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> None:
     """Raise ValueError unless a guidance's ratios, where they are not 0, take tokens around on the networks' routes."""
     plan = sampler.plan(model.process)
-    branches = {
-        "strong": (model, [call.strong for call in plan]),
-        "weak": (weak or model, [call.weak or 0.0 for call in plan]),
-    }
-    for name, (one, ratios) in branches.items():
-        if any(ratios) and not one.routes:
+    for name, one in (("strong", model), ("weak", weak or model)):
+        ratio = max(getattr(call, name) or 0.0 for call in plan)
+        if ratio == 0:
+            continue
+        if not one.routes:
             raise ValueError(f"guidance={sampler.guidance.kind} routes tokens around, but the model has no routes")
         tokens, grid = one.network.num_tokens, one.network.grid
-        for route in one.routes if any(ratios) else ():
-            if count_kept(replace(route, selection_ratio=max(ratios)), tokens, grid) == tokens:
+        for route in one.routes:
+            if count_kept(replace(route, selection_ratio=ratio), tokens, grid) == tokens:
                 raise ValueError(
-                    f"guidance.{name} {max(ratios):g} routes nothing around: it is less than one "
+                    f"guidance.{name} {ratio:g} routes nothing around: it is less than one "
                     f"{'row' if route.select == 'row' else 'token'} of the {grid[0]}×{grid[1]} tokens"
                 )
 
@@ -159,23 +158,15 @@ def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tens
     network, device = model.network, next(model.network.parameters()).device
     plan, row = sampler.plan(model.process), sampler.guidance.row
     labels, no_class = labels.to(device), torch.full_like(labels, network.num_classes, device=device)
-    strong = _branch(
-        model,
-        labels if row.strong_class else no_class,
-        _routes(model, seeds, [call.strong for call in plan], "strong", device),
-        sampler.precision,
-    )
-    other = None
+    denoise = _denoiser(model, sampler.precision)
+    routes = _routes(model, seeds, [call.strong for call in plan], "strong", device)
+    strong, other = Branch(denoise, labels if row.strong_class else no_class, routes), None
     if row.weak_class is not None:
+        if weak is not None:  # else one function, so that branches of one shape run as one batch
+            denoise = _denoiser(weak, sampler.precision)
         stream = "strong" if sampler.guidance.same_ids else "weak"
-        other = _branch(
-            weak or model,
-            labels if row.weak_class else no_class,
-            _routes(weak or model, seeds, [call.weak or 0.0 for call in plan], stream, device),
-            sampler.precision,
-        )
-        if weak is None:  # one function, so that branches of one shape run as one batch
-            other = replace(other, denoise=strong.denoise)
+        routes = _routes(weak or model, seeds, [call.weak or 0.0 for call in plan], stream, device)
+        other = Branch(denoise, labels if row.weak_class else no_class, routes)
     denoiser = guided(strong, other, lambda call: plan[call].scale)
     shape = (network.in_channels, network.input_size, network.input_size)
 
@@ -186,12 +177,12 @@ def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tens
     return solve(sampler.solver, denoiser, noise, levels, sampler.churn, churn_noise).float()
 
 
-def _branch(model: Model, y: Tensor, routes: Callable[[int], Routes], precision: str) -> Branch:
+def _denoiser(model: Model, precision: str) -> Callable[[Tensor, Tensor, Tensor, Routes], Tensor]:
     def denoise(x: Tensor, level: Tensor, y: Tensor, routes: Routes) -> Tensor:
         with autocast(x.device, precision):
             return model.process.denoise(model.network, x, level, y, routes)
 
-    return Branch(denoise, y, routes)
+    return denoise
 
 
 def _routes(
@@ -234,13 +225,11 @@ def draw_pictures(
                 "samples are not finite: the network's weights are broken, "
                 f"or {sampler.precision} is too coarse for them"
             )
-        padding = x[-1:].expand(sampler.batch_size - len(x), -1, -1, -1)  # one shape for the decoder too
-        yield to_pictures(torch.cat([x, padding]), decoder)[: len(x)]
+        yield to_pictures(x, decoder, min(16, sampler.batch_size))
 
 
-def to_pictures(x: Tensor, decoder: Callable[[Tensor], Tensor], batch_size: int = 16) -> Tensor:
-    """Network latents (n, C, S, S) → pictures (n, 1 or 3, H, W) uint8 on the CPU, decoded in batches of one shape."""
-    size = min(batch_size, len(x))
+def to_pictures(x: Tensor, decoder: Callable[[Tensor], Tensor], size: int = 16) -> Tensor:
+    """Network latents (n, C, S, S) → pictures (n, 1 or 3, H, W) uint8 on the CPU, decoded in batches of this size."""
     padded = torch.cat([x, x[-1:].expand(-len(x) % size, -1, -1, -1)])
     return torch.cat([decoder(part).cpu() for part in padded.split(size)])[: len(x)]
 

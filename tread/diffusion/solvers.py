@@ -12,14 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tread.runtime.schema import check
+
 Denoiser = Callable[[Tensor, Tensor], Tensor]
 Solver = Literal["heun", "euler"]
-SOLVERS = get_args(Solver)
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,9 @@ class Churn:
             )
 
 
-def check_solver(name: str) -> None:
-    """Raise ValueError unless a solver is one of SOLVERS."""
-    if name not in SOLVERS:
-        raise ValueError(f"solver is {name!r}, but must be one of {', '.join(SOLVERS)}")
-
-
 def call_order(solver: str, steps: int) -> list[int]:
     """Which level each call of the denoiser is at: 0..N−1 for euler's N calls, 0, 1, 1, 2, 2, … for heun's 2N−1."""
-    check_solver(solver)
+    check("solver", solver, Solver)
     return list(range(steps)) if solver == "euler" else [(call + 1) // 2 for call in range(2 * steps - 1)]
 
 
@@ -59,12 +54,10 @@ def solve(
     churn: Churn = Churn(),
     churn_noise: Callable[[int], Tensor] | None = None,
 ) -> Tensor:
-    """Run the solver of that name; see `euler` and `heun`. Raises ValueError for churn with another than heun."""
-    check_solver(solver)
+    """Run the solver of that name; see `euler` and `heun`, whose churn is."""
+    check("solver", solver, Solver)
     if solver == "heun":
         return heun(denoiser, noise, levels, churn, churn_noise)
-    if churn.amount > 0:
-        raise ValueError(f"churn needs solver=heun, not {solver}")
     return euler(denoiser, noise, levels)
 
 

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import runpy
+from functools import partial
 from pathlib import Path
 
 
-def train() -> None:
-    """python train.py"""
-    _open("train.py")
-
-
-def sample() -> None:
-    """python sample.py"""
-    _open("sample.py")
-
-
-def fid() -> None:
-    """python fid.py"""
-    _open("fid.py")
-
-
 def _open(name: str) -> None:
+    """Run a door as `python <name>` does."""
     here = Path(__file__).resolve().parent
     runpy.run_path(str((here if (here / name).exists() else here.parents[1]) / name), run_name="__main__")
+
+
+train, sample, fid = (partial(_open, name) for name in ("train.py", "sample.py", "fid.py"))

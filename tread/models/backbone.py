@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from routing_module import Route, check_routes, run_blocks
 from tread.routing.ids import count_kept
+from tread.runtime.schema import check
 
 Init = Literal["adaln_zero", "xavier"]
 
@@ -39,9 +40,8 @@ def sincos_positions(dim: int, grid_size: int) -> Tensor:
     frequency = 10000.0 ** (-torch.arange(dim // 4, dtype=torch.float64) / (dim / 4))
     angle = torch.arange(grid_size, dtype=torch.float64)[:, None] * frequency
     line = torch.cat([angle.sin(), angle.cos()], dim=1)
-    column = line[None, :, :].expand(grid_size, -1, -1)
-    row = line[:, None, :].expand(-1, grid_size, -1)
-    return torch.cat([column, row], dim=2).reshape(grid_size**2, dim).float()
+    column, row = line.repeat(grid_size, 1), line.repeat_interleave(grid_size, dim=0)
+    return torch.cat([column, row], dim=1).float()
 
 
 class PatchEmbed(nn.Module):
@@ -134,11 +134,10 @@ class Backbone(nn.Module):
             raise ValueError(f"input_size {input_size} is not a multiple of patch_size {patch_size}")
         if hidden_size % 4:
             raise ValueError(f"hidden_size {hidden_size} is not a multiple of 4 (2-D sine-cosine positions)")
-        if init not in get_args(Init):
-            raise ValueError(f"init is {init!r}, but must be one of {', '.join(get_args(Init))}")
+        check("init", init, Init)
         side = input_size // patch_size
         self.input_size, self.patch_size, self.in_channels = input_size, patch_size, in_channels
-        self.num_classes, self.learn_sigma, self.hidden_size = num_classes, learn_sigma, hidden_size
+        self.num_classes, self.hidden_size = num_classes, hidden_size
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
         self.grid, self.num_tokens = (side, side), side**2
         self.activation_checkpointing = False  # True: keep a block's input alone and compute the block again backward
@@ -200,10 +199,6 @@ class Backbone(nn.Module):
         time = (self.t_embedder.frequency_size + D) * D
         return int(2 * (blocks + patches + 2 * D * D + time))
 
-    def recomputed(self) -> list[Callable[..., Tensor]]:
-        """The blocks under activation checkpointing; nothing in them is random, so no generator is kept for it."""
-        return [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in self.blocks]
-
     def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Sequence[tuple[Route, Tensor]] = ()) -> Tensor:
         """x (B, C, S, S), t (B,) noise input, y (B,) int64 labels → (B, out_channels, S, S).
 
@@ -212,6 +207,8 @@ class Backbone(nn.Module):
         self.check_inputs(x, y)
         x = self.x_embedder(x) + self.pos_embed  # (B, N, D)
         c = self.t_embedder(t) + self.y_embedder(y)  # (B, D)
-        blocks = self.recomputed() if self.activation_checkpointing else self.blocks
+        blocks = self.blocks
+        if self.activation_checkpointing:  # nothing in the blocks is random, so no generator is kept
+            blocks = [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
         x = run_blocks(blocks, x, c, routes=routes, grid=self.grid if self.needs_grid else None)
         return self.unpatchify(self.final_layer(x, c))

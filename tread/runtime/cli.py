@@ -32,20 +32,16 @@ def plain(composed: DictConfig) -> dict:
 
 
 @contextmanager
-def explained(stopped: str | None = None) -> Iterator[None]:
-    """End the process with a line, and no traceback, at bad input and at what the operating system refuses.
+def explained(stopped: str = "stopped") -> Iterator[None]:
+    """End the process with a line, and no traceback, at bad input, at what the system refuses, and at Ctrl-C.
 
-    stopped  what to say at Ctrl-C; with it, a GPU's memory that does not suffice is explained too.
+    stopped  what to say at Ctrl-C.
     """
     try:
         yield
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except torch.OutOfMemoryError as error:
-        if stopped is None:
-            raise
-        sys.exit(f"error: {error}\nA smaller batch_size needs less; what was done before is kept")
+        sys.exit(f"error: {error}\nA smaller batch_size needs less; what was finished before is kept")
     except KeyboardInterrupt:
-        if stopped is None:
-            raise
         sys.exit(stopped)

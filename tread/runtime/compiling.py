@@ -17,11 +17,6 @@ Compile = Literal["auto", True, False]
 GRAPHS = 64  # of one block: more than any run needs. torch's own limit, 8, is less than routes and sampling may
 
 
-def wanted(value: Compile, device: torch.device) -> bool:
-    """What the setting means on a device: auto is true on a GPU."""
-    return device.type == "cuda" if value == "auto" else bool(value)
-
-
 def why_not(device: torch.device) -> str | None:
     """None if torch.compile works for a device, else why not, in a line. Compiles a few operations to see it."""
 
@@ -38,9 +33,11 @@ def why_not(device: torch.device) -> str | None:
 
 
 def settle_compile(value: Compile, device: torch.device) -> tuple[bool, str | None]:
-    """Whether to compile on a device, and, where that was wanted and does not work, why."""
-    reason = why_not(device) if wanted(value, device) else None
-    return wanted(value, device) and reason is None, reason
+    """Whether to compile on a device, and, where that was wanted and does not work, why; auto wants it on a GPU."""
+    if not value or (value == "auto" and device.type != "cuda"):
+        return False, None
+    reason = why_not(device)
+    return reason is None, reason
 
 
 def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor") -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import itertools
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -39,23 +37,22 @@ def open_training(precision: str, cpu_threads: int | None, processes: int | None
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True), InitProcessGroupKwargs(timeout=PATIENCE)]
     on_cpu = not torch.accelerator.is_available()
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, kwargs_handlers=handlers)
-    kind, launched = accelerator.distributed_type.value, int(os.environ.get("WORLD_SIZE", 1))
+    kind = accelerator.distributed_type.value
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
         raise ValueError(f"accelerate is set to {kind}, but this code runs on one device or by DDP")
-    if launched != accelerator.num_processes:
-        raise ValueError(f"{launched} processes were launched, but accelerate runs {accelerator.num_processes}")
-    if processes not in (None, launched):
-        raise ValueError(
-            f"train.processes is {processes}, but {launched} were launched: torchrun --nproc_per_node={processes} or "
-            f"accelerate launch --multi_gpu --num_processes {processes} starts as many"
-        )
     if accelerator.device.type == "cpu":
         use_cores(cpu_threads, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    group = Processes(accelerator, accelerator.device)
+    if processes not in (None, group.count):
+        raise ValueError(
+            f"train.processes is {processes}, but {group.count} were launched: torchrun --nproc_per_node={processes} "
+            f"or accelerate launch --multi_gpu --num_processes {processes} starts as many"
+        )
     precision = use_precision(precision, accelerator.device)
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if accelerator.is_main_process and asked not in ("no", precision):
         print(f"warning: accelerate's config says {asked}, train.precision decides: {precision}", file=sys.stderr)
-    return Processes(accelerator, accelerator.device), precision
+    return group, precision
 
 
 def share_work(device: str | None) -> Processes:
@@ -67,10 +64,6 @@ def share_work(device: str | None) -> Processes:
     Raises ValueError for a device that can't be used.
     """
     state = PartialState(cpu=True, timeout=datetime.timedelta(days=7))
-    if int(os.environ.get("WORLD_SIZE", 1)) != state.num_processes:
-        raise ValueError(
-            f"{os.environ['WORLD_SIZE']} processes were launched, but accelerate runs {state.num_processes}"
-        )
     if device is None:
         device = f"cuda:{state.local_process_index}" if torch.cuda.is_available() else "cpu"
     try:
@@ -90,11 +83,16 @@ class Processes:
     rank, count, main  its number among how many, and whether it is number 0.
     device             what it computes on.
     cores              CPU threads it uses.
+
+    Raises ValueError if accelerate runs another number of processes than were launched.
     """
 
     def __init__(self, launched: Accelerator | PartialState, device: torch.device) -> None:
         self._launched, self.device, self.cores = launched, device, torch.get_num_threads()
         self.rank, self.count, self.main = launched.process_index, launched.num_processes, launched.is_main_process
+        started = int(os.environ.get("WORLD_SIZE", 1))
+        if started != self.count:
+            raise ValueError(f"{started} processes were launched, but accelerate runs {self.count}")
 
     def distribute(self, network: nn.Module) -> nn.Module:
         """The network in DDP where several train it; its buffers are fixed numbers, never sent around."""
@@ -109,10 +107,6 @@ class Processes:
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, on each."""
         return reduce(tensor, "sum")
-
-    def mean(self, tensor: Tensor) -> Tensor:
-        """The mean over all processes, on each."""
-        return reduce(tensor, "mean")
 
     def gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all processes, one after the other along the first dimension, on each."""
@@ -179,18 +173,15 @@ class Processes:
         if self.main:
             with explain_failure(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            held = self._wait_for(path) if busy is None else Lock(path, busy)
+            try:
+                held = Lock(path, busy or "")
+            except FileExistsError:
+                if busy is not None:
+                    raise
+                self.say(f"another process is making {path.with_suffix('')}; waiting for it")
+                held = Lock(path, None)
         try:
             yield
         finally:
             if held is not None:
                 held.release()
-
-    def _wait_for(self, path: Path) -> Lock:
-        for attempt in itertools.count():
-            try:
-                return Lock(path, "busy")
-            except FileExistsError:
-                if attempt == 0:
-                    self.say(f"another process is making {path.with_suffix('')}; waiting for it")
-                time.sleep(2)

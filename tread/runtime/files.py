@@ -139,14 +139,16 @@ os.register_at_fork(after_in_child=_forget_inherited_locks)
 class Lock:
     """Held by one process at a time, until it is released or the process ends.
 
-    Raises FileExistsError(busy) if another process holds it. On a file system without locks it does nothing.
+    busy  what to raise FileExistsError with if another process holds it; None waits for it.
+
+    On a file system without locks it does nothing.
     """
 
-    def __init__(self, path: Path, busy: str) -> None:
+    def __init__(self, path: Path, busy: str | None) -> None:
         self._file = path.open("w")
         _locks.add(self)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | (0 if busy is None else fcntl.LOCK_NB))
         except BlockingIOError:
             self._file.close()
             raise FileExistsError(busy) from None

@@ -81,7 +81,8 @@ class Stop:
 
         With several it lags a step behind, so that they answer one another while they compute.
         """
-        self._look_for_launcher()
+        if self._launcher is not None and os.getppid() != self._launcher:
+            self.reason = self.reason or "the launcher has ended"
         if self._group is None:
             return self.reason is not None
         asked = self._answer()
@@ -98,10 +99,6 @@ class Stop:
         if work is not None:
             work.wait()
         return work is not None and bool(self._flag.item())
-
-    def _look_for_launcher(self) -> None:
-        if self._launcher is not None and os.getppid() != self._launcher:
-            self.reason = self.reason or "the launcher has ended"
 
     def close(self) -> None:
         """Stop listening: signals do again what they did before."""

@@ -128,15 +128,12 @@ def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     heads = [name.removesuffix(FIRST) for name in names.values() if name.endswith(FIRST)]
     head = min((head for head in heads if WRAPPERS.fullmatch(head)), key=len, default=None)
     if head is not None:
-        names = {name: plain.removeprefix(head) for name, plain in names.items() if not _counts(plain, state[name])}
+        counters = {n for n, plain in names.items() if plain.rpartition(".")[2] in COUNTERS and state[n].numel() == 1}
+        names = {name: plain.removeprefix(head) for name, plain in names.items() if name not in counters}
     if len(set(names.values())) < len(names):
         twice = [plain for plain in set(names.values()) if list(names.values()).count(plain) > 1]
         raise ValueError(f"more than one entry comes to {listed(sorted(twice))}: this is not one network's state dict")
     return {plain: state[name] for name, plain in names.items()}
-
-
-def _counts(name: str, value: Tensor) -> bool:
-    return name.rpartition(".")[2] in COUNTERS and value.numel() == 1
 
 
 def listed(names: Iterable[str], most: int = 4) -> str:

@@ -81,7 +81,7 @@ def log(run: Run, clock: Clock) -> str:
 def read_statistics(run: Run) -> dict[str, float]:
     """The sums by name, the loss averaged over the processes, on all of them. Raises Failure for too many bad steps."""
     found = run.statistics.read()
-    found["loss"] = run.processes.mean(run.statistics.sums[0].clone()).item()
+    found["loss"] = (run.processes.sum(run.statistics.sums[0].clone()) / run.processes.count).item()
     if found["longest"] > run.cfg.train.max_bad_steps:
         end = run.step - int(found["ago"])
         raise Failure(explain_bad_steps(run, range(end - int(found["longest"]), end)))
