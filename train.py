@@ -24,7 +24,7 @@ from tread.runtime.signals import INTERRUPTED, Stop, leave_at_once
 from tread.training import settings
 from tread.training.memory import explain_memory
 from tread.training.objective import step_draws, training_loss
-from tread.training.optimizer import backward, optimizer_step
+from tread.training.optimizer import backward, learning_rate, optimizer_step
 from tread.training.periodic import done_before, draw_samples, evaluate_and_draw, save, save_snapshot
 from tread.training.progress import Clock, log
 from tread.training.run import Failure, Run, first_line, leave, note_failure
@@ -129,7 +129,7 @@ def training_step(run: Run) -> None:
             loss = losses.mean() / len(run.micro_batches)
             backward(loss)
         total = total + loss.detach()
-    norm, skip = optimizer_step(run.optimizer, run.learning_rate.at(run.step), cfg.optim.clip_norm)
+    norm, skip = optimizer_step(run.optimizer, learning_rate(cfg, run.step), cfg.optim.clip_norm)
     for average in (run.ema, *run.averages.values()):
         average.update(run.network, run.step, skip)
     run.statistics.add(total, norm, skip)

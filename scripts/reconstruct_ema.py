@@ -13,20 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hydra
-import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.network import build_network
 from tread.checkpoints.trained import open_trained
+from tread.diffusion.guidance import NO_GUIDANCE
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.files import check_place, explain_failure, whole_folder
 from tread.training import posthoc_ema
-from tread.training.ema import exponent
+from tread.training.ema import Width
 
 POOR_FIT = 0.05  # relative L2 distance of profiles
 COARSE = 0.002  # of a parameter; bf16 rounds to about that
@@ -39,12 +38,9 @@ class Options:
     """configs/reconstruct_ema.yaml."""
 
     run: str
-    sigma_rel: float
+    sigma_rel: Width
     step: int | None
     out: str | None
-
-    def __post_init__(self) -> None:
-        exponent(self.sigma_rel)  # raises ValueError
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="reconstruct_ema")
@@ -101,8 +97,7 @@ def announce(step: int, facts: dict) -> None:
 
 def check_network(found: checkpoint.Checkpoint, snapshot: posthoc_ema.Snapshot) -> None:
     """Raise ValueError unless a checkpoint is whole and a snapshot has exactly its network's parameters."""
-    with torch.device("meta"):
-        network = build_network(open_trained(found, "ema").cfg)
+    network = open_trained(found, "ema").outline(NO_GUIDANCE).network
     if snapshot.shapes != {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}:
         raise ValueError(f"{snapshot.path} is not of the network that {found.folder} is a checkpoint of")
 

@@ -169,6 +169,8 @@ def test_good_overrides_pass():
         ("model.routes", [{"start": 2}], "model.routes.0.end"),
         ("model.routes", [{"start": 2, "end": 4, "selection_ratio": 1}], "1.0.*\\[0, 1\\)"),
         ("optim.betas", [0.9], "betas"),
+        ("optim.betas", [0.9, 1.0], "betas.1 is 1.0"),
+        ("ema.power", [0.1, 0.3], "ema.power.1 is 0.3, but must lie between 0 and 0.288"),
         ("ema.warmup", 1, "ema.warmup is 1, but must be true or false"),
         ("resume", "maybe", "maybe.*auto"),
         ("name", "a/b", "a/b"),

@@ -52,14 +52,10 @@ def save_snapshot(run: Path, step: int, averages: Mapping[float, Mapping[str, Te
 
     averages  sigma_rel → parameters by name (not buffers), the same names for each width.
 
-    Raises ValueError for weights that are not finite or names that differ, OSError if the disk does not take it.
+    Raises ValueError for weights that are not finite, OSError if the disk does not take it.
     """
-    names = {frozenset(parameters) for parameters in averages.values()}
-    if step < 1 or len(names) != 1 or frozenset() in names:
-        raise ValueError(f"a snapshot needs step ≥ 1 and parameters of the same names for each width; step is {step}")
     tensors = {}
     for sigma_rel, parameters in averages.items():
-        exponent(sigma_rel)  # raises ValueError for a width that can't be
         for name, value in parameters.items():
             tensors[f"{float(sigma_rel)!r}/{name}"] = _compact(value, name)
     path = run / "ema_snapshots" / f"step_{step:07d}.safetensors"
@@ -110,8 +106,6 @@ def _header(path: Path) -> Snapshot:
         first, *others = by_width.values()
         if any(other != first for other in others):
             raise ValueError("its averages have different parameters")
-        for sigma_rel in by_width:
-            exponent(sigma_rel)
         return Snapshot(metadata["step"], tuple(sorted(by_width)), path, first)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise ValueError(f"{path} is damaged or no snapshot ({error}); remove it to do without") from error
@@ -157,19 +151,13 @@ def inner_products(first: Sequence[tuple[int, float]], second: Sequence[tuple[in
     p(τ) = (γ+1) τ^γ / t^(γ+1) on [0, t], so that for s ≤ t, whose exponents are β and γ, the integral over
     [0, s] is (β+1)(γ+1)/(β+γ+1) · (s/t)^γ / t; the power is taken by logarithms.
     """
-    (s, beta), (t, gamma) = _times_and_exponents(first), _times_and_exponents(second)
+    (s, beta), (t, gamma) = (
+        np.array([(step, exponent(sigma_rel)) for step, sigma_rel in given]).T for given in (first, second)
+    )
     s, beta = s[:, None], beta[:, None]
     later = np.maximum(s, t)
     decay = np.where(s <= t, gamma, beta) * (np.log(np.minimum(s, t)) - np.log(later))
     return (beta + 1) * (gamma + 1) / (beta + gamma + 1) * np.exp(decay) / later
-
-
-def _times_and_exponents(given: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
-    found = {sigma_rel: exponent(sigma_rel) for _, sigma_rel in given}
-    steps = np.array([step for step, _ in given], dtype=float)
-    if len(given) == 0 or steps.min() <= 0:
-        raise ValueError(f"profiles are {list(given)[:5]}, but must be (step, sigma_rel) with steps above 0")
-    return steps, np.array([found[sigma_rel] for _, sigma_rel in given])
 
 
 def _normal_equations(

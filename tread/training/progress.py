@@ -11,6 +11,7 @@ import torch
 from tread.checkpoints.network import process_of
 from tread.runtime.device import peak_flops, wait_for
 from tread.training.objective import active_routes, step_draws
+from tread.training.optimizer import learning_rate
 from tread.training.run import Failure, Run
 
 
@@ -54,7 +55,7 @@ class Clock:
 def log(run: Run, clock: Clock) -> str:
     """Write down means and speed since the last log, and begin anew; returns them in short."""
     found = read_statistics(run)  # waits for the device, so the clock comes after
-    values = {"lr": run.learning_rate.at(run.step - 1), "bad_steps": int(found["bad"])}
+    values = {"lr": learning_rate(run.cfg, run.step - 1), "bad_steps": int(found["bad"])}
     if found["good"]:
         values |= {name: found[name] / found["good"] for name in ("loss", "grad_norm")}
     seconds, steps, waited = time.perf_counter() - clock.since, run.step - clock.first, run.loader.waited

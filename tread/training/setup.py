@@ -26,7 +26,7 @@ from tread.runtime.signals import Stop
 from tread.training import posthoc_ema
 from tread.training.ema import EMA, exponential, power
 from tread.training.objective import split_batch
-from tread.training.optimizer import LearningRate, StepStatistics
+from tread.training.optimizer import StepStatistics, learning_rate
 from tread.training.run import Run
 from tread.training.run_folder import Claim, RunLog, claim
 from tread.training.settings import Settings, read
@@ -98,7 +98,6 @@ def start(cfg: Settings, config: dict, stop: Stop) -> Run:
         ema=ema,
         averages=averages,
         optimizer=optimizer,
-        learning_rate=build_learning_rate(cfg),
         decoder=real if cfg.sampling.decode and real else autoencoder.preview,
         online_fid=online_fid,
         log=log,
@@ -157,7 +156,7 @@ def prepare_folder(run: Run, claimed: Claim) -> None:
     for key, (before, now) in claimed.changed.items():
         run.processes.say(f"  {key} was {before}, is {now}")
     if cfg.optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
-        rate = run.learning_rate.at(run.step)
+        rate = learning_rate(cfg, run.step)
         run.processes.say(f"warning: the learning rate falls until train.steps, so it now goes on at {rate:.3g}")
     if cfg.wandb.enabled:
         run.wandb = start_wandb(cfg, run.config, run.folder)
@@ -176,12 +175,6 @@ def build_optimizer(cfg: Settings, network: nn.Module) -> torch.optim.AdamW:
         weight_decay=cfg.optim.weight_decay,
         fused=True,
     )
-
-
-def build_learning_rate(cfg: Settings) -> LearningRate:
-    """The learning rate of each step of a run."""
-    optim = cfg.optim
-    return LearningRate(optim.lr, cfg.train.steps, optim.schedule, optim.warmup_steps, optim.final_lr)
 
 
 def complete(config: dict) -> dict:
