@@ -43,15 +43,14 @@ def main(composed: DictConfig) -> None:
         if finished:
             finish(run)
         leave(run, finished)
-    except (ValueError, OSError, Failure) as error:
-        note_failure(run, str(error))
-        leave_at_once(1, f"error: {error}")
-        sys.exit(f"error: {error}")
-    except torch.OutOfMemoryError as error:
-        advice = "a smaller eval.batch_size, sampling.classes or sampling.per_class needs less"
-        note_failure(run, f"out of memory beside the training steps: {first_line(error)}: {advice}")
-        leave_at_once(1, f"error: {error}\n{advice}")
-        sys.exit(f"error: {error}\n{advice}")
+    except (ValueError, OSError, Failure, torch.OutOfMemoryError) as error:
+        reason = str(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            advice = "a smaller eval.batch_size, sampling.classes or sampling.per_class needs less"
+            reason = f"out of memory beside the training steps: {first_line(error)}: {advice}"
+        note_failure(run, reason)
+        leave_at_once(1, f"error: {reason}")
+        sys.exit(f"error: {reason}")
     except Exception as error:
         note_failure(run, first_line(error))
         leave_at_once(1, traceback.format_exc())
@@ -72,8 +71,7 @@ def train(run: Run) -> bool:
     if run.step >= cfg.train.steps:
         say(f"{run.folder} is finished: train.steps above {run.step} trains on, name=… starts another run")
     else:
-        device = f"{run.processes.device}, {run.precision}"
-        say(describe(cfg, run.network, run.data, run.processes.count, run.micro_batches, device))
+        say(describe(run))
     on = evaluate_and_draw(run, run.processes.from_main(lambda: done_before(run)))  # what an interruption left undone
     clock, postponed = Clock(run), False
     hidden, pace = not run.processes.main, 0.5 if sys.stderr.isatty() else 20  # seconds between updates of the bar

@@ -23,10 +23,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from timing import composed, random_shards, seconds
@@ -205,26 +205,15 @@ def stages(run: Run) -> dict[str, float]:
         return call
 
     with (
-        patched(train, "training_loss", timed("forward", train.training_loss)),
-        patched(train, "backward", timed("backward", train.backward)),
-        patched(train, "optimizer_step", timed("optimizer", train.optimizer_step)),
-        patched(run.loader, "batches", timed("data wait", run.loader.batches)),
-        patched(EMA, "update", timed("EMA", EMA.update)),
+        patch.object(train, "training_loss", timed("forward", train.training_loss)),
+        patch.object(train, "backward", timed("backward", train.backward)),
+        patch.object(train, "optimizer_step", timed("optimizer", train.optimizer_step)),
+        patch.object(run.loader, "batches", timed("data wait", run.loader.batches)),
+        patch.object(EMA, "update", timed("EMA", EMA.update)),
     ):
         total = take_steps(run, STAGED)
     spent["rest"] = total - sum(spent.values())
     return {stage: taken / total for stage, taken in spent.items()}
-
-
-@contextmanager
-def patched(owner: object, name: str, value: object) -> Iterator[None]:
-    """A context in which an attribute is another."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def update_over_loops(run: Run, pairs: int) -> dict[str, float | list[float]]:
