@@ -81,10 +81,10 @@ def train(run: Run) -> bool:
                 raise Failure(explain_memory(run, trouble))
             run.step += 1
             bar.update()
-            clock.tick()
-
             last = run.step == cfg.train.steps
-            if run.step % cfg.every.log == 0 or last:
+            due = run.step % cfg.every.log == 0 or last
+            clock.tick(due)
+            if due:
                 bar.set_postfix_str(log(run, clock), refresh=False)
             with clock.paused():
                 on = evaluate_and_draw(run)

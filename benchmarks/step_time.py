@@ -5,8 +5,7 @@ each kind the median time, images/s, FLOP/s, MFU, peak memory, the ratio dense/r
 ratio over what the FLOPs allow; then the share of each stage, and optimizer and EMA against loops over
 the parameters. Overrides are those of train.py, and
 
-    pairs=24      turns that are measured
-    block=1       steps of a turn (5 on a GPU, where single steps would show the launch of the first kernels)
+    pairs=24      turns that are measured, of a step each (5 on a GPU, where single ones show the first kernels' launch)
     out=…         a JSON file to write as well
 
 python benchmarks/step_time.py experiment=imagenet256_s2 train.batch_size=16       # CPU
@@ -45,25 +44,23 @@ from tread.training.run import Run
 from tread.training.setup import complete, start
 
 STAGES = ("data wait", "forward", "backward", "optimizer", "EMA", "rest")
-WARMUP, STAGED = 3, 5  # turns before the measurement, and steps taken stage by stage
+WARMUP, STAGED = 3, 5  # turns between the first and the measurement, and steps taken stage by stage
 
 
 def main() -> None:
-    own = {"pairs": "24", "block": None, "out": None}
+    own = {"pairs": "24", "out": None}
     overrides = []
     for argument in sys.argv[1:]:
         key, _, value = argument.partition("=")
         own.update({key: value}) if key in own else overrides.append(argument)
     try:
         check_overrides(overrides, [*settings.known_keys(), "experiment"])
-        pairs, block = int(own["pairs"]), int(own["block"] or (5 if torch.cuda.is_available() else 1))
-        if pairs < 6 or block < 1:
-            raise ValueError(
-                f"pairs is {pairs} and block {block}, but an interval of the median needs 6 turns of a step"
-            )
+        pairs = int(own["pairs"])
+        if pairs < 6:
+            raise ValueError(f"pairs is {pairs}, but an interval of the median needs 6")
         with tempfile.TemporaryDirectory() as folder:
             run = open_run(Path(folder), overrides)
-            result = measure(run, kinds_of(run), pairs, block)
+            result = measure(run, kinds_of(run), pairs)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     show(result)
@@ -104,8 +101,9 @@ def kinds_of(run: Run) -> dict[str, settings.Settings]:
     return kinds | ({"routed, fp32: end": routed("end")} if run.precision == "bf16" else {})
 
 
-def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int, block: int) -> dict:
+def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int) -> dict:
     """All numbers of the table."""
+    block = 5 if run.processes.device.type == "cuda" else 1
     commit = git_revision()  # of the code that runs, whatever is changed while it does
 
     def turn(cfg: settings.Settings) -> float:
@@ -113,13 +111,10 @@ def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int, block: in
         run.cfg = cfg
         return 1000 * take_steps(run, block) / block
 
-    cold, peaks = {}, {}
-    for name, cfg in kinds.items():
-        cold[name] = turn(cfg) * block / 1000
-    for _ in range(WARMUP - 1):
-        [turn(cfg) for cfg in kinds.values()]
-    for name, cfg in kinds.items():
-        peaks[name] = peak_memory(run, lambda cfg=cfg: turn(cfg))
+    cold, peaks = {name: turn(cfg) * block / 1000 for name, cfg in kinds.items()}, {}
+    for _ in range(WARMUP):
+        for name, cfg in kinds.items():
+            peaks[name] = peak_memory(run, lambda cfg=cfg: turn(cfg))
     times = {name: [] for name in kinds}
     for number in range(pairs):
         order = list(kinds) if number % 2 == 0 else list(kinds)[::-1]

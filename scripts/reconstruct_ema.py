@@ -14,7 +14,6 @@ from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -69,7 +68,7 @@ def write_average(options: Options) -> Path:
         "rounding_error": posthoc_ema.rounding_error(stored, step, options.sigma_rel),
     }
     announce(step, facts)
-    state = found.tensors("ema") | posthoc_ema.reconstruct(run, options.sigma_rel, step, tqdm)  # buffers are the run's
+    state = found.tensors("ema") | posthoc_ema.reconstruct(run, options.sigma_rel, step)  # buffers are the run's
     info = {key: value for key, value in found.info.items() if key not in OF_THE_MOMENT}
     with explain_failure(out), whole_folder(out) as partial:
         saved = checkpoint.save(partial, step, {"ema": state}, {**info, "posthoc": facts})

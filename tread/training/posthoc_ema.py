@@ -11,7 +11,7 @@ results/<run>/ema_snapshots/step_0001000.safetensors
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from tqdm import tqdm
 
 from tread.runtime.files import explain_failure, sync, whole_file
 from tread.runtime.tensor_files import save_tensors
@@ -96,17 +97,15 @@ def _header(path: Path) -> Snapshot:
     try:
         with safe_open(path, "pt") as file:
             metadata = json.loads((file.metadata() or {}).get("snapshot", "{}"))
-            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+            stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
         if any(metadata.get(key) != value for key, value in FORMAT.items()):
             raise ValueError(f"its metadata is {metadata}, but must hold {FORMAT}")
-        by_width: dict[float, dict[str, tuple[int, ...]]] = {}
-        for key, shape in shapes.items():
+        widths, shapes = set(), {}
+        for key, shape in stored.items():
             width, name = key.split("/", 1)
-            by_width.setdefault(float(width), {})[name] = shape
-        first, *others = by_width.values()
-        if any(other != first for other in others):
-            raise ValueError("its averages have different parameters")
-        return Snapshot(metadata["step"], tuple(sorted(by_width)), path, first)
+            widths.add(float(width))
+            shapes[name] = shape
+        return Snapshot(metadata["step"], tuple(sorted(widths)), path, shapes)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise ValueError(f"{path} is damaged or no snapshot ({error}); remove it to do without") from error
 
@@ -200,24 +199,16 @@ def rounding_error(stored: Sequence[tuple[int, float]], step: int, sigma_rel: fl
     return float(FP16_ROUNDING * np.linalg.norm(coefficients(stored, step, sigma_rel)))
 
 
-def reconstruct(
-    run: Path,
-    sigma_rel: float,
-    step: int | None = None,
-    progress: Callable[[list[Snapshot]], Iterable[Snapshot]] = iter,
-) -> dict[str, Tensor]:
+def reconstruct(run: Path, sigma_rel: float, step: int | None = None) -> dict[str, Tensor]:
     """The average of width sigma_rel at `step` (None: the newest snapshot's): parameters by name, fp32 on the CPU.
 
-    Holds one tensor of one snapshot at a time beside the result.
-
-    progress  passes the snapshots on, in order, and may show how far they are.
-
+    Holds one tensor of one snapshot at a time beside the result, and shows a progress bar.
     Raises FileNotFoundError or ValueError, see `usable`, and ValueError for a width outside (0, 0.288).
     """
     snapshots = usable(run, step)
     shares = dict(zip(profiles(snapshots), coefficients(profiles(snapshots), snapshots[-1].step, sigma_rel)))
     result = {name: torch.zeros(shape) for name, shape in snapshots[-1].shapes.items()}
-    for snapshot in progress(snapshots):
+    for snapshot in tqdm(snapshots):
         with safe_open(snapshot.path, "pt") as file:
             for width in snapshot.sigma_rel:
                 share = float(shares[snapshot.step, width])

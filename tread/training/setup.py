@@ -14,7 +14,7 @@ from torch import nn
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, load_weights, process_of
 from tread.data import autoencoder, digits
-from tread.data.dataset import LatentDataset, read_index
+from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.evaluation.online_fid import open_online_fid
@@ -185,10 +185,7 @@ def complete(config: dict) -> dict:
     dataset = read(config).dataset
     if all(getattr(dataset, key) is not None for key in MEASURES):
         return config
-    try:
-        found = LatentSpec.from_json(read_index(Path(dataset.path)))
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{dataset.path}/index.json is damaged: {type(error).__name__}: {error}") from error
+    found = LatentDataset(dataset.path).latents
     measures = dict(zip(MEASURES, (found.shape[0], found.shape[1], len(found.classes))))
     known = {key: value for key, value in config["dataset"].items() if key not in MEASURES or value is not None}
     return {**config, "dataset": {**measures, **known}}
