@@ -33,6 +33,7 @@ from timing import composed, random_shards, seconds
 import train
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
+from tread.runtime.cli import explained
 from tread.runtime.device import device_name, peak_flops, wait_for
 from tread.runtime.schema import check_overrides
 from tread.runtime.signals import Stop
@@ -41,7 +42,7 @@ from tread.training import settings
 from tread.training.ema import EMA
 from tread.training.optimizer import optimizer_step
 from tread.training.run import Run
-from tread.training.setup import complete, start
+from tread.training.setup import start
 
 STAGES = ("data wait", "forward", "backward", "optimizer", "EMA", "rest")
 WARMUP, STAGED = 3, 5  # turns between the first and the measurement, and steps taken stage by stage
@@ -53,7 +54,7 @@ def main() -> None:
     for argument in sys.argv[1:]:
         key, _, value = argument.partition("=")
         own.update({key: value}) if key in own else overrides.append(argument)
-    try:
+    with explained():
         check_overrides(overrides, [*settings.known_keys(), "experiment"])
         pairs = int(own["pairs"])
         if pairs < 6:
@@ -61,8 +62,6 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             run = open_run(Path(folder), overrides)
             result = measure(run, kinds_of(run), pairs)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
     show(result)
     if own["out"]:
         Path(own["out"]).parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +79,7 @@ def open_run(folder: Path, overrides: list[str]) -> Run:
     meaning = LatentSpec(shape, tuple(map(str, range(classes))), "pixels", scale_applied=True)
     write_dataset(folder / "data", meaning, random_shards(meaning, count, count))
     stop = Stop()
-    run = start(settings.read(complete(config)), config, stop)
+    run = start(cfg, config, stop)
     stop.close()  # Ctrl-C ends a benchmark
     return run
 
@@ -89,8 +88,8 @@ def kinds_of(run: Run) -> dict[str, settings.Settings]:
     """Kinds of steps by name: without routes, with them, and with the route's last block in fp32 where that differs."""
     cfg = run.cfg
     if not cfg.model.routes:
-        sys.exit(
-            f"error: model={cfg.model.name} has no routes to compare; model=tread and model=tread_rwkv measure both"
+        raise ValueError(
+            f"model={cfg.model.name} has no routes to compare; model=tread and model=tread_rwkv measure both"
         )
 
     def routed(fp32: str) -> settings.Settings:

@@ -58,7 +58,9 @@ def write_average(options: Options) -> Path:
     if out.exists():
         raise FileExistsError(f"{out} is there already; out=<another folder> writes elsewhere")
     found = checkpoint.find(run)
-    check_network(found, snapshots[-1])
+    network = open_trained(found, "ema").outline(NO_GUIDANCE).network
+    if snapshots[-1].shapes != {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}:
+        raise ValueError(f"{snapshots[-1].path} is not of the network that {found.folder} is a checkpoint of")
     check_place(out.parent, found.info["files"]["ema.safetensors"]["bytes"])
     facts = {
         "sigma_rel": options.sigma_rel,
@@ -92,13 +94,6 @@ def announce(step: int, facts: dict) -> None:
             f"warning: σ_rel {facts['sigma_rel']:g} is so narrow that fp16's rounding is multiplied by "
             f"{facts['rounding_error'] / posthoc_ema.FP16_ROUNDING:.0f}; a width near the stored ones is cleaner"
         )
-
-
-def check_network(found: checkpoint.Checkpoint, snapshot: posthoc_ema.Snapshot) -> None:
-    """Raise ValueError unless a checkpoint is whole and a snapshot has exactly its network's parameters."""
-    network = open_trained(found, "ema").outline(NO_GUIDANCE).network
-    if snapshot.shapes != {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}:
-        raise ValueError(f"{snapshot.path} is not of the network that {found.folder} is a checkpoint of")
 
 
 if __name__ == "__main__":

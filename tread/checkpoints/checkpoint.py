@@ -119,7 +119,6 @@ def find(path: Path) -> Checkpoint:
 
     Raises FileNotFoundError if there is none, ValueError if it is none of ours.
     """
-    path = Path(path)
     if path.is_file():
         raise ValueError(
             f"{path} is a file, but a checkpoint is a folder with info.json. A state dict can start a training run "
@@ -251,5 +250,4 @@ def read_weights(path: Path, weights: str = "ema") -> dict[str, Tensor]:
 
     Raises FileNotFoundError or ValueError.
     """
-    path = Path(path)
     return read_state_dict(path, weights) if path.is_file() else find(path).tensors(weights)

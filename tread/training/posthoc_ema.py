@@ -144,16 +144,14 @@ def profiles(snapshots: Iterable[Snapshot]) -> list[tuple[int, float]]:
 # ---------------------------------------------------------------------------------- reconstruction
 
 
-def inner_products(first: Sequence[tuple[int, float]], second: Sequence[tuple[int, float]]) -> np.ndarray:
-    """∫ p_i(τ) q_j(τ) dτ of power-function profiles (step, sigma_rel): (len(first), len(second)) fp64.
+def inner_products(profiles: Sequence[tuple[int, float]]) -> np.ndarray:
+    """∫ p_i(τ) p_j(τ) dτ of power-function profiles (step, sigma_rel): (len(profiles), len(profiles)) fp64.
 
     p(τ) = (γ+1) τ^γ / t^(γ+1) on [0, t], so that for s ≤ t, whose exponents are β and γ, the integral over
     [0, s] is (β+1)(γ+1)/(β+γ+1) · (s/t)^γ / t; the power is taken by logarithms.
     """
-    (s, beta), (t, gamma) = (
-        np.array([(step, exponent(sigma_rel)) for step, sigma_rel in given]).T for given in (first, second)
-    )
-    s, beta = s[:, None], beta[:, None]
+    t, gamma = np.array([(step, exponent(sigma_rel)) for step, sigma_rel in profiles]).T
+    s, beta = t[:, None], gamma[:, None]
     later = np.maximum(s, t)
     decay = np.where(s <= t, gamma, beta) * (np.log(np.minimum(s, t)) - np.log(later))
     return (beta + 1) * (gamma + 1) / (beta + gamma + 1) * np.exp(decay) / later
@@ -163,11 +161,10 @@ def _normal_equations(
     stored: Sequence[tuple[int, float]], step: int, sigma_rel: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of profiles scaled to length 1: stored with stored, stored with the target; and the scale of each coefficient."""
-    target = [(step, sigma_rel)]
-    length = np.sqrt(inner_products(target, target)[0, 0])
-    own, goal = inner_products(stored, stored), inner_products(stored, target)[:, 0]
-    lengths = np.sqrt(own.diagonal())
-    return own / lengths / lengths[:, None], goal / lengths / length, length / lengths
+    products = inner_products([*stored, (step, sigma_rel)])
+    lengths = np.sqrt(products.diagonal())
+    scaled = products / lengths / lengths[:, None]
+    return scaled[:-1, :-1], scaled[-1, :-1], lengths[-1] / lengths[:-1]
 
 
 def coefficients(stored: Sequence[tuple[int, float]], step: int, sigma_rel: float) -> np.ndarray:
