@@ -150,8 +150,6 @@ def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
     problems = []
     for folder in reversed(_folders(run)):
         try:
-            if not (folder / "info.json").is_file():
-                raise Damaged(f"{folder} has no info.json")
             found = find(folder)
             if found.step != _step(folder):
                 raise Damaged(f"{folder / 'info.json'} is damaged: it states step {found.step}")
