@@ -24,7 +24,7 @@ from tread.runtime.signals import INTERRUPTED, Stop, leave_at_once
 from tread.training import settings
 from tread.training.memory import explain_memory
 from tread.training.objective import step_draws, training_loss
-from tread.training.optimizer import backward, optimizer_step
+from tread.training.optimizer import backward, learning_rate, optimizer_step
 from tread.training.periodic import done_before, draw_samples, evaluate_and_draw, save, save_snapshot
 from tread.training.progress import Clock, log
 from tread.training.run import Failure, Run, first_line, leave, note_failure
@@ -43,15 +43,14 @@ def main(composed: DictConfig) -> None:
         if finished:
             finish(run)
         leave(run, finished)
-    except (ValueError, OSError, Failure) as error:
-        note_failure(run, str(error))
-        leave_at_once(1, f"error: {error}")
-        sys.exit(f"error: {error}")
-    except torch.OutOfMemoryError as error:
-        advice = "a smaller eval.batch_size, sampling.classes or sampling.per_class needs less"
-        note_failure(run, f"out of memory beside the training steps: {first_line(error)}: {advice}")
-        leave_at_once(1, f"error: {error}\n{advice}")
-        sys.exit(f"error: {error}\n{advice}")
+    except (ValueError, OSError, Failure, torch.OutOfMemoryError) as error:
+        reason = str(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            advice = "a smaller eval.batch_size, sampling.classes or sampling.per_class needs less"
+            reason = f"out of memory beside the training steps: {first_line(error)}: {advice}"
+        note_failure(run, reason)
+        leave_at_once(1, f"error: {reason}")
+        sys.exit(f"error: {reason}")
     except Exception as error:
         note_failure(run, first_line(error))
         leave_at_once(1, traceback.format_exc())
@@ -72,8 +71,7 @@ def train(run: Run) -> bool:
     if run.step >= cfg.train.steps:
         say(f"{run.folder} is finished: train.steps above {run.step} trains on, name=… starts another run")
     else:
-        device = f"{run.processes.device}, {run.precision}"
-        say(describe(cfg, run.network, run.data, run.processes.count, run.micro_batches, device))
+        say(describe(run))
     on = evaluate_and_draw(run, run.processes.from_main(lambda: done_before(run)))  # what an interruption left undone
     clock, postponed = Clock(run), False
     hidden, pace = not run.processes.main, 0.5 if sys.stderr.isatty() else 20  # seconds between updates of the bar
@@ -83,10 +81,10 @@ def train(run: Run) -> bool:
                 raise Failure(explain_memory(run, trouble))
             run.step += 1
             bar.update()
-            clock.tick()
-
             last = run.step == cfg.train.steps
-            if run.step % cfg.every.log == 0 or last:
+            due = run.step % cfg.every.log == 0 or last
+            clock.tick(due)
+            if due:
                 bar.set_postfix_str(log(run, clock), refresh=False)
             with clock.paused():
                 on = evaluate_and_draw(run)
@@ -129,7 +127,7 @@ def training_step(run: Run) -> None:
             loss = losses.mean() / len(run.micro_batches)
             backward(loss)
         total = total + loss.detach()
-    norm, skip = optimizer_step(run.optimizer, run.learning_rate.at(run.step), cfg.optim.clip_norm)
+    norm, skip = optimizer_step(run.optimizer, learning_rate(cfg, run.step), cfg.optim.clip_norm)
     for average in (run.ema, *run.averages.values()):
         average.update(run.network, run.step, skip)
     run.statistics.add(total, norm, skip)
@@ -149,4 +147,4 @@ def finish(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    open_door(main, [*settings.known_keys(), "experiment"], settings.MOVED)
+    open_door(main, [*settings.known_keys(), "experiment"])

@@ -5,8 +5,7 @@ each kind the median time, images/s, FLOP/s, MFU, peak memory, the ratio dense/r
 ratio over what the FLOPs allow; then the share of each stage, and optimizer and EMA against loops over
 the parameters. Overrides are those of train.py, and
 
-    pairs=24      turns that are measured
-    block=1       steps of a turn (5 on a GPU, where single steps would show the launch of the first kernels)
+    pairs=24      turns that are measured, of a step each (5 on a GPU, where single ones show the first kernels' launch)
     out=…         a JSON file to write as well
 
 python benchmarks/step_time.py experiment=imagenet256_s2 train.batch_size=16       # CPU
@@ -23,10 +22,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from timing import composed, random_shards, seconds
@@ -34,6 +33,7 @@ from timing import composed, random_shards, seconds
 import train
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
+from tread.runtime.cli import explained
 from tread.runtime.device import device_name, peak_flops, wait_for
 from tread.runtime.schema import check_overrides
 from tread.runtime.signals import Stop
@@ -42,30 +42,26 @@ from tread.training import settings
 from tread.training.ema import EMA
 from tread.training.optimizer import optimizer_step
 from tread.training.run import Run
-from tread.training.setup import complete, start
+from tread.training.setup import start
 
 STAGES = ("data wait", "forward", "backward", "optimizer", "EMA", "rest")
-WARMUP, STAGED = 3, 5  # turns before the measurement, and steps taken stage by stage
+WARMUP, STAGED = 3, 5  # turns between the first and the measurement, and steps taken stage by stage
 
 
 def main() -> None:
-    own = {"pairs": "24", "block": None, "out": None}
+    own = {"pairs": "24", "out": None}
     overrides = []
     for argument in sys.argv[1:]:
         key, _, value = argument.partition("=")
         own.update({key: value}) if key in own else overrides.append(argument)
-    try:
+    with explained():
         check_overrides(overrides, [*settings.known_keys(), "experiment"])
-        pairs, block = int(own["pairs"]), int(own["block"] or (5 if torch.cuda.is_available() else 1))
-        if pairs < 6 or block < 1:
-            raise ValueError(
-                f"pairs is {pairs} and block {block}, but an interval of the median needs 6 turns of a step"
-            )
+        pairs = int(own["pairs"])
+        if pairs < 6:
+            raise ValueError(f"pairs is {pairs}, but an interval of the median needs 6")
         with tempfile.TemporaryDirectory() as folder:
             run = open_run(Path(folder), overrides)
-            result = measure(run, kinds_of(run), pairs, block)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+            result = measure(run, kinds_of(run), pairs)
     show(result)
     if own["out"]:
         Path(own["out"]).parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +79,7 @@ def open_run(folder: Path, overrides: list[str]) -> Run:
     meaning = LatentSpec(shape, tuple(map(str, range(classes))), "pixels", scale_applied=True)
     write_dataset(folder / "data", meaning, random_shards(meaning, count, count))
     stop = Stop()
-    run = start(settings.read(complete(config)), config, stop)
+    run = start(cfg, config, stop)
     stop.close()  # Ctrl-C ends a benchmark
     return run
 
@@ -92,8 +88,8 @@ def kinds_of(run: Run) -> dict[str, settings.Settings]:
     """Kinds of steps by name: without routes, with them, and with the route's last block in fp32 where that differs."""
     cfg = run.cfg
     if not cfg.model.routes:
-        sys.exit(
-            f"error: model={cfg.model.name} has no routes to compare; model=tread and model=tread_rwkv measure both"
+        raise ValueError(
+            f"model={cfg.model.name} has no routes to compare; model=tread and model=tread_rwkv measure both"
         )
 
     def routed(fp32: str) -> settings.Settings:
@@ -104,8 +100,9 @@ def kinds_of(run: Run) -> dict[str, settings.Settings]:
     return kinds | ({"routed, fp32: end": routed("end")} if run.precision == "bf16" else {})
 
 
-def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int, block: int) -> dict:
+def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int) -> dict:
     """All numbers of the table."""
+    block = 5 if run.processes.device.type == "cuda" else 1
     commit = git_revision()  # of the code that runs, whatever is changed while it does
 
     def turn(cfg: settings.Settings) -> float:
@@ -113,13 +110,10 @@ def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int, block: in
         run.cfg = cfg
         return 1000 * take_steps(run, block) / block
 
-    cold, peaks = {}, {}
-    for name, cfg in kinds.items():
-        cold[name] = turn(cfg) * block / 1000
-    for _ in range(WARMUP - 1):
-        [turn(cfg) for cfg in kinds.values()]
-    for name, cfg in kinds.items():
-        peaks[name] = peak_memory(run, lambda cfg=cfg: turn(cfg))
+    cold, peaks = {name: turn(cfg) * block / 1000 for name, cfg in kinds.items()}, {}
+    for _ in range(WARMUP):
+        for name, cfg in kinds.items():
+            peaks[name] = peak_memory(run, lambda cfg=cfg: turn(cfg))
     times = {name: [] for name in kinds}
     for number in range(pairs):
         order = list(kinds) if number % 2 == 0 else list(kinds)[::-1]
@@ -205,26 +199,15 @@ def stages(run: Run) -> dict[str, float]:
         return call
 
     with (
-        patched(train, "training_loss", timed("forward", train.training_loss)),
-        patched(train, "backward", timed("backward", train.backward)),
-        patched(train, "optimizer_step", timed("optimizer", train.optimizer_step)),
-        patched(run.loader, "batches", timed("data wait", run.loader.batches)),
-        patched(EMA, "update", timed("EMA", EMA.update)),
+        patch.object(train, "training_loss", timed("forward", train.training_loss)),
+        patch.object(train, "backward", timed("backward", train.backward)),
+        patch.object(train, "optimizer_step", timed("optimizer", train.optimizer_step)),
+        patch.object(run.loader, "batches", timed("data wait", run.loader.batches)),
+        patch.object(EMA, "update", timed("EMA", EMA.update)),
     ):
         total = take_steps(run, STAGED)
     spent["rest"] = total - sum(spent.values())
     return {stage: taken / total for stage, taken in spent.items()}
-
-
-@contextmanager
-def patched(owner: object, name: str, value: object) -> Iterator[None]:
-    """A context in which an attribute is another."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def update_over_loops(run: Run, pairs: int) -> dict[str, float | list[float]]:

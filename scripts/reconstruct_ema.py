@@ -13,20 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hydra
-import torch
 from omegaconf import DictConfig
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.network import build_network
 from tread.checkpoints.trained import open_trained
+from tread.diffusion.guidance import NO_GUIDANCE
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.files import check_place, explain_failure, whole_folder
 from tread.training import posthoc_ema
-from tread.training.ema import exponent
+from tread.training.ema import Width
 
 POOR_FIT = 0.05  # relative L2 distance of profiles
 COARSE = 0.002  # of a parameter; bf16 rounds to about that
@@ -39,12 +37,9 @@ class Options:
     """configs/reconstruct_ema.yaml."""
 
     run: str
-    sigma_rel: float
+    sigma_rel: Width
     step: int | None
     out: str | None
-
-    def __post_init__(self) -> None:
-        exponent(self.sigma_rel)  # raises ValueError
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="reconstruct_ema")
@@ -63,7 +58,9 @@ def write_average(options: Options) -> Path:
     if out.exists():
         raise FileExistsError(f"{out} is there already; out=<another folder> writes elsewhere")
     found = checkpoint.find(run)
-    check_network(found, snapshots[-1])
+    network = open_trained(found, "ema").outline(NO_GUIDANCE).network
+    if snapshots[-1].shapes != {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}:
+        raise ValueError(f"{snapshots[-1].path} is not of the network that {found.folder} is a checkpoint of")
     check_place(out.parent, found.info["files"]["ema.safetensors"]["bytes"])
     facts = {
         "sigma_rel": options.sigma_rel,
@@ -73,7 +70,7 @@ def write_average(options: Options) -> Path:
         "rounding_error": posthoc_ema.rounding_error(stored, step, options.sigma_rel),
     }
     announce(step, facts)
-    state = found.tensors("ema") | posthoc_ema.reconstruct(run, options.sigma_rel, step, tqdm)  # buffers are the run's
+    state = found.tensors("ema") | posthoc_ema.reconstruct(run, options.sigma_rel, step)  # buffers are the run's
     info = {key: value for key, value in found.info.items() if key not in OF_THE_MOMENT}
     with explain_failure(out), whole_folder(out) as partial:
         saved = checkpoint.save(partial, step, {"ema": state}, {**info, "posthoc": facts})
@@ -97,14 +94,6 @@ def announce(step: int, facts: dict) -> None:
             f"warning: σ_rel {facts['sigma_rel']:g} is so narrow that fp16's rounding is multiplied by "
             f"{facts['rounding_error'] / posthoc_ema.FP16_ROUNDING:.0f}; a width near the stored ones is cleaner"
         )
-
-
-def check_network(found: checkpoint.Checkpoint, snapshot: posthoc_ema.Snapshot) -> None:
-    """Raise ValueError unless a checkpoint is whole and a snapshot has exactly its network's parameters."""
-    with torch.device("meta"):
-        network = build_network(open_trained(found, "ema").cfg)
-    if snapshot.shapes != {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}:
-        raise ValueError(f"{snapshot.path} is not of the network that {found.folder} is a checkpoint of")
 
 
 if __name__ == "__main__":

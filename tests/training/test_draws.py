@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from routing_module import Route, draw_ids
+from tread.data.latents import LatentSpec
 from tread.runtime.randomness import generator, seeded_normal
-from tread.training.objective import draw_step, drop_labels, split_batch
+from tread.training.objective import drop_labels, split_batch, step_draws
 
 
-def draws(seed=0, step=5, num_routes=1, posterior=True):
-    routes = [Route(2 * i, 2 * i) for i in range(num_routes)]
-    return draw_step(seed, step, 8, (4, 8, 8), grid=(4, 4), routes=routes, posterior=posterior)
+def draws(seed=0, step=5, num_routes=1, posterior=True, batch_size=8):
+    train = SimpleNamespace(batch_size=batch_size, routes_until=None, ratio_schedule=None)
+    routes = tuple(Route(2 * i, 2 * i) for i in range(num_routes))
+    cfg = SimpleNamespace(seed=seed, train=train, model=SimpleNamespace(patch_size=2, routes=routes))
+    content, spread = ("moments", "logvar") if posterior else ("latents", None)
+    latents = LatentSpec((4, 8, 8), ("a",), "pixels", content, spread)
+    return step_draws(cfg, latents, step, "cpu")
 
 
 def test_draws_repeat_and_differ_by_seed_and_step():
@@ -51,7 +58,7 @@ def test_a_batch_that_does_not_divide_is_refused():
 
 
 def test_moments_of_the_draws():
-    d = draw_step(0, 0, 4096, (1, 8, 8), grid=(4, 4), routes=(), posterior=False)
+    d = draws(step=0, num_routes=0, posterior=False, batch_size=4096)
     assert abs(d.noise.mean()) < 0.01 and abs(d.noise.std() - 1) < 0.01
     assert abs(d.drop.mean() - 0.5) < 0.03 and 0 <= d.drop.min() <= d.drop.max() < 1
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import random_network
 
+from tread.runtime import schema
 from tread.training.ema import EMA, exponential, power
-from tread.training.optimizer import LearningRate, StepStatistics, backward, optimizer_step
+from tread.training.optimizer import StepStatistics, backward, learning_rate, optimizer_step
+from tread.training.settings import Optim
 
 
 def network(seed=0):
@@ -97,16 +100,24 @@ def test_the_tally_leaves_bad_steps_out_of_means_and_counts_them_in_a_row():
 
 def test_learning_rates():
     """Closed forms, by hand."""
-    assert {LearningRate(1e-4, 100).at(step) for step in (0, 50, 99, 200)} == {1e-4}
-    linear = LearningRate(1.0, 110, "linear", warmup=10, final=0.5)
-    assert [linear.at(step) for step in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
-    assert [linear.at(step) for step in (10, 60, 110, 500)] == pytest.approx([1.0, 0.75, 0.5, 0.5])
-    cosine = LearningRate(2.0, 100, "cosine")
-    assert [cosine.at(step) for step in (0, 25, 50, 100)] == pytest.approx([2.0, 1 + 2**-0.5, 1.0, 0.0])
+    tree = {"lr": 1.0, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "clip_norm": None}
+    tree |= {"schedule": "constant", "warmup_steps": 0, "final_lr": 0.0}
+
+    def rates(steps, at, **options):
+        optim = schema.read({**tree, **options}, Optim, "optim.")
+        cfg = SimpleNamespace(optim=optim, train=SimpleNamespace(steps=steps))
+        return [learning_rate(cfg, step) for step in at]
+
+    assert set(rates(100, (0, 50, 99, 200), lr=1e-4)) == {1e-4}
+    linear = {"schedule": "linear", "warmup_steps": 10, "final_lr": 0.5}
+    assert rates(110, (0, 4, 9), **linear) == pytest.approx([0.1, 0.5, 1.0])
+    assert rates(110, (10, 60, 110, 500), **linear) == pytest.approx([1.0, 0.75, 0.5, 0.5])
+    cosine = rates(100, (0, 25, 50, 100), lr=2.0, schedule="cosine")
+    assert cosine == pytest.approx([2.0, 1 + 2**-0.5, 1.0, 0.0])
     for options, shown in (
-        ({"schedule": "step"}, "optim.schedule is 'step'.*constant, linear, cosine"),
-        ({"warmup": -1}, "optim.warmup_steps is -1"),
-        ({"final": 2.0}, "optim.final_lr is 2.0.*between 0 and optim.lr, 1.0"),
+        ({"schedule": "step"}, "optim.schedule is 'step'.*constant, linear or cosine"),
+        ({"warmup_steps": -1}, "optim.warmup_steps is -1"),
+        ({"final_lr": 2.0}, "optim.final_lr is 2.0.*between 0 and optim.lr, 1.0"),
     ):
         with pytest.raises(ValueError, match=shown):
-            LearningRate(1.0, 10, **options)
+            rates(10, (0,), **options)

@@ -32,7 +32,7 @@ from tread.data.writer import write_dataset
 from tread.runtime.distributed import Processes
 from tread.runtime.signals import Stop
 from tread.training.ema import EMA, exponential
-from tread.training.optimizer import LearningRate, StepStatistics
+from tread.training.optimizer import StepStatistics
 from tread.training.run_folder import Claim, RunLog, claim, differences
 from tread.training.setup import build_optimizer, open_dataset, start
 
@@ -160,7 +160,6 @@ def test_each_step_draws_its_own_ids_and_noise(read_config, monkeypatch, straigh
             ema=EMA(network, exponential()),
             averages={},
             optimizer=build_optimizer(cfg, network),
-            learning_rate=LearningRate(cfg.optim.lr, 3),
             statistics=StepStatistics("cpu"),
         )
         for run.step in range(3):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,20 +51,17 @@ def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info
     return folder
 
 
-def prune(run: Path, keep_last: int, keep_every: int | None = None) -> list[Path]:
+def prune(run: Path, keep_last: int, keep_every: int | None) -> None:
     """Remove checkpoints but the newest keep_last and those at multiples of keep_every.
 
-    Those above `latest` are left alone: a run that went back will replace them. Returns what was removed.
+    Those above `latest` are left alone: a run that went back will replace them.
     """
-    removed = []
     for folder in _folders(run)[:-keep_last]:
         if not (keep_every and _step(folder) % keep_every == 0):
             gone = folder.with_name(f".{folder.name}.old")  # never half a checkpoint under its name
             shutil.rmtree(gone, ignore_errors=True)
             folder.rename(gone)
             shutil.rmtree(gone)
-            removed.append(folder)
-    return removed
 
 
 def sweep(run: Path) -> None:
@@ -121,7 +119,6 @@ def find(path: Path) -> Checkpoint:
 
     Raises FileNotFoundError if there is none, ValueError if it is none of ours.
     """
-    path = Path(path)
     if path.is_file():
         raise ValueError(
             f"{path} is a file, but a checkpoint is a folder with info.json. A state dict can start a training run "
@@ -153,8 +150,6 @@ def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
     problems = []
     for folder in reversed(_folders(run)):
         try:
-            if not (folder / "info.json").is_file():
-                raise Damaged(f"{folder} has no info.json")
             found = find(folder)
             if found.step != _step(folder):
                 raise Damaged(f"{folder / 'info.json'} is damaged: it states step {found.step}")
@@ -196,25 +191,24 @@ def newest(run: Path) -> Path | None:
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, network: nn.Module) -> dict[str, Tensor]:
     """The optimizer's state by parameter name: <state>/<parameter>."""
-    names = {parameter: name for name, parameter in network.named_parameters()}
     return {
-        f"{key}/{names[parameter]}": value
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
+        f"{key}/{name}": value
+        for name, parameter in network.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what optimizer_tensors returned; settings such as the learning rate stay the optimizer's own."""
-    groups = optimizer.state_dict()["param_groups"]
-    names = {parameter: name for name, parameter in network.named_parameters()}
-    order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    state = {index: {} for index in range(len(order))}
-    position = {name: index for index, name in enumerate(order)}
+    """Put back what optimizer_tensors returned; settings such as the learning rate stay the optimizer's own.
+
+    optimizer  one of network.parameters(), in their order.
+    """
+    position = {name: index for index, (name, _) in enumerate(network.named_parameters())}
+    state = defaultdict(dict)
     for key, value in tensors.items():
         kind, name = key.split("/", 1)
         state[position[name]][kind] = value
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
 def parts(
@@ -254,5 +248,4 @@ def read_weights(path: Path, weights: str = "ema") -> dict[str, Tensor]:
 
     Raises FileNotFoundError or ValueError.
     """
-    path = Path(path)
     return read_state_dict(path, weights) if path.is_file() else find(path).tensors(weights)

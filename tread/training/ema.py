@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from tread.runtime.schema import Range, check
+
+# a σ_rel that can be had
+Width = Annotated[float, Range("lie between 0 and 0.288, the uniform average's", lambda width: 0 < width < 12**-0.5)]
 
 
 def exponential(decay: float = 0.9999, warmup: bool = True) -> Callable[[int], float]:
@@ -20,8 +26,6 @@ def exponential(decay: float = 0.9999, warmup: bool = True) -> Callable[[int], f
     warmup  decay min(decay, (1+n)/(10+n)) after n earlier updates, so that short runs are not ruled
             by the initial weights; False is the paper's constant.
     """
-    if not 0 <= decay < 1:
-        raise ValueError(f"ema.decay is {decay}, but must lie in [0, 1)")
     return lambda step: min(decay, (1 + step) / (10 + step)) if warmup else decay
 
 
@@ -30,8 +34,7 @@ def exponent(sigma_rel: float) -> float:
 
     Raises ValueError outside (0, 0.288), the width of a uniform average.
     """
-    if not 0 < sigma_rel < 12**-0.5:
-        raise ValueError(f"sigma_rel is {sigma_rel}, but must lie between 0 and 0.288, the uniform average's")
+    check("sigma_rel", sigma_rel, Width)
     inverse = sigma_rel**-2  # σ_rel² = (γ+1)/((γ+2)²(γ+3)), a cubic equation in γ
     return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
 
@@ -54,14 +57,11 @@ class EMA:
         self.network = copy.deepcopy(network).eval().requires_grad_(False)
 
     @torch.no_grad()
-    def update(self, network: nn.Module, step: int, skip: Tensor | None = None) -> None:
+    def update(self, network: nn.Module, step: int, skip: Tensor) -> None:
         """Average in the weights of `network` (same parameters) after training step `step` (0, 1, …).
 
-        skip  0-d fp32 on the parameters' device: 1 leaves the average as it is, 0 does not; None is 0.
+        skip  0-d fp32 on the parameters' device, where nobody waits for it: 1 leaves the average as it is, 0 does not.
         """
         averaged, current = list(self.network.parameters()), list(network.parameters())
-        share = 1 - self.profile(step)
-        if skip is None:
-            torch._foreach_lerp_(averaged, current, share)
-        else:  # the share lies on the device, so that nobody waits for it
-            torch._foreach_lerp_(averaged, current, [share * (1 - skip)] * len(averaged))
+        share = (1 - self.profile(step)) * (1 - skip)
+        torch._foreach_lerp_(averaged, current, [share] * len(averaged))

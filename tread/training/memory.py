@@ -11,20 +11,13 @@ from tread.training.objective import step_draws, training_loss
 from tread.training.run import Run
 
 
-def smaller(share: int, tried: int) -> list[int]:
-    """Micro-batches below the one that was tried that divide a process's share of the batch, largest first."""
-    return [size for size in range(tried - 1, 0, -1) if share % size == 0]
+def find_fitting(attempt: Callable[[int], None], share: int, tried: int) -> int | None:
+    """A micro-batch below the one that was tried for which an attempt does not run out of memory; None without any.
 
-
-def find_fitting(attempt: Callable[[int], None], sizes: list[int]) -> int | None:
-    """The first of some sizes, largest first, for which an attempt does not run out of memory; None if there is none.
-
-    Each attempt that fails is followed by one of at most half its size.
+    It divides a process's share of the batch. Each attempt that fails is followed by one of at most half its size.
     """
-    at_most = sizes[0] if sizes else 0
-    for size in sizes:
-        if size > at_most:
-            continue
+    at_most = tried - 1
+    while size := next((size for size in range(at_most, 0, -1) if share % size == 0), None):
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         try:
@@ -52,7 +45,7 @@ def explain_memory(run: Run, error: str) -> str:
         torch.autograd.grad(loss, parameters)  # not backward(), which would have DDP wait for other processes
         del room  # held until here
 
-    size = find_fitting(attempt, smaller(share, tried))
+    size = find_fitting(attempt, share, tried)
     advice = (
         f"train.micro_batch_size={size} would fit, with the same results" if size else "even one image does not fit"
     )

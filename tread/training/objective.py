@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,6 @@ from tread.training.token_losses import kept_loss, reconstruction_loss
 class Draws:
     """What one training step draws, for B samples of a batch.
 
-    step       its number.
     level      (B,) standard normal, to become noise levels.
     noise      (B, C, S, S) standard normal, to be added to the latents.
     drop       (B,) uniform, to drop labels.
@@ -30,7 +29,6 @@ class Draws:
     posterior  (B, C, S, S) standard normal, to sample latents from moments; None if they are plain.
     """
 
-    step: int
     level: Tensor
     noise: Tensor
     drop: Tensor
@@ -41,7 +39,7 @@ class Draws:
         """The draws of some samples of the batch."""
         posterior = None if self.posterior is None else self.posterior[rows]
         routes = tuple((route, ids_keep[rows]) for route, ids_keep in self.routes)
-        return Draws(self.step, self.level[rows], self.noise[rows], self.drop[rows], routes, posterior)
+        return Draws(self.level[rows], self.noise[rows], self.drop[rows], routes, posterior)
 
 
 def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | None) -> list[slice]:
@@ -61,41 +59,6 @@ def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | 
     return [slice(first, first + micro) for first in range(rank * share, (rank + 1) * share, micro)]
 
 
-def draw_step(
-    seed: int,
-    step: int,
-    batch_size: int,
-    shape: tuple[int, int, int],
-    grid: tuple[int, int],
-    routes: Sequence[Route],
-    posterior: bool,
-    device: torch.device | str = "cpu",
-) -> Draws:
-    """All draws of a training step for the global batch; each kind has a stream of its own.
-
-    shape is the latents' (C, S, S), grid that of their tokens. A change of one kind (routes on or off, say)
-    leaves the numbers of the others as they are, so that runs with and without routes see the same noise.
-    """
-
-    def normal(stream: str, *size: int) -> Tensor:
-        return torch.randn(size, generator=generator(seed, step, stream, device=device), device=device)
-
-    def uniform(stream: str, *size: int) -> Tensor:
-        return torch.rand(size, generator=generator(seed, step, stream, device=device), device=device)
-
-    return Draws(
-        step=step,
-        level=normal("sigma", batch_size),
-        noise=normal("noise", batch_size, *shape),
-        drop=uniform("drop", batch_size),
-        routes=tuple(
-            (route, choose_ids(route, uniform(f"route {i}", batch_size, math.prod(grid)), grid))
-            for i, route in enumerate(routes)
-        ),
-        posterior=normal("posterior", batch_size, *shape) if posterior else None,
-    )
-
-
 def drop_labels(y: Tensor, uniform: Tensor, probability: float, null_class: int) -> Tensor:
     """Replace labels by the null class where the uniform number is below the probability: (B,)."""
     return torch.where(uniform < probability, null_class, y)
@@ -110,16 +73,29 @@ def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
 
 
 def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.device | str) -> Draws:
-    """All that is random in a training step, for the global batch."""
-    return draw_step(
-        cfg.seed,
-        step,
-        cfg.train.batch_size,
-        latents.shape,
-        grid=(latents.shape[1] // cfg.model.patch_size, latents.shape[2] // cfg.model.patch_size),
-        routes=active_routes(cfg, step),
-        posterior=latents.content == "moments",
-        device=device,
+    """All that is random in a training step, for the global batch; each kind has a stream of its own.
+
+    A change of one kind (routes on or off, say) leaves the numbers of the others as they are, so that runs
+    with and without routes see the same noise.
+    """
+
+    def normal(stream: str, *size: int) -> Tensor:
+        return torch.randn(size, generator=generator(cfg.seed, step, stream, device=device), device=device)
+
+    def uniform(stream: str, *size: int) -> Tensor:
+        return torch.rand(size, generator=generator(cfg.seed, step, stream, device=device), device=device)
+
+    batch_size = cfg.train.batch_size
+    grid = (latents.shape[1] // cfg.model.patch_size, latents.shape[2] // cfg.model.patch_size)
+    return Draws(
+        level=normal("sigma", batch_size),
+        noise=normal("noise", batch_size, *latents.shape),
+        drop=uniform("drop", batch_size),
+        routes=tuple(
+            (route, choose_ids(route, uniform(f"route {i}", batch_size, math.prod(grid)), grid))
+            for i, route in enumerate(active_routes(cfg, step))
+        ),
+        posterior=normal("posterior", batch_size, *latents.shape) if latents.content == "moments" else None,
     )
 
 

@@ -8,45 +8,21 @@ the device: the fused optimizer takes it as `found_inf`, averages as `skip`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-SCHEDULES = ("constant", "linear", "cosine")
+from tread.training.settings import Settings
 
 
-@dataclass(frozen=True)
-class LearningRate:
-    """The learning rate of each step.
-
-    highest   after the warm-up.
-    steps     of the run; what falls reaches `final` after the last one.
-    schedule  constant, linear or cosine.
-    warmup    steps over which it rises linearly.
-    """
-
-    highest: float
-    steps: int
-    schedule: str = "constant"
-    warmup: int = 0
-    final: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"optim.schedule is {self.schedule!r}, but must be one of {', '.join(SCHEDULES)}")
-        if self.warmup < 0:
-            raise ValueError(f"optim.warmup_steps is {self.warmup}, but must not be negative")
-        if not 0 <= self.final <= self.highest:
-            raise ValueError(f"optim.final_lr is {self.final}, but must lie between 0 and optim.lr, {self.highest}")
-
-    def at(self, step: int) -> float:
-        """Of training step `step` (0, 1, …)."""
-        if step < self.warmup:
-            return self.highest * (step + 1) / self.warmup
-        done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
-        fall = {"constant": 0.0, "linear": done, "cosine": (1 - math.cos(math.pi * done)) / 2}[self.schedule]
-        return self.highest + (self.final - self.highest) * fall
+def learning_rate(cfg: Settings, step: int) -> float:
+    """Of training step `step` (0, 1, …): it rises to optim.lr, then may fall to final_lr, reached after the last."""
+    optim = cfg.optim
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    done = min(1.0, (step - optim.warmup_steps) / max(1, cfg.train.steps - optim.warmup_steps))
+    fall = {"constant": 0.0, "linear": done, "cosine": (1 - math.cos(math.pi * done)) / 2}[optim.schedule]
+    return optim.lr + (optim.final_lr - optim.lr) * fall
 
 
 def backward(loss: Tensor) -> None:

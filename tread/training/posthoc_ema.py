@@ -11,7 +11,7 @@ results/<run>/ema_snapshots/step_0001000.safetensors
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from tqdm import tqdm
 
 from tread.runtime.files import explain_failure, sync, whole_file
 from tread.runtime.tensor_files import save_tensors
@@ -52,14 +53,10 @@ def save_snapshot(run: Path, step: int, averages: Mapping[float, Mapping[str, Te
 
     averages  sigma_rel → parameters by name (not buffers), the same names for each width.
 
-    Raises ValueError for weights that are not finite or names that differ, OSError if the disk does not take it.
+    Raises ValueError for weights that are not finite, OSError if the disk does not take it.
     """
-    names = {frozenset(parameters) for parameters in averages.values()}
-    if step < 1 or len(names) != 1 or frozenset() in names:
-        raise ValueError(f"a snapshot needs step ≥ 1 and parameters of the same names for each width; step is {step}")
     tensors = {}
     for sigma_rel, parameters in averages.items():
-        exponent(sigma_rel)  # raises ValueError for a width that can't be
         for name, value in parameters.items():
             tensors[f"{float(sigma_rel)!r}/{name}"] = _compact(value, name)
     path = run / "ema_snapshots" / f"step_{step:07d}.safetensors"
@@ -100,19 +97,15 @@ def _header(path: Path) -> Snapshot:
     try:
         with safe_open(path, "pt") as file:
             metadata = json.loads((file.metadata() or {}).get("snapshot", "{}"))
-            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+            stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
         if any(metadata.get(key) != value for key, value in FORMAT.items()):
             raise ValueError(f"its metadata is {metadata}, but must hold {FORMAT}")
-        by_width: dict[float, dict[str, tuple[int, ...]]] = {}
-        for key, shape in shapes.items():
+        widths, shapes = set(), {}
+        for key, shape in stored.items():
             width, name = key.split("/", 1)
-            by_width.setdefault(float(width), {})[name] = shape
-        first, *others = by_width.values()
-        if any(other != first for other in others):
-            raise ValueError("its averages have different parameters")
-        for sigma_rel in by_width:
-            exponent(sigma_rel)
-        return Snapshot(metadata["step"], tuple(sorted(by_width)), path, first)
+            widths.add(float(width))
+            shapes[name] = shape
+        return Snapshot(metadata["step"], tuple(sorted(widths)), path, shapes)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise ValueError(f"{path} is damaged or no snapshot ({error}); remove it to do without") from error
 
@@ -151,36 +144,27 @@ def profiles(snapshots: Iterable[Snapshot]) -> list[tuple[int, float]]:
 # ---------------------------------------------------------------------------------- reconstruction
 
 
-def inner_products(first: Sequence[tuple[int, float]], second: Sequence[tuple[int, float]]) -> np.ndarray:
-    """∫ p_i(τ) q_j(τ) dτ of power-function profiles (step, sigma_rel): (len(first), len(second)) fp64.
+def inner_products(profiles: Sequence[tuple[int, float]]) -> np.ndarray:
+    """∫ p_i(τ) p_j(τ) dτ of power-function profiles (step, sigma_rel): (len(profiles), len(profiles)) fp64.
 
     p(τ) = (γ+1) τ^γ / t^(γ+1) on [0, t], so that for s ≤ t, whose exponents are β and γ, the integral over
     [0, s] is (β+1)(γ+1)/(β+γ+1) · (s/t)^γ / t; the power is taken by logarithms.
     """
-    (s, beta), (t, gamma) = _times_and_exponents(first), _times_and_exponents(second)
-    s, beta = s[:, None], beta[:, None]
+    t, gamma = np.array([(step, exponent(sigma_rel)) for step, sigma_rel in profiles]).T
+    s, beta = t[:, None], gamma[:, None]
     later = np.maximum(s, t)
     decay = np.where(s <= t, gamma, beta) * (np.log(np.minimum(s, t)) - np.log(later))
     return (beta + 1) * (gamma + 1) / (beta + gamma + 1) * np.exp(decay) / later
-
-
-def _times_and_exponents(given: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
-    found = {sigma_rel: exponent(sigma_rel) for _, sigma_rel in given}
-    steps = np.array([step for step, _ in given], dtype=float)
-    if len(given) == 0 or steps.min() <= 0:
-        raise ValueError(f"profiles are {list(given)[:5]}, but must be (step, sigma_rel) with steps above 0")
-    return steps, np.array([found[sigma_rel] for _, sigma_rel in given])
 
 
 def _normal_equations(
     stored: Sequence[tuple[int, float]], step: int, sigma_rel: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of profiles scaled to length 1: stored with stored, stored with the target; and the scale of each coefficient."""
-    target = [(step, sigma_rel)]
-    length = np.sqrt(inner_products(target, target)[0, 0])
-    own, goal = inner_products(stored, stored), inner_products(stored, target)[:, 0]
-    lengths = np.sqrt(own.diagonal())
-    return own / lengths / lengths[:, None], goal / lengths / length, length / lengths
+    products = inner_products([*stored, (step, sigma_rel)])
+    lengths = np.sqrt(products.diagonal())
+    scaled = products / lengths / lengths[:, None]
+    return scaled[:-1, :-1], scaled[-1, :-1], lengths[-1] / lengths[:-1]
 
 
 def coefficients(stored: Sequence[tuple[int, float]], step: int, sigma_rel: float) -> np.ndarray:
@@ -212,24 +196,16 @@ def rounding_error(stored: Sequence[tuple[int, float]], step: int, sigma_rel: fl
     return float(FP16_ROUNDING * np.linalg.norm(coefficients(stored, step, sigma_rel)))
 
 
-def reconstruct(
-    run: Path,
-    sigma_rel: float,
-    step: int | None = None,
-    progress: Callable[[list[Snapshot]], Iterable[Snapshot]] = iter,
-) -> dict[str, Tensor]:
+def reconstruct(run: Path, sigma_rel: float, step: int | None = None) -> dict[str, Tensor]:
     """The average of width sigma_rel at `step` (None: the newest snapshot's): parameters by name, fp32 on the CPU.
 
-    Holds one tensor of one snapshot at a time beside the result.
-
-    progress  passes the snapshots on, in order, and may show how far they are.
-
+    Holds one tensor of one snapshot at a time beside the result, and shows a progress bar.
     Raises FileNotFoundError or ValueError, see `usable`, and ValueError for a width outside (0, 0.288).
     """
     snapshots = usable(run, step)
     shares = dict(zip(profiles(snapshots), coefficients(profiles(snapshots), snapshots[-1].step, sigma_rel)))
     result = {name: torch.zeros(shape) for name, shape in snapshots[-1].shapes.items()}
-    for snapshot in progress(snapshots):
+    for snapshot in tqdm(snapshots):
         with safe_open(snapshot.path, "pt") as file:
             for width in snapshot.sigma_rel:
                 share = float(shares[snapshot.step, width])

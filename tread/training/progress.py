@@ -11,33 +11,34 @@ import torch
 from tread.checkpoints.network import process_of
 from tread.runtime.device import peak_flops, wait_for
 from tread.training.objective import active_routes, step_draws
+from tread.training.optimizer import learning_rate
 from tread.training.run import Failure, Run
 
 
 class Clock:
-    """Steps per second since the last log, without pauses, and without the first step, which compiles."""
+    """Steps per second since the last log, without pauses; without the first step, which compiles, if others follow."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.start_step, self.began = run, run.step, time.perf_counter()
-        self.first_step = self.first_wait = self.cold_start = None
+        self.first_step = self.cold_start = None
         self.restart()
 
     def restart(self) -> None:
         self.run.loader.waited = 0.0
         self.first, self.since = self.run.step, time.perf_counter()
 
-    def tick(self) -> None:
-        """After each step: report how long the first one took, and after 20 when the end is expected."""
+    def tick(self, due: bool) -> None:
+        """After each step, before a log that is due: say how long the first took, and after 20 when the end comes."""
         run, done = self.run, self.run.step - self.start_step
         if done == 1:
             wait_for(run.processes.device)
             now = time.perf_counter()
             self.first_step, self.cold_start = now - self.began, now - run.began
-            self.first_wait = run.loader.waited
             run.processes.say(
                 f"  start     {self.cold_start:.1f} s, of which the first step took {self.first_step:.1f} s"
             )
-            self.restart()
+            if not due:
+                self.restart()
         if done == 21:
             left = run.cfg.train.steps - self.start_step
             minutes = (time.perf_counter() - self.began - self.first_step) / 20 * left / 60
@@ -54,12 +55,10 @@ class Clock:
 def log(run: Run, clock: Clock) -> str:
     """Write down means and speed since the last log, and begin anew; returns them in short."""
     found = read_statistics(run)  # waits for the device, so the clock comes after
-    values = {"lr": run.learning_rate.at(run.step - 1), "bad_steps": int(found["bad"])}
+    values = {"lr": learning_rate(run.cfg, run.step - 1), "bad_steps": int(found["bad"])}
     if found["good"]:
         values |= {name: found[name] / found["good"] for name in ("loss", "grad_norm")}
     seconds, steps, waited = time.perf_counter() - clock.since, run.step - clock.first, run.loader.waited
-    if not steps:  # the first step is all there is
-        seconds, steps, waited = clock.first_step, 1, clock.first_wait
     speed = steps * run.cfg.train.batch_size / seconds
     flops = 3 * run.network.forward_flops(active_routes(run.cfg, run.step - 1)) * speed
     values |= {"images_per_s": round(speed, 1), "flops_per_s": float(f"{flops:.4g}")}

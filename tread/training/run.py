@@ -20,7 +20,7 @@ from tread.runtime.distributed import Processes
 from tread.runtime.files import explain_failure
 from tread.runtime.signals import INTERRUPTED, Stop
 from tread.training.ema import EMA
-from tread.training.optimizer import LearningRate, StepStatistics
+from tread.training.optimizer import StepStatistics
 from tread.training.run_folder import RunLog
 from tread.training.settings import Settings
 
@@ -47,7 +47,6 @@ class Run:
     ema: EMA
     averages: dict[float, EMA]  # of ema.power, by width
     optimizer: torch.optim.Optimizer
-    learning_rate: LearningRate
     decoder: Decoder
     online_fid: OnlineFID | None  # of eval.fid_every
     log: RunLog

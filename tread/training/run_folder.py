@@ -112,10 +112,7 @@ class RunLog:
 
     def starts(self) -> list[dict]:
         """What run.json holds: time, step, command, versions and config of each start; [] without a readable one."""
-        try:
-            return json.loads((self.folder / "run.json").read_text())
-        except (FileNotFoundError, ValueError):  # a damaged one; what decides stands in the checkpoints
-            return []
+        return self._read("run.json") or []
 
     def start(self, step: int, config: dict, **facts: object) -> None:
         """Take the folder, note a start or resumption, and forget metrics of steps that will be done again.
@@ -157,10 +154,13 @@ class RunLog:
 
     def read_status(self) -> dict:
         """What status.json holds; {} without a readable one."""
+        return self._read("status.json") or {}
+
+    def _read(self, name: str) -> list | dict | None:
         try:
-            return json.loads((self.folder / "status.json").read_text())
-        except (FileNotFoundError, ValueError):  # it informs people alone, so a damaged one stops nothing
-            return {}
+            return json.loads((self.folder / name).read_text())
+        except (FileNotFoundError, ValueError):  # a damaged one stops nothing: what decides stands in the checkpoints
+            return None
 
     def close(self) -> None:
         """Give the folder back, if it was taken."""

@@ -15,16 +15,9 @@ from tread.runtime.compiling import Compile
 from tread.runtime.device import Precision
 from tread.runtime.schema import Count, CountOrZero, Positive, Range, Share, TwoOrMore
 from tread.runtime.tensor_files import Weights
-from tread.training.ema import exponent, exponential
-from tread.training.optimizer import LearningRate
+from tread.training.ema import Width
 
-# keys that are gone, and what to set in their place
-MOVED = {f"recipe.{key}": f"model.{key}" for key in ("hidden_size", "depth", "num_heads", "patch_size")}
-MOVED |= {"recipe.steps": "train.steps", "recipe.batch_size": "train.batch_size", "recipe.lr": "optim.lr"}
-MOVED |= {"recipe.ema_decay": "ema.decay", "recipe.ema_warmup": "ema.warmup"}
-MOVED |= {f"recipe.{key}_every": f"every.{key}" for key in ("log", "evaluate", "sample", "save")}
-MOVED |= {"recipe.demo_samples": "eval.demo_samples"}
-MOVED |= {f"recipe.{key}": key for key in ("name", "objective", "init_from")}
+BelowOne = Annotated[float, Range("lie in [0, 1)", lambda number: 0 <= number < 1)]
 
 
 @dataclass(frozen=True)
@@ -54,36 +47,31 @@ class Train:
 @dataclass(frozen=True)
 class Optim:
     lr: Positive
-    betas: tuple[float, ...]
+    betas: tuple[BelowOne, ...]
     eps: Positive
     weight_decay: float
-    schedule: str
-    warmup_steps: int
+    schedule: Literal["constant", "linear", "cosine"]
+    warmup_steps: CountOrZero
     final_lr: float
     clip_norm: Positive | None
 
     def __post_init__(self) -> None:
-        LearningRate(self.lr, 1, self.schedule, self.warmup_steps, self.final_lr)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optim.betas is {list(self.betas)}, but must be two numbers in [0, 1)")
+        if not 0 <= self.final_lr <= self.lr:
+            raise ValueError(f"optim.final_lr is {self.final_lr}, but must lie between 0 and optim.lr, {self.lr}")
+        if len(self.betas) != 2:
+            raise ValueError(f"optim.betas is {list(self.betas)}, but must be two numbers")
 
 
 @dataclass(frozen=True)
 class Ema:
-    decay: float
+    decay: BelowOne
     warmup: bool
-    power: tuple[float, ...]
+    power: tuple[Width, ...]
     snapshot_every: Count | None
 
     def __post_init__(self) -> None:
-        exponential(self.decay)
         if len(set(self.power)) < len(self.power):
             raise ValueError(f"ema.power is {list(self.power)}, but must be different widths")
-        try:
-            for width in self.power:
-                exponent(width)
-        except ValueError as error:
-            raise ValueError(f"ema.power: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -197,9 +185,6 @@ class Settings:
 
 def read(config: dict) -> Settings:
     """A composed config → Settings. Raises ValueError."""
-    if "recipe" in config:
-        gone = [f"recipe.{key} is {MOVED.get(f'recipe.{key}', 'nothing')} now" for key in config["recipe"]]
-        raise ValueError(f"recipe is gone: {', '.join(gone)}; a dataset or experiment sets those keys itself")
     return schema.read(config, Settings)
 
 

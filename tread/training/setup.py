@@ -14,7 +14,7 @@ from torch import nn
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, load_weights, process_of
 from tread.data import autoencoder, digits
-from tread.data.dataset import LatentDataset, read_index
+from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.evaluation.online_fid import open_online_fid
@@ -26,7 +26,7 @@ from tread.runtime.signals import Stop
 from tread.training import posthoc_ema
 from tread.training.ema import EMA, exponential, power
 from tread.training.objective import split_batch
-from tread.training.optimizer import LearningRate, StepStatistics
+from tread.training.optimizer import StepStatistics, learning_rate
 from tread.training.run import Run
 from tread.training.run_folder import Claim, RunLog, claim
 from tread.training.settings import Settings, read
@@ -98,7 +98,6 @@ def start(cfg: Settings, config: dict, stop: Stop) -> Run:
         ema=ema,
         averages=averages,
         optimizer=optimizer,
-        learning_rate=build_learning_rate(cfg),
         decoder=real if cfg.sampling.decode and real else autoencoder.preview,
         online_fid=online_fid,
         log=log,
@@ -157,7 +156,7 @@ def prepare_folder(run: Run, claimed: Claim) -> None:
     for key, (before, now) in claimed.changed.items():
         run.processes.say(f"  {key} was {before}, is {now}")
     if cfg.optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
-        rate = run.learning_rate.at(run.step)
+        rate = learning_rate(cfg, run.step)
         run.processes.say(f"warning: the learning rate falls until train.steps, so it now goes on at {rate:.3g}")
     if cfg.wandb.enabled:
         run.wandb = start_wandb(cfg, run.config, run.folder)
@@ -178,12 +177,6 @@ def build_optimizer(cfg: Settings, network: nn.Module) -> torch.optim.AdamW:
     )
 
 
-def build_learning_rate(cfg: Settings) -> LearningRate:
-    """The learning rate of each step of a run."""
-    optim = cfg.optim
-    return LearningRate(optim.lr, cfg.train.steps, optim.schedule, optim.warmup_steps, optim.final_lr)
-
-
 def complete(config: dict) -> dict:
     """The config with dataset.channels, size and num_classes; those that are null come from the dataset itself.
 
@@ -192,10 +185,7 @@ def complete(config: dict) -> dict:
     dataset = read(config).dataset
     if all(getattr(dataset, key) is not None for key in MEASURES):
         return config
-    try:
-        found = LatentSpec.from_json(read_index(Path(dataset.path)))
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{dataset.path}/index.json is damaged: {type(error).__name__}: {error}") from error
+    found = LatentDataset(dataset.path).latents
     measures = dict(zip(MEASURES, (found.shape[0], found.shape[1], len(found.classes))))
     known = {key: value for key, value in config["dataset"].items() if key not in MEASURES or value is not None}
     return {**config, "dataset": {**measures, **known}}

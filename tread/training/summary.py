@@ -4,29 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch import nn
-
 from routing_module import check_routes
-from tread.data.dataset import LatentDataset
 from tread.evaluation.digits_judge import VALUES
 from tread.routing.ids import count_kept
-from tread.training.settings import Settings
+from tread.training.objective import active_routes
+from tread.training.run import Run
 
 SELECTS = {"token": "", "row": " in whole rows", "shared": ", the same ones in a batch"}
 
 
-def describe(
-    cfg: Settings,
-    network: nn.Module,
-    data: LatentDataset,
-    processes: int,
-    micro_batches: list[slice],
-    device: str,
-) -> str:
+def describe(run: Run) -> str:
     """Data, size, FLOPs, tokens kept, the batch and its split, disk space: one line each."""
+    cfg, network, data, micro_batches = run.cfg, run.network, run.data, run.micro_batches
     parameters = sum(parameter.numel() for parameter in network.parameters())
-    schedule = cfg.train.ratio_schedule
-    active = schedule.apply(cfg.model.routes, 0) if schedule else cfg.model.routes
+    schedule, active = cfg.train.ratio_schedule, active_routes(cfg, 0)
     dense, routed = network.forward_flops(), network.forward_flops(active)
     epochs = cfg.train.steps / data.steps_per_epoch(cfg.train.batch_size)
     accumulation, micro = len(micro_batches), micro_batches[0].stop - micro_batches[0].start
@@ -44,8 +35,9 @@ def describe(
         "routes": "; ".join(routes) or "none",
         "FLOPs": f"{3 * routed:.3e} a training image, {dense / routed:.3f} times fewer than without routes; "
         f"{dense:.3e} a forward pass of all tokens",
-        "batch": f"{cfg.train.batch_size} = {processes} processes × {accumulation} accumulation steps × {micro} images",
-        "device": device,
+        "batch": f"{cfg.train.batch_size} = {run.processes.count} processes × {accumulation} accumulation steps × "
+        f"{micro} images",
+        "device": f"{run.processes.device}, {run.precision}",
         "disk": f"{(16 + 4 * widths) * parameters / 1e6:,.0f} MB a checkpoint, every {cfg.every.save:,} steps",
     }
     if schedule:
