@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset
-from tread.data.latents import Dtype, LatentSpec
+from tread.data.latents import Dtype
 from tread.data.photos import Photos, find_photos
 from tread.data.prepare import Crops, check_sizes, make_shards, shard_ranges, source_hash
 from tread.data.writer import DatasetWriter, is_finished
@@ -105,67 +104,31 @@ def prepare(options: Options, processes: Processes) -> None:
     processes.wait()  # nobody writes before all have seen the same list
     if processes.main:
         writer.check_space(sum(len(ranges[number]) for number in missing))
-    processes.say(describe(photos, options, latents, len(ranges), len(missing), processes))
-    mine = [(number, ranges[number]) for number in missing[processes.rank :: processes.count]]
-    encode_shards(photos, writer, autoencoder.encoder(model, latents, options.precision), mine, options, processes)
+    content = latents.content + (f" (mean, {latents.spread})" if latents.spread else "")
+    stored = len(photos) * latents.sample_bytes / 1e9
+    processes.say(f"  pictures  {len(photos):,} in {len(photos.classes):,} classes, {photos.where}")
+    processes.say(f"  crop      {options.resolution}², {'with' if options.flip else 'without'} flipped copies")
+    processes.say(f"  encoder   {latents.autoencoder}, {options.precision}")
+    processes.say(
+        f"  stores    {content} {latents.stored_shape[1:]} {latents.dtype}, {stored:.2f} GB; "
+        f"network latents are (z − {latents.shift:g})·{latents.scale:g}"
+    )
+    shards = f"{len(missing)} of {len(ranges)} shards"
+    processes.say(f"  work      {shards}, {processes.count} processes on {processes.device}")
+    make_shards(
+        photos,
+        writer,
+        autoencoder.encoder(model, latents, options.precision),
+        [(number, ranges[number]) for number in missing[processes.rank :: processes.count]],
+        options.resolution,
+        options.batch_size,
+        min(16, processes.cores) if options.workers is None else options.workers,
+        options.on_error == "skip",
+        processes,
+    )
     processes.wait()
     if processes.main:
         finish(photos, writer, len(ranges), plan, options, processes)
-
-
-def describe(
-    photos: Photos, options: Options, latents: LatentSpec, shards: int, missing: int, processes: Processes
-) -> str:
-    """What will be done: one line each."""
-    content = latents.content + (f" (mean, {latents.spread})" if latents.spread else "")
-    stored = len(photos) * latents.sample_bytes / 1e9
-    return "\n".join(
-        (
-            f"  pictures  {len(photos):,} in {len(photos.classes):,} classes, {photos.where}",
-            f"  crop      {options.resolution}², {'with' if options.flip else 'without'} flipped copies",
-            f"  encoder   {latents.autoencoder}, {options.precision}",
-            f"  stores    {content} {latents.stored_shape[1:]} {latents.dtype}, {stored:.2f} GB; "
-            f"network latents are (z − {latents.shift:g})·{latents.scale:g}",
-            f"  work      {missing} of {shards} shards, {processes.count} processes on {processes.device}",
-        )
-    )
-
-
-def encode_shards(
-    photos: Photos,
-    writer: DatasetWriter,
-    encode: autoencoder.Encoder,
-    mine: list[tuple[int, range]],
-    options: Options,
-    processes: Processes,
-) -> None:
-    """This process's share, with a progress bar and the shares of time at the end."""
-    workers = min(16, processes.cores) if options.workers is None else options.workers
-    total = sum(len(part) for _, part in mine)
-    began, progress = time.perf_counter(), None
-    with processes.bar("encoding", total) as bar:
-        for progress in make_shards(
-            photos,
-            writer,
-            encode,
-            mine,
-            options.resolution,
-            options.batch_size,
-            workers,
-            options.on_error == "skip",
-        ):
-            bar.update(progress.pictures - bar.n)
-    if progress is None:
-        return
-    wall = time.perf_counter() - began
-    shares = {"encoding": progress.seconds["encode"], "waiting for pictures": progress.waited}
-    shares["writing"] = progress.seconds["write"]
-    each = ", ".join(f"{stage} {1000 * progress.seconds[stage] / total:.2f}" for stage in ("read", "decode", "crop"))
-    processes.say(
-        f"  speed     {total / wall:.1f} images/s a process, of whose time "
-        + ", ".join(f"{100 * seconds / wall:.1f}% {what}" for what, seconds in shares.items())
-        + f"; CPU ms a picture in {workers} reading processes: {each}"
-    )
 
 
 def finish(
