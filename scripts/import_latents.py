@@ -7,9 +7,8 @@ was stopped, and it goes on with the shards that are missing.
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hydra
@@ -26,10 +25,9 @@ from tread.data.images import save_grid
 from tread.data.importers import ForeignLatents, Kind, open_foreign
 from tread.data.latents import Dtype, LatentSpec
 from tread.data.prepare import shard_ranges
-from tread.data.writer import DatasetWriter, is_finished
+from tread.data.writer import DatasetWriter
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
-from tread.runtime.files import explain_failure, write_whole
 from tread.runtime.schema import Count, CountOrZero
 
 
@@ -73,10 +71,11 @@ def import_all(options: Options) -> None:
     ranges = shard_ranges(len(foreign.labels), options.shard_size)
     plan = {"kind": options.kind, "source": str(Path(options.source).resolve()), "shard_size": options.shard_size}
     plan["labels_sha256"] = hashlib.sha256(foreign.labels.tobytes()).hexdigest()
-    if is_finished(Path(options.out), asdict(latents) | plan):
+    writer = DatasetWriter(Path(options.out), latents, plan)
+    if writer.is_finished():
         print(f"{options.out} is finished")
         return
-    writer = DatasetWriter(Path(options.out), latents, plan)
+    writer.begin()
     missing = writer.missing(len(ranges))
     writer.check_space(sum(len(ranges[number]) for number in missing))
     views = "with flipped copies" if latents.views == 2 else "one view"
@@ -90,15 +89,14 @@ def import_all(options: Options) -> None:
         for number in missing:
             stored = np.stack([read(foreign, index, bar) for index in ranges[number]])
             writer.write(number, stored, foreign.labels[ranges[number].start : ranges[number].stop])
-    finish(writer, len(ranges), plan, options)
+    finish(writer, len(ranges), options)
 
 
 def class_names(options: Options, latents: LatentSpec) -> tuple[str, ...]:
     """The names in the file `classes`, or the numbers."""
     if options.classes is None:
         return latents.classes
-    names = tuple(Path(options.classes).read_text().split("\n"))
-    names = names[:-1] if names[-1] == "" else names
+    names = tuple(Path(options.classes).read_text().splitlines())
     if len(names) < len(latents.classes):
         raise ValueError(f"{options.classes} names {len(names)} classes, but the labels need {len(latents.classes)}")
     return names
@@ -123,24 +121,20 @@ def read(foreign: ForeignLatents, index: int, bar: tqdm) -> np.ndarray:
     return sample
 
 
-def finish(writer: DatasetWriter, shards: int, plan: dict, options: Options) -> None:
+def finish(writer: DatasetWriter, shards: int, options: Options) -> None:
     """Assemble the dataset, look at it, write its report, and give it its name."""
     folder = writer.assemble(shards)
     data = LatentDataset(folder)
-    made = dataset_report.numbers(data) | {"plan": asdict(writer.latents) | plan}
-    with explain_failure(folder / "report.json"):
-        write_whole(folder / "report.json", json.dumps(made, indent=1) + "\n")
+    made = dataset_report.numbers(data)
     pictures = f"  pictures  {writer.folder / 'report.png'}: decoded samples; look whether they are whole"
     if options.decode:
         chosen = dataset_report.spread(len(data), options.decode)
         try:
-            decoder = autoencoder.load_decoder(data.latents)
-            save_grid(
-                folder / "report.png", dataset_report.decode(data, chosen, decoder, torch.device("cpu")), columns=4
-            )
+            after = dataset_report.decode(data, chosen, torch.device("cpu"))
+            save_grid(folder / "report.png", after, columns=4)
         except (ValueError, RuntimeError) as error:
             pictures = f"  pictures  none, so nobody has seen whether the scale is right: {error}"
-    writer.publish()
+    writer.publish(made)
     print(dataset_report.text(made))
     if not 0.2 < np.mean(made["channel_std"]) < 2.5:
         print(

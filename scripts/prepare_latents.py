@@ -6,29 +6,30 @@ processes, and it goes on with the shards that are missing.
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import hydra
 import numpy as np
+import torch
 from omegaconf import DictConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset
+from tread.data.images import save_grid
 from tread.data.latents import Dtype
 from tread.data.photos import Photos, find_photos
 from tread.data.prepare import Crops, check_sizes, make_shards, shard_ranges, source_hash
-from tread.data.writer import DatasetWriter, is_finished
+from tread.data.writer import DatasetWriter
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes, share_work
-from tread.runtime.files import explain_failure, write_whole
+from tread.runtime.files import explain_failure
 from tread.runtime.schema import Count, CountOrZero
 
 PLANNED = ("resolution", "precision", "shard_size")  # with the pictures and the latents, what a dataset is made of
@@ -95,11 +96,13 @@ def prepare(options: Options, processes: Processes) -> None:
     )
     ranges = shard_ranges(len(photos), options.shard_size)
     plan = {key: getattr(options, key) for key in PLANNED} | {"pictures": source_hash(photos)}
-    if is_finished(out, asdict(latents) | plan):
+    writer = DatasetWriter(out, latents, plan)
+    if writer.is_finished():
         processes.say(f"{out} is finished")
         return
     with processes.main_first():
-        writer = DatasetWriter(out, latents, plan, processes.main)
+        if processes.main:
+            writer.begin()
         missing = writer.missing(len(ranges))
     processes.wait()  # nobody writes before all have seen the same list
     if processes.main:
@@ -128,41 +131,34 @@ def prepare(options: Options, processes: Processes) -> None:
     )
     processes.wait()
     if processes.main:
-        finish(photos, writer, len(ranges), plan, options, processes)
+        finish(photos, writer, len(ranges), options, processes.device)
 
 
-def finish(
-    photos: Photos, writer: DatasetWriter, shards: int, plan: dict, options: Options, processes: Processes
-) -> None:
+def finish(photos: Photos, writer: DatasetWriter, shards: int, options: Options, device: torch.device) -> None:
     """Assemble the dataset, look at it, write its report, and give it its name."""
     folder = writer.assemble(shards)
     data, notes = LatentDataset(folder), writer.notes(shards)
-    empty = [name for name, count in dataset_report.numbers(data)["class_counts"].items() if not count]
+    made = dataset_report.numbers(data)
+    empty = [name for name, count in made["class_counts"].items() if not count]
     if empty and not options.allow_empty:
         raise ValueError(
             f"no picture of {', '.join(empty[:5])} could be read; repair some of {photos.where} and remove "
             f"{writer.work}, or set allow_empty=true"
         )
     left_out = [*photos.refused, *(tuple(one) for note in notes for one in note["left_out"])]
-    made = dataset_report.numbers(data) | {
-        "enlarged": sum(note["enlarged"] for note in notes),
-        "left_out": left_out,
-        "plan": asdict(writer.latents) | plan,
-    }
+    made |= {"enlarged": sum(note["enlarged"] for note in notes), "left_out": left_out}
     if options.decode:
         chosen = dataset_report.spread(len(data), options.decode)
         skipped = {name for name, _ in left_out}
         kept = [index for index, name in enumerate(photos.names) if name not in skipped]
         crops = Crops(photos, options.resolution)
         before = np.stack([crops[kept[index]][0].numpy() for index in chosen])
-        decoder = autoencoder.load_decoder(data.latents, processes.device)
-        after = dataset_report.decode(data, chosen, decoder, processes.device)
+        after = dataset_report.decode(data, chosen, device)
         made["psnr"] = [dataset_report.psnr(*pair) for pair in zip(before, after)]
         with explain_failure(folder / "report.png"):
-            dataset_report.side_by_side(folder / "report.png", before, after)
-    with explain_failure(folder / "report.json"):
-        write_whole(folder / "report.json", json.dumps(made, indent=1) + "\n")
-    writer.publish()
+            pairs = np.stack([before, after], axis=1).reshape(-1, *before.shape[1:])
+            save_grid(folder / "report.png", pairs, columns=2)
+    writer.publish(made)
     print(dataset_report.text(made))
     if options.decode:
         print(f"  pictures  {writer.folder / 'report.png'}: photo, decoded latents")

@@ -145,10 +145,10 @@ def test_classes_have_the_names_given(bring, tmp_path):
 
 def test_the_report_warns_of_an_unlikely_scale_and_of_nobody_having_looked(bring, tmp_path, capsys, monkeypatch):
     write_tars(tmp_path / "source")
-    monkeypatch.setattr(autoencoder, "load_decoder", lambda latents: lambda x: autoencoder.to_uint8(x[:, :3]))
+    monkeypatch.setattr(autoencoder, "load_decoder", lambda latents, device: lambda x: autoencoder.to_uint8(x[:, :3]))
     bring("tread_tar", "decode=2")
     assert "warning" not in capsys.readouterr().out and (tmp_path / "data" / "report.png").is_file()
-    monkeypatch.setattr(autoencoder, "load_decoder", lambda latents: int("no autoencoder"))  # a ValueError
+    monkeypatch.setattr(autoencoder, "load_decoder", lambda latents, device: int("no autoencoder"))  # a ValueError
     bring("tread_tar", "scale_applied=true", "decode=2", out="other")
     shown = capsys.readouterr().out
     assert "are scale and scale_applied right?" in shown and "nobody has seen whether the scale is right" in shown
