@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tread.data.dataset import check_labels
+
 
 @dataclass
 class Rows:
@@ -58,10 +60,9 @@ def open_pictures(source: Path, paths: list[Path], split: str | None) -> tuple[l
     Raises ValueError if the split or the columns are not clear.
     """
     splits = sorted({_split(path) for path in paths})
-    if split is not None:
-        paths = [path for path in paths if _split(path) == split]
-    elif len(splits) > 1:
-        paths = []
+    if split is None and len(splits) == 1:
+        split = splits[0]
+    paths = [path for path in paths if _split(path) == split]
     if not paths:
         raise ValueError(f"{source} holds the splits {', '.join(splits)}; choose one by root=…")
     schema = _open(paths[0]).schema_arrow
@@ -86,8 +87,7 @@ def open_pictures(source: Path, paths: list[Path], split: str | None) -> tuple[l
         labels.append(column.to_numpy())
     numbers = np.concatenate(labels).astype(np.int64)
     classes = features.get(label, {}).get("names") or [str(n) for n in range(int(numbers.max(initial=-1)) + 1)]
-    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(classes):
-        raise ValueError(f"{source}: labels lie in {numbers.min()}..{numbers.max()}, with {len(classes)} classes")
+    check_labels(numbers, len(classes), source)
     return names, numbers, list(classes), Rows(paths, image, groups)
 
 
