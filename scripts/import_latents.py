@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset
 from tread.data.images import save_grid
-from tread.data.importers import ForeignLatents, Kind, open_foreign
+from tread.data.importers import Kind, open_foreign
 from tread.data.latents import Dtype, LatentSpec
 from tread.data.prepare import shard_ranges
 from tread.data.writer import DatasetWriter
@@ -87,8 +87,13 @@ def import_all(options: Options) -> None:
     pace = 0.5 if sys.stderr.isatty() else 20  # seconds between updates of the bar
     with tqdm(total=sum(len(ranges[n]) for n in missing), unit="sample", mininterval=pace) as bar:
         for number in missing:
-            stored = np.stack([read(foreign, index, bar) for index in ranges[number]])
-            writer.write(number, stored, foreign.labels[ranges[number].start : ranges[number].stop])
+            stored = []
+            for index in ranges[number]:
+                stored.append(foreign.read(index))
+                if (shape := stored[-1].shape) != (first := latents.stored_shape):
+                    raise ValueError(f"{foreign.name(index)} has shape {shape}, but the first sample has {first}")
+                bar.update()
+            writer.write(number, np.stack(stored), foreign.labels[ranges[number]])
     finish(writer, len(ranges), options)
 
 
@@ -104,21 +109,11 @@ def class_names(options: Options, latents: LatentSpec) -> tuple[str, ...]:
 
 def meaning(latents: LatentSpec) -> str:
     """What the stored numbers are, in words."""
-    if latents.content == "moments":
-        spread = {"logvar": "log-variance", "std": "standard deviation"}[latents.spread]
-        return f"posterior mean and {spread}, unscaled; network latents are z·{latents.scale:g}"
+    spread = {"logvar": "log-variance", "std": "standard deviation"}.get(latents.spread)
+    content = f"posterior mean and {spread}" if spread else "samples"
     if latents.scale_applied:
-        return f"samples, multiplied by {latents.scale:g} before"
-    return f"samples, unscaled; network latents are z·{latents.scale:g}"
-
-
-def read(foreign: ForeignLatents, index: int, bar: tqdm) -> np.ndarray:
-    """One sample, checked against the first."""
-    sample, expected = foreign.read(index), foreign.latents.stored_shape
-    if sample.shape != expected:
-        raise ValueError(f"{foreign.name(index)} has shape {sample.shape}, but the first sample has {expected}")
-    bar.update()
-    return sample
+        return f"{content}, multiplied by {latents.scale:g} before"
+    return f"{content}, unscaled; network latents are z·{latents.scale:g}"
 
 
 def finish(writer: DatasetWriter, shards: int, options: Options) -> None:

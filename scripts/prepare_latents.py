@@ -7,7 +7,7 @@ processes, and it goes on with the shards that are missing.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -31,8 +31,6 @@ from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes, share_work
 from tread.runtime.files import explain_failure
 from tread.runtime.schema import Count, CountOrZero
-
-PLANNED = ("resolution", "precision", "shard_size")  # with the pictures and the latents, what a dataset is made of
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,7 @@ class Options:
 def main(composed: DictConfig) -> None:
     with explained("stopped; start it again to go on with the shards that are missing"):
         options = schema.read(plain(composed), Options)
-        processes = share_work(options.device)
-        batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
-        prepare(replace(options, batch_size=batch_size), processes)
+        prepare(options, share_work(options.device))
 
 
 def prepare(options: Options, processes: Processes) -> None:
@@ -95,7 +91,8 @@ def prepare(options: Options, processes: Processes) -> None:
         views=2 if options.flip else 1,
     )
     ranges = shard_ranges(len(photos), options.shard_size)
-    plan = {key: getattr(options, key) for key in PLANNED} | {"pictures": source_hash(photos)}
+    plan = {key: getattr(options, key) for key in ("resolution", "precision", "shard_size")}
+    plan["pictures"] = source_hash(photos)
     writer = DatasetWriter(out, latents, plan)
     if writer.is_finished():
         processes.say(f"{out} is finished")
@@ -124,7 +121,7 @@ def prepare(options: Options, processes: Processes) -> None:
         autoencoder.encoder(model, latents, options.precision),
         [(number, ranges[number]) for number in missing[processes.rank :: processes.count]],
         options.resolution,
-        options.batch_size,
+        options.batch_size or (2 if processes.device.type == "cpu" else 32),
         min(16, processes.cores) if options.workers is None else options.workers,
         options.on_error == "skip",
         processes,

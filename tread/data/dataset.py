@@ -28,7 +28,6 @@ from tread.data.latents import LatentSpec
 from tread.data.npy import open_array, rows_in_place, torch_dtype
 from tread.runtime.files import sha256
 from tread.runtime.randomness import generator
-from tread.runtime.schema import check
 
 VERSION = 1
 SHARD_KEYS = ("count", "file", "labels", "file_sha256", "labels_sha256")
@@ -79,8 +78,6 @@ class LatentDataset:
 
     def __post_init__(self) -> None:
         self.folder = Path(self.folder)
-        check("verify", self.verify, Verify)
-        check("placement", self.placement, Placement)
         path = self.folder / "index.json"
         index = read_index(self.folder)
         try:
@@ -118,9 +115,8 @@ class LatentDataset:
         counts = [len(shard) for shard in self._shards]
         self._firsts = np.cumsum([0, *counts])[:-1]  # of each shard, the first sample
         in_place = self.placement == "mmap"
-        if hasattr(mmap, "MADV_RANDOM"):
-            for shard in self._shards:  # the kernel's reading ahead would be wasted on samples in random order
-                shard._mmap.madvise(mmap.MADV_RANDOM if in_place else mmap.MADV_SEQUENTIAL)
+        for shard in self._shards:  # the kernel's reading ahead would be wasted on samples in random order
+            shard._mmap.madvise(mmap.MADV_RANDOM if in_place else mmap.MADV_SEQUENTIAL)
         if in_place and counts:
             self._rows, starts = rows_in_place(self._shards, width)
             self._next_view, self._next_sample = width, views * width
@@ -194,7 +190,7 @@ class LatentDataset:
 
         A gather alone would meet the disk's latency page after page.
         """
-        if self.placement != "mmap" or not hasattr(mmap, "MADV_WILLNEED"):
+        if self.placement != "mmap":
             return
         indices, views = self._chosen(seed, step, batch_size, rows)
         size = int(np.prod(self.latents.stored_shape[1:])) * np.dtype(self.latents.dtype).itemsize

@@ -26,7 +26,6 @@ import numpy as np
 from tread.data.latents import LatentSpec
 from tread.data.photos import MOST_CLASSES, Folder, check_table, label_table
 from tread.data.tars import Tar
-from tread.runtime.schema import check
 
 Kind = Annotated[Literal["maskdit_lmdb", "tread_tar", "repa_npy"], "pictures: prepare_latents.py"]
 
@@ -66,7 +65,6 @@ def open_foreign(
 
     Raises FileNotFoundError, or ValueError for a source that is not what its kind says.
     """
-    check("kind", kind, Kind)
     source = Path(source)
     if kind != "tread_tar" and scale_applied:
         raise ValueError(f"scale_applied=true, but {kind} holds unscaled moments; leave scale_applied out")

@@ -57,10 +57,8 @@ class Photos:
         if not self.names:
             other = f"; it holds {self.refused[0][0]}" if self.refused else ""
             raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){other}")
-        if allow_empty:
-            return
-        counts = np.bincount(self.labels, minlength=len(self.classes))
-        if empty := [self.classes[i] for i in np.flatnonzero(counts == 0)]:
+        empty = [self.classes[i] for i in np.setdiff1d(range(len(self.classes)), self.labels)]
+        if empty and not allow_empty:
             raise ValueError(
                 f"{self.where}: classes without a picture: {listed(empty)}. "
                 "Remove what is empty, or set allow_empty=true to keep the class"
@@ -106,7 +104,8 @@ def find_photos(source: Path, root: str | None = None, labels: str | None = None
     names = [name for name in store.names if not _hidden(name)]
     folders = set(store.folders) | {name.rpartition("/")[0] for name in names}
     folders |= {str(parent) for folder in folders for parent in PurePosixPath(folder).parents}
-    inside = _inside(source, names, {folder for folder in folders if not _hidden(folder)} - {"", "."}, root, labels)
+    folders = {folder for folder in folders if not _hidden(folder)} - {"", "."}
+    inside = _inside(source, names, folders, root, labels)
     prefix = f"{inside}/" if inside else ""
     names = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     where = f"{source}:{inside}" if inside else str(source)
@@ -120,8 +119,7 @@ def find_photos(source: Path, root: str | None = None, labels: str | None = None
         names = [name for name in names if name not in (chosen, *LABEL_FILES)]
         names, numbers, classes, refused = _by_table(where, names, label_table(chosen, content))
     else:
-        classes = sorted({f.removeprefix(prefix).split("/")[0] for f in folders if f.startswith(prefix)} - {".", ""})
-        classes = [name for name in classes if not _hidden(name)]
+        classes = sorted({f.removeprefix(prefix).split("/")[0] for f in folders if f.startswith(prefix)})
         names, numbers, refused = _by_folder(where, names, classes)
     read = partial(_read, store, [prefix + name for name in names])
     return Photos(where, names, np.array(numbers, dtype=np.int64), tuple(classes), read, refused)
