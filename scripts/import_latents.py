@@ -67,7 +67,12 @@ def import_all(options: Options) -> None:
         options.scale_applied,
         options.num_classes,
     )
-    latents = replace(foreign.latents, dtype=options.dtype, classes=class_names(options, foreign.latents))
+    latents = replace(foreign.latents, dtype=options.dtype)
+    if options.classes is not None:
+        names, needed = tuple(Path(options.classes).read_text().splitlines()), len(latents.classes)
+        if len(names) < needed:
+            raise ValueError(f"{options.classes} names {len(names)} classes, but the labels need {needed}")
+        latents = replace(latents, classes=names)
     ranges = shard_ranges(len(foreign.labels), options.shard_size)
     plan = {"kind": options.kind, "source": str(Path(options.source).resolve()), "shard_size": options.shard_size}
     plan["labels_sha256"] = hashlib.sha256(foreign.labels.tobytes()).hexdigest()
@@ -97,16 +102,6 @@ def import_all(options: Options) -> None:
     finish(writer, len(ranges), options)
 
 
-def class_names(options: Options, latents: LatentSpec) -> tuple[str, ...]:
-    """The names in the file `classes`, or the numbers."""
-    if options.classes is None:
-        return latents.classes
-    names = tuple(Path(options.classes).read_text().splitlines())
-    if len(names) < len(latents.classes):
-        raise ValueError(f"{options.classes} names {len(names)} classes, but the labels need {len(latents.classes)}")
-    return names
-
-
 def meaning(latents: LatentSpec) -> str:
     """What the stored numbers are, in words."""
     spread = {"logvar": "log-variance", "std": "standard deviation"}.get(latents.spread)
@@ -118,15 +113,15 @@ def meaning(latents: LatentSpec) -> str:
 
 def finish(writer: DatasetWriter, shards: int, options: Options) -> None:
     """Assemble the dataset, look at it, write its report, and give it its name."""
-    folder = writer.assemble(shards)
-    data = LatentDataset(folder)
+    writer.assemble(shards)
+    data = LatentDataset(writer.data)
     made = dataset_report.numbers(data)
     pictures = f"  pictures  {writer.folder / 'report.png'}: decoded samples; look whether they are whole"
     if options.decode:
         chosen = dataset_report.spread(len(data), options.decode)
         try:
             after = dataset_report.decode(data, chosen, torch.device("cpu"))
-            save_grid(folder / "report.png", after, columns=4)
+            save_grid(data.folder / "report.png", after, columns=4)
         except (ValueError, RuntimeError) as error:
             pictures = f"  pictures  none, so nobody has seen whether the scale is right: {error}"
     writer.publish(made)

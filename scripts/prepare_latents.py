@@ -133,8 +133,7 @@ def prepare(options: Options, processes: Processes) -> None:
 
 def finish(photos: Photos, writer: DatasetWriter, shards: int, options: Options, device: torch.device) -> None:
     """Assemble the dataset, look at it, write its report, and give it its name."""
-    folder = writer.assemble(shards)
-    data, notes = LatentDataset(folder), writer.notes(shards)
+    notes, data = writer.assemble(shards), LatentDataset(writer.data)
     made = dataset_report.numbers(data)
     empty = [name for name, count in made["class_counts"].items() if not count]
     if empty and not options.allow_empty:
@@ -152,9 +151,9 @@ def finish(photos: Photos, writer: DatasetWriter, shards: int, options: Options,
         before = np.stack([crops[kept[index]][0].numpy() for index in chosen])
         after = dataset_report.decode(data, chosen, device)
         made["psnr"] = [dataset_report.psnr(*pair) for pair in zip(before, after)]
-        with explain_failure(folder / "report.png"):
+        with explain_failure(data.folder / "report.png"):
             pairs = np.stack([before, after], axis=1).reshape(-1, *before.shape[1:])
-            save_grid(folder / "report.png", pairs, columns=2)
+            save_grid(data.folder / "report.png", pairs, columns=2)
     writer.publish(made)
     print(dataset_report.text(made))
     if options.decode:

@@ -137,10 +137,8 @@ class LatentDataset:
             )
         rows = torch.empty(starts[-1], width, dtype=torch_dtype(self.latents.dtype), device=device)
         for shard, start in zip(self._shards, starts):
-            flat = shard.reshape(-1, width)
-            for first in range(0, len(flat), 4096):
-                part = flat[first : first + 4096]
-                rows[start + first : start + first + len(part)] = torch.from_numpy(part.copy())
+            flat = rows_in_place([shard], width)[0][::width]
+            rows[start : start + len(flat)] = flat
         return rows
 
     def __reduce__(self) -> tuple:

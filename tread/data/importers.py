@@ -127,11 +127,7 @@ def _maskdit(source: Path, flipped: bool):
         return found
 
     def number(key: str) -> int:
-        content = bytes(get(key))
-        try:
-            return int(content)
-        except ValueError as error:
-            raise ValueError(f"{source}: entry {key} is {content[:20]!r}, but must be a number") from error
+        return _number(bytes(get(key)), f"{source}: entry {key}")
 
     length = number("length")
     if flipped and length % 2:
@@ -186,11 +182,7 @@ def _tread(source: Path):
                     "and cls" + _MASKDIT * any(name.split(".")[0] == "latent" for name in sample)
                 )
             samples.append((tar, sample["latent.npy"]))
-            content = tar.read(sample["cls"])
-            try:
-                labels.append(int(content))
-            except ValueError as error:
-                raise ValueError(f"{tar.path}: {sample['cls']} is {content[:20]!r}, but must be a number") from error
+            labels.append(_number(tar.read(sample["cls"]), f"{tar.path}: {sample['cls']}"))
 
     def read(index: int) -> np.ndarray:
         tar, name = samples[index]
@@ -223,6 +215,13 @@ def _repa(source: Path):
         return array
 
     return np.array([table[name] for name in names], dtype=np.int64), read, names.__getitem__
+
+
+def _number(content: bytes, where: str) -> int:
+    try:
+        return int(content)
+    except ValueError as error:
+        raise ValueError(f"{where} is {content[:20]!r}, but must be a number") from error
 
 
 def _array(content: bytes, where: object, channels: int, hint: str) -> np.ndarray:

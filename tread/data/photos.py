@@ -66,7 +66,7 @@ class Photos:
 
 
 class Folder:
-    """A folder's files, with the same attributes as a Tar; hidden ones are left out."""
+    """A folder's files, with the same attributes as a Tar."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.names, self.folders = Path(path), [], []
@@ -110,9 +110,8 @@ def find_photos(source: Path, root: str | None = None, labels: str | None = None
     names = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     where = f"{source}:{inside}" if inside else str(source)
 
-    beside = [name for name in LABEL_FILES if name in names]
-    if labels is not None or beside:
-        chosen = labels or beside[0]
+    chosen = labels or next((name for name in LABEL_FILES if name in names), None)
+    if chosen is not None:
         if chosen not in names and not Path(chosen).is_file():
             raise FileNotFoundError(f"labels file {chosen} is neither in {where} nor a file of that path")
         content = store.read(prefix + chosen) if chosen in names else Path(chosen).read_bytes()
@@ -152,7 +151,7 @@ def _inside(source: Path, names: list[str], folders: set[str], root: str | None,
         prefix = f"{inside}/" if inside else ""
         below = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
         tops = {name.split("/")[0] for name in below}
-        if len(tops) != 1 or "/" not in (below or [""])[0]:
+        if len(tops) != 1 or "/" not in below[0]:
             return inside
         lower = [name.split("/", 1)[1] for name in below]
         if any("/" not in name for name in lower) and not set(lower) & tables:

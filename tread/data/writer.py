@@ -101,7 +101,7 @@ class DatasetWriter:
     def write(self, number: int, stored: np.ndarray, labels: np.ndarray, **note: object) -> None:
         """Write a shard: stored (n, *latents.stored_shape), labels (n,); n may be 0.
 
-        note is kept for `notes`, anything JSON can hold. Raises ValueError for a shard that is not
+        note is kept for `assemble`, anything JSON can hold. Raises ValueError for a shard that is not
         what `latents` says, OSError if the disk is full; then no shard of this number is there.
         """
         expected = (len(labels), *self.latents.stored_shape)
@@ -132,19 +132,12 @@ class DatasetWriter:
             sync(self.data)  # the shard's name is on the disk before it is said to be done
             write_whole(self._note(number), json.dumps(done) + "\n")
 
-    def notes(self, shards: int) -> list[dict]:
-        """What was noted of each shard written."""
-        return [self._read(number)["note"] for number in range(shards)]
-
-    def _read(self, number: int) -> dict:
-        return json.loads(self._note(number).read_text())
-
-    def assemble(self, shards: int) -> Path:
-        """Write index.json, once all shards are there; returns the folder, not yet in its place.
+    def assemble(self, shards: int) -> list[dict]:
+        """Write index.json into `data`, once all shards are there; returns what was noted of each.
 
         Raises ValueError if the dataset would be empty.
         """
-        done = [self._read(number) for number in range(shards)]
+        done = [json.loads(self._note(number).read_text()) for number in range(shards)]
         if not any(one["entry"]["count"] for one in done):
             raise ValueError(f"{self.folder} would hold no sample")
         counts = np.sum([one["class_counts"] for one in done], axis=0)
@@ -161,7 +154,7 @@ class DatasetWriter:
         }
         with explain_failure(self.data / "index.json"):
             write_whole(self.data / "index.json", json.dumps(index, indent=1) + "\n")
-        return self.data
+        return [one["note"] for one in done]
 
     def publish(self, report: dict | None = None) -> None:
         """Give the assembled dataset its name and forget the work.
