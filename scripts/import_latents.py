@@ -23,7 +23,7 @@ from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset
 from tread.data.images import save_grid
 from tread.data.importers import Kind, open_foreign
-from tread.data.latents import Dtype, LatentSpec
+from tread.data.latents import Dtype
 from tread.data.prepare import shard_ranges
 from tread.data.writer import DatasetWriter
 from tread.runtime import schema
@@ -85,7 +85,7 @@ def import_all(options: Options) -> None:
     writer.check_space(sum(len(ranges[number]) for number in missing))
     views = "with flipped copies" if latents.views == 2 else "one view"
     print(f"  source    {options.kind}, {len(foreign.labels):,} samples, {views}, {options.source}")
-    print(f"  holds     {meaning(latents)}")
+    print(f"  holds     {latents.meaning}")
     guessed = options.num_classes is None and options.classes is None
     print(f"  classes   {len(latents.classes)}{', from the largest label' * guessed}")
     print(f"  work      {len(missing)} of {len(ranges)} shards")
@@ -100,15 +100,6 @@ def import_all(options: Options) -> None:
                 bar.update()
             writer.write(number, np.stack(stored), foreign.labels[ranges[number]])
     finish(writer, len(ranges), options)
-
-
-def meaning(latents: LatentSpec) -> str:
-    """What the stored numbers are, in words."""
-    spread = {"logvar": "log-variance", "std": "standard deviation"}.get(latents.spread)
-    content = f"posterior mean and {spread}" if spread else "samples"
-    if latents.scale_applied:
-        return f"{content}, multiplied by {latents.scale:g} before"
-    return f"{content}, unscaled; network latents are z·{latents.scale:g}"
 
 
 def finish(writer: DatasetWriter, shards: int, options: Options) -> None:

@@ -104,15 +104,11 @@ def prepare(options: Options, processes: Processes) -> None:
     processes.wait()  # nobody writes before all have seen the same list
     if processes.main:
         writer.check_space(sum(len(ranges[number]) for number in missing))
-    content = latents.content + (f" (mean, {latents.spread})" if latents.spread else "")
-    stored = len(photos) * latents.sample_bytes / 1e9
+    stored = f"{latents.stored_shape[1:]} {latents.dtype}, {len(photos) * latents.sample_bytes / 1e9:.2f} GB"
     processes.say(f"  pictures  {len(photos):,} in {len(photos.classes):,} classes, {photos.where}")
     processes.say(f"  crop      {options.resolution}², {'with' if options.flip else 'without'} flipped copies")
     processes.say(f"  encoder   {latents.autoencoder}, {options.precision}")
-    processes.say(
-        f"  stores    {content} {latents.stored_shape[1:]} {latents.dtype}, {stored:.2f} GB; "
-        f"network latents are (z − {latents.shift:g})·{latents.scale:g}"
-    )
+    processes.say(f"  stores    {stored}: {latents.meaning}")
     shards = f"{len(missing)} of {len(ranges)} shards"
     processes.say(f"  work      {shards}, {processes.count} processes on {processes.device}")
     make_shards(
