@@ -61,13 +61,14 @@ def import_all(options: Options) -> None:
     foreign = open_foreign(
         options.kind,
         Path(options.source),
-        autoencoder.located(options.autoencoder),
         options.flipped,
         options.scale,
         options.scale_applied,
         options.num_classes,
+        autoencoder=autoencoder.located(options.autoencoder),
+        dtype=options.dtype,
     )
-    latents = replace(foreign.latents, dtype=options.dtype)
+    latents = foreign.latents
     if options.classes is not None:
         names, needed = tuple(Path(options.classes).read_text().splitlines()), len(latents.classes)
         if len(names) < needed:

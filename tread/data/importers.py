@@ -34,7 +34,7 @@ Kind = Annotated[Literal["maskdit_lmdb", "tread_tar", "repa_npy"], "pictures: pr
 class ForeignLatents:
     """Latents of someone else, in the source's order.
 
-    latents  what they mean; dtype is the source's.
+    latents  what they mean.
     labels   (n,) int64.
     read     index → (views, C or 2C, S, S), as stored in the source.
     name     index → what to call a sample in a message.
@@ -49,19 +49,19 @@ class ForeignLatents:
 def open_foreign(
     kind: Kind,
     source: Path,
-    autoencoder: str,
     flipped: bool,
     scale: float,
     scale_applied: bool | None,
     num_classes: int | None,
+    **kept,
 ) -> ForeignLatents:
     """Open a source of a kind.
 
-    autoencoder    what decodes the latents, to be written into the index.
     flipped        maskdit_lmdb: whether the second half are flipped copies.
     scale          network latents = z·scale.
     scale_applied  tread_tar: whether the stored numbers already are z·scale; must be said.
     num_classes    None: the largest label + 1.
+    kept           autoencoder (which decodes the latents) and dtype of the dataset.
 
     Raises FileNotFoundError, or ValueError for a source that is not what its kind says.
     """
@@ -84,19 +84,17 @@ def open_foreign(
     classes = int(labels.max()) + 1 if num_classes is None else num_classes
     if not 0 <= labels.min() <= labels.max() < classes <= MOST_CLASSES:
         raise ValueError(f"{source}: labels lie in {labels.min()}..{labels.max()}, but num_classes is {classes}")
-    first = read(0)
-    views, channels, *size = first.shape
+    views, channels, *size = read(0).shape
     spread = {"maskdit_lmdb": "logvar", "repa_npy": "std", "tread_tar": None}[kind]
     latents = LatentSpec(
         shape=(channels // 2 if spread else channels, *size),
         classes=tuple(str(number) for number in range(classes)),
-        autoencoder=autoencoder,
         content="moments" if spread else "latents",
         spread=spread,
         scale=scale,
         scale_applied=bool(scale_applied),
-        dtype=str(first.dtype),
         views=views,
+        **kept,
     )
     return ForeignLatents(latents, labels, read, name)
 
