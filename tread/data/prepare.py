@@ -110,10 +110,10 @@ def make_shards(
     Notes for each shard which pictures were left out and how many enlarged. Raises ValueError for a
     damaged picture, unless skip_damaged.
     """
-    batches = [list(part[i : i + batch_size]) for _, part in shards for i in range(0, len(part), batch_size)]
+    batches = {n: [part[i : i + batch_size] for i in range(0, len(part), batch_size)] for n, part in shards}
     loader = DataLoader(
         Crops(photos, resolution),
-        batch_sampler=batches,
+        batch_sampler=[indices for parts in batches.values() for indices in parts],
         num_workers=workers,
         collate_fn=_collate,
         worker_init_fn=partial(_end_with, os.getpid()),
@@ -121,10 +121,9 @@ def make_shards(
     coming, total = iter(loader), sum(len(part) for _, part in shards)
     began, waited = time.perf_counter(), 0.0
     with processes.bar("encoding", total) as bar:
-        for number, part in shards:
+        for number, parts in batches.items():
             stored, labels, left_out, enlarged = [], [], [], 0
-            for first in range(0, len(part), batch_size):
-                indices = part[first : first + batch_size]
+            for indices in parts:
                 asked = time.perf_counter()
                 try:
                     pixels, notes = next(coming)
