@@ -7,9 +7,8 @@ was stopped, and it goes on with the shards that are missing.
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hydra
@@ -23,13 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset
 from tread.data.images import save_grid
-from tread.data.importers import ForeignLatents, Kind, open_foreign
-from tread.data.latents import Dtype, LatentSpec
+from tread.data.importers import Kind, open_foreign
+from tread.data.latents import Dtype
 from tread.data.prepare import shard_ranges
-from tread.data.writer import DatasetWriter, is_finished
+from tread.data.writer import DatasetWriter
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
-from tread.runtime.files import explain_failure, write_whole
 from tread.runtime.schema import Count, CountOrZero
 
 
@@ -63,84 +61,62 @@ def import_all(options: Options) -> None:
     foreign = open_foreign(
         options.kind,
         Path(options.source),
-        autoencoder.located(options.autoencoder),
         options.flipped,
         options.scale,
         options.scale_applied,
         options.num_classes,
+        autoencoder=autoencoder.located(options.autoencoder),
+        dtype=options.dtype,
     )
-    latents = replace(foreign.latents, dtype=options.dtype, classes=class_names(options, foreign.latents))
+    latents = foreign.latents
+    if options.classes is not None:
+        names, needed = tuple(Path(options.classes).read_text().splitlines()), len(latents.classes)
+        if len(names) < needed:
+            raise ValueError(f"{options.classes} names {len(names)} classes, but the labels need {needed}")
+        latents = replace(latents, classes=names)
     ranges = shard_ranges(len(foreign.labels), options.shard_size)
     plan = {"kind": options.kind, "source": str(Path(options.source).resolve()), "shard_size": options.shard_size}
     plan["labels_sha256"] = hashlib.sha256(foreign.labels.tobytes()).hexdigest()
-    if is_finished(Path(options.out), asdict(latents) | plan):
+    writer = DatasetWriter(Path(options.out), latents, plan)
+    if writer.is_finished():
         print(f"{options.out} is finished")
         return
-    writer = DatasetWriter(Path(options.out), latents, plan)
+    writer.begin()
     missing = writer.missing(len(ranges))
     writer.check_space(sum(len(ranges[number]) for number in missing))
     views = "with flipped copies" if latents.views == 2 else "one view"
     print(f"  source    {options.kind}, {len(foreign.labels):,} samples, {views}, {options.source}")
-    print(f"  holds     {meaning(latents)}")
+    print(f"  holds     {latents.meaning}")
     guessed = options.num_classes is None and options.classes is None
     print(f"  classes   {len(latents.classes)}{', from the largest label' * guessed}")
     print(f"  work      {len(missing)} of {len(ranges)} shards")
     pace = 0.5 if sys.stderr.isatty() else 20  # seconds between updates of the bar
     with tqdm(total=sum(len(ranges[n]) for n in missing), unit="sample", mininterval=pace) as bar:
         for number in missing:
-            stored = np.stack([read(foreign, index, bar) for index in ranges[number]])
-            writer.write(number, stored, foreign.labels[ranges[number].start : ranges[number].stop])
-    finish(writer, len(ranges), plan, options)
+            stored = []
+            for index in ranges[number]:
+                stored.append(foreign.read(index))
+                if (shape := stored[-1].shape) != (first := latents.stored_shape):
+                    raise ValueError(f"{foreign.name(index)} has shape {shape}, but the first sample has {first}")
+                bar.update()
+            writer.write(number, np.stack(stored), foreign.labels[ranges[number]])
+    finish(writer, len(ranges), options)
 
 
-def class_names(options: Options, latents: LatentSpec) -> tuple[str, ...]:
-    """The names in the file `classes`, or the numbers."""
-    if options.classes is None:
-        return latents.classes
-    names = tuple(Path(options.classes).read_text().split("\n"))
-    names = names[:-1] if names[-1] == "" else names
-    if len(names) < len(latents.classes):
-        raise ValueError(f"{options.classes} names {len(names)} classes, but the labels need {len(latents.classes)}")
-    return names
-
-
-def meaning(latents: LatentSpec) -> str:
-    """What the stored numbers are, in words."""
-    if latents.content == "moments":
-        spread = {"logvar": "log-variance", "std": "standard deviation"}[latents.spread]
-        return f"posterior mean and {spread}, unscaled; network latents are z·{latents.scale:g}"
-    if latents.scale_applied:
-        return f"samples, multiplied by {latents.scale:g} before"
-    return f"samples, unscaled; network latents are z·{latents.scale:g}"
-
-
-def read(foreign: ForeignLatents, index: int, bar: tqdm) -> np.ndarray:
-    """One sample, checked against the first."""
-    sample, expected = foreign.read(index), foreign.latents.stored_shape
-    if sample.shape != expected:
-        raise ValueError(f"{foreign.name(index)} has shape {sample.shape}, but the first sample has {expected}")
-    bar.update()
-    return sample
-
-
-def finish(writer: DatasetWriter, shards: int, plan: dict, options: Options) -> None:
+def finish(writer: DatasetWriter, shards: int, options: Options) -> None:
     """Assemble the dataset, look at it, write its report, and give it its name."""
-    folder = writer.assemble(shards)
-    data = LatentDataset(folder)
-    made = dataset_report.numbers(data) | {"plan": asdict(writer.latents) | plan}
-    with explain_failure(folder / "report.json"):
-        write_whole(folder / "report.json", json.dumps(made, indent=1) + "\n")
+    writer.assemble(shards)
+    data = LatentDataset(writer.data)
+    made = dataset_report.numbers(data)
     pictures = f"  pictures  {writer.folder / 'report.png'}: decoded samples; look whether they are whole"
     if options.decode:
         chosen = dataset_report.spread(len(data), options.decode)
         try:
-            decoder = autoencoder.load_decoder(data.latents)
-            save_grid(
-                folder / "report.png", dataset_report.decode(data, chosen, decoder, torch.device("cpu")), columns=4
-            )
+            after = dataset_report.decode(data, chosen, torch.device("cpu"))
+            save_grid(data.folder / "report.png", after, columns=4)
         except (ValueError, RuntimeError) as error:
             pictures = f"  pictures  none, so nobody has seen whether the scale is right: {error}"
-    writer.publish()
+    writer.publish(made)
     print(dataset_report.text(made))
     if not 0.2 < np.mean(made["channel_std"]) < 2.5:
         print(

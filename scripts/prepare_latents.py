@@ -6,33 +6,31 @@ processes, and it goes on with the shards that are missing.
 
 from __future__ import annotations
 
-import json
 import sys
-import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import hydra
 import numpy as np
+import torch
 from omegaconf import DictConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset
-from tread.data.latents import Dtype, LatentSpec
+from tread.data.images import save_grid
+from tread.data.latents import Dtype
 from tread.data.photos import Photos, find_photos
 from tread.data.prepare import Crops, check_sizes, make_shards, shard_ranges, source_hash
-from tread.data.writer import DatasetWriter, is_finished
+from tread.data.writer import DatasetWriter
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes, share_work
-from tread.runtime.files import explain_failure, write_whole
+from tread.runtime.files import explain_failure
 from tread.runtime.schema import Count, CountOrZero
-
-PLANNED = ("resolution", "precision", "shard_size")  # with the pictures and the latents, what a dataset is made of
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,7 @@ class Options:
 def main(composed: DictConfig) -> None:
     with explained("stopped; start it again to go on with the shards that are missing"):
         options = schema.read(plain(composed), Options)
-        processes = share_work(options.device)
-        batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
-        prepare(replace(options, batch_size=batch_size), processes)
+        prepare(options, share_work(options.device))
 
 
 def prepare(options: Options, processes: Processes) -> None:
@@ -95,111 +91,66 @@ def prepare(options: Options, processes: Processes) -> None:
         views=2 if options.flip else 1,
     )
     ranges = shard_ranges(len(photos), options.shard_size)
-    plan = {key: getattr(options, key) for key in PLANNED} | {"pictures": source_hash(photos)}
-    if is_finished(out, asdict(latents) | plan):
+    plan = {key: getattr(options, key) for key in ("resolution", "precision", "shard_size")}
+    plan["pictures"] = source_hash(photos)
+    writer = DatasetWriter(out, latents, plan)
+    if writer.is_finished():
         processes.say(f"{out} is finished")
         return
     with processes.main_first():
-        writer = DatasetWriter(out, latents, plan, processes.main)
+        if processes.main:
+            writer.begin()
         missing = writer.missing(len(ranges))
     processes.wait()  # nobody writes before all have seen the same list
     if processes.main:
         writer.check_space(sum(len(ranges[number]) for number in missing))
-    processes.say(describe(photos, options, latents, len(ranges), len(missing), processes))
-    mine = [(number, ranges[number]) for number in missing[processes.rank :: processes.count]]
-    encode_shards(photos, writer, autoencoder.encoder(model, latents, options.precision), mine, options, processes)
+    stored = f"{latents.stored_shape[1:]} {latents.dtype}, {len(photos) * latents.sample_bytes / 1e9:.2f} GB"
+    processes.say(f"  pictures  {len(photos):,} in {len(photos.classes):,} classes, {photos.where}")
+    processes.say(f"  crop      {options.resolution}², {'with' if options.flip else 'without'} flipped copies")
+    processes.say(f"  encoder   {latents.autoencoder}, {options.precision}")
+    processes.say(f"  stores    {stored}: {latents.meaning}")
+    shards = f"{len(missing)} of {len(ranges)} shards"
+    processes.say(f"  work      {shards}, {processes.count} processes on {processes.device}")
+    make_shards(
+        photos,
+        writer,
+        autoencoder.encoder(model, latents, options.precision),
+        [(number, ranges[number]) for number in missing[processes.rank :: processes.count]],
+        options.resolution,
+        options.batch_size or (2 if processes.device.type == "cpu" else 32),
+        min(16, processes.cores) if options.workers is None else options.workers,
+        options.on_error == "skip",
+        processes,
+    )
     processes.wait()
     if processes.main:
-        finish(photos, writer, len(ranges), plan, options, processes)
+        finish(photos, writer, len(ranges), options, processes.device)
 
 
-def describe(
-    photos: Photos, options: Options, latents: LatentSpec, shards: int, missing: int, processes: Processes
-) -> str:
-    """What will be done: one line each."""
-    content = latents.content + (f" (mean, {latents.spread})" if latents.spread else "")
-    stored = len(photos) * latents.sample_bytes / 1e9
-    return "\n".join(
-        (
-            f"  pictures  {len(photos):,} in {len(photos.classes):,} classes, {photos.where}",
-            f"  crop      {options.resolution}², {'with' if options.flip else 'without'} flipped copies",
-            f"  encoder   {latents.autoencoder}, {options.precision}",
-            f"  stores    {content} {latents.stored_shape[1:]} {latents.dtype}, {stored:.2f} GB; "
-            f"network latents are (z − {latents.shift:g})·{latents.scale:g}",
-            f"  work      {missing} of {shards} shards, {processes.count} processes on {processes.device}",
-        )
-    )
-
-
-def encode_shards(
-    photos: Photos,
-    writer: DatasetWriter,
-    encode: autoencoder.Encoder,
-    mine: list[tuple[int, range]],
-    options: Options,
-    processes: Processes,
-) -> None:
-    """This process's share, with a progress bar and the shares of time at the end."""
-    workers = min(16, processes.cores) if options.workers is None else options.workers
-    total = sum(len(part) for _, part in mine)
-    began, progress = time.perf_counter(), None
-    with processes.bar("encoding", total) as bar:
-        for progress in make_shards(
-            photos,
-            writer,
-            encode,
-            mine,
-            options.resolution,
-            options.batch_size,
-            workers,
-            options.on_error == "skip",
-        ):
-            bar.update(progress.pictures - bar.n)
-    if progress is None:
-        return
-    wall = time.perf_counter() - began
-    shares = {"encoding": progress.seconds["encode"], "waiting for pictures": progress.waited}
-    shares["writing"] = progress.seconds["write"]
-    each = ", ".join(f"{stage} {1000 * progress.seconds[stage] / total:.2f}" for stage in ("read", "decode", "crop"))
-    processes.say(
-        f"  speed     {total / wall:.1f} images/s a process, of whose time "
-        + ", ".join(f"{100 * seconds / wall:.1f}% {what}" for what, seconds in shares.items())
-        + f"; CPU ms a picture in {workers} reading processes: {each}"
-    )
-
-
-def finish(
-    photos: Photos, writer: DatasetWriter, shards: int, plan: dict, options: Options, processes: Processes
-) -> None:
+def finish(photos: Photos, writer: DatasetWriter, shards: int, options: Options, device: torch.device) -> None:
     """Assemble the dataset, look at it, write its report, and give it its name."""
-    folder = writer.assemble(shards)
-    data, notes = LatentDataset(folder), writer.notes(shards)
-    empty = [name for name, count in dataset_report.numbers(data)["class_counts"].items() if not count]
+    notes, data = writer.assemble(shards), LatentDataset(writer.data)
+    made = dataset_report.numbers(data)
+    empty = [name for name, count in made["class_counts"].items() if not count]
     if empty and not options.allow_empty:
         raise ValueError(
             f"no picture of {', '.join(empty[:5])} could be read; repair some of {photos.where} and remove "
             f"{writer.work}, or set allow_empty=true"
         )
     left_out = [*photos.refused, *(tuple(one) for note in notes for one in note["left_out"])]
-    made = dataset_report.numbers(data) | {
-        "enlarged": sum(note["enlarged"] for note in notes),
-        "left_out": left_out,
-        "plan": asdict(writer.latents) | plan,
-    }
+    made |= {"enlarged": sum(note["enlarged"] for note in notes), "left_out": left_out}
     if options.decode:
         chosen = dataset_report.spread(len(data), options.decode)
         skipped = {name for name, _ in left_out}
         kept = [index for index, name in enumerate(photos.names) if name not in skipped]
         crops = Crops(photos, options.resolution)
         before = np.stack([crops[kept[index]][0].numpy() for index in chosen])
-        decoder = autoencoder.load_decoder(data.latents, processes.device)
-        after = dataset_report.decode(data, chosen, decoder, processes.device)
+        after = dataset_report.decode(data, chosen, device)
         made["psnr"] = [dataset_report.psnr(*pair) for pair in zip(before, after)]
-        with explain_failure(folder / "report.png"):
-            dataset_report.side_by_side(folder / "report.png", before, after)
-    with explain_failure(folder / "report.json"):
-        write_whole(folder / "report.json", json.dumps(made, indent=1) + "\n")
-    writer.publish()
+        with explain_failure(data.folder / "report.png"):
+            pairs = np.stack([before, after], axis=1).reshape(-1, *before.shape[1:])
+            save_grid(data.folder / "report.png", pairs, columns=2)
+    writer.publish(made)
     print(dataset_report.text(made))
     if options.decode:
         print(f"  pictures  {writer.folder / 'report.png'}: photo, decoded latents")

@@ -145,10 +145,10 @@ def test_classes_have_the_names_given(bring, tmp_path):
 
 def test_the_report_warns_of_an_unlikely_scale_and_of_nobody_having_looked(bring, tmp_path, capsys, monkeypatch):
     write_tars(tmp_path / "source")
-    monkeypatch.setattr(autoencoder, "load_decoder", lambda latents: lambda x: autoencoder.to_uint8(x[:, :3]))
+    monkeypatch.setattr(autoencoder, "load_decoder", lambda latents, device: lambda x: autoencoder.to_uint8(x[:, :3]))
     bring("tread_tar", "decode=2")
     assert "warning" not in capsys.readouterr().out and (tmp_path / "data" / "report.png").is_file()
-    monkeypatch.setattr(autoencoder, "load_decoder", lambda latents: int("no autoencoder"))  # a ValueError
+    monkeypatch.setattr(autoencoder, "load_decoder", lambda latents, device: int("no autoencoder"))  # a ValueError
     bring("tread_tar", "scale_applied=true", "decode=2", out="other")
     shown = capsys.readouterr().out
     assert "are scale and scale_applied right?" in shown and "nobody has seen whether the scale is right" in shown
@@ -245,8 +245,14 @@ FAULTS = {  # kind: fault → what is done to the source, what the message says,
     "maskdit_lmdb: scaled": (None, "holds unscaled moments; leave scale_applied out", "scale_applied=true"),
     "tread_tar: pickled": (tar(latent=BOMB, cls=1), f"part-0003.tar: sample 7 has cls, latent, .*{LMDB}"),
     "tread_tar: pickled otherwise": (tar(latent_pyd=Z, cls=1), f"part-0003.tar: sample 7 has .*{LMDB}"),
-    "tread_tar: pickle named npy": (tar(latent_npy=BOMB, cls=1), f"part-0003.tar: 7.latent.npy is no.*{LMDB}"),
-    "tread_tar: objects": (tar(latent_npy=np.array([{}], object), cls=1), f"7.latent.npy is no plain array.*{LMDB}"),
+    "tread_tar: pickle named npy": (
+        tar(latent_npy=BOMB, cls=1),
+        f"part-0003.tar: 7.latent.npy is damaged or no.*{LMDB}",
+    ),
+    "tread_tar: objects": (
+        tar(latent_npy=np.array([{}], object), cls=1),
+        f"7.latent.npy is damaged or no plain array.*{LMDB}",
+    ),
     "tread_tar: moments": (tar(latent_npy=np.ones((8, 4, 4)), cls=1), rf"shape \(8, 4, 4\).* moments: {LMDB}"),
     "tread_tar: other size": (tar(latent_npy=np.ones((4, 6, 6)), cls=1), r"7.latent.npy has shape \(1, 4, 6, 6\), but"),
     "tread_tar: one number": (tar(latent_npy=npy(1.0), cls=1), r"7.latent.npy has shape \(\)"),
@@ -256,16 +262,16 @@ FAULTS = {  # kind: fault → what is done to the source, what the message says,
     "tread_tar: compressed": (tar(True, latent_npy=Z, cls=1), "part-0003.tar is no tar, or damaged"),
     "tread_tar: truncated": (shorten("part-0001.tar"), "part-0001.tar is .*truncated"),
     "tread_tar: scale not said": (None, "can't be seen: say scale_applied=true if", "scale_applied=null"),
-    "repa_npy: missing": (remove(NPY), f"source: {NPY} is named in dataset.json, but not there"),
-    "repa_npy: no label": (listed(ROWS[:5] + ROWS[6:]), f"source: {NPY} has no label"),
+    "repa_npy: missing": (remove(NPY), f"source: labelled, but not there: {NPY}"),
+    "repa_npy: no label": (listed(ROWS[:5] + ROWS[6:]), f"source: without a label: {NPY}"),
     "repa_npy: comes twice": (listed([*ROWS, ROWS[5]]), f"{NPY}.*twice"),
     "repa_npy: label no number": (listed([[name, "cat"] for name, _ in ROWS]), "dataset.json.*'cat'"),
-    "repa_npy: no labels": (place("dataset.json", b"{}"), 'dataset.json holds no {"labels"'),
+    "repa_npy: no labels": (place("dataset.json", b"{}"), 'dataset.json can\'t be read: .*, {"labels"'),
     "repa_npy: no dataset.json": (remove("dataset.json"), "source/dataset.json is not there; source must be"),
     "repa_npy: negative std": (place(NPY, npy(-np.ones((8, 4, 4)))), f"{NPY} has standard deviations below 0"),
     "repa_npy: other size": (place(NPY, npy(np.ones((8, 6, 6)))), r"5.npy has shape \(1, 8, 6, 6\), but the first"),
-    "repa_npy: truncated": (shorten(NPY), f"{NPY} is damaged or no .npy file"),
-    "repa_npy: pickled": (place(NPY, BOMB), f"{NPY} is damaged or no .npy file"),
+    "repa_npy: truncated": (shorten(NPY), f"{NPY} is damaged or no plain array"),
+    "repa_npy: pickled": (place(NPY, BOMB), f"{NPY} is damaged or no plain array"),
     "repa_npy: several arrays": (place(NPY, npy(Z, np.savez)), NPY),
     "repa_npy: too few classes": (None, r"source: labels lie in 0\.\.2, but num_classes is 2", "num_classes=2"),
     "repa_npy: no classes": (None, "num_classes", "num_classes=0"),
@@ -405,5 +411,5 @@ def test_an_imagefolder_is_what_datasets_reads_it_as(tmp_path, metadata, classes
         (index,) = (i for i in range(3) if same(photos.read(i), row["image"]))
         assert photos.classes[photos.labels[index]] == (names[row["label"]] if names else str(row["label"]))
     (tmp_path / "train" / rows[1][0]).unlink()
-    with pytest.raises(ValueError, match="is labelled, but not there" if metadata else "without a picture"):
+    with pytest.raises(ValueError, match="labelled, but not there" if metadata else "without a picture"):
         find_photos(tmp_path, "train").check_classes()

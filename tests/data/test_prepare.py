@@ -70,18 +70,15 @@ def prepare(place, tmp_path, composed, capsys):
         values = {"source": place / "photos", "out": tmp_path / "data", "autoencoder": place / "kl", "resolution": 16}
         values |= {"workers": 0, "shard_size": 4, "decode": 2} | dict(o.split("=", 1) for o in overrides)
         tree = composed(*(f"{key}={value}" for key, value in values.items()), name="prepare_latents")
+        options = schema.read(tree, prepare_latents.Options)
         before = torch.get_num_threads()
         try:
-            prepare_latents.prepare(options(tree), share_work("cpu"))
+            prepare_latents.prepare(options, share_work("cpu"))
         finally:
             torch.set_num_threads(before)
         return capsys.readouterr().out
 
     return run
-
-
-def options(tree):
-    return schema.read({**tree, "batch_size": tree["batch_size"] or 2}, prepare_latents.Options)
 
 
 def files(folder):
@@ -176,7 +173,7 @@ def work(tree, limit=None, descriptors=None):
     multiprocessing.set_start_method(None, force=True)  # Python's own default, as from the command line
     with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
         try:
-            prepare_latents.prepare(options(tree), share_work("cpu"))
+            prepare_latents.prepare(schema.read(tree, prepare_latents.Options), share_work("cpu"))
         except OSError as error:
             sys.exit(0 if "What was done before is kept" in str(error) else repr(error))
 
@@ -328,6 +325,7 @@ def test_two_at_once_are_refused(prepare, tmp_path):
     prepare(f"out={tmp_path / 'other'}")
     latents = LatentDataset(tmp_path / "other").latents
     writer = DatasetWriter(tmp_path / "data", latents, {})
+    writer.begin()
     with pytest.raises(FileExistsError, match="another process is writing"):
         prepare()
     writer.discard()

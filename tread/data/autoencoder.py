@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from tread.data.latents import LatentSpec, from_network
 from tread.runtime.device import exact
-from tread.runtime.schema import check
 from tread.runtime.tensor_files import read_state_dict
 
 Decoder = Callable[[Tensor], Tensor]
@@ -128,7 +127,6 @@ def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ..
 
     Raises ValueError for a size that the autoencoder does not give back.
     """
-    check("store", store, Store)
     posterior = type(model).__name__ == "AutoencoderKL"
     if store == "moments" and not posterior:
         raise ValueError(f"store=moments needs an AutoencoderKL, but {name} is an {type(model).__name__}")

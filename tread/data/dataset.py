@@ -15,12 +15,12 @@ from __future__ import annotations
 import functools
 import json
 import mmap
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -28,7 +28,6 @@ from tread.data.latents import LatentSpec
 from tread.data.npy import open_array, rows_in_place, torch_dtype
 from tread.runtime.files import sha256
 from tread.runtime.randomness import generator
-from tread.runtime.schema import check
 
 VERSION = 1
 SHARD_KEYS = ("count", "file", "labels", "file_sha256", "labels_sha256")
@@ -53,6 +52,7 @@ def check_labels(labels: np.ndarray, num_classes: int, where: object) -> None:
 
 @functools.lru_cache(maxsize=2)  # two: batches are prepared ahead, across the end of an epoch
 def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """The epoch's global shuffle: a permutation of 0..count−1 given by (seed, epoch)."""
     return torch.randperm(count, generator=generator(seed, epoch, "order")).numpy()
 
 
@@ -78,8 +78,6 @@ class LatentDataset:
 
     def __post_init__(self) -> None:
         self.folder = Path(self.folder)
-        check("verify", self.verify, Verify)
-        check("placement", self.placement, Placement)
         path = self.folder / "index.json"
         index = read_index(self.folder)
         try:
@@ -117,9 +115,8 @@ class LatentDataset:
         counts = [len(shard) for shard in self._shards]
         self._firsts = np.cumsum([0, *counts])[:-1]  # of each shard, the first sample
         in_place = self.placement == "mmap"
-        if hasattr(mmap, "MADV_RANDOM"):
-            for shard in self._shards:  # the kernel's reading ahead would be wasted on samples in random order
-                shard._mmap.madvise(mmap.MADV_RANDOM if in_place else mmap.MADV_SEQUENTIAL)
+        for shard in self._shards:  # the kernel's reading ahead would be wasted on samples in random order
+            shard._mmap.madvise(mmap.MADV_RANDOM if in_place else mmap.MADV_SEQUENTIAL)
         if in_place and counts:
             self._rows, starts = rows_in_place(self._shards, width)
             self._next_view, self._next_sample = width, views * width
@@ -131,11 +128,8 @@ class LatentDataset:
         self._row_of = torch.from_numpy(np.concatenate(each) if each else np.zeros(0, dtype=np.int64))
 
     def _read_all(self, starts: list[int], width: int) -> Tensor:
-        device, needed = (
-            torch.device(self.device if self.placement == "device" else "cpu"),
-            sum(shard.nbytes for shard in self._shards),
-        )
-        free = _free_memory(device)
+        device = torch.device(self.device if self.placement == "device" else "cpu")
+        needed, free = sum(shard.nbytes for shard in self._shards), _free_memory(device)
         if needed > free:
             raise ValueError(
                 f"{self.folder} takes {needed / 1e9:.1f} GB, but {device} has {free / 1e9:.1f} GB of memory free: "
@@ -143,10 +137,8 @@ class LatentDataset:
             )
         rows = torch.empty(starts[-1], width, dtype=torch_dtype(self.latents.dtype), device=device)
         for shard, start in zip(self._shards, starts):
-            flat = shard.reshape(-1, width)
-            for first in range(0, len(flat), 4096):
-                part = flat[first : first + 4096]
-                rows[start + first : start + first + len(part)] = torch.from_numpy(part.copy())
+            flat = rows_in_place([shard], width)[0][::width]
+            rows[start : start + len(flat)] = flat
         return rows
 
     def __reduce__(self) -> tuple:
@@ -175,10 +167,6 @@ class LatentDataset:
             raise ValueError(f"{self.folder} holds {len(self)} samples, fewer than one batch of {batch_size}")
         return len(self) // batch_size
 
-    def order(self, seed: int, epoch: int) -> np.ndarray:
-        """The epoch's global shuffle: a permutation of 0..len−1 given by (seed, epoch)."""
-        return _epoch_order(seed, epoch, len(self))
-
     def batch(self, seed: int, step: int, batch_size: int, rows: slice = slice(None), pin: bool = False) -> Batch:
         """Rows of the global batch of a step (0, 1, …), the same whoever reads them.
 
@@ -189,7 +177,7 @@ class LatentDataset:
     def _chosen(self, seed: int, step: int, batch_size: int, rows: slice) -> tuple[np.ndarray, np.ndarray | int]:
         """Indices and views of rows of the global batch of a step."""
         epoch, number = divmod(step, self.steps_per_epoch(batch_size))
-        indices = self.order(seed, epoch)[number * batch_size : (number + 1) * batch_size][rows]
+        indices = _epoch_order(seed, epoch, len(self))[number * batch_size : (number + 1) * batch_size][rows]
         if self.latents.views == 1:
             return indices, 0
         views = torch.randint(self.latents.views, (batch_size,), generator=generator(seed, step, "view")).numpy()
@@ -200,7 +188,7 @@ class LatentDataset:
 
         A gather alone would meet the disk's latency page after page.
         """
-        if self.placement != "mmap" or not hasattr(mmap, "MADV_WILLNEED"):
+        if self.placement != "mmap":
             return
         indices, views = self._chosen(seed, step, batch_size, rows)
         size = int(np.prod(self.latents.stored_shape[1:])) * np.dtype(self.latents.dtype).itemsize
@@ -250,11 +238,5 @@ def _damaged(path: Path, error: Exception) -> ValueError:
 
 
 def _free_memory(device: torch.device) -> int:
-    """Bytes that could be taken of a GPU's memory, or of the CPU's: where that is not told, all it has."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    known = Path("/proc/meminfo")
-    for line in known.read_text().splitlines() if known.exists() else []:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Bytes that could be taken of a GPU's memory, or of the CPU's."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
-from tread.data.autoencoder import Decoder
+from tread.data import autoencoder
 from tread.data.dataset import LatentDataset
-from tread.data.images import save_grid
 from tread.data.latents import to_network
 
 
@@ -30,8 +27,9 @@ def spread(count: int, pictures: int) -> np.ndarray:
     return np.unique(np.linspace(0, count - 1, pictures).round().astype(int))
 
 
-def decode(data: LatentDataset, indices: np.ndarray, decoder: Decoder, device: torch.device) -> np.ndarray:
-    """Stored samples as pictures (n, 1 or 3, H, W) uint8; moments by their mean."""
+def decode(data: LatentDataset, indices: np.ndarray, device: torch.device) -> np.ndarray:
+    """Stored samples as pictures (n, 1 or 3, H, W) uint8; moments by their mean. Raises as load_decoder does."""
+    decoder = autoencoder.load_decoder(data.latents, device)
     stored = data.read(indices).stored
     parts = [decoder(to_network(part.to(device), data.latents)).cpu() for part in stored.split(4)]
     return torch.cat(parts).numpy()
@@ -41,12 +39,6 @@ def psnr(a: np.ndarray, b: np.ndarray) -> float:
     """Peak signal-to-noise ratio of two uint8 pictures in dB; infinite if they are equal."""
     error = np.mean((a.astype(np.float64) - b) ** 2)
     return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))
-
-
-def side_by_side(path: Path, left: np.ndarray, right: np.ndarray) -> None:
-    """A PNG with a row for each pair of pictures (n, C, H, W) uint8."""
-    pairs = np.stack([left, right], axis=1).reshape(-1, *left.shape[1:])
-    save_grid(path, pairs, columns=2)
 
 
 def text(report: dict) -> str:

@@ -22,9 +22,8 @@ HELDOUT_EVERY = 5  # of each class, every fifth scan is held out: 355, which lea
 
 def split() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """{"train", "heldout"} → (pixels (n, 64) float64 in 0..16, labels (n,) int64)."""
-    from sklearn.datasets import (
-        load_digits,
-    )  # imported where used: it takes a second, and other datasets need none of it
+    # imported where used: it takes a second, and other datasets need none of it
+    from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
     heldout = np.zeros(len(labels), dtype=bool)

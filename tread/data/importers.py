@@ -15,9 +15,6 @@ from __future__ import annotations
 
 import glob
 import io
-import json
-import os
-import posixpath
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,11 +24,9 @@ from typing import Annotated, Literal
 import numpy as np
 
 from tread.data.latents import LatentSpec
+from tread.data.photos import MOST_CLASSES, Folder, check_table, label_table
 from tread.data.tars import Tar
-from tread.runtime.schema import check
 
-SD_SCALE = 0.18215  # of the Stable Diffusion 1 autoencoders
-MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake
 Kind = Annotated[Literal["maskdit_lmdb", "tread_tar", "repa_npy"], "pictures: prepare_latents.py"]
 
 
@@ -39,7 +34,7 @@ Kind = Annotated[Literal["maskdit_lmdb", "tread_tar", "repa_npy"], "pictures: pr
 class ForeignLatents:
     """Latents of someone else, in the source's order.
 
-    latents  what they mean; dtype is the source's.
+    latents  what they mean.
     labels   (n,) int64.
     read     index → (views, C or 2C, S, S), as stored in the source.
     name     index → what to call a sample in a message.
@@ -54,23 +49,22 @@ class ForeignLatents:
 def open_foreign(
     kind: Kind,
     source: Path,
-    autoencoder: str,
-    flipped: bool = True,
-    scale: float = SD_SCALE,
-    scale_applied: bool | None = None,
-    num_classes: int | None = None,
+    flipped: bool,
+    scale: float,
+    scale_applied: bool | None,
+    num_classes: int | None,
+    **kept,
 ) -> ForeignLatents:
     """Open a source of a kind.
 
-    autoencoder    what decodes the latents, to be written into the index.
     flipped        maskdit_lmdb: whether the second half are flipped copies.
     scale          network latents = z·scale.
     scale_applied  tread_tar: whether the stored numbers already are z·scale; must be said.
     num_classes    None: the largest label + 1.
+    kept           autoencoder (which decodes the latents) and dtype of the dataset.
 
     Raises FileNotFoundError, or ValueError for a source that is not what its kind says.
     """
-    check("kind", kind, Kind)
     source = Path(source)
     if kind != "tread_tar" and scale_applied:
         raise ValueError(f"scale_applied=true, but {kind} holds unscaled moments; leave scale_applied out")
@@ -90,19 +84,17 @@ def open_foreign(
     classes = int(labels.max()) + 1 if num_classes is None else num_classes
     if not 0 <= labels.min() <= labels.max() < classes <= MOST_CLASSES:
         raise ValueError(f"{source}: labels lie in {labels.min()}..{labels.max()}, but num_classes is {classes}")
-    first = read(0)
-    views, channels, *size = first.shape
-    moments = kind != "tread_tar"
+    views, channels, *size = read(0).shape
+    spread = {"maskdit_lmdb": "logvar", "repa_npy": "std", "tread_tar": None}[kind]
     latents = LatentSpec(
-        shape=(channels // 2 if moments else channels, *size),
+        shape=(channels // 2 if spread else channels, *size),
         classes=tuple(str(number) for number in range(classes)),
-        autoencoder=autoencoder,
-        content="moments" if moments else "latents",
-        spread={"maskdit_lmdb": "logvar", "repa_npy": "std"}.get(kind),
+        content="moments" if spread else "latents",
+        spread=spread,
         scale=scale,
         scale_applied=bool(scale_applied),
-        dtype=str(first.dtype),
         views=views,
+        **kept,
     )
     return ForeignLatents(latents, labels, read, name)
 
@@ -133,11 +125,7 @@ def _maskdit(source: Path, flipped: bool):
         return found
 
     def number(key: str) -> int:
-        content = bytes(get(key))
-        try:
-            return int(content)
-        except ValueError as error:
-            raise ValueError(f"{source}: entry {key} is {content[:20]!r}, but must be a number") from error
+        return _number(bytes(get(key)), f"{source}: entry {key}")
 
     length = number("length")
     if flipped and length % 2:
@@ -178,8 +166,8 @@ def _tread(source: Path):
         raise FileNotFoundError(
             f"{source} is not there; source must be a tar, a folder of tars or a pattern (*.tar, {{00..99}}.tar)"
         )
-    tars, samples, labels = [Tar(path) for path in paths], [], []
-    for number, tar in enumerate(tars):
+    samples, labels = [], []
+    for tar in map(Tar, paths):
         parts: dict[str, dict[str, str]] = {}
         for name in tar.names:
             folder, _, file = name.rpartition("/")
@@ -189,41 +177,21 @@ def _tread(source: Path):
             if "latent.npy" not in sample or "cls" not in sample:
                 raise ValueError(
                     f"{tar.path}: sample {key.lstrip('/')} has {', '.join(sorted(sample))}, but must have latent.npy "
-                    "and cls." + _PICKLED * any(name.split(".")[0] == "latent" for name in sample)
+                    "and cls" + _MASKDIT * any(name.split(".")[0] == "latent" for name in sample)
                 )
-            samples.append((number, sample["latent.npy"]))
-            content = tar.read(sample["cls"])
-            try:
-                labels.append(int(content))
-            except ValueError as error:
-                raise ValueError(f"{tar.path}: {sample['cls']} is {content[:20]!r}, but must be a number") from error
-        tar.close()
-
-    last = tars[0]
+            samples.append((tar, sample["latent.npy"]))
+            labels.append(_number(tar.read(sample["cls"]), f"{tar.path}: {sample['cls']}"))
 
     def read(index: int) -> np.ndarray:
-        nonlocal last
-        number, name = samples[index]
-        if tars[number] is not last:
-            last.close()  # there may be thousands of them
-            last = tars[number]
-        try:
-            array = np.lib.format.read_array(io.BytesIO(tars[number].read(name)), allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise ValueError(f"{tars[number].path}: {name} is no plain array ({error})." + _PICKLED) from error
-        if not _is_square(array, 4):
-            hint = " Those with 8 channels are moments: import the LMDB they were made from" * (array.shape[:1] == (8,))
-            raise ValueError(
-                f"{tars[number].path}: {name} has shape {array.shape} of {array.dtype}, but must be (4, S, S).{hint}"
-            )
-        return _float(array)[None]
+        tar, name = samples[index]
+        return _array(tar.read(name), f"{tar.path}: {name}", 4, _MASKDIT)
 
     return np.array(labels, dtype=np.int64), read, lambda index: samples[index][1]
 
 
-_PICKLED = (
-    " MaskDiT's own tars hold pickled objects, which run code when they are read and are refused here; import the "
-    "LMDB they were made from (kind=maskdit_lmdb)"
+_MASKDIT = (
+    ". MaskDiT's own tars hold pickled objects, which run code when they are read, or moments: import the LMDB they "
+    "were made from (kind=maskdit_lmdb)"
 )
 
 
@@ -231,53 +199,35 @@ def _repa(source: Path):
     listed = source / "dataset.json"
     if not listed.is_file():
         raise FileNotFoundError(f"{listed} is not there; source must be the folder that holds it and the .npy files")
-    try:
-        table = json.loads(listed.read_text())["labels"]
-        rows = sorted((posixpath.normpath(name), label) for name, label in table)
-        for name, label in rows:
-            if type(label) is not int:
-                raise ValueError(f"the label of {name} is {label!r}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f'{listed} holds no {{"labels": [[file, label], …]}}: {type(error).__name__}: {error}'
-        ) from error
-    if len({name for name, _ in rows}) < len(rows):
-        twice = next(one for (one, _), (other, _) in zip(rows, rows[1:]) if one == other)
-        raise ValueError(f"{listed}: {twice} comes twice")
-    there = {
-        os.path.relpath(os.path.join(folder, name), source).replace(os.sep, "/")
-        for folder, _, files in os.walk(source, followlinks=True)
-        for name in files
-        if name.endswith(".npy")
-    }
-    named = {name for name, _ in rows}
-    for names, what in ((named - there, "is named in dataset.json, but not there"), (there - named, "has no label")):
-        if names:
-            raise ValueError(f"{source}: {min(names)} {what} ({len(names)} such)")
+    table = label_table(str(listed), listed.read_bytes())
+    check_table(str(source), table, {name for name in Folder(source).names if name.endswith(".npy")})
+    names = sorted(table)
+    if named := [name for name in names if isinstance(table[name], str)]:
+        raise ValueError(f"{listed}: the label of {named[0]} is {table[named[0]]!r}, but must be a number")
 
     def read(index: int) -> np.ndarray:
-        path = source / rows[index][0]
-        try:
-            with path.open("rb") as file:
-                array = np.lib.format.read_array(file, allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise ValueError(f"{path} is damaged or no .npy file: {error}") from error
-        if not _is_square(array, 8):
-            raise ValueError(
-                f"{path} has shape {array.shape} of {array.dtype}, but must be (8, S, S): mean and standard deviation"
-            )
-        if (array[4:] < 0).any():
+        path = source / names[index]
+        array = _array(path.read_bytes(), path, 8, ": mean and standard deviation")
+        if (array[:, 4:] < 0).any():
             raise ValueError(f"{path} has standard deviations below 0: these are not REPA's moments (mean, std)")
-        return _float(array)[None]
+        return array
 
-    return np.array([label for _, label in rows], dtype=np.int64), read, lambda index: rows[index][0]
-
-
-def _is_square(array: np.ndarray, channels: int) -> bool:
-    """Whether it holds real numbers (channels, S, S)."""
-    return array.ndim == 3 and array.shape == (channels, array.shape[2], array.shape[2]) and array.dtype.kind in "fiu"
+    return np.array([table[name] for name in names], dtype=np.int64), read, names.__getitem__
 
 
-def _float(array: np.ndarray) -> np.ndarray:
-    """float16 as it is, everything else as float32."""
-    return array if array.dtype == np.float16 else array.astype(np.float32)
+def _number(content: bytes, where: str) -> int:
+    try:
+        return int(content)
+    except ValueError as error:
+        raise ValueError(f"{where} is {content[:20]!r}, but must be a number") from error
+
+
+def _array(content: bytes, where: object, channels: int, hint: str) -> np.ndarray:
+    """A .npy file's numbers as one view (1, channels, S, S): float16 as it is, everything else as float32."""
+    try:
+        array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{where} is damaged or no plain array ({error}){hint}") from error
+    if array.ndim != 3 or array.shape != (channels, array.shape[2], array.shape[2]) or array.dtype.kind not in "fiu":
+        raise ValueError(f"{where} has shape {array.shape} of {array.dtype}, but must be ({channels}, S, S){hint}")
+    return array[None] if array.dtype == np.float16 else array[None].astype(np.float32)

@@ -83,6 +83,15 @@ class LatentSpec:
         return (self.views, channels, *self.shape[1:])
 
     @property
+    def meaning(self) -> str:
+        """What the stored numbers are, in words."""
+        spread = {"logvar": "log-variance", "std": "standard deviation"}.get(self.spread)
+        content = f"posterior mean and {spread}" if spread else "latents"
+        if self.scale_applied:
+            return f"{content}, on the network's scale (z − {self.shift:g})·{self.scale:g}"
+        return f"{content}, unscaled; network latents are (z − {self.shift:g})·{self.scale:g}"
+
+    @property
     def sample_bytes(self) -> int:
         """Size of one sample with all its views."""
         return int(np.prod(self.stored_shape)) * np.dtype(self.dtype).itemsize

@@ -27,7 +27,6 @@ class Loader:
     device         where the samples go.
     steps          reading ahead stops before this step; None: never.
     ahead          how many steps are read ahead; None: 4, and none on a CPU, which has no time of its own to spare.
-    threads        how many steps are read at once.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class Loader:
         device: torch.device,
         steps: int | None = None,
         ahead: int | None = None,
-        threads: int = 2,
     ) -> None:
         self.data, self.seed, self.batch_size, self.steps = data, seed, batch_size, steps
         self.rows = slice(micro_batches[0].start, micro_batches[-1].stop)
@@ -50,7 +48,7 @@ class Loader:
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         # a thread of its own would begin on GPU 0, and open a context there
         start = {"initializer": torch.cuda.set_device, "initargs": (self._stream.device,)} if self._stream else {}
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="loader", **start)
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="loader", **start)
         self._coming: dict[int, Future] = {}
 
     def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:

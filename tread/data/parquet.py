@@ -9,21 +9,22 @@ from pathlib import Path
 
 import numpy as np
 
+from tread.data.dataset import check_labels
+
 
 @dataclass
 class Rows:
     """index → file content. Reads a row group at a time and keeps the last one, as pictures come in order."""
 
-    paths: list[Path]
     column: str
-    groups: list[tuple[int, int, int]]  # first picture, file, row group
+    groups: list[tuple[int, Path, int]]  # first picture, file, row group
     _kept: tuple[int, list[dict]] | None = field(default=None, repr=False)
 
     def __call__(self, index: int) -> bytes:
         group = int(np.searchsorted([first for first, _, _ in self.groups], index, side="right")) - 1
-        first, file, number = self.groups[group]
+        first, path, number = self.groups[group]
         if self._kept is None or self._kept[0] != group:
-            rows = _open(self.paths[file]).read_row_group(number, columns=[self.column])[self.column]
+            rows = _open(path).read_row_group(number, columns=[self.column])[self.column]
             self._kept = group, rows.to_pylist()
         content = self._kept[1][index - first]
         if not isinstance(content, dict) or not content.get("bytes"):
@@ -58,10 +59,9 @@ def open_pictures(source: Path, paths: list[Path], split: str | None) -> tuple[l
     Raises ValueError if the split or the columns are not clear.
     """
     splits = sorted({_split(path) for path in paths})
-    if split is not None:
-        paths = [path for path in paths if _split(path) == split]
-    elif len(splits) > 1:
-        paths = []
+    if split is None and len(splits) == 1:
+        split = splits[0]
+    paths = [path for path in paths if _split(path) == split]
     if not paths:
         raise ValueError(f"{source} holds the splits {', '.join(splits)}; choose one by root=…")
     schema = _open(paths[0]).schema_arrow
@@ -69,12 +69,12 @@ def open_pictures(source: Path, paths: list[Path], split: str | None) -> tuple[l
     image = _column(source, schema.names, features, "Image", "image")
     label = _column(source, schema.names, features, "ClassLabel", "label")
     groups, labels, names, first = [], [], [], 0
-    for file, path in enumerate(paths):
+    for path in paths:
         opened = _open(path)
         if not opened.schema_arrow.equals(schema) or _features(opened.schema_arrow) != features:
             raise ValueError(f"{path} has other columns or classes than {paths[0].name}")
         for number in range(opened.metadata.num_row_groups):
-            groups.append((first, file, number))
+            groups.append((first, path, number))
             first += opened.metadata.row_group(number).num_rows
         names += [f"{path.name}:{row}" for row in range(opened.metadata.num_rows)]
         column = opened.read(columns=[label])[label]
@@ -86,9 +86,8 @@ def open_pictures(source: Path, paths: list[Path], split: str | None) -> tuple[l
         labels.append(column.to_numpy())
     numbers = np.concatenate(labels).astype(np.int64)
     classes = features.get(label, {}).get("names") or [str(n) for n in range(int(numbers.max(initial=-1)) + 1)]
-    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(classes):
-        raise ValueError(f"{source}: labels lie in {numbers.min()}..{numbers.max()}, with {len(classes)} classes")
-    return names, numbers, list(classes), Rows(paths, image, groups)
+    check_labels(numbers, len(classes), source)
+    return names, numbers, list(classes), Rows(image, groups)
 
 
 def _features(schema) -> dict:

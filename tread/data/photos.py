@@ -17,12 +17,14 @@ import posixpath
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from tread.data.parquet import open_pictures, parquet_files
 from tread.data.tars import Tar
+from tread.runtime.tensor_files import listed
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 LABEL_FILES = ("dataset.json", "labels.csv", "metadata.csv")
@@ -55,18 +57,16 @@ class Photos:
         if not self.names:
             other = f"; it holds {self.refused[0][0]}" if self.refused else ""
             raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){other}")
-        if allow_empty:
-            return
-        counts = np.bincount(self.labels, minlength=len(self.classes))
-        if empty := [self.classes[i] for i in np.flatnonzero(counts == 0)]:
+        empty = [self.classes[i] for i in np.setdiff1d(range(len(self.classes)), self.labels)]
+        if empty and not allow_empty:
             raise ValueError(
-                f"{self.where}: {_some(empty, 'class', 'classes')} without a picture. "
+                f"{self.where}: classes without a picture: {listed(empty)}. "
                 "Remove what is empty, or set allow_empty=true to keep the class"
             )
 
 
 class Folder:
-    """A folder's files, with the same attributes as a Tar; hidden ones are left out."""
+    """A folder's files, with the same attributes as a Tar."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.names, self.folders = Path(path), [], []
@@ -104,36 +104,28 @@ def find_photos(source: Path, root: str | None = None, labels: str | None = None
     names = [name for name in store.names if not _hidden(name)]
     folders = set(store.folders) | {name.rpartition("/")[0] for name in names}
     folders |= {str(parent) for folder in folders for parent in PurePosixPath(folder).parents}
-    inside = _inside(source, names, {folder for folder in folders if not _hidden(folder)} - {"", "."}, root, labels)
+    folders = {folder for folder in folders if not _hidden(folder)} - {"", "."}
+    inside = _inside(source, names, folders, root, labels)
     prefix = f"{inside}/" if inside else ""
     names = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     where = f"{source}:{inside}" if inside else str(source)
 
-    beside = [name for name in LABEL_FILES if name in names]
-    if labels is not None or beside:
-        chosen = labels or beside[0]
+    chosen = labels or next((name for name in LABEL_FILES if name in names), None)
+    if chosen is not None:
         if chosen not in names and not Path(chosen).is_file():
             raise FileNotFoundError(f"labels file {chosen} is neither in {where} nor a file of that path")
         content = store.read(prefix + chosen) if chosen in names else Path(chosen).read_bytes()
         names = [name for name in names if name not in (chosen, *LABEL_FILES)]
         names, numbers, classes, refused = _by_table(where, names, label_table(chosen, content))
     else:
-        classes = sorted({f.removeprefix(prefix).split("/")[0] for f in folders if f.startswith(prefix)} - {".", ""})
-        classes = [name for name in classes if not _hidden(name)]
+        classes = sorted({f.removeprefix(prefix).split("/")[0] for f in folders if f.startswith(prefix)})
         names, numbers, refused = _by_folder(where, names, classes)
-    read = Reader(store, [prefix + name for name in names])
+    read = partial(_read, store, [prefix + name for name in names])
     return Photos(where, names, np.array(numbers, dtype=np.int64), tuple(classes), read, refused)
 
 
-@dataclass
-class Reader:
-    """index → file content."""
-
-    store: Folder | Tar
-    names: list[str]
-
-    def __call__(self, index: int) -> bytes:
-        return self.store.read(self.names[index])
+def _read(store: Folder | Tar, names: list[str], index: int) -> bytes:
+    return store.read(names[index])
 
 
 def _hidden(name: str) -> bool:
@@ -149,17 +141,17 @@ def _inside(source: Path, names: list[str], folders: set[str], root: str | None,
     tables = {*LABEL_FILES, labels}
     if root is not None:
         root = str(PurePosixPath(root))
-        found = sorted((f for f in folders if f == root or f.endswith(f"/{root}")), key=lambda f: (f.count("/"), f))
+        outermost = sorted(folders, key=lambda f: (f.count("/"), f))
+        found = [folder for folder in outermost if folder == root or folder.endswith(f"/{root}")]
         if not found:
-            listed = ", ".join(sorted(folders, key=lambda f: (f.count("/"), f))[:8]) or "none"
-            raise ValueError(f"{source} has no folder {root}; its folders are {listed}, …")
+            raise ValueError(f"{source} has no folder {root}; its folders are {', '.join(outermost[:8]) or 'none'}, …")
         return found[0]
     inside = ""
     while True:
         prefix = f"{inside}/" if inside else ""
         below = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
         tops = {name.split("/")[0] for name in below}
-        if len(tops) != 1 or "/" not in (below or [""])[0]:
+        if len(tops) != 1 or "/" not in below[0]:
             return inside
         lower = [name.split("/", 1)[1] for name in below]
         if any("/" not in name for name in lower) and not set(lower) & tables:
@@ -195,29 +187,27 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> tuple[list, 
 
 def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tuple:
     """Pictures, labels, classes and refused files, as a labels file has them."""
-    pictures = {name for name in names if _is_picture(name)}
-    refused = [(name, "its name is not a picture's") for name in names if name not in pictures and name not in table]
-    for missing, what in (
-        (set(table) - set(names), "is labelled, but not there"),
-        (pictures - set(table), "has no label"),
-    ):
-        if missing:
-            raise ValueError(f"{where}: {_some(sorted(missing), 'picture', 'pictures')} {what}")
+    check_table(where, table, {name for name in names if _is_picture(name) or name in table})
+    refused = [(name, "its name is not a picture's") for name in names if name not in table]
     kept = sorted(table)
     labels = [table[name] for name in kept]
     if all(isinstance(label, int) for label in labels):
-        if min(labels, default=0) < 0:
-            raise ValueError(
-                f"{where}: {kept[labels.index(min(labels))]} has label {min(labels)}; it must not be negative"
-            )
-        if max(labels, default=0) >= MOST_CLASSES:
-            raise ValueError(f"{where}: {kept[labels.index(max(labels))]} has label {max(labels)}: no class's number")
+        for name, label in zip(kept, labels):
+            if not 0 <= label < MOST_CLASSES:
+                raise ValueError(f"{where}: {name} has label {label}, but must have one in 0..{MOST_CLASSES - 1}")
         return kept, labels, [str(number) for number in range(max(labels, default=-1) + 1)], refused
     if not all(isinstance(label, str) for label in labels):
         raise ValueError(f"{where}: some labels are numbers and some are names; use one of both")
     classes = sorted(set(labels))
     index = {name: number for number, name in enumerate(classes)}
     return kept, [index[label] for label in labels], classes, refused
+
+
+def check_table(where: str, table: dict[str, int | str], files: set[str]) -> None:
+    """Raise ValueError unless the labels are those of the files."""
+    for names, what in ((table.keys() - files, "labelled, but not there"), (files - table.keys(), "without a label")):
+        if names:
+            raise ValueError(f"{where}: {what}: {listed(sorted(names))}")
 
 
 def label_table(name: str, content: bytes) -> dict[str, int | str]:
@@ -247,9 +237,3 @@ def label_table(name: str, content: bytes) -> dict[str, int | str]:
         return table
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"labels file {name} can't be read: {error}. It must be {LABEL_FORMATS}") from error
-
-
-def _some(names: list[str], one: str, many: str) -> str:
-    """ "class a", "classes a, b, c and 5 more"."""
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"{one if len(names) == 1 else many} {shown}"

@@ -12,8 +12,8 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -22,32 +22,27 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from tread.data.autoencoder import Encoder
+from tread.data.dataset_report import spread
 from tread.data.images import centre_crop, read_rgb
 from tread.data.photos import Photos
 from tread.data.writer import DatasetWriter
-
-STAGES = ("read", "decode", "crop", "encode", "write")
+from tread.runtime.distributed import Processes
 
 
 @dataclass
 class Crops(Dataset):
-    """index → (pixels (3, size, size) uint8 or None, why it could not be read, its size, seconds of three stages)."""
+    """index → (pixels (3, size, size) uint8 or None, why it could not be read, its size)."""
 
     photos: Photos
     size: int
 
-    def __getitem__(self, index: int) -> tuple[Tensor | None, str, tuple[int, int], tuple[float, float, float]]:
-        times = [time.thread_time()]
+    def __getitem__(self, index: int) -> tuple[Tensor | None, str, tuple[int, int]]:
         try:
-            content = self.photos.read(index)
-            times.append(time.thread_time())
-            image = read_rgb(content)
-            times.append(time.thread_time())
+            image = read_rgb(self.photos.read(index))
             pixels = torch.from_numpy(centre_crop(image, self.size).transpose(2, 0, 1).copy())
-            times.append(time.thread_time())
         except (OSError, ValueError) as error:
-            return None, f"{type(error).__name__}: {error}", (0, 0), (0.0, 0.0, 0.0)
-        return pixels, "", image.size, tuple(after - before for before, after in zip(times, times[1:]))
+            return None, f"{type(error).__name__}: {error}", (0, 0)
+        return pixels, "", image.size
 
     def __len__(self) -> int:
         return len(self.photos)
@@ -76,15 +71,6 @@ def _end_with(process: int, worker: int) -> None:
     threading.Thread(target=watch, daemon=True, name="end with").start()
 
 
-@dataclass
-class Progress:
-    """What `make_shards` has done: pictures, and CPU seconds in each stage (encode and write: wall clock)."""
-
-    pictures: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    waited: float = 0.0  # seconds that the encoder had no pictures
-
-
 def shard_ranges(count: int, shard_size: int) -> list[range]:
     """The pictures of each shard."""
     return [range(first, min(first + shard_size, count)) for first in range(0, count, shard_size)]
@@ -97,11 +83,10 @@ def source_hash(photos: Photos) -> str:
     return digest.hexdigest()
 
 
-def check_sizes(photos: Photos, resolution: int, probes: int = 32) -> None:
+def check_sizes(photos: Photos, resolution: int) -> None:
     """Raise ValueError if most of some pictures, spread over all, are smaller than the resolution asked for."""
     crops = Crops(photos, resolution)
-    numbers = np.unique(np.linspace(0, len(photos) - 1, probes).round().astype(int))
-    sizes = [min(size) for _, why, size, _ in (crops[int(number)] for number in numbers) if not why]
+    sizes = [min(size) for _, why, size in (crops[int(number)] for number in spread(len(photos), 32)) if not why]
     if sizes and np.median(sizes) < resolution:
         raise ValueError(
             f"the pictures of {photos.where} are smaller ({int(np.median(sizes))} pixels along the shorter side, the "
@@ -118,55 +103,56 @@ def make_shards(
     batch_size: int,
     workers: int,
     skip_damaged: bool,
-) -> Iterator[Progress]:
-    """Write shards (number, its pictures); yields after each batch.
+    processes: Processes,
+) -> None:
+    """Write shards (number, its pictures), with a progress bar, and the speed at the end.
 
     Notes for each shard which pictures were left out and how many enlarged. Raises ValueError for a
     damaged picture, unless skip_damaged.
     """
-    batches = [list(part[i : i + batch_size]) for _, part in shards for i in range(0, len(part), batch_size)]
+    batches = {n: [part[i : i + batch_size] for i in range(0, len(part), batch_size)] for n, part in shards}
     loader = DataLoader(
         Crops(photos, resolution),
-        batch_sampler=batches,
+        batch_sampler=[indices for parts in batches.values() for indices in parts],
         num_workers=workers,
         collate_fn=_collate,
         worker_init_fn=partial(_end_with, os.getpid()),
     )
-    coming, progress = iter(loader), Progress()
-    for number, part in shards:
-        stored, labels, left_out, enlarged = [], [], [], 0
-        for first in range(0, len(part), batch_size):
-            indices = part[first : first + batch_size]
-            began = time.perf_counter()
-            try:
-                pixels, notes = next(coming)
-            except RuntimeError as error:  # of PyTorch, where a worker died
-                raise OSError(
-                    f"a reading process ended: {error}\nIt may have had too little (shared) memory, or a file size "
-                    "limit: try fewer workers, or a smaller batch_size. What was done before is kept"
-                ) from error
-            progress.waited += time.perf_counter() - began
-            for index, (why, size, seconds) in zip(indices, notes):
-                if why and not skip_damaged:
-                    raise ValueError(
-                        f"{photos.where}: {photos.names[index]} can't be read as a picture ({why}). "
-                        "Replace it, or leave such pictures out with on_error=skip; without it in the source the work "
-                        "would have to begin anew"
-                    )
-                if why:
-                    left_out.append((photos.names[index], why))
-                    continue
-                labels.append(photos.labels[index])
-                enlarged += min(size) < resolution
-                for stage, spent in zip(STAGES, seconds):
-                    progress.seconds[stage] += spent
-            began = time.perf_counter()
-            if pixels is not None:
-                stored.append(encode(pixels))
-            progress.seconds["encode"] += time.perf_counter() - began
-            progress.pictures += len(indices)
-            yield progress
-        began = time.perf_counter()
-        whole = np.concatenate(stored) if stored else np.zeros((0, *writer.latents.stored_shape), np.float32)
-        writer.write(number, whole, np.array(labels, dtype=np.int64), left_out=left_out, enlarged=enlarged)
-        progress.seconds["write"] += time.perf_counter() - began
+    coming, total = iter(loader), sum(len(part) for _, part in shards)
+    began, waited = time.perf_counter(), 0.0
+    with processes.bar("encoding", total) as bar:
+        for number, parts in batches.items():
+            stored, labels, left_out, enlarged = [], [], [], 0
+            for indices in parts:
+                asked = time.perf_counter()
+                try:
+                    pixels, notes = next(coming)
+                except RuntimeError as error:  # of PyTorch, where a worker died
+                    raise OSError(
+                        f"a reading process ended: {error}\nIt may have had too little (shared) memory, or a file "
+                        "size limit: try fewer workers, or a smaller batch_size. What was done before is kept"
+                    ) from error
+                waited += time.perf_counter() - asked
+                for index, (why, size) in zip(indices, notes):
+                    if why and not skip_damaged:
+                        raise ValueError(
+                            f"{photos.where}: {photos.names[index]} can't be read as a picture ({why}). "
+                            "Replace it, or leave such pictures out with on_error=skip; without it in the source the "
+                            "work would have to begin anew"
+                        )
+                    if why:
+                        left_out.append((photos.names[index], why))
+                        continue
+                    labels.append(photos.labels[index])
+                    enlarged += min(size) < resolution
+                if pixels is not None:
+                    stored.append(encode(pixels))
+                bar.update(len(indices))
+            whole = np.concatenate(stored) if stored else np.zeros((0, *writer.latents.stored_shape), np.float32)
+            writer.write(number, whole, np.array(labels, dtype=np.int64), left_out=left_out, enlarged=enlarged)
+    if total:
+        wall = time.perf_counter() - began
+        processes.say(
+            f"  speed     {total / wall:.1f} images/s a process, of whose time {100 * waited / wall:.1f}% waiting for "
+            f"pictures from {workers} reading processes"
+        )

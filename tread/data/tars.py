@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import posixpath
 import tarfile
 from pathlib import Path
@@ -49,21 +48,11 @@ class Tar:
             if target not in self._at:
                 raise ValueError(f"{self.path}: {name} is a link to {target}, which is not a file in the tar")
             self._at[name] = self._at[target]
-        size = self.path.stat().st_size
-        if any(offset + length > size for offset, length in self._at.values()):
-            raise ValueError(f"{self.path} is truncated: its last file ends beyond its {size} bytes")
         self.names = sorted(self._at)
-        self._open: tuple[int, int] | None = None  # process and file descriptor
 
     def read(self, name: str) -> bytes:
         """The content of a file."""
-        if self._open is None or self._open[0] != os.getpid():
-            self._open = os.getpid(), os.open(self.path, os.O_RDONLY)
         offset, size = self._at[name]
-        return os.pread(self._open[1], size, offset)
-
-    def close(self) -> None:
-        """Give the file descriptor back; the next read opens the tar again."""
-        if self._open is not None and self._open[0] == os.getpid():
-            os.close(self._open[1])
-        self._open = None
+        with self.path.open("rb") as file:  # anew: there may be thousands of tars, and several threads and processes
+            file.seek(offset)
+            return file.read(size)

@@ -28,26 +28,35 @@ from tread.runtime.files import Lock, explain_failure, free_bytes, sha256, sync,
 class DatasetWriter:
     """A dataset in the making.
 
-    folder  where it will be; must not exist.
+    folder  where it will be.
     plan    what decides its content, anything JSON can hold: an unfinished dataset made by another
             plan is not continued.
-    main    whether this process is the one of several that begins and finishes the work.
 
-    Raises FileExistsError if the folder is there already or another process writes to it, and
-    ValueError if unfinished work has another plan.
+    Of several processes that write shards, one begins and finishes the work.
     """
 
-    def __init__(self, folder: Path, latents: LatentSpec, plan: dict, main: bool = True) -> None:
+    def __init__(self, folder: Path, latents: LatentSpec, plan: dict) -> None:
         self.folder, self.latents = Path(folder), latents
         if self.folder.name in ("", ".."):
             raise ValueError(f"{folder} must be the name of a new folder")
-        self.work = _work(self.folder)
+        self.work = self.folder.with_name(f".{self.folder.name}.unfinished")
         self.data, self._done = self.work / "data", self.work / "done"
         self._plan = json.loads(json.dumps({**asdict(latents), **plan}))
-        if main:
-            self._begin()
 
-    def _begin(self) -> None:
+    def is_finished(self) -> bool:
+        """Whether the dataset is there already, made by the same plan; then what is left of the work on it goes."""
+        made = self.folder / "report.json"
+        finished = made.is_file() and json.loads(made.read_text()).get("plan") == self._plan
+        if finished:  # a process may have been killed just then
+            shutil.rmtree(self.work, ignore_errors=True)
+        return finished
+
+    def begin(self) -> None:
+        """Make the place where shards are written, or go on with what is there.
+
+        Raises FileExistsError if the folder is there already or another process writes to it, and
+        ValueError if unfinished work has another plan.
+        """
         self._check_free()
         for folder in (self.data, self._done):
             folder.mkdir(parents=True, exist_ok=True)
@@ -76,15 +85,10 @@ class DatasetWriter:
 
     def missing(self, shards: int) -> list[int]:
         """The shards among 0..shards−1 that are still to be written."""
-        return [number for number in range(shards) if not self._is_done(number)]
+        return [number for number in range(shards) if not self._note(number).exists()]
 
-    def _is_done(self, number: int) -> bool:
-        path = self._done / f"{number:05d}.json"
-        if not path.exists():
-            return False
-        sizes = json.loads(path.read_text())["bytes"]
-        files = {self.data / name: size for name, size in sizes.items()}
-        return all(file.is_file() and file.stat().st_size == size for file, size in files.items())
+    def _note(self, number: int) -> Path:
+        return self._done / f"{number:05d}.json"
 
     def check_space(self, samples: int) -> None:
         """Raise OSError unless the disk can take this many samples more."""
@@ -97,7 +101,7 @@ class DatasetWriter:
     def write(self, number: int, stored: np.ndarray, labels: np.ndarray, **note: object) -> None:
         """Write a shard: stored (n, *latents.stored_shape), labels (n,); n may be 0.
 
-        note is kept for `notes`, anything JSON can hold. Raises ValueError for a shard that is not
+        note is kept for `assemble`, anything JSON can hold. Raises ValueError for a shard that is not
         what `latents` says, OSError if the disk is full; then no shard of this number is there.
         """
         expected = (len(labels), *self.latents.stored_shape)
@@ -112,41 +116,32 @@ class DatasetWriter:
                 "(dtype=float32), or were not finite before (an autoencoder in low precision: precision=fp32)"
             )
         files = {"file": (f"shard-{number:05d}.npy", stored), "labels": (f"shard-{number:05d}.labels.npy", labels)}
-        entry, sizes = {"count": len(labels)}, {}
+        entry = {"count": len(labels)}
         for key, (name, array) in files.items() if len(labels) else ():
             path = self.data / name
             with explain_failure(path), whole_file(path) as partial, partial.open("wb") as file:
                 write_array(file, array.astype(np.int64) if key == "labels" else array)
-            entry[key], entry[f"{key}_sha256"], sizes[name] = name, sha256(path), path.stat().st_size
+            entry[key], entry[f"{key}_sha256"] = name, sha256(path)
         done = {
             "entry": entry,
-            "bytes": sizes,
             "class_counts": np.bincount(labels, minlength=len(self.latents.classes)).tolist(),
             "sums": [part.tolist() for part in channel_sums(stored, self.latents)],
             "note": note,
         }
         with explain_failure(self._done):
-            write_whole(self._done / f"{number:05d}.json", json.dumps(done) + "\n")
+            sync(self.data)  # the shard's name is on the disk before it is said to be done
+            write_whole(self._note(number), json.dumps(done) + "\n")
 
-    def notes(self, shards: int) -> list[dict]:
-        """What was noted of each shard written."""
-        return [self._read(number)["note"] for number in range(shards)]
-
-    def _read(self, number: int) -> dict:
-        return json.loads((self._done / f"{number:05d}.json").read_text())
-
-    def assemble(self, shards: int) -> Path:
-        """Write index.json, once all shards are there; returns the folder, not yet in its place.
+    def assemble(self, shards: int) -> list[dict]:
+        """Write index.json into `data`, once all shards are there; returns what was noted of each.
 
         Raises ValueError if the dataset would be empty.
         """
-        done = [self._read(number) for number in range(shards)]
-        counts = np.sum([one["class_counts"] for one in done], axis=0, dtype=np.int64) if done else np.zeros(0)
-        numbers, sums, squares = (
-            (np.sum([one["sums"][i] for one in done], axis=0) for i in range(3)) if done else [0] * 3
-        )
-        if not counts.sum():
+        done = [json.loads(self._note(number).read_text()) for number in range(shards)]
+        if not any(one["entry"]["count"] for one in done):
             raise ValueError(f"{self.folder} would hold no sample")
+        counts = np.sum([one["class_counts"] for one in done], axis=0)
+        numbers, sums, squares = (np.sum([one["sums"][i] for one in done], axis=0) for i in range(3))
         mean = sums / numbers
         index = {
             "version": VERSION,
@@ -159,10 +154,17 @@ class DatasetWriter:
         }
         with explain_failure(self.data / "index.json"):
             write_whole(self.data / "index.json", json.dumps(index, indent=1) + "\n")
-        return self.data
+        return [one["note"] for one in done]
 
-    def publish(self) -> None:
-        """Give the assembled dataset its name and forget the work."""
+    def publish(self, report: dict | None = None) -> None:
+        """Give the assembled dataset its name and forget the work.
+
+        report  what a report.json is to say beside the plan; by it `is_finished` knows the dataset again.
+        """
+        if report is not None:
+            path = self.data / "report.json"
+            with explain_failure(path):
+                write_whole(path, json.dumps(report | {"plan": self._plan}, indent=1) + "\n")
         sync(self.data)
         self.data.rename(self.folder)
         sync(self.folder.parent)
@@ -174,19 +176,6 @@ class DatasetWriter:
         self._lock.release()
 
 
-def _work(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.unfinished")
-
-
-def is_finished(folder: Path, plan: dict) -> bool:
-    """Whether a dataset is there already, made by the same plan; then what is left of the work on it goes."""
-    made = folder / "report.json"
-    finished = made.is_file() and json.loads(made.read_text()).get("plan") == json.loads(json.dumps(plan))
-    if finished:  # a process may have been killed just then
-        shutil.rmtree(_work(folder), ignore_errors=True)
-    return finished
-
-
 def write_dataset(folder: Path, latents: LatentSpec, shards: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
     """Write a dataset in one go; the folder appears under its name only when it is whole.
 
@@ -194,6 +183,7 @@ def write_dataset(folder: Path, latents: LatentSpec, shards: Iterable[tuple[np.n
     folder is there already, ValueError for a shard that is not what `latents` says.
     """
     writer = DatasetWriter(folder, latents, plan={})
+    writer.begin()
     try:
         count = 0
         for stored, labels in shards:
