@@ -147,4 +147,4 @@ def finish(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    open_door(main, [*settings.known_keys(), "experiment"])
+    open_door(main, [*settings.known_keys(), "experiment"], settings.MOVED)

@@ -115,4 +115,4 @@ def account(saved: checkpoint.Checkpoint, options: Options) -> str:
 
 
 if __name__ == "__main__":
-    open_door(main, [*settings.known_keys(), "experiment", *schema.known_keys(Options)])
+    open_door(main, [*settings.known_keys(), "experiment", *schema.known_keys(Options)], settings.MOVED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -13,10 +13,10 @@ from tread.runtime.schema import check_overrides
 from tread.runtime.signals import leave_at_once
 
 
-def open_door(main: Callable[[], None], known: Iterable[str]) -> None:
-    """Run a door's Hydra `main`, or end with a message that names the nearest known key."""
+def open_door(main: Callable[[], None], known: Iterable[str], moved: Mapping[str, str] | None = None) -> None:
+    """Run a door's Hydra `main`, or end with a message that names the nearest known key, or where one has moved."""
     try:
-        check_overrides(sys.argv[1:], known)
+        check_overrides(sys.argv[1:], known, moved)
     except ValueError as error:
         sys.exit(f"error: {error}")
     main()

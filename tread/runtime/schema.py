@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -50,12 +50,17 @@ def _unknown(key: str, known: Iterable[str]) -> ValueError:
     return ValueError(f"unknown setting {key!r}; the nearest known one is {max(known, key=likeness)!r}")
 
 
-def check_overrides(arguments: Iterable[str], known: Iterable[str]) -> None:
-    """Look at Hydra overrides (key=value) and raise ValueError for the first key that is not known."""
+def check_overrides(arguments: Iterable[str], known: Iterable[str], moved: Mapping[str, str] | None = None) -> None:
+    """Look at Hydra overrides (key=value) and raise ValueError for the first key that is not known.
+
+    moved  keys that are gone → what to set in their place.
+    """
     known = list(known)
     for argument in arguments:
         match = re.match(r"[+~]*([^-+~=\s][^=\s]*)=", argument)
         key = re.sub(r"\.\d+", ".*", match[1]) if match else "hydra"
+        if moved and key in moved:
+            raise ValueError(f"{key} is gone; set {moved[key]} in its place")
         if key not in known and not key.startswith("hydra"):
             raise _unknown(key, known)
 

@@ -19,6 +19,14 @@ from tread.training.ema import Width
 
 BelowOne = Annotated[float, Range("lie in [0, 1)", lambda number: 0 <= number < 1)]
 
+# keys that are gone, and what to set in their place
+MOVED = {f"recipe.{key}": f"model.{key}" for key in ("hidden_size", "depth", "num_heads", "patch_size")}
+MOVED |= {"recipe.steps": "train.steps", "recipe.batch_size": "train.batch_size", "recipe.lr": "optim.lr"}
+MOVED |= {"recipe.ema_decay": "ema.decay", "recipe.ema_warmup": "ema.warmup"}
+MOVED |= {f"recipe.{key}_every": f"every.{key}" for key in ("log", "evaluate", "sample", "save")}
+MOVED |= {"recipe.demo_samples": "eval.demo_samples"}
+MOVED |= {f"recipe.{key}": key for key in ("name", "objective", "init_from")}
+
 
 @dataclass(frozen=True)
 class Train:
@@ -185,6 +193,9 @@ class Settings:
 
 def read(config: dict) -> Settings:
     """A composed config → Settings. Raises ValueError."""
+    if "recipe" in config:
+        gone = [f"recipe.{key} is {MOVED.get(f'recipe.{key}', 'nothing')} now" for key in config["recipe"]]
+        raise ValueError(f"recipe is gone: {', '.join(gone)}; a dataset or experiment sets those keys itself")
     return schema.read(config, Settings)
 
 
