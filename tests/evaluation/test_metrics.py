@@ -11,6 +11,7 @@ import scipy.linalg
 import torch
 from conftest import ROOT
 
+from tread.evaluation import metrics
 from tread.evaluation.metrics import (
     Moments,
     frechet_distance,
@@ -44,10 +45,8 @@ def test_frechet_distance_on_rank_deficient_sets():
         mean_and_covariance(few[:1])
 
 
-def test_frechet_distance_of_wrong_shapes_and_numbers_is_refused():
+def test_frechet_distance_of_numbers_that_are_not_finite_is_refused():
     mean, covariance = np.zeros(3), np.eye(3)
-    with pytest.raises(ValueError, match=r"\(4,\)"):
-        frechet_distance(mean, covariance, np.zeros(4), np.eye(4))
     with pytest.raises(ValueError, match="not finite"):
         frechet_distance(mean, covariance, mean, covariance * np.nan)
 
@@ -95,14 +94,14 @@ def naive_precision_recall(reference, samples, k):
 
 
 @pytest.mark.parametrize(("block", "origin"), [(7, 0), (200, 0), (10**6, 0), (10**6, 1000)])
-def test_precision_and_recall_are_the_definition_s(block, origin):
+def test_precision_and_recall_are_the_definition_s(monkeypatch, block, origin):
     rng = np.random.default_rng(0)
     reference, samples = rng.standard_normal((60, 5)), rng.standard_normal((45, 5)) * 0.6 + 0.5
     reference, samples = ((one + origin).astype(np.float32).astype(np.float64) for one in (reference, samples))
     expected = naive_precision_recall(reference, samples, 3)
     assert 0.1 < expected[1] < expected[0] <= 1
-    found = precision_recall(*(torch.from_numpy(a).float() for a in (reference, samples)), block_numbers=block)
-    assert found == pytest.approx(expected)
+    monkeypatch.setattr(metrics, "BLOCK_NUMBERS", block)
+    assert precision_recall(*(torch.from_numpy(a).float() for a in (reference, samples))) == pytest.approx(expected)
 
 
 def test_precision_counts_a_ball_s_edge_but_not_the_point_itself():
@@ -111,11 +110,9 @@ def test_precision_counts_a_ball_s_edge_but_not_the_point_itself():
     reference = torch.cat([cluster, cluster + 1000])
     samples = torch.tensor([[-3.0], [-3.1], [6.0], [6.1], [997.0], [996.9]])
     assert precision_recall(reference, samples)[0] == pytest.approx(3 / 6)
-    with pytest.raises(ValueError, match="more than 3"):
-        precision_recall(reference[:3], samples)
 
 
-def test_kid_is_the_unbiased_estimate():
+def test_kid_is_the_unbiased_estimate(monkeypatch):
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((12, 4)), rng.standard_normal((9, 4)) + 0.3
 
@@ -126,7 +123,8 @@ def test_kid_is_the_unbiased_estimate():
     expected = sum(own) - 2 * np.mean([k(a, b) for a in x for b in y])
     tensors = [torch.from_numpy(a).float() for a in (x, y)]
     assert kernel_distance(*tensors) == pytest.approx(expected, rel=1e-5)
-    assert kernel_distance(*tensors, block_numbers=5) == pytest.approx(expected, rel=1e-5)
+    monkeypatch.setattr(metrics, "BLOCK_NUMBERS", 5)
+    assert kernel_distance(*tensors) == pytest.approx(expected, rel=1e-5)
 
 
 def test_kid_of_two_sets_of_one_distribution_is_about_zero():

@@ -77,12 +77,11 @@ class ReferenceScorer:
         device = next(self.network.parameters()).device
         with exact():
             try:
-                found = _compare(theirs.to(device), ours.to(device))
+                values |= _compare(theirs.to(device), ours.to(device))
             except torch.OutOfMemoryError:
-                found = _compare(theirs, ours)
-        if found[0] is None:
+                values |= _compare(theirs, ours)
+        if "recall" not in values:
             unavailable |= dict.fromkeys(("precision", "recall"), f"each set must have more than {NEIGHBOURS} pictures")
-        values |= {name: value for name, value in zip(("precision", "recall", "kid"), found) if value is not None}
         return values, unavailable, {}
 
     def warnings(self, samples: int) -> list[str]:
@@ -104,11 +103,12 @@ class ReferenceScorer:
         return found
 
 
-def _compare(reference: torch.Tensor, samples: torch.Tensor) -> tuple[float | None, float | None, float]:
-    """Precision and recall, None for too small sets, and KID."""
-    enough = min(len(reference), len(samples)) > NEIGHBOURS
-    precision, recall = precision_recall(reference, samples) if enough else (None, None)
-    return precision, recall, kernel_distance(reference, samples)
+def _compare(reference: torch.Tensor, samples: torch.Tensor) -> dict[str, float]:
+    """Precision and recall, but of too small sets, and KID."""
+    found = {}
+    if min(len(reference), len(samples)) > NEIGHBOURS:
+        found["precision"], found["recall"] = precision_recall(reference, samples)
+    return found | {"kid": kernel_distance(reference, samples)}
 
 
 def open_scorer(reference: Reference, weights: Path, digest: str, cache: Path, processes: Processes) -> ReferenceScorer:
