@@ -114,7 +114,7 @@ def features(repeats: int) -> str:
     extract(network, pictures)
     a, b, ratios = compare(lambda: extract(network, pictures), bare, 4 * repeats)
     overhead = [100 * (1 / ratio - 1) for ratio in ratios]
-    network.forward = lambda x: (x[:, 0, 0], x[:, 0, 0], None)  # what is left without the network
+    network.forward = lambda x: {"pool": x[:, 0, 0], "spatial": x[:, 0, 0]}  # what is left without the network
     own = statistics.median(seconds(lambda: extract(network, pictures), DEVICE) for _ in range(4 * repeats))
     return (
         f"{count / a:.1f} pictures/s, bare network {count / b:.1f}: {statistics.median(overhead):.1f}% overhead "

@@ -7,12 +7,13 @@ import pytest
 import scipy.linalg
 import torch
 
-from tread.evaluation.features import extract_parts, feature_parts
+from tread.evaluation import features as kept
 from tread.evaluation.image_sets import open_pictures
 from tread.evaluation.inception import Inception, extract, load_inception
 from tread.evaluation.part_store import PartStore
 from tread.evaluation.reference import open_reference
 from tread.evaluation.reference_scorer import ReferenceScorer
+from tread.runtime.distributed import share_work
 
 METRICS = tuple(ReferenceScorer.metrics)
 
@@ -120,15 +121,17 @@ def test_small_counts_are_warned_of(tmp_path, pictures_of):
     assert warnings(50_000, open_reference(tmp_path / "adm.npz")) == []  # its statistics are of others
 
 
-def test_extraction_in_parts_is_extraction_at_once(tmp_path, pictures_of, inception_file):
+def test_extraction_in_parts_is_extraction_at_once(tmp_path, pictures_of, inception_file, monkeypatch):
     pictures = pictures_of(9, 32, 0)
     np.savez(tmp_path / "a.npz", pictures)
     network, opened = load_inception(inception_file), open_pictures(tmp_path / "a.npz")
-    parts = feature_parts(tmp_path / "cache", opened, "weights")
-    parts.ranges = [range(0, 4), range(4, 8), range(8, 9)]
-    parts.begin()
-    assert list(extract_parts(network, opened, parts, [0, 2])) == [4, 1]
-    assert list(extract_parts(network, opened, parts, parts.missing())) == [4]
+    extracted = []
+    monkeypatch.setattr(kept, "part_size", lambda count, batch_size: 4)
+    monkeypatch.setattr(kept, "extract", lambda *given: extracted.append(len(given[1])) or extract(*given))
+    parts = kept.features_of(opened, tmp_path / "cache", network, "weights", share_work(None))
+    (parts.folder / "part-00001" / "pool.npy").unlink()
+    parts = kept.features_of(opened, tmp_path / "cache", network, "weights", share_work(None))
+    assert extracted == [4, 4, 1, 4] and parts.missing() == []
     whole = extract(network, torch.from_numpy(pictures.transpose(0, 3, 1, 2)))
     for name in ("pool", "spatial", "probabilities"):
-        np.testing.assert_allclose(np.concatenate(list(parts.arrays(name))), getattr(whole, name), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(np.concatenate(list(parts.arrays(name))), whole[name], rtol=1e-4, atol=1e-5)

@@ -11,8 +11,7 @@ import torch
 from tread.data.autoencoder import Decoder
 from tread.data.latents import LatentSpec
 from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
-from tread.evaluation.features import pool_moments
-from tread.evaluation.inception import Inception, find_weights, load_inception
+from tread.evaluation.inception import Inception, extract, find_weights, load_inception
 from tread.evaluation.metrics import Moments, frechet_distance
 from tread.evaluation.reference import Statistics, check_size, open_reference
 from tread.runtime.device import use_cores
@@ -41,7 +40,7 @@ class OnlineFID:
                 if stopped():
                     return
 
-        return pool_moments(self.inception, pictures())
+        return Moments.of_parts(extract(self.inception, batch)["pool"] for batch in pictures())
 
     def fid(self, samples: Moments) -> float:
         """FID of samples, of which `moments` may have come from several processes. Uses all cores while it computes."""

@@ -11,8 +11,8 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from tread.evaluation.features import as_arrays, features_of
-from tread.evaluation.inception import Inception, load_inception
+from tread.evaluation.features import features_of
+from tread.evaluation.inception import Inception, extract, load_inception
 from tread.evaluation.metrics import (
     NEIGHBOURS,
     Moments,
@@ -52,7 +52,7 @@ class ReferenceScorer:
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
         """The features of pictures (n, 3, H, W) uint8."""
-        return as_arrays(self.network, pictures)
+        return extract(self.network, pictures)
 
     def score(self, samples: PartStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
         """({metric: value}, {metric: why it is unavailable}, {}) of samples' features; one of them has each metric."""
