@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import RGB, ROOT, save_checkpoint
+from conftest import RGB, ROOT, open_pictures, save_checkpoint
 from conftest import score as launch
 from forked import run_python
 from PIL import Image
@@ -25,7 +25,6 @@ from tread.data.autoencoder import load_decoder
 from tread.diffusion.edm import EDM
 from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
 from tread.evaluation import digits_judge, features, pipeline, score_files, scorers
-from tread.evaluation.image_sets import open_pictures
 from tread.evaluation.inception import extract, load_inception
 from tread.evaluation.metrics import frechet_distance, mean_and_covariance
 from tread.evaluation.plan import Options, plan_scoring

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from conftest import open_pictures, open_reference
 
 from tread.evaluation import features as kept
-from tread.evaluation.image_sets import open_pictures
 from tread.evaluation.inception import Inception, extract, load_inception
 from tread.evaluation.part_store import PartStore
-from tread.evaluation.reference import open_reference
 from tread.evaluation.reference_scorer import ReferenceScorer
 from tread.runtime.distributed import share_work
 

@@ -15,6 +15,7 @@ from tread.evaluation.inception import Inception, extract, find_weights, load_in
 from tread.evaluation.metrics import Moments, frechet_distance
 from tread.evaluation.reference import Statistics, check_size, open_reference
 from tread.runtime.device import use_cores
+from tread.runtime.distributed import Processes
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,7 @@ def open_online_fid(
     inception: str | None,
     latents: LatentSpec,
     decoder: Decoder,
-    device: torch.device | str,
-    processes: int,
+    processes: Processes,
 ) -> OnlineFID:
     """Open a reference with mu and sigma, and the Inception.
 
@@ -68,14 +68,15 @@ def open_online_fid(
 
     Raises FileNotFoundError, or ValueError, also if the decoder's pictures are not of the reference's size.
     """
-    if samples < processes:
+    if samples < processes.count:
         raise ValueError(f"eval.fid_samples is {samples}, which is less than one for each process")
-    found = open_reference(reference, sizes=None)
+    found = open_reference(reference, None, processes, sizes=None)
     if found.pool is None:
         raise ValueError(
             f"{reference} has no mu and sigma: python fid.py reference={reference} save_reference=stats.npz"
         )
-    pictures = decoder(torch.zeros(1, *latents.shape, device=device))
+    pictures = decoder(torch.zeros(1, *latents.shape, device=processes.device))
     check_size("what this run's autoencoder decodes", tuple(pictures.shape[1:]), found)
-    network = load_inception(find_weights(inception), device)
-    return OnlineFID(network, open_reference(reference, sizes=network.sizes).pool, decoder)
+    weights = processes.from_main(lambda: find_weights(inception))  # one process fetches them
+    network = load_inception(weights, processes.device)
+    return OnlineFID(network, open_reference(reference, None, processes, network.sizes).pool, decoder)

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tread.evaluation.image_sets import Known, Npz, Pictures, Watch, open_pictures
+from tread.evaluation.image_sets import Npz, Pictures, open_pictures
 from tread.evaluation.inception import FeatureSizes
 from tread.evaluation.metrics import Moments
 from tread.evaluation.part_store import PartStore
+from tread.runtime.distributed import Processes
 from tread.runtime.files import sha256, whole_file
 
 STATED = ("resolution", "count")  # what save_statistics writes beside the statistics
@@ -57,13 +58,7 @@ class Reference:
         return "pictures" if self.pool is None else "file"
 
 
-def open_reference(
-    path: Path,
-    crop: int | None = None,
-    known: Known | None = None,
-    watch: Watch = iter,
-    sizes: FeatureSizes | None = FeatureSizes(),  # noqa: B008 (it is immutable)
-) -> Reference:
+def open_reference(path: Path, crop: int | None, processes: Processes, sizes: FeatureSizes | None) -> Reference:
     """Open a reference; the pictures of it are not looked at yet. Other arguments are those of open_pictures.
 
     sizes  of the features that statistics in a file must be of; None: not looked at yet.
@@ -75,7 +70,7 @@ def open_reference(
     npz = Npz(path) if path.suffix.lower() == ".npz" and path.is_file() else None
     found = {kind: npz and _statistics(npz, *keys, sizes and getattr(sizes, kind)) for kind, keys in KEYS.items()}
     if npz is None or "arr_0" in npz.names:
-        pictures = open_pictures(path, crop, known, watch)
+        pictures = open_pictures(path, crop, processes)
         return Reference(
             str(path), pictures.sha256, **found, pictures=pictures, resolution=pictures.resolution, count=pictures.count
         )
@@ -84,7 +79,7 @@ def open_reference(
     resolution, count = (npz.read(name).ravel().tolist() if name in npz.names else [] for name in STATED)
     return Reference(
         str(path),
-        sha256(path),
+        processes.from_main(lambda: sha256(path)),
         **found,
         pictures=None,
         resolution=tuple(resolution) if len(resolution) == 2 else None,
