@@ -32,7 +32,7 @@ from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, read_network
 from tread.data.latents import LatentSpec
 from tread.evaluation import image_sets, reference
-from tread.evaluation.inception import FeatureSizes, Inception
+from tread.evaluation.inception import Inception, sizes_of
 from tread.runtime.distributed import share_work
 from tread.training import settings
 from tread.training.run_folder import RunLog
@@ -120,7 +120,7 @@ def open_pictures(path: Path, crop: int | None = None) -> image_sets.Pictures:
 
 def open_reference(path: Path) -> reference.Reference:
     """A reference for the whole Inception, as the only process opens it."""
-    return reference.open_reference(path, None, share_work(None), FeatureSizes())
+    return reference.open_reference(path, None, share_work(None), sizes_of(narrow=1))
 
 
 RGB = LatentSpec(shape=(3, 16, 16), classes=tuple("abcde"), autoencoder="pixels", scale_applied=True)

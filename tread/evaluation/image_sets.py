@@ -84,10 +84,6 @@ class Npz:
             raise ValueError(f"{path} is damaged or no .npz: {error}") from error
         self.names = [name.removesuffix(".npy") for name in self._zip.namelist()]
 
-    def header(self, name: str) -> tuple[tuple[int, ...], np.dtype]:
-        """Shape and dtype of an array."""
-        return self._open(name)[1:3]
-
     def _open(self, name: str) -> tuple[io.BufferedIOBase, tuple[int, ...], np.dtype, bool]:
         """An array's file after its head; shape, dtype, and whether it is stored column by column."""
         try:
@@ -103,8 +99,8 @@ class Npz:
             raise ValueError(f"{self.path} is damaged: {name} is not {shape} of {dtype}, as its head says")
         return file, shape, dtype, fortran and len(shape) > 1
 
-    def rows(self, name: str) -> Callable[[int, int], np.ndarray]:
-        """A function (start, stop) → those rows of an array; it goes back to the start where it must."""
+    def rows(self, name: str) -> tuple[tuple[int, ...], np.dtype, Callable[[int, int], np.ndarray]]:
+        """Shape and dtype of an array, and a function (start, stop) → its rows, which goes back where it must."""
         file, shape, dtype, columns = self._open(name)
         if columns:
             raise ValueError(f"{self.path}: {name} is stored column by column; save it as np.ascontiguousarray(…)")
@@ -120,7 +116,7 @@ class Npz:
             at = stop
             return np.frombuffer(content, dtype).reshape(stop - start, *shape[1:])
 
-        return read
+        return shape, dtype, read
 
     def _exactly(self, file: io.BufferedIOBase, size: int) -> bytes:
         try:
@@ -163,9 +159,8 @@ def _open_npz(path: Path, processes: Processes) -> Pictures:
     npz = Npz(path)
     if "arr_0" not in npz.names:
         raise ValueError(f"{path} holds {', '.join(npz.names) or 'nothing'}, but no pictures (arr_0)")
-    shape, dtype = npz.header("arr_0")
+    shape, dtype, rows = npz.rows("arr_0")
     check_pictures(path, shape, dtype)
-    rows = npz.rows("arr_0")
 
     def read(start: int, stop: int) -> np.ndarray:
         return np.ascontiguousarray(rows(start, stop).transpose(0, 3, 1, 2))

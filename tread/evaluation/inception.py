@@ -30,20 +30,20 @@ VARIABLE = "TREAD_INCEPTION"
 
 SIZE = 299
 BATCH = {"cpu": 8, "gpu": 128}  # pictures that `extract` takes at once
-POOL_FEATURES, SPATIAL_CHANNELS, SPATIAL_FEATURES, CLASSES = 2048, 7, 7 * 17 * 17, 1008
+CLASSES = 1008
 
 
 class FeatureSizes(NamedTuple):
     """Features of one picture, by kind."""
 
-    pool: int = POOL_FEATURES
-    spatial: int = SPATIAL_FEATURES
+    pool: int
+    spatial: int
     classes: int = CLASSES
 
 
 def sizes_of(narrow: int) -> FeatureSizes:
     """Of a network with so many times fewer channels."""
-    return FeatureSizes(POOL_FEATURES // narrow, max(1, SPATIAL_CHANNELS // narrow) * 17 * 17, CLASSES)
+    return FeatureSizes(2048 // narrow, max(1, 7 // narrow) * 17 * 17)
 
 
 class Conv(nn.Module):

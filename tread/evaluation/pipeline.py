@@ -77,7 +77,7 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
         check_size(samples.where, (3, *samples.resolution), reference)
         check_place(files_beside(options).folder, 0)
     if options.save_reference:
-        check_target(Path(options.save_reference), reference, processes)
+        check_target(Path(options.save_reference), reference)
     against = None
     if reference is not None and (plans or samples or options.save_reference):
         against = open_scorer(reference, weights, inception, Path(options.cache), processes)
@@ -123,14 +123,13 @@ def find_score(plan: ScoringPlan, options: Options) -> dict | None:
     return before and before[1]
 
 
-def check_target(path: Path, reference: Reference, processes: Processes) -> None:
+def check_target(path: Path, reference: Reference) -> None:
     """Raise ValueError or OSError unless the reference's statistics can be written to a new file."""
     if reference.pictures is None:
         raise ValueError(f"{reference.where} holds no pictures to make statistics of")
-    with processes.main_first():
-        if path.exists():
-            raise FileExistsError(f"save_reference={path} is there already; remove it, or choose another name")
-        check_place(path.parent, 0)
+    if path.exists():
+        raise FileExistsError(f"save_reference={path} is there already; remove it, or choose another name")
+    check_place(path.parent, 0)
 
 
 def keep_statistics(path: Path, scorer: ReferenceScorer, processes: Processes) -> None:

@@ -48,11 +48,6 @@ class Reference:
     count: int | None
 
     @property
-    def statistics_unknown(self) -> bool:
-        """Whether its statistics are of other pictures than `count` says: ADM's are of many more than their arr_0."""
-        return self.pool is not None and self.pictures is not None
-
-    @property
     def statistics_from(self) -> str:
         """Where its statistics for FID come from: "file", or "pictures"."""
         return "pictures" if self.pool is None else "file"

@@ -88,7 +88,7 @@ class ReferenceScorer:
         """What a reader of the numbers should know about their counts, and about a network that is not FID's."""
         dimensions = self.network.sizes.pool
         counts = {"samples": samples}
-        if not self.reference.statistics_unknown:
+        if self.reference.pool is None or self.reference.pictures is None:  # ADM's mu is of many more than its arr_0
             counts["pictures in the reference"] = self.reference.count
         found = [
             f"{count:,} {what} are fewer than the {dimensions:,} dimensions of the features: their covariance is of "
