@@ -26,8 +26,8 @@ def parts_of(folder, arrays, size=7):
     return parts
 
 
-def score(samples, reference, features):
-    network = Inception(with_classes=False, narrow=16)  # says the device alone
+def score(samples, reference, features, with_classes=True):
+    network = Inception(with_classes, narrow=16)  # says the device, and whether there are probabilities
     values, unavailable, counts = ReferenceScorer(reference, network, "weights", features, 0.0).score(samples)
     assert counts == {}
     return values, unavailable
@@ -86,13 +86,13 @@ def test_what_can_t_be_scored_is_said(tmp_path, pictures_of):
     del ours["probabilities"]
     mean, covariance = ours["pool"].mean(axis=0), np.cov(ours["pool"], rowvar=False)
     np.savez(tmp_path / "edm.npz", mu=mean, sigma=covariance)
-    values, unavailable = score(parts_of(tmp_path / "a", ours), open_reference(tmp_path / "edm.npz"), None)
+    values, unavailable = score(parts_of(tmp_path / "a", ours), open_reference(tmp_path / "edm.npz"), None, False)
     assert values.keys() == {"fid"} and values["fid"] == pytest.approx(0, abs=1e-4)
     assert "mu_s" in unavailable["sfid"] and "fc" in unavailable["inception_score"] and "arr_0" in unavailable["recall"]
     assert set(values) | set(unavailable) == set(METRICS)
     np.savez(tmp_path / "three.npz", pictures_of(3, 8, 0))
     three = parts_of(tmp_path / "b", {key: array[:3] for key, array in ours.items()})
-    values, unavailable = score(parts_of(tmp_path / "a", ours), open_reference(tmp_path / "three.npz"), three)
+    values, unavailable = score(parts_of(tmp_path / "a", ours), open_reference(tmp_path / "three.npz"), three, False)
     assert "more than 3" in unavailable["precision"] and "kid" in values and "fid" in values
 
 

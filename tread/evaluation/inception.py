@@ -60,9 +60,7 @@ class Conv(nn.Module):
     ) -> None:
         super().__init__()
         inputs, outputs = inputs if inputs == 3 else inputs // narrow, outputs // narrow
-        size = (size, size) if isinstance(size, int) else size
-        padding = (size[0] // 2, size[1] // 2) if pad else 0
-        self.conv = nn.Conv2d(inputs, outputs, size, stride, padding, bias=False)
+        self.conv = nn.Conv2d(inputs, outputs, size, stride, "same" if pad else "valid", bias=False)
         self.bn = nn.BatchNorm2d(outputs, eps=1e-3)
 
     def forward(self, x: Tensor) -> Tensor:

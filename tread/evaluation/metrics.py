@@ -35,8 +35,6 @@ class Moments:
     @classmethod
     def of(cls, features: np.ndarray) -> Moments:
         """Of one part (n, D), n at least 1."""
-        if features.ndim != 2 or not len(features):
-            raise ValueError(f"features have shape {features.shape}, but must be (n, D) with n at least 1")
         features = features.astype(np.float64)
         mean = features.mean(axis=0)
         centred = torch.from_numpy(features - mean)  # torch's threads, which launchers do not take away
@@ -71,9 +69,7 @@ class Moments:
 
     @property
     def covariance(self) -> np.ndarray:
-        """(D, D), unbiased. Raises ValueError for fewer than 2 features."""
-        if self.count < 2:
-            raise ValueError("the covariance of 1 feature is not defined: a Fréchet distance needs at least 2 pictures")
+        """(D, D), unbiased, of at least 2 features."""
         return self.scatter / (self.count - 1)
 
 

@@ -86,10 +86,6 @@ class PartStore:
         parts = sum(rows.start < count for rows in self.ranges)
         return np.concatenate(list(itertools.islice(self.arrays(name), parts)))[:count]
 
-    def has(self, name: str) -> bool:
-        """Whether the parts hold an array of this name."""
-        return (self._part(0) / f"{name}.npy").is_file()
-
     def remove(self) -> None:
         """Forget the work."""
         shutil.rmtree(self.folder, ignore_errors=True)

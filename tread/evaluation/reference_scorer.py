@@ -64,10 +64,10 @@ class ReferenceScorer:
             else:
                 moments = Moments.of_parts(samples.arrays(kind))
                 values[metric] = frechet_distance(moments.mean, moments.covariance, *expected)
-        if samples.has("probabilities"):
-            values["inception_score"] = inception_score(np.concatenate(list(samples.arrays("probabilities"))))
-        else:
+        if self.network.fc is None:
             unavailable["inception_score"] = "the Inception weights have no fc layer"
+        else:
+            values["inception_score"] = inception_score(np.concatenate(list(samples.arrays("probabilities"))))
         if self.features is None:
             reason = "the reference has statistics, but no pictures (arr_0)"
             return values, unavailable | dict.fromkeys(("precision", "recall", "kid"), reason), {}
