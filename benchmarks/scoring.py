@@ -51,7 +51,7 @@ def compare(ours: Callable[[], object], plain: Callable[[], object], repeats: in
 def frechet(repeats: int) -> str:
     rng = np.random.default_rng(0)
     mixing = rng.standard_normal((2048, 2048)) * np.exp(-np.arange(2048) / 300)
-    sets = [metrics.mean_and_covariance(rng.standard_normal((5000, 2048)) @ mixing.T) for _ in range(2)]
+    sets = [metrics.Moments.of(rng.standard_normal((5000, 2048)) @ mixing.T).gaussian for _ in range(2)]
     found = {}
 
     def ours() -> None:

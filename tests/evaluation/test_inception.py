@@ -141,4 +141,4 @@ def test_published_example_values_to_their_last_digit(asset):
         subsets = [kernel_distance(*(one[torch.randperm(100)[:50]] for one in pool)) for _ in range(100)]
     assert (round(np.mean(subsets), 4), round(np.std(subsets), 4)) == (0.0337, 0.0023)
     a, b = (Moments.of(part.numpy()) for part in torch.cat(first).split(100))
-    assert frechet_distance(a.mean, a.covariance, b.mean, b.covariance) == pytest.approx(12.7202, abs=1e-4)
+    assert frechet_distance(*a.gaussian, *b.gaussian) == pytest.approx(12.7202, abs=1e-4)

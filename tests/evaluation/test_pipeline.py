@@ -26,7 +26,7 @@ from tread.diffusion.edm import EDM
 from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
 from tread.evaluation import digits_judge, features, pipeline, score_files, scorers
 from tread.evaluation.inception import extract, load_inception
-from tread.evaluation.metrics import frechet_distance, mean_and_covariance
+from tread.evaluation.metrics import Moments, frechet_distance
 from tread.evaluation.plan import Options, plan_scoring
 from tread.runtime.distributed import share_work
 from tread.runtime.schema import read
@@ -67,7 +67,7 @@ def test_a_checkpoint_is_scored_by_its_samples(tmp_path, run, inception_file, pi
     theirs = extract(network, torch.from_numpy(pictures_of(12, 16, 0).transpose(0, 3, 1, 2)))
     found = record(folder / "fid.json")
     for metric, kind in (("fid", "pool"), ("sfid", "spatial")):
-        a, b = (mean_and_covariance(features[kind]) for features in (ours, theirs))
+        a, b = (Moments.of(features[kind]).gaussian for features in (ours, theirs))
         assert found[metric] == pytest.approx(frechet_distance(*a, *b), rel=1e-4)
     p = ours["probabilities"].astype(np.float64)
     score = np.exp((p * np.log(p / p.mean(axis=0))).sum(axis=1).mean())

@@ -6,6 +6,7 @@ The numbers are those of ADM's evaluator (Dhariwal & Nichol 2021, arXiv 2105.052
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -42,13 +43,8 @@ class Moments:
 
     @classmethod
     def of_parts(cls, parts: Iterable[np.ndarray]) -> Moments:
-        """Of all parts (n, D) together, holding one at a time."""
-        total = None
-        for part in parts:
-            total = cls.of(part) if total is None else total.merge(cls.of(part))
-        if total is None:
-            raise ValueError("there are no features")
-        return total
+        """Of all parts (n, D) together, at least one, holding one at a time."""
+        return functools.reduce(cls.merge, map(cls.of, parts))
 
     def merge(self, other: Moments) -> Moments:
         """Of both sets together, to rounding whatever the order (Chan, Golub & LeVeque 1983)."""
@@ -68,15 +64,9 @@ class Moments:
         return cls(int(numbers[0]), numbers[1 : 1 + size], numbers[1 + size :].reshape(size, size))
 
     @property
-    def covariance(self) -> np.ndarray:
-        """(D, D), unbiased, of at least 2 features."""
-        return self.scatter / (self.count - 1)
-
-
-def mean_and_covariance(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean (D,) and unbiased covariance (D, D) of features (n, D), in float64; n must be at least 2."""
-    moments = Moments.of(features)
-    return moments.mean, moments.covariance
+    def gaussian(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean (D,) and unbiased covariance (D, D) of at least 2 features, as `frechet_distance` takes them."""
+        return self.mean, self.scatter / (self.count - 1)
 
 
 def _factor(covariance: np.ndarray) -> Tensor:

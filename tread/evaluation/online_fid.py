@@ -48,7 +48,7 @@ class OnlineFID:
         threads = torch.get_num_threads()
         use_cores(None, processes=1)
         try:
-            return frechet_distance(samples.mean, samples.covariance, *self.statistics)
+            return frechet_distance(*samples.gaussian, *self.statistics)
         finally:
             torch.set_num_threads(threads)
 

@@ -100,8 +100,7 @@ def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int | N
 @functools.lru_cache(maxsize=4)  # a reference's are wanted for each checkpoint
 def statistics(features: PartStore, kind: str) -> Statistics:
     """Mean and covariance of the "pool" or "spatial" features of a set of pictures."""
-    moments = Moments.of_parts(features.arrays(kind))
-    return moments.mean, moments.covariance
+    return Moments.of_parts(features.arrays(kind)).gaussian
 
 
 def save_statistics(path: Path, features: PartStore, count: int, resolution: tuple[int, int]) -> None:

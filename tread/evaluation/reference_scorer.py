@@ -62,8 +62,7 @@ class ReferenceScorer:
             if expected is None:
                 unavailable[metric] = "the reference has neither pictures (arr_0) nor mu_s, sigma_s"
             else:
-                moments = Moments.of_parts(samples.arrays(kind))
-                values[metric] = frechet_distance(moments.mean, moments.covariance, *expected)
+                values[metric] = frechet_distance(*Moments.of_parts(samples.arrays(kind)).gaussian, *expected)
         if self.network.fc is None:
             unavailable["inception_score"] = "the Inception weights have no fc layer"
         else:
