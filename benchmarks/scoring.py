@@ -74,9 +74,8 @@ def naive(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
     """Precision and recall, with whole matrices of distances, sorted."""
     radius_x, radius_y = (torch.cdist(z, z).sort(dim=1).values[:, 3] for z in (x, y))
     across = torch.cdist(y, x)
-    return (across <= radius_x).any(dim=1).float().mean().item(), (across.T <= radius_y).any(
-        dim=1
-    ).float().mean().item()
+    precision, recall = (one.any(dim=1).float().mean().item() for one in (across <= radius_x, across.T <= radius_y))
+    return precision, recall
 
 
 def precision(repeats: int) -> str:

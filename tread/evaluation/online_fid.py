@@ -77,6 +77,7 @@ def open_online_fid(
         )
     pictures = decoder(torch.zeros(1, *latents.shape, device=processes.device))
     check_size("what this run's autoencoder decodes", tuple(pictures.shape[1:]), found)
-    weights = processes.from_main(lambda: find_weights(inception))  # one process fetches them
+    with processes.main_first():  # one process fetches the weights
+        weights = find_weights(inception)
     network = load_inception(weights, processes.device)
     return OnlineFID(network, open_reference(reference, None, processes, network.sizes).pool, decoder)

@@ -54,7 +54,8 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
     if options.samples is not None:
         samples = open_pictures(Path(options.samples), options.crop, processes)
     if options.reference is not None:
-        weights = processes.from_main(lambda: find_weights(options.inception))  # one process fetches them
+        with processes.main_first():  # one process fetches the weights
+            weights = find_weights(options.inception)
         inception, sizes = sha256(weights), feature_sizes(weights)
         feature_bytes = 4 * sum(sizes)
         reference = open_reference(Path(options.reference), options.crop, processes, sizes)
