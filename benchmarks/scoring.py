@@ -51,7 +51,7 @@ def compare(ours: Callable[[], object], plain: Callable[[], object], repeats: in
 def frechet(repeats: int) -> str:
     rng = np.random.default_rng(0)
     mixing = rng.standard_normal((2048, 2048)) * np.exp(-np.arange(2048) / 300)
-    sets = [metrics.mean_and_covariance(rng.standard_normal((5000, 2048)) @ mixing.T) for _ in range(2)]
+    sets = [metrics.Moments.of(rng.standard_normal((5000, 2048)) @ mixing.T).gaussian for _ in range(2)]
     found = {}
 
     def ours() -> None:
@@ -74,9 +74,8 @@ def naive(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
     """Precision and recall, with whole matrices of distances, sorted."""
     radius_x, radius_y = (torch.cdist(z, z).sort(dim=1).values[:, 3] for z in (x, y))
     across = torch.cdist(y, x)
-    return (across <= radius_x).any(dim=1).float().mean().item(), (across.T <= radius_y).any(
-        dim=1
-    ).float().mean().item()
+    precision, recall = (one.any(dim=1).float().mean().item() for one in (across <= radius_x, across.T <= radius_y))
+    return precision, recall
 
 
 def precision(repeats: int) -> str:
@@ -114,7 +113,7 @@ def features(repeats: int) -> str:
     extract(network, pictures)
     a, b, ratios = compare(lambda: extract(network, pictures), bare, 4 * repeats)
     overhead = [100 * (1 / ratio - 1) for ratio in ratios]
-    network.forward = lambda x: (x[:, 0, 0], x[:, 0, 0], None)  # what is left without the network
+    network.forward = lambda x: {"pool": x[:, 0, 0], "spatial": x[:, 0, 0]}  # what is left without the network
     own = statistics.median(seconds(lambda: extract(network, pictures), DEVICE) for _ in range(4 * repeats))
     return (
         f"{count / a:.1f} pictures/s, bare network {count / b:.1f}: {statistics.median(overhead):.1f}% overhead "

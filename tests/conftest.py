@@ -31,7 +31,9 @@ from dit import DiT
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, read_network
 from tread.data.latents import LatentSpec
-from tread.evaluation.inception import Inception
+from tread.evaluation import image_sets, reference
+from tread.evaluation.inception import Inception, sizes_of
+from tread.runtime.distributed import share_work
 from tread.training import settings
 from tread.training.run_folder import RunLog
 
@@ -109,6 +111,16 @@ def random_network(seed: int, **sizes: int) -> DiT:
 def score(folder, *overrides: str) -> str:
     """Do in this process what `python fid.py` does in a folder; returns what it prints."""
     return launch_door(fid.main, "fid", folder, f"cache={folder}/cache", *map(str, overrides))
+
+
+def open_pictures(path: Path, crop: int | None = None) -> image_sets.Pictures:
+    """A set of pictures as the only process opens it."""
+    return image_sets.open_pictures(path, crop, share_work(None))
+
+
+def open_reference(path: Path) -> reference.Reference:
+    """A reference for the whole Inception, as the only process opens it."""
+    return reference.open_reference(path, None, share_work(None), sizes_of(narrow=1))
 
 
 RGB = LatentSpec(shape=(3, 16, 16), classes=tuple("abcde"), autoencoder="pixels", scale_applied=True)

@@ -7,12 +7,13 @@ import zipfile
 
 import numpy as np
 import pytest
+from conftest import open_pictures, open_reference
 from PIL import Image
 
 from tread.data.images import centre_crop
-from tread.evaluation.image_sets import open_pictures, save_npz
+from tread.evaluation.image_sets import save_npz
 from tread.evaluation.part_store import PartStore
-from tread.evaluation.reference import check_size, open_reference, save_statistics
+from tread.evaluation.reference import check_size, save_statistics
 
 
 def write_folder(folder, pictures, suffix="png"):

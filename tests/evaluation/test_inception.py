@@ -54,7 +54,8 @@ def test_features_have_adms_shapes_and_order(tmp_path):
     network = load_inception(random_inception(tmp_path / "whole.safetensors"))
     pictures = torch.randint(0, 256, (2, 3, 40, 40), dtype=torch.uint8)
     found = extract(network, pictures)
-    assert [part.shape for part in found] == [(2, 2048), (2, 2023), (2, 1008)]
+    shapes = {name: part.shape for name, part in found.items()}
+    assert shapes == {"pool": (2, 2048), "spatial": (2, 2023), "probabilities": (2, 1008)}
     taken = []
     network.Mixed_6d.branch1x1.register_forward_hook(lambda module, given, out: taken.append(out))
     network.Mixed_7c.register_forward_hook(lambda module, given, out: taken.append(out))
@@ -62,11 +63,11 @@ def test_features_have_adms_shapes_and_order(tmp_path):
     spatial, last = taken
     assert spatial.shape == (2, 192, 17, 17) and float(spatial.min()) == 0  # after ReLU
     for row, column, channel in ((0, 0, 0), (0, 1, 0), (3, 11, 5), (16, 16, 6)):
-        assert found.spatial[1, (row * 17 + column) * 7 + channel] == spatial[1, channel, row, column]
-    np.testing.assert_allclose(found.pool, last.mean(dim=(2, 3)), rtol=1e-5)
-    logits = torch.from_numpy(found.pool) @ network.fc.weight.T
-    np.testing.assert_allclose(found.probabilities, logits.softmax(dim=1), rtol=1e-4)  # without the bias
-    np.testing.assert_allclose(found.probabilities.sum(axis=1), 1, rtol=1e-5)
+        assert found["spatial"][1, (row * 17 + column) * 7 + channel] == spatial[1, channel, row, column]
+    np.testing.assert_allclose(found["pool"], last.mean(dim=(2, 3)), rtol=1e-5)
+    logits = torch.from_numpy(found["pool"]) @ network.fc.weight.T
+    np.testing.assert_allclose(found["probabilities"], logits.softmax(dim=1), rtol=1e-4)  # without the bias
+    np.testing.assert_allclose(found["probabilities"].sum(axis=1), 1, rtol=1e-5)
 
 
 def test_pools_leave_the_padding_out_and_the_last_takes_the_maximum():
@@ -87,8 +88,8 @@ def test_batches_and_colours(inception_file):
     pictures = torch.randint(0, 256, (5, 3, 33, 33), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     together, alone = extract(network, pictures), [extract(network, picture[None]) for picture in pictures]
     for i, one in enumerate(alone):
-        for a, b in zip(together, one):
-            np.testing.assert_allclose(a[i], b[0], rtol=1e-4, atol=1e-5)
+        for name, features in together.items():
+            np.testing.assert_allclose(features[i], one[name][0], rtol=1e-4, atol=1e-5)
     for bad in (pictures.float(), pictures[:, :1], pictures[0]):
         with pytest.raises(ValueError, match="uint8"):
             extract(network, bad)
@@ -134,10 +135,10 @@ def test_published_example_values_to_their_last_digit(asset):
         Inception(with_classes=True)  # there the network is made after the seed is set, and takes its random numbers
         sets = [torch.randint(*span, (100, 3, 299, 299), dtype=torch.uint8) for span in ((0, 200), (100, 255))]
         pool = [
-            torch.from_numpy(np.concatenate([extract(network, part).pool for part in pictures.split(10)]))
+            torch.from_numpy(np.concatenate([extract(network, part)["pool"] for part in pictures.split(10)]))
             for pictures in sets
         ]
         subsets = [kernel_distance(*(one[torch.randperm(100)[:50]] for one in pool)) for _ in range(100)]
     assert (round(np.mean(subsets), 4), round(np.std(subsets), 4)) == (0.0337, 0.0023)
     a, b = (Moments.of(part.numpy()) for part in torch.cat(first).split(100))
-    assert frechet_distance(a.mean, a.covariance, b.mean, b.covariance) == pytest.approx(12.7202, abs=1e-4)
+    assert frechet_distance(*a.gaussian, *b.gaussian) == pytest.approx(12.7202, abs=1e-4)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import RGB, ROOT, save_checkpoint
+from conftest import RGB, ROOT, open_pictures, save_checkpoint
 from conftest import score as launch
 from forked import run_python
 from PIL import Image
@@ -25,9 +25,8 @@ from tread.data.autoencoder import load_decoder
 from tread.diffusion.edm import EDM
 from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
 from tread.evaluation import digits_judge, features, pipeline, score_files, scorers
-from tread.evaluation.image_sets import open_pictures
 from tread.evaluation.inception import extract, load_inception
-from tread.evaluation.metrics import frechet_distance, mean_and_covariance
+from tread.evaluation.metrics import Moments, frechet_distance
 from tread.evaluation.plan import Options, plan_scoring
 from tread.runtime.distributed import share_work
 from tread.runtime.schema import read
@@ -68,9 +67,9 @@ def test_a_checkpoint_is_scored_by_its_samples(tmp_path, run, inception_file, pi
     theirs = extract(network, torch.from_numpy(pictures_of(12, 16, 0).transpose(0, 3, 1, 2)))
     found = record(folder / "fid.json")
     for metric, kind in (("fid", "pool"), ("sfid", "spatial")):
-        a, b = (mean_and_covariance(getattr(features, kind)) for features in (ours, theirs))
+        a, b = (Moments.of(features[kind]).gaussian for features in (ours, theirs))
         assert found[metric] == pytest.approx(frechet_distance(*a, *b), rel=1e-4)
-    p = ours.probabilities.astype(np.float64)
+    p = ours["probabilities"].astype(np.float64)
     score = np.exp((p * np.log(p / p.mean(axis=0))).sum(axis=1).mean())
     assert found["inception_score"] == pytest.approx(score, rel=1e-4)
 
@@ -179,14 +178,14 @@ def test_features_are_kept_under_the_hash_of_their_pictures(tmp_path, inception_
     np.savez(tmp_path / "a.npz", pictures_of(3, 16, 0))
     shutil.copy(tmp_path / "a.npz", tmp_path / "copy.npz")
     np.savez(tmp_path / "b.npz", pictures_of(3, 16, 1))
-    extracted, real = [], features.extract_parts
-    monkeypatch.setattr(features, "extract_parts", lambda *given: extracted.append(given[3]) or real(*given))
+    calls, extracted, kept, real = [], [], [], features.extract
+    monkeypatch.setattr(features, "extract", lambda *given: calls.append(given) or real(*given))
     network, processes = load_inception(inception_file), share_work(None)
-    kept = [
-        features.features_of(open_pictures(tmp_path / f"{name}.npz"), tmp_path / "cache", network, weights, processes)
-        for name, weights in (("a", "one"), ("copy", "one"), ("b", "one"), ("a", "two"))
-    ]
-    assert extracted == [[0], [], [0], [0]]
+    for name, weights in (("a", "one"), ("copy", "one"), ("b", "one"), ("a", "two")):
+        pictures = open_pictures(tmp_path / f"{name}.npz")
+        kept.append(features.features_of(pictures, tmp_path / "cache", network, weights, processes))
+        extracted.append(len(calls))
+    assert extracted == [1, 1, 2, 3]
     pool = [np.concatenate(list(parts.arrays("pool"))) for parts in kept]
     assert np.array_equal(pool[0], pool[1]) and not np.array_equal(pool[0], pool[2])
 
@@ -303,7 +302,7 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
 
 def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, inception_file, pictures_of, monkeypatch):
     monkeypatch.setattr(pipeline, "draw_pictures", None)
-    monkeypatch.setattr(features, "extract_parts", None)
+    monkeypatch.setattr(features, "extract", None)
     weights = f"inception={inception_file}"
     np.savez(tmp_path / "large.npz", pictures_of(4, 32, 0))
     np.savez(tmp_path / "float.npz", pictures_of(4, 16, 0) / 255)

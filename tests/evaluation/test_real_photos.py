@@ -7,10 +7,9 @@ import json
 
 import numpy as np
 import pytest
+from conftest import open_pictures
 from conftest import score as launch
 from PIL import Image, ImageFilter
-
-from tread.evaluation.image_sets import open_pictures
 
 REFERENCE = 2000  # training photos
 

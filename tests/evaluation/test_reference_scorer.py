@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from conftest import open_pictures, open_reference
 
-from tread.evaluation.features import extract_parts, feature_parts
-from tread.evaluation.image_sets import open_pictures
+from tread.evaluation import features as kept
 from tread.evaluation.inception import Inception, extract, load_inception
 from tread.evaluation.part_store import PartStore
-from tread.evaluation.reference import open_reference
 from tread.evaluation.reference_scorer import ReferenceScorer
+from tread.runtime.distributed import share_work
 
 METRICS = tuple(ReferenceScorer.metrics)
 
@@ -26,8 +26,8 @@ def parts_of(folder, arrays, size=7):
     return parts
 
 
-def score(samples, reference, features):
-    network = Inception(with_classes=False, narrow=16)  # says the device alone
+def score(samples, reference, features, with_classes=True):
+    network = Inception(with_classes, narrow=16)  # says the device, and whether there are probabilities
     values, unavailable, counts = ReferenceScorer(reference, network, "weights", features, 0.0).score(samples)
     assert counts == {}
     return values, unavailable
@@ -86,13 +86,13 @@ def test_what_can_t_be_scored_is_said(tmp_path, pictures_of):
     del ours["probabilities"]
     mean, covariance = ours["pool"].mean(axis=0), np.cov(ours["pool"], rowvar=False)
     np.savez(tmp_path / "edm.npz", mu=mean, sigma=covariance)
-    values, unavailable = score(parts_of(tmp_path / "a", ours), open_reference(tmp_path / "edm.npz"), None)
+    values, unavailable = score(parts_of(tmp_path / "a", ours), open_reference(tmp_path / "edm.npz"), None, False)
     assert values.keys() == {"fid"} and values["fid"] == pytest.approx(0, abs=1e-4)
     assert "mu_s" in unavailable["sfid"] and "fc" in unavailable["inception_score"] and "arr_0" in unavailable["recall"]
     assert set(values) | set(unavailable) == set(METRICS)
     np.savez(tmp_path / "three.npz", pictures_of(3, 8, 0))
     three = parts_of(tmp_path / "b", {key: array[:3] for key, array in ours.items()})
-    values, unavailable = score(parts_of(tmp_path / "a", ours), open_reference(tmp_path / "three.npz"), three)
+    values, unavailable = score(parts_of(tmp_path / "a", ours), open_reference(tmp_path / "three.npz"), three, False)
     assert "more than 3" in unavailable["precision"] and "kid" in values and "fid" in values
 
 
@@ -120,15 +120,17 @@ def test_small_counts_are_warned_of(tmp_path, pictures_of):
     assert warnings(50_000, open_reference(tmp_path / "adm.npz")) == []  # its statistics are of others
 
 
-def test_extraction_in_parts_is_extraction_at_once(tmp_path, pictures_of, inception_file):
+def test_extraction_in_parts_is_extraction_at_once(tmp_path, pictures_of, inception_file, monkeypatch):
     pictures = pictures_of(9, 32, 0)
     np.savez(tmp_path / "a.npz", pictures)
     network, opened = load_inception(inception_file), open_pictures(tmp_path / "a.npz")
-    parts = feature_parts(tmp_path / "cache", opened, "weights")
-    parts.ranges = [range(0, 4), range(4, 8), range(8, 9)]
-    parts.begin()
-    assert list(extract_parts(network, opened, parts, [0, 2])) == [4, 1]
-    assert list(extract_parts(network, opened, parts, parts.missing())) == [4]
+    extracted = []
+    monkeypatch.setattr(kept, "part_size", lambda count, batch_size: 4)
+    monkeypatch.setattr(kept, "extract", lambda *given: extracted.append(len(given[1])) or extract(*given))
+    parts = kept.features_of(opened, tmp_path / "cache", network, "weights", share_work(None))
+    (parts.folder / "part-00001" / "pool.npy").unlink()
+    parts = kept.features_of(opened, tmp_path / "cache", network, "weights", share_work(None))
+    assert extracted == [4, 4, 1, 4] and parts.missing() == []
     whole = extract(network, torch.from_numpy(pictures.transpose(0, 3, 1, 2)))
     for name in ("pool", "spatial", "probabilities"):
-        np.testing.assert_allclose(np.concatenate(list(parts.arrays(name))), getattr(whole, name), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(np.concatenate(list(parts.arrays(name))), whole[name], rtol=1e-4, atol=1e-5)

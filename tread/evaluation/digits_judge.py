@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tread.data.digits import split
-from tread.evaluation.metrics import frechet_distance, mean_and_covariance
+from tread.evaluation.metrics import Moments, frechet_distance
 from tread.evaluation.part_store import PartStore
 
 NEIGHBOURS = 3
@@ -32,12 +32,12 @@ def judge_digits(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     (train, train_labels), (heldout, heldout_labels) = split().values()
     generated = np.round(pictures.reshape(len(pictures), -1) / 255 * 16)  # on the scans' own grey levels
     classifier = KNeighborsClassifier(NEIGHBOURS).fit(train, train_labels)
-    reference = mean_and_covariance(heldout)
+    reference = Moments.of(heldout).gaussian
     return {
         "label_agreement": float(classifier.score(generated, labels)),
         "label_agreement_real": float(classifier.score(heldout, heldout_labels)),
-        "frechet_pixels": frechet_distance(*mean_and_covariance(generated), *reference),
-        "frechet_pixels_real": frechet_distance(*mean_and_covariance(train), *reference),
+        "frechet_pixels": frechet_distance(*Moments.of(generated).gaussian, *reference),
+        "frechet_pixels_real": frechet_distance(*Moments.of(train).gaussian, *reference),
     }
 
 

@@ -10,12 +10,10 @@ import numpy as np
 
 def save_curve(path: Path, records: Sequence[dict], routed: bool) -> None:
     """Draw training and evaluation loss over the steps, from the records of metrics.jsonl."""
-    import matplotlib  # imported here because it takes a second and only the main process draws
+    from matplotlib.figure import Figure  # imported here because it takes a second and only the main process draws
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
     for key, label, style in (
         ("loss", "training loss" + (", with routes: not comparable to runs without" if routed else ""), "-"),
         ("eval_loss", "evaluation loss: EMA weights, all tokens, held-out data", "o-"),
@@ -30,7 +28,6 @@ def save_curve(path: Path, records: Sequence[dict], routed: bool) -> None:
     if axes.lines:
         axes.legend(fontsize="small")
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def save_heat_maps(
@@ -46,16 +43,14 @@ def save_heat_maps(
     panels  title → matrix; they share one colour scale. others have one each.
     labels  of the axes, x and y.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     everything = np.concatenate([matrix.ravel() for matrix in panels.values()])
     shared = {"vmin": np.nanmin(everything), "vmax": np.nanmax(everything)}
     count = len(panels) + len(others)
     size = (count * (0.75 * len(columns) + 1.4), 0.55 * len(rows) + 1.6)
-    figure, axes = pyplot.subplots(1, count, figsize=size, layout="constrained", squeeze=False)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(1, count, squeeze=False)
     for number, (axis, (title, matrix)) in enumerate(zip(axes[0], [*panels.items(), *others.items()])):
         image = axis.imshow(matrix, cmap="viridis", aspect="auto", **(shared if number < len(panels) else {}))
         for row, column in zip(*np.nonzero(~np.isnan(matrix))):
@@ -68,4 +63,3 @@ def save_heat_maps(
         axis.set_xlabel(labels[0], fontsize=8)
     axes[0, 0].set_ylabel(labels[1], fontsize=8)
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)

@@ -24,13 +24,12 @@ from tread.data.images import centre_crop, read_rgb
 from tread.data.npy import write_array
 from tread.data.photos import SUFFIXES, Folder
 from tread.data.tars import Tar
+from tread.runtime.distributed import Processes
 from tread.runtime.files import sha256, whole_file
 
 THREADS = 8  # that decode a folder's pictures
 # what the zip and NumPy readers raise for files that are damaged, encrypted or something else
 UNREADABLE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, KeyError, RuntimeError)
-Known = tuple[str, tuple[int, int]]  # sha256 and resolution
-Watch = Callable[[list[str]], Iterable[str]]
 
 
 @dataclass(frozen=True)
@@ -50,18 +49,11 @@ class Pictures:
     read: Callable[[int, int], np.ndarray]
 
 
-def open_pictures(
-    path: Path,
-    crop: int | None = None,
-    known: Known | None = None,
-    watch: Watch = iter,
-) -> Pictures:
-    """Open a set of pictures and check all that can be checked without decoding it.
+def open_pictures(path: Path, crop: int | None, processes: Processes) -> Pictures:
+    """Open a set of pictures and check all that can be checked without decoding it; all processes do so together.
 
-    crop   prepare photos of a folder or tar as ADM does: converted to RGB, its centre crop to so many
-           pixels. None: they must be RGB of 8 bits and of one size.
-    known  sha256 and resolution, where another process has read all the files for them.
-    watch  what a folder's names go through while its files are read: a progress bar.
+    crop  prepare photos of a folder or tar as ADM does: converted to RGB, its centre crop to so many
+          pixels. None: they must be RGB of 8 bits and of one size.
 
     Raises FileNotFoundError, or ValueError that names what is wrong.
     """
@@ -74,8 +66,8 @@ def open_pictures(
     if path.suffix == ".npy":
         raise ValueError(f"{path} is one array; save it as an .npz: np.savez(…, arr_0=pictures)")
     if path.suffix.lower() == ".npz":
-        return _open_npz(path, known)
-    return _open_files(path, inside, crop, known, watch)
+        return _open_npz(path, processes)
+    return _open_files(path, inside, crop, processes)
 
 
 # -------------------------------------------------------------------------------------------- npz
@@ -92,10 +84,6 @@ class Npz:
             raise ValueError(f"{path} is damaged or no .npz: {error}") from error
         self.names = [name.removesuffix(".npy") for name in self._zip.namelist()]
 
-    def header(self, name: str) -> tuple[tuple[int, ...], np.dtype]:
-        """Shape and dtype of an array."""
-        return self._open(name)[1:3]
-
     def _open(self, name: str) -> tuple[io.BufferedIOBase, tuple[int, ...], np.dtype, bool]:
         """An array's file after its head; shape, dtype, and whether it is stored column by column."""
         try:
@@ -111,8 +99,8 @@ class Npz:
             raise ValueError(f"{self.path} is damaged: {name} is not {shape} of {dtype}, as its head says")
         return file, shape, dtype, fortran and len(shape) > 1
 
-    def rows(self, name: str) -> Callable[[int, int], np.ndarray]:
-        """A function (start, stop) → those rows of an array; it goes back to the start where it must."""
+    def rows(self, name: str) -> tuple[tuple[int, ...], np.dtype, Callable[[int, int], np.ndarray]]:
+        """Shape and dtype of an array, and a function (start, stop) → its rows, which goes back where it must."""
         file, shape, dtype, columns = self._open(name)
         if columns:
             raise ValueError(f"{self.path}: {name} is stored column by column; save it as np.ascontiguousarray(…)")
@@ -128,7 +116,7 @@ class Npz:
             at = stop
             return np.frombuffer(content, dtype).reshape(stop - start, *shape[1:])
 
-        return read
+        return shape, dtype, read
 
     def _exactly(self, file: io.BufferedIOBase, size: int) -> bytes:
         try:
@@ -167,30 +155,23 @@ def check_count(where: object, count: int) -> None:
         raise ValueError(f"{where} holds {count} pictures, but at least 2 are needed")
 
 
-def _open_npz(path: Path, known: Known | None) -> Pictures:
+def _open_npz(path: Path, processes: Processes) -> Pictures:
     npz = Npz(path)
     if "arr_0" not in npz.names:
         raise ValueError(f"{path} holds {', '.join(npz.names) or 'nothing'}, but no pictures (arr_0)")
-    shape, dtype = npz.header("arr_0")
+    shape, dtype, rows = npz.rows("arr_0")
     check_pictures(path, shape, dtype)
-    rows = npz.rows("arr_0")
 
     def read(start: int, stop: int) -> np.ndarray:
         return np.ascontiguousarray(rows(start, stop).transpose(0, 3, 1, 2))
 
-    return Pictures(str(path), shape[0], shape[1:3], known[0] if known else sha256(path), read)
+    return Pictures(str(path), shape[0], shape[1:3], processes.from_main(lambda: sha256(path)), read)
 
 
 # ------------------------------------------------------------------------------------------ files
 
 
-def _open_files(
-    path: Path,
-    inside: str | None,
-    crop: int | None,
-    known: Known | None,
-    watch: Watch,
-) -> Pictures:
+def _open_files(path: Path, inside: str | None, crop: int | None, processes: Processes) -> Pictures:
     store = Folder(path) if path.is_dir() else Tar(path)
     names = [name for name in store.names if name.lower().endswith(SUFFIXES) and name.startswith(inside or "")]
     names = [name for name in names if not any(part.startswith(".") for part in name.split("/") if part != ".")]
@@ -198,18 +179,23 @@ def _open_files(
         folders = sorted({name.rpartition("/")[0] for name in store.names})
         raise ValueError(f"{path} has no pictures in {inside}, but folders like {', '.join(folders[:3])}")
     check_count(path / (inside or ""), len(names))
-    digest, sizes = hashlib.sha256(f"crop {crop}".encode()), {}
-    for name in watch(names) if known is None else ():
-        content = store.read(name)
-        digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
-        size = (crop, crop) if crop else _plain_size(content, f"{path}: {name}")
-        sizes.setdefault(size, name)
-    if len(sizes) > 1:
-        (one, first), (two, second), *_ = sizes.items()
-        raise ValueError(
-            f"{path}: pictures differ in size, {first} is {one[1]}×{one[0]}, {second} is {two[1]}×{two[0]}; "
-            "crop=256 takes ADM's centre crop of each"
-        )
+
+    def read_all() -> tuple[str, tuple[int, int]]:
+        digest, sizes = hashlib.sha256(f"crop {crop}".encode()), {}
+        with processes.bar(f"reading {path}", len(names)) as progress:
+            for name in names:
+                content = store.read(name)
+                digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
+                size = (crop, crop) if crop else _plain_size(content, f"{path}: {name}")
+                sizes.setdefault(size, name)
+                progress.update()
+        if len(sizes) > 1:
+            (one, first), (two, second), *_ = sizes.items()
+            raise ValueError(
+                f"{path}: pictures differ in size, {first} is {one[1]}×{one[0]}, {second} is {two[1]}×{two[0]}; "
+                "crop=256 takes ADM's centre crop of each"
+            )
+        return digest.hexdigest(), next(iter(sizes))
 
     def decode(name: str) -> np.ndarray:
         try:
@@ -222,8 +208,8 @@ def _open_files(
         with ThreadPoolExecutor(THREADS) as pool:
             return np.ascontiguousarray(np.stack(list(pool.map(decode, names[start:stop]))).transpose(0, 3, 1, 2))
 
-    found, size = known or (digest.hexdigest(), next(iter(sizes)))
-    return Pictures(str(path / (inside or "")), len(names), size, found, read)
+    digest, size = processes.from_main(read_all)
+    return Pictures(str(path / (inside or "")), len(names), size, digest, read)
 
 
 def _plain_size(content: bytes, where: str) -> tuple[int, int]:

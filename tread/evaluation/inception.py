@@ -29,28 +29,21 @@ SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 VARIABLE = "TREAD_INCEPTION"
 
 SIZE = 299
-POOL_FEATURES, SPATIAL_CHANNELS, SPATIAL_FEATURES, CLASSES = 2048, 7, 7 * 17 * 17, 1008
+BATCH = {"cpu": 8, "gpu": 128}  # pictures that `extract` takes at once
+CLASSES = 1008
 
 
 class FeatureSizes(NamedTuple):
     """Features of one picture, by kind."""
 
-    pool: int = POOL_FEATURES
-    spatial: int = SPATIAL_FEATURES
+    pool: int
+    spatial: int
     classes: int = CLASSES
 
 
 def sizes_of(narrow: int) -> FeatureSizes:
     """Of a network with so many times fewer channels."""
-    return FeatureSizes(POOL_FEATURES // narrow, max(1, SPATIAL_CHANNELS // narrow) * 17 * 17, CLASSES)
-
-
-class Features(NamedTuple):
-    """Of n pictures, float32: pool (n, 2048), spatial (n, 2023), probabilities (n, 1008) or None without fc."""
-
-    pool: np.ndarray
-    spatial: np.ndarray
-    probabilities: np.ndarray | None
+    return FeatureSizes(2048 // narrow, max(1, 7 // narrow) * 17 * 17)
 
 
 class Conv(nn.Module):
@@ -67,9 +60,7 @@ class Conv(nn.Module):
     ) -> None:
         super().__init__()
         inputs, outputs = inputs if inputs == 3 else inputs // narrow, outputs // narrow
-        size = (size, size) if isinstance(size, int) else size
-        padding = (size[0] // 2, size[1] // 2) if pad else 0
-        self.conv = nn.Conv2d(inputs, outputs, size, stride, padding, bias=False)
+        self.conv = nn.Conv2d(inputs, outputs, size, stride, "same" if pad else "valid", bias=False)
         self.bn = nn.BatchNorm2d(outputs, eps=1e-3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,12 +125,11 @@ class Mixed6(nn.Module):
         self.branch7x7dbl_4, self.branch7x7dbl_5 = conv(width, width, (7, 1)), conv(width, 192, (1, 7))
         self.branch_pool = conv(768, 192, 1)
 
-    def forward(self, x: Tensor, first: Tensor | None = None) -> Tensor:
-        """first is branch1x1's output, where the caller has it already."""
+    def forward(self, x: Tensor) -> Tensor:
         double = self.branch7x7dbl_3(self.branch7x7dbl_2(self.branch7x7dbl_1(x)))
         return torch.cat(
             [
-                self.branch1x1(x) if first is None else first,
+                self.branch1x1(x),
                 self.branch7x7_3(self.branch7x7_2(self.branch7x7_1(x))),
                 self.branch7x7dbl_5(self.branch7x7dbl_4(double)),
                 self.branch_pool(average(x)),
@@ -213,8 +203,8 @@ class Inception(nn.Module):
         self.Mixed_7c = Mixed7(2048, maximum=True, narrow=narrow)
         self.fc = nn.Linear(self.sizes.pool, CLASSES) if with_classes else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x (n, 3, 299, 299) in about −1..1 → pool (n, 2048), spatial (n, 2023), probabilities (n, 1008) or None.
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """x (n, 3, 299, 299) in about −1..1 → pool (n, 2048), spatial (n, 2023) and, with fc, probabilities (n, 1008).
 
         spatial is TensorFlow's mixed_6/conv, its first 7 channels, flattened as (H, W, C). The
         probabilities are those of the logits without their bias, which is what ADM's evaluator takes.
@@ -224,13 +214,13 @@ class Inception(nn.Module):
         x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(x))
         x = F.max_pool2d(x, 3, stride=2)
         x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(x)))  # (n, 288, 35, 35)
-        x = self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x)))  # (n, 768, 17, 17)
-        first = self.Mixed_6d.branch1x1(x)
-        spatial = first[:, : self.sizes.spatial // (17 * 17)].permute(0, 2, 3, 1).flatten(1)
-        x = self.Mixed_6e(self.Mixed_6d(x, first))
-        x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(x)))  # (n, 2048, 8, 8)
-        pool = x.mean(dim=(2, 3))
-        return pool, spatial, None if self.fc is None else F.linear(pool, self.fc.weight).softmax(dim=1)
+        x = self.Mixed_6d(self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x))))  # (n, 768, 17, 17), branch1x1's first
+        spatial = x[:, : self.sizes.spatial // (17 * 17)].permute(0, 2, 3, 1).flatten(1)
+        x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(self.Mixed_6e(x))))  # (n, 2048, 8, 8)
+        found = {"pool": x.mean(dim=(2, 3)), "spatial": spatial}
+        if self.fc is not None:
+            found["probabilities"] = F.linear(found["pool"], self.fc.weight).softmax(dim=1)
+        return found
 
 
 def resize(x: Tensor) -> Tensor:
@@ -246,14 +236,16 @@ def resize(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def extract(network: Inception, pictures: Tensor) -> Features:
-    """Features of pictures (n, 3, H, W) uint8, on the network's device and back, always in fp32."""
+def extract(network: Inception, pictures: Tensor) -> dict[str, np.ndarray]:
+    """Features of pictures (n, 3, H, W) uint8 by name, on the network's device and back, always in fp32."""
     if pictures.dtype != torch.uint8 or pictures.ndim != 4 or pictures.shape[1] != 3:
         raise ValueError(f"pictures are {pictures.dtype} {tuple(pictures.shape)}, but must be uint8 (n, 3, H, W)")
-    x = pictures.to(next(network.parameters()).device).contiguous(memory_format=torch.channels_last)
-    with exact():
-        found = network(resize(x.float().sub_(128).div_(128)))
-    return Features(*(None if part is None else part.cpu().numpy() for part in found))
+    device, found = next(network.parameters()).device, []
+    for part in pictures.split(BATCH["cpu" if device.type == "cpu" else "gpu"]):
+        x = part.to(device).contiguous(memory_format=torch.channels_last)
+        with exact():
+            found.append(network(resize(x.float().sub_(128).div_(128))))
+    return {name: torch.cat([one[name] for one in found]).cpu().numpy() for name in found[0]}
 
 
 # ---------------------------------------------------------------------------------------- weights

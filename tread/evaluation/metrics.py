@@ -6,6 +6,7 @@ The numbers are those of ADM's evaluator (Dhariwal & Nichol 2021, arXiv 2105.052
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -35,8 +36,6 @@ class Moments:
     @classmethod
     def of(cls, features: np.ndarray) -> Moments:
         """Of one part (n, D), n at least 1."""
-        if features.ndim != 2 or not len(features):
-            raise ValueError(f"features have shape {features.shape}, but must be (n, D) with n at least 1")
         features = features.astype(np.float64)
         mean = features.mean(axis=0)
         centred = torch.from_numpy(features - mean)  # torch's threads, which launchers do not take away
@@ -44,13 +43,8 @@ class Moments:
 
     @classmethod
     def of_parts(cls, parts: Iterable[np.ndarray]) -> Moments:
-        """Of all parts (n, D) together, holding one at a time."""
-        total = None
-        for part in parts:
-            total = cls.of(part) if total is None else total.merge(cls.of(part))
-        if total is None:
-            raise ValueError("there are no features")
-        return total
+        """Of all parts (n, D) together, at least one, holding one at a time."""
+        return functools.reduce(cls.merge, map(cls.of, parts))
 
     def merge(self, other: Moments) -> Moments:
         """Of both sets together, to rounding whatever the order (Chan, Golub & LeVeque 1983)."""
@@ -70,17 +64,9 @@ class Moments:
         return cls(int(numbers[0]), numbers[1 : 1 + size], numbers[1 + size :].reshape(size, size))
 
     @property
-    def covariance(self) -> np.ndarray:
-        """(D, D), unbiased. Raises ValueError for fewer than 2 features."""
-        if self.count < 2:
-            raise ValueError("the covariance of 1 feature is not defined: a Fréchet distance needs at least 2 pictures")
-        return self.scatter / (self.count - 1)
-
-
-def mean_and_covariance(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean (D,) and unbiased covariance (D, D) of features (n, D), in float64; n must be at least 2."""
-    moments = Moments.of(features)
-    return moments.mean, moments.covariance
+    def gaussian(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean (D,) and unbiased covariance (D, D) of at least 2 features, as `frechet_distance` takes them."""
+        return self.mean, self.scatter / (self.count - 1)
 
 
 def _factor(covariance: np.ndarray) -> Tensor:
@@ -95,11 +81,8 @@ def frechet_distance(mean1: np.ndarray, covariance1: np.ndarray, mean2: np.ndarr
 
     |μ₁−μ₂|² + tr Σ₁ + tr Σ₂ − 2·tr (Σ₁Σ₂)^½. With Σ = A·Aᵀ the last trace is the sum of the singular
     values of A₁ᵀ·A₂: real by construction, and exact on rank-deficient input, where roots of the
-    eigenvalues of Σ₁Σ₂ lose half the digits. Raises ValueError for other shapes or numbers that are not finite.
+    eigenvalues of Σ₁Σ₂ lose half the digits. Raises ValueError for numbers that are not finite.
     """
-    if not mean1.shape == mean2.shape or not covariance1.shape == covariance2.shape == 2 * mean1.shape:
-        shapes = ", ".join(str(array.shape) for array in (mean1, covariance1, mean2, covariance2))
-        raise ValueError(f"means and covariances have shapes {shapes}, but must be (D,), (D, D), (D,), (D, D)")
     if not all(np.isfinite(array).all() for array in (mean1, covariance1, mean2, covariance2)):
         raise ValueError("means or covariances hold numbers that are not finite")
     offset = np.asarray(mean1, np.float64) - mean2
@@ -122,9 +105,7 @@ def inception_score(probabilities: np.ndarray, split: int = SPLIT) -> float:
     return float(np.mean(scores))
 
 
-def precision_recall(
-    reference: Tensor, samples: Tensor, k: int = NEIGHBOURS, block_numbers: int = BLOCK_NUMBERS
-) -> tuple[float, float]:
+def precision_recall(reference: Tensor, samples: Tensor) -> tuple[float, float]:
     """Improved precision and recall (Kynkäänniemi et al. 2019, arXiv 1904.06991) of features (n, D), (m, D) fp32.
 
     Precision is the share of samples that lie within the reference's manifold, recall the share of
@@ -132,58 +113,48 @@ def precision_recall(
     k-th neighbour, the point itself not counted; a point on a ball's edge lies within. Distances are
     fp32; ADM's evaluator takes them in fp16 where they are finite.
 
-    Both sets must lie on one device; `block_numbers` distances are held at a time. Raises ValueError
-    for sets of fewer than k+1.
+    Both sets must lie on one device and have more than k = NEIGHBOURS points; BLOCK_NUMBERS distances are
+    held at a time.
     """
-    if min(len(reference), len(samples)) <= k:
-        raise ValueError(
-            f"precision and recall need more than {k} pictures in each set, but there are {len(samples)} samples and "
-            f"{len(reference)} in the reference"
-        )
     centre = reference.mean(dim=0)  # |a|² − 2ab + |b|² loses digits far from the origin
     reference, samples = reference - centre, samples - centre
-    precision = _inside(samples, reference, _radii(reference, k, block_numbers), block_numbers)
-    recall = _inside(reference, samples, _radii(samples, k, block_numbers), block_numbers)
-    return precision, recall
+    return _inside(samples, reference, _radii(reference)), _inside(reference, samples, _radii(samples))
 
 
-def _distances(rows: Tensor, columns: Tensor, block_numbers: int) -> Iterator[Tensor]:
+def _distances(rows: Tensor, columns: Tensor) -> Iterator[Tensor]:
     """Squared distances (block, len(columns)) of rows to columns, a block of rows after the other."""
     norms = columns.square().sum(dim=1)
-    for part in rows.split(max(1, block_numbers // len(columns))):
+    for part in rows.split(max(1, BLOCK_NUMBERS // len(columns))):
         yield torch.addmm(norms, part, columns.T, alpha=-2).add_(part.square().sum(dim=1, keepdim=True)).clamp_(min=0)
 
 
-def _radii(features: Tensor, k: int, block_numbers: int) -> Tensor:
+def _radii(features: Tensor) -> Tensor:
     """(n,) squared distance of each to its k-th neighbour: the k+1 nearest hold the point itself."""
-    blocks = _distances(features, features, block_numbers)
-    return torch.cat([block.topk(k + 1, dim=1, largest=False).values[:, -1] for block in blocks])
+    blocks = _distances(features, features)
+    return torch.cat([block.topk(NEIGHBOURS + 1, dim=1, largest=False).values[:, -1] for block in blocks])
 
 
-def _inside(points: Tensor, centres: Tensor, radii: Tensor, block_numbers: int) -> float:
+def _inside(points: Tensor, centres: Tensor, radii: Tensor) -> float:
     """Share of the points that lie within a ball."""
-    inside = sum((block <= radii).any(dim=1).sum() for block in _distances(points, centres, block_numbers))
+    inside = sum((block <= radii).any(dim=1).sum() for block in _distances(points, centres))
     return inside.item() / len(points)
 
 
-def kernel_distance(reference: Tensor, samples: Tensor, block_numbers: int = BLOCK_NUMBERS) -> float:
+def kernel_distance(reference: Tensor, samples: Tensor) -> float:
     """KID, the unbiased squared MMD under (x·y/D + 1)³ (Bińkowski et al. 2018, arXiv 1801.01401).
 
-    Of all pairs of features (n, D), (m, D) fp32: what the customary mean over random subsets estimates.
+    Of all pairs of features (n, D), (m, D) fp32, n and m at least 2: what the customary mean over random subsets
+    estimates.
     """
 
-    def kernel(rows: Tensor, columns: Tensor) -> Iterator[Tensor]:
-        for part in rows.split(max(1, block_numbers // len(columns))):
-            yield (part @ columns.T).div_(rows.shape[1]).add_(1).pow_(3)
-
-    def total(blocks: Iterable[Tensor]) -> float:
+    def total(rows: Tensor, columns: Tensor) -> float:
+        parts = rows.split(max(1, BLOCK_NUMBERS // len(columns)))
+        blocks = ((part @ columns.T).div_(rows.shape[1]).add_(1).pow_(3) for part in parts)
         return sum(block.sum(dtype=torch.float64).item() for block in blocks)
 
     def own(features: Tensor) -> float:
         diagonal = ((features.square().sum(dim=1) / features.shape[1] + 1) ** 3).double().sum().item()
-        return (total(kernel(features, features)) - diagonal) / (len(features) * (len(features) - 1))
+        return (total(features, features) - diagonal) / (len(features) * (len(features) - 1))
 
-    if min(len(reference), len(samples)) < 2:
-        raise ValueError("KID needs at least 2 pictures in each set")
-    across = total(kernel(samples, reference)) / (len(samples) * len(reference))
+    across = total(samples, reference) / (len(samples) * len(reference))
     return own(reference) + own(samples) - 2 * across

@@ -11,11 +11,11 @@ import torch
 from tread.data.autoencoder import Decoder
 from tread.data.latents import LatentSpec
 from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
-from tread.evaluation.features import pool_moments
-from tread.evaluation.inception import Inception, find_weights, load_inception
+from tread.evaluation.inception import Inception, extract, find_weights, load_inception
 from tread.evaluation.metrics import Moments, frechet_distance
 from tread.evaluation.reference import Statistics, check_size, open_reference
 from tread.runtime.device import use_cores
+from tread.runtime.distributed import Processes
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class OnlineFID:
                 if stopped():
                     return
 
-        return pool_moments(self.inception, pictures())
+        return Moments.of_parts(extract(self.inception, batch)["pool"] for batch in pictures())
 
     def fid(self, samples: Moments) -> float:
         """FID of samples, of which `moments` may have come from several processes. Uses all cores while it computes."""
         threads = torch.get_num_threads()
         use_cores(None, processes=1)
         try:
-            return frechet_distance(samples.mean, samples.covariance, *self.statistics)
+            return frechet_distance(*samples.gaussian, *self.statistics)
         finally:
             torch.set_num_threads(threads)
 
@@ -59,8 +59,7 @@ def open_online_fid(
     inception: str | None,
     latents: LatentSpec,
     decoder: Decoder,
-    device: torch.device | str,
-    processes: int,
+    processes: Processes,
 ) -> OnlineFID:
     """Open a reference with mu and sigma, and the Inception.
 
@@ -69,14 +68,16 @@ def open_online_fid(
 
     Raises FileNotFoundError, or ValueError, also if the decoder's pictures are not of the reference's size.
     """
-    if samples < processes:
+    if samples < processes.count:
         raise ValueError(f"eval.fid_samples is {samples}, which is less than one for each process")
-    found = open_reference(reference, sizes=None)
+    found = open_reference(reference, None, processes, sizes=None)
     if found.pool is None:
         raise ValueError(
             f"{reference} has no mu and sigma: python fid.py reference={reference} save_reference=stats.npz"
         )
-    pictures = decoder(torch.zeros(1, *latents.shape, device=device))
+    pictures = decoder(torch.zeros(1, *latents.shape, device=processes.device))
     check_size("what this run's autoencoder decodes", tuple(pictures.shape[1:]), found)
-    network = load_inception(find_weights(inception), device)
-    return OnlineFID(network, open_reference(reference, sizes=network.sizes).pool, decoder)
+    with processes.main_first():  # one process fetches the weights
+        weights = find_weights(inception)
+    network = load_inception(weights, processes.device)
+    return OnlineFID(network, open_reference(reference, None, processes, network.sizes).pool, decoder)

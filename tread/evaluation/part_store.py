@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -82,16 +83,8 @@ class PartStore:
 
     def first(self, name: str, count: int) -> np.ndarray:
         """The first rows of an array, at most `count`, over as many parts as they take."""
-        taken = []
-        for array in self.arrays(name):
-            taken.append(array[: count - sum(map(len, taken))])
-            if sum(map(len, taken)) == count:
-                break
-        return np.concatenate(taken)
-
-    def has(self, name: str) -> bool:
-        """Whether the parts hold an array of this name."""
-        return (self._part(0) / f"{name}.npy").is_file()
+        parts = sum(rows.start < count for rows in self.ranges)
+        return np.concatenate(list(itertools.islice(self.arrays(name), parts)))[:count]
 
     def remove(self) -> None:
         """Forget the work."""

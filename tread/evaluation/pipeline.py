@@ -10,11 +10,8 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -40,7 +37,6 @@ from tread.runtime.files import check_place, explain_failure, sha256
 from tread.runtime.versions import versions
 
 GRID = 64  # pictures of fid.png
-Opened = TypeVar("Opened", Pictures, Reference)
 
 
 def run(options: Options, processes: Processes) -> list[dict | None]:
@@ -54,15 +50,15 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
     if reason:
         processes.say(f"warning: running without torch.compile, which fails here: {reason}")
     plans = [plan_scoring(options, checkpoint.find(path), precision, compiled) for path in paths]
-    samples = open_set(open_pictures, options.samples, options.crop, processes)
-    reference, weights, inception, feature_bytes = None, None, None, 0
+    samples, reference, weights, inception, feature_bytes = None, None, None, None, 0
+    if options.samples is not None:
+        samples = open_pictures(Path(options.samples), options.crop, processes)
     if options.reference is not None:
         with processes.main_first():  # one process fetches the weights
             weights = find_weights(options.inception)
         inception, sizes = sha256(weights), feature_sizes(weights)
         feature_bytes = 4 * sum(sizes)
-        opener = partial(open_reference, sizes=sizes)
-        reference = open_set(opener, options.reference, options.crop, processes)
+        reference = open_reference(Path(options.reference), options.crop, processes, sizes)
     plans = [replace(plan, reference=reference and reference.sha256, inception=inception) for plan in plans]
     records = processes.from_main(lambda: [find_score(plan, options) for plan in plans])
     all_plans, plans = plans, [plan for plan, record in zip(plans, records) if record is None]
@@ -82,7 +78,7 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
         check_size(samples.where, (3, *samples.resolution), reference)
         check_place(files_beside(options).folder, 0)
     if options.save_reference:
-        check_target(Path(options.save_reference), reference, processes)
+        check_target(Path(options.save_reference), reference)
     against = None
     if reference is not None and (plans or samples or options.save_reference):
         against = open_scorer(reference, weights, inception, Path(options.cache), processes)
@@ -95,27 +91,6 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
     if samples is not None:
         score_pictures(samples, against, options, processes)
     return records
-
-
-def open_set(opener: Callable[..., Opened], path: str | None, crop: int | None, processes: Processes) -> Opened | None:
-    """Open pictures or a reference; of a folder's files the main process alone reads all, for their hash."""
-    if path is None:
-        return None
-    opened = None
-
-    def watch(names: list[str]) -> Iterable[str]:
-        with processes.bar(f"reading {path}", len(names)) as progress:
-            for name in names:
-                yield name
-                progress.update()
-
-    def read() -> tuple[str, tuple[int, int]]:
-        nonlocal opened
-        opened = opener(Path(path), crop, watch=watch)
-        return opened.sha256, opened.resolution
-
-    known = processes.from_main(read)
-    return opened if processes.main else opener(Path(path), crop, known)
 
 
 def files_of(plan: ScoringPlan, options: Options) -> ScoreFiles:
@@ -149,14 +124,13 @@ def find_score(plan: ScoringPlan, options: Options) -> dict | None:
     return before and before[1]
 
 
-def check_target(path: Path, reference: Reference, processes: Processes) -> None:
+def check_target(path: Path, reference: Reference) -> None:
     """Raise ValueError or OSError unless the reference's statistics can be written to a new file."""
     if reference.pictures is None:
         raise ValueError(f"{reference.where} holds no pictures to make statistics of")
-    with processes.main_first():
-        if path.exists():
-            raise FileExistsError(f"save_reference={path} is there already; remove it, or choose another name")
-        check_place(path.parent, 0)
+    if path.exists():
+        raise FileExistsError(f"save_reference={path} is there already; remove it, or choose another name")
+    check_place(path.parent, 0)
 
 
 def keep_statistics(path: Path, scorer: ReferenceScorer, processes: Processes) -> None:
@@ -180,9 +154,7 @@ def score_checkpoint(
         record = processes.from_main(lambda: find_score(plan, options))
         if record is not None:  # by another launch meanwhile
             return record
-        with processes.main_first():
-            if processes.main:
-                parts.begin()
+        processes.from_main(parts.begin)
         processes.say(
             f"{plan.found.folder}: {plan.count:,} samples, guidance {plan.sampler.guidance.describe()}, "
             f"NFE {plan.nfe}, {plan.flops_relative:.3f} times the FLOPs of none, {plan.sampler.precision}"

@@ -140,28 +140,23 @@ class ScoringPlan:
         }
 
 
-def find_checkpoints(pattern: str | None) -> list[checkpoint.Checkpoint]:
-    """Those that a path, or a pattern with *, names, each once, by step. Raises FileNotFoundError or ValueError."""
-    if pattern is None:
-        return []
-    several = any(sign in pattern for sign in "*?[") and not Path(pattern).exists()
-    paths = sorted(glob.glob(pattern)) if several else [pattern]
-    if not paths:
-        raise FileNotFoundError(f"no checkpoint matches {pattern}")
-    found = {one.folder: one for one in (checkpoint.find(Path(path)) for path in paths)}
-    return sorted(found.values(), key=lambda one: (str(one.folder.parent), one.step))
-
-
 def settle_paths(options: Options) -> tuple[Options, list[Path]]:
-    """The options with the weak network's own folder, and the checkpoints' folders.
+    """The options with the weak network's own folder, and the checkpoints' folders, each once, by step.
 
-    `latest` may name another a moment later. Raises FileNotFoundError or ValueError.
+    checkpoint is a path, or a pattern with *; `latest` may name another a moment later. Raises
+    FileNotFoundError or ValueError.
     """
-    found, weak = find_checkpoints(options.checkpoint), options.guidance.checkpoint
+    pattern, weak = options.checkpoint, options.guidance.checkpoint
+    paths = [pattern] if pattern else []
+    if pattern and not Path(pattern).exists() and any(sign in pattern for sign in "*?["):
+        paths = glob.glob(pattern)
+        if not paths:
+            raise FileNotFoundError(f"no checkpoint matches {pattern}")
+    found = {one.folder: one.step for one in (checkpoint.find(Path(path)) for path in paths)}
     if weak is not None:
         weak = str(checkpoint.find(Path(weak)).folder)
         options = replace(options, guidance=replace(options.guidance, checkpoint=weak))
-    return options, [one.folder for one in found]
+    return options, sorted(found, key=lambda folder: (str(folder.parent), found[folder]))
 
 
 def plan_scoring(options: Options, found: checkpoint.Checkpoint, precision: str, compiled: bool = False) -> ScoringPlan:

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tread.evaluation.image_sets import Known, Npz, Pictures, Watch, open_pictures
+from tread.evaluation.image_sets import Npz, Pictures, open_pictures
 from tread.evaluation.inception import FeatureSizes
 from tread.evaluation.metrics import Moments
 from tread.evaluation.part_store import PartStore
+from tread.runtime.distributed import Processes
 from tread.runtime.files import sha256, whole_file
 
 STATED = ("resolution", "count")  # what save_statistics writes beside the statistics
@@ -47,23 +48,12 @@ class Reference:
     count: int | None
 
     @property
-    def statistics_unknown(self) -> bool:
-        """Whether its statistics are of other pictures than `count` says: ADM's are of many more than their arr_0."""
-        return self.pool is not None and self.pictures is not None
-
-    @property
     def statistics_from(self) -> str:
         """Where its statistics for FID come from: "file", or "pictures"."""
         return "pictures" if self.pool is None else "file"
 
 
-def open_reference(
-    path: Path,
-    crop: int | None = None,
-    known: Known | None = None,
-    watch: Watch = iter,
-    sizes: FeatureSizes | None = FeatureSizes(),  # noqa: B008 (it is immutable)
-) -> Reference:
+def open_reference(path: Path, crop: int | None, processes: Processes, sizes: FeatureSizes | None) -> Reference:
     """Open a reference; the pictures of it are not looked at yet. Other arguments are those of open_pictures.
 
     sizes  of the features that statistics in a file must be of; None: not looked at yet.
@@ -75,7 +65,7 @@ def open_reference(
     npz = Npz(path) if path.suffix.lower() == ".npz" and path.is_file() else None
     found = {kind: npz and _statistics(npz, *keys, sizes and getattr(sizes, kind)) for kind, keys in KEYS.items()}
     if npz is None or "arr_0" in npz.names:
-        pictures = open_pictures(path, crop, known, watch)
+        pictures = open_pictures(path, crop, processes)
         return Reference(
             str(path), pictures.sha256, **found, pictures=pictures, resolution=pictures.resolution, count=pictures.count
         )
@@ -84,7 +74,7 @@ def open_reference(
     resolution, count = (npz.read(name).ravel().tolist() if name in npz.names else [] for name in STATED)
     return Reference(
         str(path),
-        sha256(path),
+        processes.from_main(lambda: sha256(path)),
         **found,
         pictures=None,
         resolution=tuple(resolution) if len(resolution) == 2 else None,
@@ -110,8 +100,7 @@ def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int | N
 @functools.lru_cache(maxsize=4)  # a reference's are wanted for each checkpoint
 def statistics(features: PartStore, kind: str) -> Statistics:
     """Mean and covariance of the "pool" or "spatial" features of a set of pictures."""
-    moments = Moments.of_parts(features.arrays(kind))
-    return moments.mean, moments.covariance
+    return Moments.of_parts(features.arrays(kind)).gaussian
 
 
 def save_statistics(path: Path, features: PartStore, count: int, resolution: tuple[int, int]) -> None:

@@ -11,8 +11,8 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from tread.evaluation.features import as_arrays, features_of
-from tread.evaluation.inception import Inception, load_inception
+from tread.evaluation.features import features_of
+from tread.evaluation.inception import Inception, extract, load_inception
 from tread.evaluation.metrics import (
     NEIGHBOURS,
     Moments,
@@ -52,7 +52,7 @@ class ReferenceScorer:
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
         """The features of pictures (n, 3, H, W) uint8."""
-        return as_arrays(self.network, pictures)
+        return extract(self.network, pictures)
 
     def score(self, samples: PartStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
         """({metric: value}, {metric: why it is unavailable}, {}) of samples' features; one of them has each metric."""
@@ -62,12 +62,11 @@ class ReferenceScorer:
             if expected is None:
                 unavailable[metric] = "the reference has neither pictures (arr_0) nor mu_s, sigma_s"
             else:
-                moments = Moments.of_parts(samples.arrays(kind))
-                values[metric] = frechet_distance(moments.mean, moments.covariance, *expected)
-        if samples.has("probabilities"):
-            values["inception_score"] = inception_score(np.concatenate(list(samples.arrays("probabilities"))))
-        else:
+                values[metric] = frechet_distance(*Moments.of_parts(samples.arrays(kind)).gaussian, *expected)
+        if self.network.fc is None:
             unavailable["inception_score"] = "the Inception weights have no fc layer"
+        else:
+            values["inception_score"] = inception_score(np.concatenate(list(samples.arrays("probabilities"))))
         if self.features is None:
             reason = "the reference has statistics, but no pictures (arr_0)"
             return values, unavailable | dict.fromkeys(("precision", "recall", "kid"), reason), {}
@@ -77,19 +76,18 @@ class ReferenceScorer:
         device = next(self.network.parameters()).device
         with exact():
             try:
-                found = _compare(theirs.to(device), ours.to(device))
+                values |= _compare(theirs.to(device), ours.to(device))
             except torch.OutOfMemoryError:
-                found = _compare(theirs, ours)
-        if found[0] is None:
+                values |= _compare(theirs, ours)
+        if "recall" not in values:
             unavailable |= dict.fromkeys(("precision", "recall"), f"each set must have more than {NEIGHBOURS} pictures")
-        values |= {name: value for name, value in zip(("precision", "recall", "kid"), found) if value is not None}
         return values, unavailable, {}
 
     def warnings(self, samples: int) -> list[str]:
         """What a reader of the numbers should know about their counts, and about a network that is not FID's."""
         dimensions = self.network.sizes.pool
         counts = {"samples": samples}
-        if not self.reference.statistics_unknown:
+        if self.reference.pool is None or self.reference.pictures is None:  # ADM's mu is of many more than its arr_0
             counts["pictures in the reference"] = self.reference.count
         found = [
             f"{count:,} {what} are fewer than the {dimensions:,} dimensions of the features: their covariance is of "
@@ -104,11 +102,12 @@ class ReferenceScorer:
         return found
 
 
-def _compare(reference: torch.Tensor, samples: torch.Tensor) -> tuple[float | None, float | None, float]:
-    """Precision and recall, None for too small sets, and KID."""
-    enough = min(len(reference), len(samples)) > NEIGHBOURS
-    precision, recall = precision_recall(reference, samples) if enough else (None, None)
-    return precision, recall, kernel_distance(reference, samples)
+def _compare(reference: torch.Tensor, samples: torch.Tensor) -> dict[str, float]:
+    """Precision and recall, but of too small sets, and KID."""
+    found = {}
+    if min(len(reference), len(samples)) > NEIGHBOURS:
+        found["precision"], found["recall"] = precision_recall(reference, samples)
+    return found | {"kid": kernel_distance(reference, samples)}
 
 
 def open_scorer(reference: Reference, weights: Path, digest: str, cache: Path, processes: Processes) -> ReferenceScorer:

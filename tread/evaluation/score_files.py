@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 from tread.evaluation.scorers import METRICS
@@ -31,28 +30,22 @@ class ScoreFiles:
         head, _, suffix = name.rpartition(".")
         return self.folder / f"{self.stem}{head}{'' if number is None else f'-{number}'}.{suffix}"
 
-    def _scorings(self) -> Iterator[int | None]:
-        """None for the newest scoring that is there, then 1, 2, … for the others."""
-        for number in itertools.chain([None], range(1, self._free())):
-            if self.path("fid.json", number).exists():
-                yield number
-
     def _free(self) -> int:
         """The first number that none of the files has."""
         return next(n for n in itertools.count(1) if not any(self.path(name, n).exists() for name in NAMES))
 
     def _is(self, number: int | None, settings: dict) -> dict | None:
-        """A scoring's record, if it is by these settings."""
+        """A scoring's record, if it is there and by these settings."""
         try:
             record = json.loads(self.path("fid.json", number).read_text())
-        except ValueError:
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
         same = isinstance(record, dict) and record.get("settings") == json.loads(json.dumps(settings))
         return record if same else None
 
     def find(self, settings: dict, with_samples: bool = False) -> tuple[Path, dict] | None:
         """fid.json and its content of a scoring by these settings; with_samples: one whose samples are there too."""
-        for number in self._scorings():
+        for number in (None, *range(1, self._free())):
             record = self._is(number, settings)
             if record and (not with_samples or self.path("samples.npz", number).exists()):
                 return self.path("fid.json", number), record
@@ -61,7 +54,7 @@ class ScoreFiles:
     def make_room(self, settings: dict) -> None:
         """Give files that are there a number, so that a new scoring can have their names; those of the same stay."""
         there = [name for name in NAMES if self.path(name).exists()]
-        if there and not ("fid.json" in there and self._is(None, settings)):
+        if there and not self._is(None, settings):
             number = self._free()
             for name in there:
                 self.path(name).replace(self.path(name, number))

@@ -23,15 +23,12 @@ class Scorer(Protocol):
     """
 
     metrics: ClassVar[Mapping[str, str]]
-
-    @property
-    def reference(self) -> Reference | None: ...
-
-    @property
-    def seconds(self) -> float: ...
+    reference: Reference | None
+    seconds: float
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
         """What is to be kept of pictures (n, C, H, W) uint8 beside themselves, a row for each, by name."""
+        return {}
 
     def score(self, samples: PartStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
         """Of parts with pictures, labels and what was prepared.
@@ -41,22 +38,17 @@ class Scorer(Protocol):
 
     def warnings(self, samples: int) -> list[str]:
         """What a reader of the numbers of so many samples should know about them."""
+        return []
 
 
-class Unscored:
+class Unscored(Scorer):
     """Samples that are drawn and not scored."""
 
     metrics: ClassVar[Mapping[str, str]] = {}
     reference, seconds = None, 0.0
 
-    def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
-        return {}
-
     def score(self, samples: PartStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
         return {}, {"fid": "there is no reference"}, {}
-
-    def warnings(self, samples: int) -> list[str]:
-        return []
 
 
 # of embedded datasets, by name, and all metrics there are: a new scorer is named here

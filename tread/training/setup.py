@@ -57,16 +57,8 @@ def start(cfg: Settings, config: dict, stop: Stop) -> Run:
     if (processes.main and cfg.sampling.decode) or cfg.eval.fid_every:
         real = autoencoder.load_decoder(data.latents, device, cfg.sampling.autoencoder)
     if cfg.eval.fid_every:
-        with processes.main_first():  # one process fetches the weights
-            online_fid = open_online_fid(
-                Path(cfg.eval.fid_reference),
-                cfg.eval.fid_samples,
-                cfg.eval.inception,
-                data.latents,
-                real,
-                device,
-                processes.count,
-            )
+        reference, samples = Path(cfg.eval.fid_reference), cfg.eval.fid_samples
+        online_fid = open_online_fid(reference, samples, cfg.eval.inception, data.latents, real, processes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
         network = build_network(cfg)
