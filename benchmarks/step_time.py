@@ -2,8 +2,7 @@
 
 Runs train.py's own steps on random latents, dense and routed ones taking turns in one process, and prints for
 each kind the median time, images/s, FLOP/s, MFU, peak memory, the ratio dense/routed with its spread, and that
-ratio over what the FLOPs allow; then the share of each stage, and optimizer and EMA against loops over
-the parameters. Overrides are those of train.py, and
+ratio over what the FLOPs allow; then the share of each stage. Overrides are those of train.py, and
 
     pairs=24      turns that are measured, of a step each (5 on a GPU, where single ones show the first kernels' launch)
     out=…         a JSON file to write as well
@@ -40,7 +39,6 @@ from tread.runtime.signals import Stop
 from tread.runtime.versions import git_revision
 from tread.training import settings
 from tread.training.ema import EMA
-from tread.training.optimizer import optimizer_step
 from tread.training.run import Run
 from tread.training.setup import start
 
@@ -146,7 +144,6 @@ def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int) -> dict:
         "pairs": pairs,
         "block": block,
         "kinds": rows,
-        "update_over_loops": update_over_loops(run, pairs),
         "command": " ".join(["python", "benchmarks/step_time.py", *sys.argv[1:]]),
         "commit": commit,
         "torch": torch.__version__,
@@ -210,39 +207,6 @@ def stages(run: Run) -> dict[str, float]:
     return {stage: taken / total for stage, taken in spent.items()}
 
 
-def update_over_loops(run: Run, pairs: int) -> dict[str, float | list[float]]:
-    """Time of the gradients' norm, AdamW and EMA in loops over the parameters, over that of the run's own."""
-    parameters, skip = list(run.network.parameters()), torch.zeros((), device=run.processes.device)
-    gradients = [torch.randn_like(parameter) for parameter in parameters]
-    options = {"lr": 0.0, "betas": run.cfg.optim.betas, "eps": run.cfg.optim.eps, "weight_decay": 0.0}
-    loops = torch.optim.AdamW(parameters, **options, foreach=False, fused=False)
-    averaged = list(run.ema.network.parameters())
-
-    def own() -> None:
-        optimizer_step(run.optimizer, 0.0, None)
-        run.ema.update(run.network, run.step, skip)
-
-    @torch.no_grad()
-    def in_loops() -> None:
-        torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
-        loops.step()
-        loops.zero_grad()
-        for average, parameter in zip(averaged, parameters):
-            average.mul_(0.9999).add_(parameter, alpha=1e-4)
-
-    def turn(work: Callable[[], None]) -> float:
-        for parameter, gradient in zip(parameters, gradients):
-            parameter.grad = gradient
-        return 1000 * seconds(work, run.processes.device)
-
-    for _ in range(2):
-        turn(own), turn(in_loops)
-    times = [(turn(own), turn(in_loops)) for _ in range(pairs)]
-    ours, theirs = (statistics.median(column) for column in zip(*times))
-    ratios = [b / a for a, b in times]
-    return {"ms": ours, "loops_ms": theirs, "ratio": statistics.median(ratios), "ratio_95": list(interval(ratios))}
-
-
 def show(result: dict) -> None:
     """Print the table."""
     compiled = "compiled" if result["compiled"] else "not compiled"
@@ -268,11 +232,6 @@ def show(result: dict) -> None:
             )
     for name, row in result["kinds"].items():
         print(f"{name}: " + ", ".join(f"{stage} {share:.1%}" for stage, share in row["stages"].items()))
-    update = result["update_over_loops"]
-    print(
-        f"optimizer and EMA {update['ms']:.1f} ms, in loops {update['loops_ms']:.1f} ms: {update['ratio']:.2f} times "
-        f"({update['ratio_95'][0]:.2f}..{update['ratio_95'][1]:.2f})"
-    )
 
 
 if __name__ == "__main__":
