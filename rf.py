@@ -39,6 +39,7 @@ class RF(Process):
 
     default_steps, default_solver, level_name, variance_exploding = 50, "euler", "t", False
     data_std = 1.0  # what dataset.normalize brings latents to; nothing else depends on it
+    conventions = ("time_scale", "reverse")
 
     time: Time = "logit_normal"
     time_mean: float = 0.0

@@ -5,6 +5,7 @@ All options: configs/sample.yaml. How samples are drawn: tread/diffusion/samplin
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from tread.data.images import save_grid
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import (
     Sampler,
-    check_labels,
     check_ratios,
+    class_labels,
     draw_pictures,
     relative_cost,
     spread_classes,
@@ -52,7 +53,7 @@ class Options:
     """configs/sample.yaml."""
 
     checkpoint: str
-    classes: tuple[int, ...] | None
+    classes: tuple[int | None, ...] | None
     seeds: str | int | tuple[int, ...]
     steps: Count | None
     solver: Solver | None
@@ -80,12 +81,12 @@ def main(composed: DictConfig) -> None:
         trained = open_trained(checkpoint.find(Path(options.checkpoint).expanduser()), options.weights)
         weaker = open_weak(options.guidance, trained)
         classes = options.classes or spread_classes(trained.cfg.dataset.num_classes, 10)
-        all_seeds, labels = seeds * len(classes), torch.tensor(classes).repeat_interleave(len(seeds))
+        numbers = class_labels(classes, trained.cfg.dataset.num_classes, trained.label_drop)
+        all_seeds, labels = seeds * len(classes), torch.tensor(numbers).repeat_interleave(len(seeds))
         batch_size = min(options.batch_size, len(all_seeds))
         churn = Churn(options.churn) if isinstance(options.churn, float) else options.churn
         given = (options.steps, options.solver, batch_size, precision, options.guidance, churn)
         sampler = Sampler.of(trained.process, *given)
-        check_labels(labels, trained.cfg.dataset.num_classes)
         nfe = sampler.nfe(trained.process)
         outlines = [one and one.outline(options.guidance) for one in (trained, weaker)]
         check_ratios(sampler, *outlines)
@@ -100,8 +101,8 @@ def main(composed: DictConfig) -> None:
         pictures = torch.cat(list(tqdm(stream, desc="sampling", total=batches, unit="batch")))
         save_grid(Path(options.out), pictures.numpy(), columns=len(seeds))
     print(
-        f"{options.out}: rows are classes {list(classes)}, columns seeds {options.seeds}; step {trained.found.step}, "
-        f"{options.weights} weights, {sampler.solver} with {sampler.steps} steps"
+        f"{options.out}: rows are classes {json.dumps(classes)}, columns seeds {options.seeds}; "
+        f"step {trained.found.step}, {options.weights} weights, {sampler.solver} with {sampler.steps} steps"
         f"{f' and churn {sampler.churn.amount:g}' if sampler.churn.amount else ''}, NFE {nfe}, guidance "
         f"{options.guidance.describe()}, {cost:.3f} times the FLOPs of no guidance, "
         f"{precision} on {device.type}"

@@ -4,7 +4,8 @@ python scripts/import_checkpoint.py weights=SiT-XL-2-256.pt experiment=sit256_xl
     model.learn_sigma=true name=sit-xl2
 
 A state dict does not say what it was trained on: the options do, and samples are noise where they
-are wrong. All options: configs/import_checkpoint.yaml; which files are understood: tread/checkpoints/state_dicts.py.
+are wrong. A file of our own checkpoints has its record beside it, and the options are compared with that.
+All options: configs/import_checkpoint.yaml; which files are understood: tread/runtime/tensor_files.py.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from typing import Literal
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network
-from tread.checkpoints.state_dicts import describe, fit, sizes
+from tread.checkpoints.origin import KINDS, Origin, read_origin
+from tread.checkpoints.state_dicts import describe, sizes
 from tread.data.latents import LatentSpec
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.files import explain_failure, write_whole
-from tread.runtime.tensor_files import read_state_dict, read_state_dicts
+from tread.runtime.tensor_files import read_state_dicts
 from tread.runtime.versions import versions
 from tread.training import settings
 from tread.training.setup import complete
@@ -51,17 +52,23 @@ def main(composed: DictConfig) -> None:
         own = {key: tree.pop(key) for key in schema.known_keys(Options)}
         config = complete(tree)
         options = schema.read(own, Options)
-        saved = import_file(options, settings.read(config), config)
+        saved, doubts = import_file(options, settings.read(config), config)
+    for doubt in doubts:
+        print(f"warning: {doubt}")
     print(account(checkpoint.find(saved), options))
 
 
-def import_file(options: Options, cfg: settings.Settings, config: dict) -> Path:
-    """Write a run's folder with one checkpoint, at step 0. Raises ValueError or OSError."""
+def import_file(options: Options, cfg: settings.Settings, config: dict) -> tuple[Path, list[str]]:
+    """Write a run's folder with one checkpoint, at step 0; returns it, and what is doubtful about its weights.
+
+    Raises ValueError or OSError.
+    """
     folder = Path(cfg.results) / cfg.name
     if folder.exists():
         raise FileExistsError(f"{folder} is there already; name=<another name> writes elsewhere")
-    found, expected = chosen(options), build_network(cfg).state_dict()
-    parts = {kind: fit(state, expected, options.weights) for kind, state in found.items()}
+    origins, expected = chosen(options), build_network(cfg).state_dict()
+    first = next(iter(origins.values()))
+    parts = {kind: origin.fit(expected, cfg.model) for kind, origin in origins.items()}
     latents = LatentSpec(
         shape=(cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size),
         classes=tuple(map(str, range(cfg.dataset.num_classes))),
@@ -72,23 +79,29 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> Path:
         "config": config,
         "latents": asdict(latents),
         "weights": options.weights,
+        "weights_step": first.found.step if first.found else None,
         "predicts": options.predicts,
         "versions": versions(),
     }
     with explain_failure(folder):
         saved = checkpoint.save(folder, 0, parts, info)
         write_whole(folder / "config.yaml", OmegaConf.to_yaml(config))
-    return saved
+    return saved, first.warnings(cfg, latents, options.predicts)
 
 
-def chosen(options: Options) -> dict[str, dict[str, Tensor]]:
+def chosen(options: Options) -> dict[str, Origin]:
     """The weights to import, "ema" or "model" or both; those of an unknown kind count as averaged unless take=model."""
     path = Path(options.weights).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"weights={options.weights} is no file; a checkpoint's folder needs no import")
-    if options.take != "all":
-        return {options.take: read_state_dict(path, options.take)}
-    return {kind or "ema": state for kind, state in read_state_dicts(path).items()}
+    if checkpoint.beside(path) or options.take != "all":
+        origin = read_origin(path, options.take)
+        kind = options.take if origin.found is None else origin.kind
+        if options.take not in ("all", kind):
+            raise ValueError(f"{path} holds the {kind} part, as info.json beside it says; take=all imports that")
+        return {kind: origin}
+    states = read_state_dicts(path)
+    return {kind or "ema": Origin(str(path), kind, state) for kind, state in states.items()}
 
 
 def account(saved: checkpoint.Checkpoint, options: Options) -> str:
@@ -103,12 +116,13 @@ def account(saved: checkpoint.Checkpoint, options: Options) -> str:
     found = sizes(saved.tensors(parts[0]))
     if found.get("model.architecture") == "dit":
         trained += f", with num_heads {config['model']['num_heads']}"
-    names = {"ema": "averaged (ema)", "model": "raw (model)"}
+    step = saved.info["weights_step"]
+    when = "at a step that is not recorded" if step is None else f"step {step:,}"
     return "\n".join(
         [
-            f"{saved.folder}: {' and '.join(names[kind] for kind in parts)} weights of {options.weights}",
+            f"{saved.folder}: {' and '.join(KINDS[kind] for kind in parts)} weights of {options.weights}, {when}",
             f"  of {describe(found)}",
-            f"  taken as {trained}: no file tells",
+            f"  taken as {trained}",
             f"  {use}",
         ]
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from safetensors.torch import save_file
 
 from dit import DiT
 from tread.checkpoints import checkpoint
-from tread.checkpoints.network import load_weights
+from tread.checkpoints.origin import load_weights, read_origin
 from tread.runtime import tensor_files
 from tread.runtime.files import whole_folder, write_whole
 from tread.training.ema import EMA, exponential
@@ -92,6 +94,45 @@ def test_damage_is_named(saved):
         checkpoint.find(saved / "step_0000009")
 
 
+def test_damage_names_the_checkpoint_before(saved):
+    """By every name of a damaged one; those before it that are damaged, too, are not advised."""
+    last, before = (saved / f"step_000000{step}" for step in (2, 1))
+    names, whole = (saved, saved / "latest", last), (last / "info.json").read_text()
+    os.truncate(last / "model.safetensors", 100)
+    for name in names:
+        with pytest.raises(ValueError, match=f"so it is cut short; the checkpoint before it is {before}$"):
+            checkpoint.find(name).tensors("model")
+    for content in (None, "", "[]", '{"format": "checkpoint", "version": 1, "step": 2, "files": {}}'):
+        (last / "info.json").unlink() if content is None else (last / "info.json").write_text(content)
+        for name in names:
+            with pytest.raises(ValueError, match=f"info.json is .*; the checkpoint before it is {before}$"):
+                checkpoint.find(name)
+    with pytest.raises(ValueError, match="info.json is damaged"):
+        read_origin(last / "ema.safetensors")
+    (last / "info.json").write_text(whole)
+    os.truncate(before / "model.safetensors", 100)
+    with pytest.raises(ValueError, match="there is no whole checkpoint before it"):
+        checkpoint.find(saved).tensors("model")
+
+
+def test_damage_reaches_other_processes(saved):
+    """Errors of the main process are sent pickled."""
+    error = checkpoint.Damaged("it is cut short", saved / "step_0000002")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_a_latest_that_names_nothing(saved):
+    shutil.rmtree(saved / "step_0000002")
+    for why in ("a link to step_0000002, which is gone", "no link to a checkpoint", "not there"):
+        shown = f"no checkpoint at .*latest: it is {why}; the newest checkpoint there is {saved / 'step_0000001'}$"
+        with pytest.raises(FileNotFoundError, match=shown):
+            checkpoint.find(saved / "latest")
+        assert checkpoint.find(saved).step == 1
+        (saved / "latest").unlink(missing_ok=True)
+        if why.startswith("a link"):
+            (saved / "latest").touch()
+
+
 def test_a_failed_save_leaves_the_older_one_whole(saved, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
@@ -151,14 +192,14 @@ def test_weights_to_start_from(saved, tmp_path):
         (saved / "step_0000001", "model", checkpoint.find(saved / "step_0000001").tensors("model")),
         (tmp_path / "bare.safetensors", "ema", state),
     ):
-        read, network = checkpoint.read_weights(path, weights), small()
+        read, network = read_origin(path, weights).state, small()
         assert read.keys() == expected.keys() and all(torch.equal(read[key], expected[key]) for key in expected)
         load_weights(network, str(path), weights)
         assert all(torch.equal(value, expected[key]) for key, value in network.state_dict().items())
     with pytest.raises(ValueError, match="holds no ema part.*weights=model"):
-        checkpoint.read_weights(saved / "step_0000001")
+        read_origin(saved / "step_0000001")
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
-        checkpoint.read_weights(tmp_path / "text.safetensors")
+        read_origin(tmp_path / "text.safetensors")
     with pytest.raises(ValueError, match="is a file.*import_checkpoint.py"):
         checkpoint.find(tmp_path / "bare.safetensors")
 

@@ -17,9 +17,11 @@ from safetensors.torch import load_file
 import fid
 import sample
 from tread.checkpoints import checkpoint
-from tread.checkpoints.network import build_network, load_weights, read_network
+from tread.checkpoints.network import build_network, read_network
+from tread.checkpoints.origin import load_weights, read_origin
 from tread.checkpoints.trained import open_trained
-from tread.data import digits
+from tread.data import autoencoder, digits
+from tread.data.images import save_grid
 from tread.diffusion import sampling
 
 SIZES = ["model.hidden_size=16", "model.depth=2", "model.num_heads=2", "model=dit"]
@@ -197,8 +199,8 @@ def test_an_export_is_the_same_network_bit_for_bit(tmp_path, run, states, weight
     sampler, labels = sampling.Sampler(2, 2), torch.tensor([3, 4])
     drawn = [next(sampling.draw(each.load(CPU), [0, 1], labels, sampler)) for each in (one, other)]
     assert torch.equal(*drawn)
-    same(checkpoint.read_weights(out, weights), states[weights])
-    same(checkpoint.read_weights(out / f"{weights}.safetensors"), states[weights])
+    same(read_origin(out, weights).state, states[weights])
+    same(read_origin(out / f"{weights}.safetensors").state, states[weights])
     option = "" if weights == "ema" else " weights=model"
     assert f"{weights} weights of step 4" in text and f"sample.py checkpoint=exports/mine{option}\n" in text
     other = {"ema": "model", "model": "ema"}[weights]
@@ -216,6 +218,45 @@ def test_doors_take_an_export(tmp_path, run):
     scores = [json.loads((tmp_path / name / "fid.json").read_text()) for name in ("a", "b")]
     assert scores[0]["settings"] == scores[1]["settings"]
     assert scores[0]["frechet_pixels"] == scores[1]["frechet_pixels"]
+
+
+def test_no_class_is_null_and_no_number(tmp_path, run, states):
+    """The pictures of classes=[null] are those of the null class, label 10, drawn in Python."""
+    options = (f"checkpoint={run}", "seeds=0-1", "steps=2")
+    for number in (10, -1):
+        with pytest.raises(SystemExit, match=f"classes.1 is {number}, but the classes are 0..9, and null is no class"):
+            launch_door(sample.main, "sample", tmp_path, *options, f"classes=[3,{number}]")
+    text = launch_door(sample.main, "sample", tmp_path, *options, "classes=[3,null]")
+    assert "rows are classes [3, null]" in text
+    trained = open_trained(checkpoint.find(run), "ema")
+    labels, sampler = torch.tensor([3, 3, 10, 10]), sampling.Sampler(2, 4)
+    decoder = autoencoder.load_decoder(trained.latents, CPU)
+    pictures = sampling.draw_pictures(trained.load(CPU), decoder, [0, 1, 0, 1], labels, sampler)
+    save_grid(tmp_path / "expected.png", torch.cat(list(pictures)).numpy(), columns=2)
+    assert (tmp_path / "samples.png").read_bytes() == (tmp_path / "expected.png").read_bytes()
+
+
+def test_a_network_without_a_null_class_is_not_sampled_without_a_class():
+    assert sampling.class_labels([None, 3], 10, 0.1) == [10, 3]
+    with pytest.raises(ValueError, match="classes.0 is null, but the network knows no null class"):
+        sampling.class_labels([None, 3], 10, 0.0)
+
+
+def test_an_import_says_what_it_took(tmp_path, run, states):
+    """A file of ours brings its record: its kind, its step, and what it meant there."""
+    given = f"weights={run}/latest/model.safetensors"
+    text = bring_in(tmp_path, given, "scale=2.0")
+    assert f"raw (model) weights of {run}/latest/model.safetensors, step 4" in text
+    assert "warning: latents.scale was 1.0 where these weights were trained, but is 2.0 now\n" in text
+    same(checkpoint.find(tmp_path / "results" / "mine").tensors("model"), states["model"])
+    with pytest.raises(SystemExit, match="holds the model part, as info.json beside it says; take=all"):
+        bring_in(tmp_path, given, "take=ema", "name=other")
+    torch.save(states["ema"], tmp_path / "a.pt")
+    text = bring_in(tmp_path, "weights=a.pt", "name=third")
+    assert "at a step that is not recorded" in text and "warning: a.pt has no record" in text
+    torch.save({**states["ema"], "pos_embed": torch.rand(1, 16, 16)}, tmp_path / "a.pt")
+    with pytest.raises(SystemExit, match="pos_embed of a.pt are not the fixed"):
+        bring_in(tmp_path, "weights=a.pt", "name=fourth")
 
 
 def test_an_export_of_an_import_is_the_file_that_came_in(tmp_path, states):

@@ -6,6 +6,7 @@ import argparse
 import os
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from conftest import random_network
@@ -14,7 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from dit import DiT
-from tread.checkpoints.network import load_weights
+from tread.checkpoints.origin import load_weights
 from tread.checkpoints.state_dicts import describe, fit, sizes
 from tread.models.rwkv import RWKV
 from tread.runtime.tensor_files import plain_names, read_state_dict, read_state_dicts
@@ -274,3 +275,53 @@ def test_positions_may_be_absent_and_numbers_half():
         {name: value.half().float() for name, value in network(0).state_dict().items()} | {"pos_embed": ours.pos_embed},
     )
     assert {value.dtype for value in found.values()} == {torch.float32}
+
+
+def public_positions(dim, side):
+    """Public DiT's get_2d_sincos_pos_embed, token by token: columns first, then rows; sines, then cosines."""
+    table = np.zeros((side * side, dim), np.float32)
+    for row in range(side):
+        for column in range(side):
+            for half, place in enumerate((column, row)):
+                for i in range(dim // 4):
+                    angle = place / 10000 ** (i / (dim / 4))
+                    table[row * side + column, half * dim // 2 + i] = np.sin(angle)
+                    table[row * side + column, half * dim // 2 + dim // 4 + i] = np.cos(angle)
+    return torch.from_numpy(table)[None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_positions_must_be_the_formulas_up_to_rounding(dtype):
+    ours = network(1)
+    state = {name: value.to(dtype) for name, value in network(0).state_dict().items()}
+    state["pos_embed"] = public_positions(16, 4).to(dtype)
+    fit(state, ours.state_dict(), "a.pt")
+    columns_and_rows = state["pos_embed"].roll(8, dims=2)
+    learnt = state["pos_embed"] + 0.02 * torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for other in (columns_and_rows, learnt):
+        off = (other.float() - ours.pos_embed).abs().max()
+        with pytest.raises(ValueError, match=f"pos_embed of a.pt are not the fixed .* by up to {off:.3g}, .*learnt"):
+            fit({**state, "pos_embed": other}, ours.state_dict(), "a.pt")
+
+
+def test_damaged_files_are_named_in_plain_words(tmp_path):
+    """Sizes as the file system has them."""
+    state = network().state_dict()
+    save_file(state, tmp_path / "whole.safetensors")
+    torch.save(state, tmp_path / "whole.pt")
+    whole = (tmp_path / "whole.safetensors").read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for name, content, shown in (
+        ("a.safetensors", whole[:-1000], f"cut short: {len(whole) - 1000:,} bytes, {len(whole):,} expected; copy or"),
+        ("a.safetensors", whole[:100], f"cut short: 100 bytes, more than {header:,} expected"),
+        ("a.safetensors", whole[:5], "cut short: 5 bytes"),
+        ("a.safetensors", whole + b"x", f"damaged: {len(whole) + 1:,} bytes, {len(whole):,} expected"),
+        ("a.safetensors", b"", "it is empty; copy or download it again"),
+        ("a.safetensors", b"version https://git-lfs.github.com/spec/v1", "pointer of Git LFS"),
+        ("a.safetensors", whole[:8] + b"[" + whole[9:], "no safetensors file, or damaged at its beginning"),
+        ("a.pt", (tmp_path / "whole.pt").read_bytes()[:-300], "cut short: .* its end"),
+        ("a.pt", b"", "it is empty"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name} could not be read as a state dict: .*{shown}"):
+            read_state_dict(tmp_path / name)

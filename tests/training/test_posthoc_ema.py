@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tread.checkpoints import checkpoint
+from tread.checkpoints.origin import read_origin
 from tread.checkpoints.trained import open_trained
 from tread.diffusion.sampling import Sampler, draw
 from tread.runtime import tensor_files
@@ -264,7 +265,7 @@ def test_the_script_makes_a_checkpoint_to_sample(tmp_path, run):
     labels, sampler = torch.tensor([0, 1]), Sampler(steps=2, batch_size=2)
     samples = next(draw(model, [0, 1], labels, sampler))
     assert samples.shape == (2, 3, 16, 16) and samples.isfinite().all()
-    weights = checkpoint.read_weights(folder)
+    weights = read_origin(folder).state
     assert torch.equal(weights["pos_embed"], run.state_dict()["pos_embed"])
 
 

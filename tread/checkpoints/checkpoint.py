@@ -11,7 +11,9 @@ results/<run>/latest       link to the newest one
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping
@@ -23,13 +25,20 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tread.runtime.files import point_to, sha256, whole_folder
-from tread.runtime.tensor_files import read_state_dict, save_tensors
+from tread.runtime.tensor_files import save_tensors
 
 VERSION = 1
 
 
 class Damaged(ValueError):
-    """A checkpoint that is not what was written."""
+    """A checkpoint that is not what was written: what is wrong, and its folder. Its text names the one before it."""
+
+    def __str__(self) -> str:
+        what, folder = self.args
+        earlier = _before(folder)
+        if earlier is None:
+            return f"{what}; there is no whole checkpoint before it: it must be copied or made again"
+        return f"{what}; the checkpoint before it is {earlier}"
 
 
 def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info: Mapping) -> Path:
@@ -96,17 +105,18 @@ class Checkpoint:
         self.sha256(name)
         path = self.folder / f"{name}.safetensors"
         if not path.is_file():
-            raise Damaged(f"{path} is missing, though info.json names it")
+            raise Damaged(f"{path} is missing, though info.json names it", self.folder)
         size, stated = path.stat().st_size, self.info["files"][path.name]["bytes"]
         if size != stated:
-            raise Damaged(f"{path} is damaged: {size} bytes instead of {stated}")
+            cut = ", so it is cut short" if size < stated else ""
+            raise Damaged(f"{path} is damaged: {size} bytes, where {stated} were written{cut}", self.folder)
 
     def verify(self, name: str) -> None:
         """Raise ValueError unless one part's file has the size and hash that info.json states."""
         self.check(name)
         path = self.folder / f"{name}.safetensors"
         if sha256(path) != self.info["files"][path.name]["sha256"]:
-            raise Damaged(f"{path} is damaged: its content is not what info.json states")
+            raise Damaged(f"{path} is damaged: its content is not what was written, by info.json's hash", self.folder)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one part on the CPU. Raises ValueError if it is damaged."""
@@ -119,26 +129,81 @@ def find(path: Path) -> Checkpoint:
 
     Raises FileNotFoundError if there is none, ValueError if it is none of ours.
     """
+    if path.name == "latest" and not path.is_dir():
+        there = path.is_symlink() or path.exists()
+        why = f"a link to {os.readlink(path)}, which is gone" if path.is_symlink() else "no link to a checkpoint"
+        other = newest(path.parent)
+        use = f"; the newest checkpoint there is {other}" if other else ""
+        raise FileNotFoundError(f"no checkpoint at {path}: it is {why if there else 'not there'}{use}")
     if path.is_file():
         raise ValueError(
             f"{path} is a file, but a checkpoint is a folder with info.json. A state dict can start a training run "
             "(init_from=…), and scripts/import_checkpoint.py makes a checkpoint of one. It can be sampled if it was "
             "trained by EDM or rectified flow; public DiT weights were not: they predict noise on timesteps 0..999"
         )
-    folder = path if (path / "info.json").is_file() else newest(path)
-    if folder is None:
-        raise FileNotFoundError(f"no checkpoint at {path}: neither it nor a folder step_… in it has an info.json")
-    try:
-        info = json.loads((folder / "info.json").read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Damaged(f"{folder / 'info.json'} is damaged ({error})") from error
+    named = path / "latest" if (path / "latest").is_dir() else path
+    folder = next((one for one in (path, named) if (one / "info.json").is_file()), None)
+    if folder is None and (named != path or _looks_like_one(path)):
+        lost = named.resolve()
+        raise Damaged(f"{lost / 'info.json'} is missing, without which nobody knows what {lost} is", lost)
+    if folder is None and (folder := newest(path)) is None:
+        why = "neither it nor a folder step_… in it has an info.json" if path.exists() else "it is not there"
+        raise FileNotFoundError(f"no checkpoint at {path}: {why}")
+    info = _parsed(folder)
     stated = (info.get("format"), info.get("version")) if isinstance(info, dict) else (None, None)
     if None not in stated and stated != ("checkpoint", VERSION):
         kind = f"{stated[0]!r} version {stated[1]}"
         raise ValueError(f"{folder} is a {kind}, but this code reads 'checkpoint' version {VERSION}")
-    if None in stated or not {"step", "files"} <= info.keys():
-        raise Damaged(f"{folder / 'info.json'} is damaged: it does not state format, version, step and files")
+    if None in stated or not _is_complete(info):
+        what = "it does not state format, version, step, config, and size and sha256 of each file"
+        raise Damaged(f"{folder / 'info.json'} is damaged: {what}", folder)
     return Checkpoint(folder.resolve(), info)
+
+
+def beside(path: Path) -> Checkpoint | None:
+    """The checkpoint that a file is a part of, where info.json beside it says so; None for files of others.
+
+    Raises ValueError if that info.json is damaged.
+    """
+    path = path.resolve()
+    info = _parsed(path.parent) if (path.parent / "info.json").is_file() else None
+    if not isinstance(info, dict) or info.get("format") != "checkpoint":
+        return None  # somebody else's, if any
+    found = find(path.parent)
+    return found if path.name in found.info["files"] else None
+
+
+def _parsed(folder: Path) -> object:
+    try:
+        return json.loads((folder / "info.json").read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise Damaged(f"{folder / 'info.json'} is damaged ({error})", folder) from error
+
+
+def _is_complete(info: dict) -> bool:
+    """Whether an info.json holds what every reader of it takes for granted."""
+    sections = [info.get("files"), info.get("config"), info.get("latents", {})]
+    if type(info.get("step")) is not int or not all(isinstance(section, dict) for section in sections):
+        return False
+    return all(isinstance(file, dict) and {"bytes", "sha256"} <= file.keys() for file in info["files"].values())
+
+
+def _looks_like_one(folder: Path) -> bool:
+    """Whether a folder without info.json was a checkpoint, by its name or by what lies there."""
+    return folder.is_dir() and (folder.name.startswith("step_") or any(folder.glob("*.safetensors")))
+
+
+def _before(folder: Path) -> Path | None:
+    """The newest checkpoint of a lower step beside a folder whose files have the sizes that were written."""
+    number = folder.resolve().name.removeprefix("step_")
+    for other in reversed(_folders(folder.resolve().parent)):
+        if not number.isdecimal() or _step(other) < int(number):
+            with contextlib.suppress(ValueError, OSError, LookupError, TypeError, AttributeError):
+                found = find(other)
+                for name in found.info["files"]:
+                    found.check(name.removesuffix(".safetensors"))
+                return other
+    return None
 
 
 def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -152,17 +217,17 @@ def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
         try:
             found = find(folder)
             if found.step != _step(folder):
-                raise Damaged(f"{folder / 'info.json'} is damaged: it states step {found.step}")
+                raise Damaged(f"{folder / 'info.json'} is damaged: it states step {found.step}", folder)
             missing = [key for key in ("config", "latents", "samples") if key not in found.info]
             parts = [file.removesuffix(".safetensors") for file in found.info["files"]]
             missing += [name for name in ("model", "ema", "optimizer") if name not in parts]
             if missing:
-                raise Damaged(f"{folder} lacks {', '.join(missing)}, so that no training can go on from it")
+                raise Damaged(f"{folder} lacks {', '.join(missing)}, so that no training can go on from it", folder)
             for name in parts:
                 found.verify(name)
             return found, problems
         except Damaged as error:
-            problems.append(str(error))
+            problems.append(error.args[0])
         except PermissionError:
             raise
         except (OSError, LookupError, AttributeError, TypeError) as error:  # a disk's error; info.json of another shape
@@ -241,11 +306,3 @@ def restore(
     for width, power in powers.items():
         for name, parameter in power.named_parameters():
             parameter.copy_(kept[f"{width}/{name}"])
-
-
-def read_weights(path: Path, weights: str = "ema") -> dict[str, Tensor]:
-    """Weights to start a run from, "ema" or "model": a checkpoint's, or those of a file that state_dicts.py reads.
-
-    Raises FileNotFoundError or ValueError.
-    """
-    return read_state_dict(path, weights) if path.is_file() else find(path).tensors(weights)

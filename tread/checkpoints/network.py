@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Annotated, Literal
-
-from torch import nn
 
 from dit import DiT
 from rf import RF
 from routing_module import SELECT_CHOICES, Route, check_routes
-from tread.checkpoints.checkpoint import read_weights
-from tread.checkpoints.state_dicts import fit
 from tread.data.dataset import Placement, Verify
 from tread.diffusion.edm import EDM
 from tread.diffusion.process import Process
@@ -49,6 +44,12 @@ class Model:
     def selects(self) -> tuple[str, ...]:
         """How routes of this architecture can select tokens, the usual way first."""
         return ("row",) if self.architecture == "rwkv" else SELECT_CHOICES
+
+    @property
+    def decisive(self) -> dict[str, object]:
+        """What decides which function weights are, by dotted name: all but its name, its routes and how it starts."""
+        left_out = {"name", "routes", "init"} | ({"num_heads"} if self.architecture == "rwkv" else set())
+        return {f"model.{item.name}": getattr(self, item.name) for item in fields(self) if item.name not in left_out}
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,3 @@ def build_network(cfg: Network) -> Backbone:
         "init": cfg.model.init,
     }
     return RWKV(**sizes) if cfg.model.architecture == "rwkv" else DiT(num_heads=cfg.model.num_heads, **sizes)
-
-
-def load_weights(network: nn.Module, path: str, weights: str = "ema") -> None:
-    """Put in other weights (init_from), "ema" or "model". Raises FileNotFoundError, or ValueError unless they fit."""
-    network.load_state_dict(fit(read_weights(Path(path), weights), network.state_dict(), path))

@@ -6,18 +6,32 @@ import math
 import re
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from tread.runtime.tensor_files import FIRST, listed
 
+USUAL_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by hidden size: DiT-S, B, L, XL
+ROUNDING = 1e-3  # of positions; an angle computed in fp32 is off by less
 
-def fit(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+
+def fit(
+    state: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    where: str,
+    ours: Mapping[str, object] | None = None,
+    recorded: Mapping[str, object] | None = None,
+) -> dict[str, Tensor]:
     """What a DiT with the state dict `expected` is to load of weights from `where`, in its own types.
 
-    The positions pos_embed are fixed numbers: the network's own serve where the file has none.
-    Raises ValueError unless all other names and shapes are the network's; it says which settings
-    the file is of.
+    ours      the network's settings by dotted name, for those that shapes do not tell.
+    recorded  the same of the weights, as their own record has it; None without one.
+
+    The positions pos_embed are fixed numbers: the network's own serve where the file has none, and others than
+    these are refused. Raises ValueError unless all other names and shapes are the network's, and what is recorded;
+    it says which settings the file is of.
     """
+    ours = ours or {}
     refusal = f"the weights of {where} do not fit this network: "
     if FIRST not in state:
         raise ValueError(f"{refusal}there is no {FIRST}, as in public DiT's parameter names, but {listed(state)}")
@@ -38,14 +52,52 @@ def fit(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str)
         problems.append(f"no floating-point numbers: {listed(coarse)}")
     elif broken := [name for name in shared if not whole[name].isfinite().all()]:
         raise ValueError(f"the weights of {where} are broken: not all numbers are finite in {listed(broken)}")
+    theirs, ours = sizes(state), {**ours, **sizes(expected)}
+    if unlike := {
+        key: value
+        for key, value in (recorded or {}).items()
+        if key in ours.keys() - theirs.keys() and ours[key] != value
+    }:
+        listing = ", ".join(
+            f"{key} {_written(value)} instead of {_written(ours[key])}" for key, value in unlike.items()
+        )
+        problems.append(f"trained with other settings, which its info.json records: {listing}")
     if not problems:
+        _check_positions(whole, expected, where)
         return {name: whole[name].to(expected[name].dtype) for name in expected}
-    theirs, ours = sizes(state), sizes(expected)
     problems.append(f"the file is of {describe(theirs)}")
+    theirs |= unlike
+    if recorded is None and theirs.get("model.architecture") == "dit" and "model.num_heads" in ours:
+        heads = usual_heads(theirs["model.hidden_size"])
+        advised = f"model.num_heads={heads} is usual for its size" if heads else "model.num_heads must be known"
+        problems.append(f"no file tells the number of heads: {advised}")
+        if heads and theirs["model.hidden_size"] != ours.get("model.hidden_size"):
+            theirs["model.num_heads"] = heads
     if fitting := {key: value for key, value in theirs.items() if ours.get(key) != value}:
         settings = " ".join(f"{key}={_written(value)}" for key, value in fitting.items())
         problems.append(f"settings that fit it: {settings}")
     raise ValueError("\n  ".join([refusal.rstrip(), *problems]))
+
+
+def _check_positions(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
+    """Raise ValueError unless a file's positions are the formula's, up to its type's rounding."""
+    if "pos_embed" not in expected:
+        return
+    found = state["pos_embed"]
+    off = (found.float() - expected["pos_embed"].float()).abs().max().item()
+    if off > max(ROUNDING, torch.finfo(found.dtype).eps):
+        raise ValueError(
+            f"the positions pos_embed of {where} are not the fixed 2-D sines and cosines that this network adds: they "
+            f"differ by up to {off:.3g}, where rounding of {str(found.dtype).removeprefix('torch.')} allows "
+            f"{max(ROUNDING, torch.finfo(found.dtype).eps):.2g}. A learnt or another table can't be represented here, "
+            "and the weights mean nothing without theirs. If they were trained with the fixed ones and the table alone "
+            "is wrong, leave pos_embed out of the file: the network's own serve"
+        )
+
+
+def usual_heads(hidden_size: int) -> int | None:
+    """The attention heads that a DiT of a width usually has: the published, else of 64 channels; None if neither."""
+    return USUAL_HEADS.get(hidden_size, hidden_size // 64 if hidden_size % 64 == 0 else None)
 
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
@@ -75,5 +127,5 @@ def describe(found: Mapping[str, int | float | bool]) -> str:
     return ", ".join(f"{key.partition('.')[2]} {_written(value)}" for key, value in found.items())
 
 
-def _written(value: int | float | bool) -> str:
+def _written(value: object) -> str:
     return str(value).lower()

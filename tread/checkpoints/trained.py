@@ -72,8 +72,13 @@ def open_trained(found: checkpoint.Checkpoint, weights: str) -> Trained:
             "rectified flow's. If that is wrong, import it with predicts=objective"
         )
     found.check(weights)
-    config = found.info["config"]
-    return Trained(found, weights, read_network(config), config["train"]["label_drop"])
+    try:
+        config, drop = found.info["config"], found.info["config"]["train"]["label_drop"]
+        LatentSpec.from_json(found.info["latents"])
+    except (LookupError, TypeError) as error:
+        what = f"{found.folder / 'info.json'} is damaged: {error} is missing, or not what a checkpoint has there"
+        raise checkpoint.Damaged(what, found.folder) from error
+    return Trained(found, weights, read_network(config), drop)
 
 
 def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:

@@ -19,6 +19,7 @@ class Process(Protocol):
     level_name                     what people call l.
     variance_exploding             whether x_l = x + l·noise, so that a sampler may add noise on its way.
     data_std                       what dataset.normalize brings latents to.
+    conventions                    the settings that decide what a trained network's input and output mean.
 
     Shapes: x (B, C, S, S); level (B,) or a scalar; y (B,) int64; network(x, time, y, routes=) → (B, C or 2C, S, S).
     """
@@ -28,6 +29,7 @@ class Process(Protocol):
     level_name: str
     variance_exploding: bool
     data_std: float
+    conventions: tuple[str, ...]
 
     def noise_level(self, normal: Tensor) -> Tensor:
         """Training noise levels from standard normal numbers, elementwise."""

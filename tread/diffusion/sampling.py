@@ -246,6 +246,26 @@ def seeded_labels(seeds: Sequence[int], num_classes: int, mode: Labels) -> Tenso
     return torch.tensor([int(torch.randint(num_classes, (), generator=generator(seed, "label"))) for seed in seeds])
 
 
+def class_labels(classes: Sequence[int | None], num_classes: int, label_drop: float) -> list[int]:
+    """Labels of classes as people name them, None for no class: that is label num_classes, the null class.
+
+    label_drop  of the network's training: where it is 0, the null class was never trained.
+
+    Raises ValueError for what is no class of the network.
+    """
+    for position, one in enumerate(classes):
+        if one is not None and not 0 <= one < num_classes:
+            raise ValueError(
+                f"classes.{position} is {one}, but the classes are 0..{num_classes - 1}, and null is no class"
+            )
+        if one is None and label_drop == 0:
+            raise ValueError(
+                f"classes.{position} is null, but the network knows no null class: train.label_drop was 0, so only "
+                f"0..{num_classes - 1} were trained"
+            )
+    return [num_classes if one is None else one for one in classes]
+
+
 def spread_classes(num_classes: int, count: int) -> list[int]:
     """`count` class numbers (at most all), spread evenly from the first to the last."""
     return torch.linspace(0, num_classes - 1, min(count, num_classes)).round().int().tolist()

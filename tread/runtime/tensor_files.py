@@ -9,6 +9,7 @@ network), "_orig_mod." (torch.compile, also in the middle).
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -42,10 +43,15 @@ def read_state_dict(path: Path, weights: str = "ema") -> dict[str, Tensor]:
              not say which it holds, and serves for each.
     Raises ValueError, also if the file holds the other kind only.
     """
+    return read_kind(path, weights)[1]
+
+
+def read_kind(path: Path, weights: str = "ema") -> tuple[str | None, dict[str, Tensor]]:
+    """As read_state_dict, with which kind it is, "ema" or "model": None where the file does not say."""
     found = _parts(Path(path))
     kind = next((kind for kind in KEYS if weights in (kind, "any") and kind in found), None)
     if kind in found:
-        return plain_names(_tensors(*found[kind]))
+        return kind, plain_names(_tensors(*found[kind]))
     if weights == "ema":
         raise ValueError(
             f"{path} holds raw weights and no averaged ones: init_weights=model starts a run from those, "
@@ -83,13 +89,41 @@ def _read(path: Path) -> object:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except UNREADABLE as error:
         foreign = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, UnpicklingError) else None
-        why = str(error)
+        why = what_is_wrong(path) or str(error)
         if foreign:
             why = (
                 f"it holds an object of {foreign[1]}, and making such objects can run any code. Where you trust the "
                 "file, save its tensors alone: torch.save({'model': {…}, 'ema': {…}}, …)"
             )
         raise ValueError(f"{path} could not be read as a state dict: {why}") from error
+
+
+def what_is_wrong(path: Path) -> str | None:
+    """What a damaged file of tensors lacks, in plain words, and what to do; None where that can't be seen."""
+    if not path.is_file():
+        return None if path.exists() else "it is not there"
+    size, again = path.stat().st_size, "copy or download it again"
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        header = file.read(min(length, size)) if path.suffix == ".safetensors" else b""
+    if not size:
+        return f"it is empty; {again}"
+    if start == b"version ":
+        return "it is a pointer of Git LFS, a text in the place of the file; git lfs pull fetches it"
+    if path.suffix != ".safetensors":
+        cut = start.startswith(b"PK") and not zipfile.is_zipfile(path)
+        return f"it is cut short: {size:,} bytes, without the list of contents at its end; {again}" if cut else None
+    if size < 8 or (header.startswith(b"{") and len(header) < length):
+        return f"it is cut short: {size:,} bytes, more than {8 + (length if size >= 8 else 0):,} expected; {again}"
+    try:
+        ends = [entry["data_offsets"][1] for name, entry in json.loads(header).items() if name != "__metadata__"]
+        expected = 8 + length + max(ends, default=0)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return f"it is no safetensors file, or damaged at its beginning; {again}"
+    if size == expected:
+        return None
+    return f"it is {'cut short' if size < expected else 'damaged'}: {size:,} bytes, {expected:,} expected; {again}"
 
 
 def _tensors(content: object, where: str) -> dict[str, Tensor]:

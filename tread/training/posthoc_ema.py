@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tread.runtime.files import explain_failure, sync, whole_file
-from tread.runtime.tensor_files import save_tensors
+from tread.runtime.tensor_files import save_tensors, what_is_wrong
 from tread.training.ema import exponent
 
 FORMAT = {"format": "ema_snapshot", "version": 1}
@@ -107,7 +107,8 @@ def _header(path: Path) -> Snapshot:
             shapes[name] = shape
         return Snapshot(metadata["step"], tuple(sorted(widths)), path, shapes)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{path} is damaged or no snapshot ({error}); remove it to do without") from error
+        why = what_is_wrong(path) or error
+        raise ValueError(f"{path} is damaged or no snapshot ({why}); remove it to do without") from error
 
 
 def usable(run: Path, step: int | None) -> list[Snapshot]:

@@ -49,6 +49,8 @@ class Run:
     optimizer: torch.optim.Optimizer
     decoder: Decoder
     online_fid: OnlineFID | None  # of eval.fid_every
+    origin: str  # where its weights come from
+    doubts: list[str]  # what they may have meant otherwise there
     log: RunLog
     stop: Stop
     began: float  # when the start began, by time.perf_counter

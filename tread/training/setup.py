@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.network import build_network, load_weights, process_of
+from tread.checkpoints.network import build_network, process_of
+from tread.checkpoints.origin import load_weights
 from tread.data import autoencoder, digits
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
@@ -62,8 +63,7 @@ def start(cfg: Settings, config: dict, stop: Stop) -> Run:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
         network = build_network(cfg)
-    if not found and cfg.init_from is not None:
-        load_weights(network, cfg.init_from, cfg.init_weights)
+    origin, doubts = bring_weights(cfg, network, found, data.latents)
     network.to(device)
     optimizer = build_optimizer(cfg, network)
     ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
@@ -92,6 +92,8 @@ def start(cfg: Settings, config: dict, stop: Stop) -> Run:
         optimizer=optimizer,
         decoder=real if cfg.sampling.decode and real else autoencoder.preview,
         online_fid=online_fid,
+        origin=origin,
+        doubts=doubts,
         log=log,
         stop=stop,
         began=began,
@@ -119,7 +121,7 @@ def take_folder(run: Run, claimed: Claim) -> None:
     checkpoint_bytes = copies * sum(4 * parameter.numel() for parameter in run.network.parameters())
     check_place(run.folder, checkpoint_bytes if run.step < cfg.train.steps else 0)
     facts = {"processes": run.processes.count, "device": str(run.processes.device), "precision": run.precision}
-    run.log.start(run.step, run.config, **facts)
+    run.log.start(run.step, run.config, **facts, weights=run.origin, warnings=run.doubts)
     try:
         prepare_folder(run, claimed)
     except (ValueError, OSError) as error:
@@ -155,6 +157,22 @@ def prepare_folder(run: Run, claimed: Claim) -> None:
 
 
 # --------------------------------------------------------------- what the settings of a run mean
+
+
+def bring_weights(
+    cfg: Settings, network: nn.Module, found: checkpoint.Checkpoint | None, latents: LatentSpec
+) -> tuple[str, list[str]]:
+    """Put in the weights of init_from where a run begins. Returns where its weights come from, and what is doubtful.
+
+    Raises FileNotFoundError, or ValueError for weights that do not fit.
+    """
+    if found:
+        unread = "; init_from was read when the run began" if cfg.init_from else ""
+        return f"raw and averaged, with the optimizer, of {found.folder}, step {found.step:,}{unread}", []
+    if cfg.init_from is None:
+        return f"new, drawn by seed {cfg.seed}", []
+    origin = load_weights(network, cfg.init_from, cfg.init_weights, cfg.model)
+    return origin.describe(), origin.warnings(cfg, latents)
 
 
 def build_optimizer(cfg: Settings, network: nn.Module) -> torch.optim.AdamW:

@@ -14,7 +14,7 @@ SELECTS = {"token": "", "row": " in whole rows", "shared": ", the same ones in a
 
 
 def describe(run: Run) -> str:
-    """Data, size, FLOPs, tokens kept, the batch and its split, disk space: one line each."""
+    """Data, size, where weights come from, FLOPs, tokens kept, the batch and its split, disk space: a line each."""
     cfg, network, data, micro_batches = run.cfg, run.network, run.data, run.micro_batches
     parameters = sum(parameter.numel() for parameter in network.parameters())
     schedule, active = cfg.train.ratio_schedule, active_routes(cfg, 0)
@@ -32,6 +32,7 @@ def describe(run: Run) -> str:
         "data": f"{cfg.dataset.name}, {len(data):,} samples of {data.latents.shape}",
         "objective": cfg.objective,
         "network": f"{cfg.model.architecture}, {parameters:,} parameters, {cfg.model.depth} blocks, {tokens} tokens",
+        "weights": run.origin,
         "routes": "; ".join(routes) or "none",
         "FLOPs": f"{3 * routed:.3e} a training image, {dense / routed:.3f} times fewer than without routes; "
         f"{dense:.3e} a forward pass of all tokens",
@@ -52,7 +53,9 @@ def describe(run: Run) -> str:
     if widths:
         every = cfg.ema.snapshot_every or cfg.every.save
         lines["disk"] += f"; {2 * widths * parameters / 1e6:,.0f} MB of averages stored every {every:,} steps"
-    return "\n".join(f"  {name:<10}{text}" for name, text in lines.items())
+    return "\n".join(
+        [f"  {name:<10}{text}" for name, text in lines.items()] + [f"warning: {doubt}" for doubt in run.doubts]
+    )
 
 
 def describe_outcome(folder: Path, step: int, records: list[dict]) -> str:

@@ -1,0 +1,161 @@
+"""What weights meant where they were trained, by their own record: each thing that shapes hide, changed alone."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, dataclass, fields, replace
+
+import import_checkpoint
+import pytest
+import torch
+from conftest import launch_door
+from safetensors.torch import save_file
+
+from dit import DiT
+from tread.checkpoints import checkpoint, origin
+from tread.checkpoints.network import Model, build_network, read_network
+from tread.checkpoints.origin import load_weights, read_origin
+from tread.checkpoints.state_dicts import fit
+from tread.data import digits
+
+SIZES = ["model.hidden_size=16", "model.depth=2", "model.num_heads=2", "model=dit"]
+LATENTS = replace(digits.MEANING, classes=tuple("abcdefghij"))
+
+
+@pytest.fixture
+def cfg(composed):
+    """A function from overrides to the settings of a network with SIZES."""
+    return lambda *overrides: read_network(composed(*SIZES, *overrides))
+
+
+@pytest.fixture
+def saved(tmp_path, composed, cfg):
+    """A function from what info.json is to hold otherwise to the folder of a checkpoint at step 4."""
+
+    def save(**more):
+        config = composed(*SIZES, *more.pop("overrides", ()))
+        state = build_network(cfg()).state_dict()
+        info = {"config": config, "latents": asdict(LATENTS), "versions": {}} | more
+        return checkpoint.save(tmp_path / "run", 4, {"ema": state, "model": state}, info)
+
+    return save
+
+
+def test_heads_are_compared_wherever_the_record_lies(saved, cfg, tmp_path):
+    """Two heads' weights have the shapes of four heads': the run's folder, a file in it, and a link to that file."""
+    folder, four = saved(), cfg("model.num_heads=4")
+    (tmp_path / "link.safetensors").symlink_to(folder / "ema.safetensors")
+    places = (folder, tmp_path / "run", folder / "model.safetensors", tmp_path / "link.safetensors")
+    for path in places:
+        with pytest.raises(ValueError, match="model.num_heads 2 instead of 4(?s:.*)that fit it: model.num_heads=2$"):
+            load_weights(build_network(four), str(path), model=four.model)
+        load_weights(build_network(cfg()), str(path), model=cfg().model)
+    with pytest.raises(SystemExit, match="model.num_heads 2 instead of 4"):
+        options = (f"weights={folder}/ema.safetensors", "autoencoder=pixels", "scale=1.0", "name=mine")
+        launch_door(import_checkpoint.main, "import_checkpoint", tmp_path, *options, *SIZES, "model.num_heads=4")
+    assert not (tmp_path / "results").exists()
+
+
+def test_all_refusals_come_at_once(saved, cfg):
+    other = cfg("model.num_heads=4", "model.depth=3")
+    with pytest.raises(ValueError, match="fit it: model.depth=2 model.num_heads=2$"):
+        load_weights(build_network(other), str(saved()), model=other.model)
+
+
+def test_every_setting_of_a_network_is_compared(saved, cfg, monkeypatch):
+    """Also those that Model will have: one that the record is too old to know has its default."""
+    left_out = {"model.name", "model.routes", "model.init"}
+    names = {f"model.{item.name}" for item in fields(Model)}
+    assert set(cfg().model.decisive) == names - left_out
+    assert set(cfg("model=rwkv").model.decisive) == names - left_out - {"model.num_heads"}  # it has none
+
+    @dataclass(frozen=True)
+    class Coming(Model):
+        norm: str = "layer"
+
+    monkeypatch.setattr(origin, "Model", Coming)
+    values = {item.name: getattr(cfg().model, item.name) for item in fields(Model)}
+    folder, network = saved(), build_network(cfg())
+    load_weights(network, str(folder), model=Coming(**values))
+    with pytest.raises(ValueError, match="model.norm layer instead of rms"):
+        load_weights(network, str(folder), model=Coming(**values, norm="rms"))
+
+
+def test_rwkv_has_no_heads_to_compare(tmp_path, composed):
+    config = composed(*SIZES, "model=rwkv")
+    network = build_network(read_network(config))
+    checkpoint.save(tmp_path, 1, {"ema": network.state_dict()}, {"config": config})
+    load_weights(network, str(tmp_path), model=read_network(composed(*SIZES, "model=rwkv", "model.num_heads=4")).model)
+
+
+RF = ("objective=rf",)
+
+
+@pytest.mark.parametrize(
+    ("record", "overrides", "latents", "shown"),
+    [
+        ({}, (), {}, []),
+        ({"overrides": RF}, RF, {}, []),
+        ({}, RF, {}, ["objective was edm", "is rf"]),
+        ({"overrides": RF}, (*RF, "rf.reverse=true"), {}, ["rf.reverse was False", "is True"]),
+        ({"overrides": RF}, (*RF, "rf.time_scale=1000"), {}, ["rf.time_scale was 1.0", "is 1000.0"]),
+        ({}, ("edm.sigma_data=1.0",), {}, ["edm.sigma_data was 0.5", "is 1.0"]),
+        ({}, ("edm.P_mean=0.0", "edm.sigma_max=60.0", "rf.reverse=true"), {}, []),
+        ({"predicts": "noise"}, (), {}, ["was noise on timesteps 0..999", "is what objective=edm trains"]),
+        ({}, (), {"scale": 0.5}, ["latents.scale was 1.0", "is 0.5"]),
+        ({}, (), {"shift": 0.1}, ["latents.shift was 0.0", "is 0.1"]),
+        ({}, (), {"channel_shift": (1.0,), "channel_scale": (2.0,)}, ["channel_shift was ()", "channel_scale was ()"]),
+        ({}, (), {"autoencoder": "other"}, ["latents.autoencoder was pixels", "is other"]),
+        ({}, (), {"classes": tuple("abdcefghij")}, ["class 2 (the first of 2 that differ) was 'c'", "is 'd'"]),
+        ({"latents": asdict(digits.MEANING)}, (), {}, ["records no class names: its class 0 is taken for 'a'"]),
+    ],
+)
+def test_what_a_run_may_mean_otherwise_is_said_with_both_values(saved, cfg, record, overrides, latents, shown):
+    found = read_origin(saved(**record))
+    lines = found.warnings(cfg(*overrides), replace(LATENTS, **latents))
+    assert bool(lines) == bool(shown) and len(lines) <= 2
+    assert all(part in "\n".join(lines) for part in shown)
+
+
+def test_one_autoencoder_in_two_places(saved, cfg):
+    found = read_origin(saved(latents=asdict(replace(LATENTS, autoencoder="here", fingerprint="abc"))))
+    assert found.warnings(cfg(), replace(LATENTS, autoencoder="there", fingerprint="abc")) == []
+    assert len(found.warnings(cfg(), replace(LATENTS, autoencoder="there", fingerprint="abd"))) == 1
+
+
+def test_where_weights_came_from(saved, tmp_path):
+    folder = saved()
+    assert read_origin(folder).describe() == f"averaged (ema) of {folder.resolve()}/ema.safetensors, step 4"
+    raw = read_origin(folder / "model.safetensors")  # a file is what it is, whatever init_weights says
+    assert raw.describe() == f"raw (model) of {folder}/model.safetensors, step 4"
+    shutil.copy(folder / "ema.safetensors", tmp_path / "bare.safetensors")
+    (tmp_path / "info.json").write_text('{"made by": "somebody else"}')
+    assert "which is not recorded" in read_origin(tmp_path / "bare.safetensors").describe()
+    torch.save({"model": raw.state}, tmp_path / "raw.pt")
+    assert read_origin(tmp_path / "raw.pt", "model").describe().startswith("raw (model) of")
+
+
+def test_a_file_without_a_record_says_what_can_not_be_known(cfg, tmp_path):
+    settings = cfg("model.hidden_size=64")
+    save_file(build_network(settings).state_dict(), tmp_path / "a.safetensors")
+    found = load_weights(build_network(settings), str(tmp_path / "a.safetensors"), model=settings.model)
+    unknown, heads = found.warnings(settings, LATENTS)
+    for part in ("no record", "model.num_heads=2, objective=edm, edm.sigma_data=0.5,", "scale", "classes"):
+        assert part in unknown
+    assert heads == "model.num_heads is 2, but networks of hidden_size 64 usually have 1"
+    assert len(found.warnings(cfg("model.hidden_size=64", "model.num_heads=1"), LATENTS)) == 1
+
+
+@pytest.mark.parametrize(("hidden_size", "heads"), [(384, 6), (768, 12), (1024, 16), (1152, 16), (512, 8), (16, None)])
+def test_the_usual_heads_of_a_size_are_advised(hidden_size, heads):
+    """Those of public DiT-S, B, L and XL (Peebles & Xie, Table 1): the settings that fit say them beside the width."""
+    theirs = {"input_size": 4, "in_channels": 1, "depth": 1, "num_classes": 3}
+    with torch.device("meta"):  # shapes alone; fit reads numbers, too, so these are made below
+        state = DiT(hidden_size=hidden_size, num_heads=4, **theirs).state_dict()
+        expected = DiT(hidden_size=32, num_heads=2, **theirs).state_dict()
+    state = {name: torch.zeros(1).expand(value.shape) for name, value in state.items()}
+    expected = {name: torch.zeros(value.shape) for name, value in expected.items()}
+    with pytest.raises(ValueError) as refused:
+        fit(state, expected, "a.pt", {"model.num_heads": 2})
+    advice = f"settings that fit it: model.hidden_size={hidden_size}" + (f" model.num_heads={heads}" if heads else "")
+    assert str(refused.value).endswith(advice) and "no file tells the number of heads" in str(refused.value)
