@@ -25,6 +25,13 @@ from tread.training.progress import read_statistics
 from tread.training.run import Failure, Run
 
 
+def interrupts(run: Run) -> bool:
+    """Whether something beside training is due after run.step steps."""
+    every, cfg = run.cfg.every, run.cfg
+    intervals = (every.evaluate, every.sample, every.save, cfg.eval.fid_every, cfg.ema.snapshot_every)
+    return run.step == cfg.train.steps or any(interval and run.step % interval == 0 for interval in intervals)
+
+
 def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
     """Evaluate, score and draw what is due after run.step steps; False if the run was asked to stop meanwhile.
 
@@ -140,6 +147,8 @@ def save(run: Run) -> bool:
     networks = {width: average.network for width, average in run.averages.items()}
     info = {
         "tally": counted,
+        "flops": run.flops,
+        "seconds": run.seconds,
         "samples": len(run.data),
         "latents": asdict(run.data.latents),
         "config": run.config,
