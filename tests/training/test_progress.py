@@ -113,11 +113,11 @@ def latents(folder, spoilt=()):
 
 def test_samples_that_are_not_finite_are_named(tmp_path):
     """Three batches of 8 an epoch, each sample in one of them: a failure once two of three are spoilt."""
-    options = latents(tmp_path / "data", [(3, np.nan), (12, np.inf), (13, -np.inf), (17, np.nan), (23, np.nan)])
+    options = latents(tmp_path / "data", [(3, np.nan), (10, np.inf), (13, -np.inf), (17, np.nan), (23, np.nan)])
     with pytest.raises(SystemExit) as error:
         launch(tmp_path, *options, "every.log=6")
     first, second = (tmp_path / "data" / f"shard-0000{number}.npy" for number in (0, 1))
-    named = f"Look at the data first: these samples hold such numbers: 3 ({first}, row 3), 12 ({second}, row 2), "
+    named = f"Look at the data first: these samples hold such numbers: 3 ({first}, row 3), 10 ({second}, row 0), "
     assert named + f"13 ({second}, row 3) and 2 more; nothing was saved yet" in str(error.value)
 
 
@@ -145,12 +145,13 @@ def build_network_of(folder):
 def test_flops_are_those_of_the_steps_routes_and_batch(tmp_path):
     """Closed form: 3 forward passes a sample; steps 1 to 3 at ratio 0.5, 4 and 5 at 0.25, then none routed."""
     options = ["train.ratio_schedule={start: 0.5, end: 0.25, last: 6, levels: 2}", "train.routes_until=5"]
-    launch(tmp_path, *options, "train.micro_batch_size=2")
+    launch(tmp_path, *options, "train.micro_batch_size=2", "every.log=4")
     network, found = build_network_of(tmp_path), RunLog(tmp_path / RUN).records()
     route = settings.read(checkpoint.find(tmp_path / RUN).info["config"]).model.routes[0]
     half, quarter = (network.forward_flops([replace(route, selection_ratio=r)]) for r in (0.5, 0.25))
     steps = np.cumsum([half] * 3 + [quarter] * 2 + [network.forward_flops()]) * 3 * 8
-    assert all(record["flops"] == steps[record["step"] - 1] for record in found) and len(found) == 8
+    assert all(record["flops"] == steps[record["step"] - 1] for record in found)
+    assert [record["step"] for record in found] == [3, 4, 6, 6]
 
 
 def test_seconds_count_training_alone_and_all_launches(tmp_path, monkeypatch):
