@@ -28,7 +28,7 @@ def labels_of(figures, y, x=None, **options):
     )
 
 
-@pytest.mark.parametrize("y", [[0.41], [0.45, 0.41], [1.9, 0.41], [9.0, 0.4], [1e3, 1e-3], [1e25, 1.0]])
+@pytest.mark.parametrize("y", [[0.41], [0.45, 0.41], [1.15, 0.41], [9.0, 0.4], [1e3, 1e-3], [1e25, 1.0]])
 def test_a_logarithmic_axis_has_several_plain_numbers(figures, tmp_path, monkeypatch, y):
     """Within a decade, over one and over many: 3 to 15 ticks in sight, in the digits that Python reads back."""
     monkeypatch.chdir(tmp_path)

@@ -21,7 +21,7 @@ from tread.evaluation.metrics import Moments
 from tread.runtime.device import autocast
 from tread.runtime.files import explain_failure
 from tread.training import posthoc_ema
-from tread.training.progress import read_statistics
+from tread.training.progress import mostly_bad, read_statistics
 from tread.training.run import Failure, Run
 
 
@@ -128,13 +128,14 @@ def draw_samples(run: Run, labels: Tensor) -> Tensor:
 
 
 def save(run: Run) -> bool:
-    """Write a checkpoint of this step, unless it was skipped: what is saved is known to have worked; True if written.
+    """Write a checkpoint of this step, unless it or most of the last ones were skipped: what is saved is known to have
+    worked; True if written.
 
     The last step of a run is saved in any case, but then removes no older ones. Raises OSError if it can't be
     written, Failure if the weights are broken.
     """
     counted = read_statistics(run)
-    skipped = counted["in_a_row"] > 0
+    skipped = counted["in_a_row"] > 0 or mostly_bad(counted)
     if skipped and run.step < run.cfg.train.steps:
         return False
     counted["loss"] = run.processes.gather(run.statistics.sums[:1].clone()).tolist()  # of each process

@@ -106,12 +106,18 @@ def read_statistics(run: Run) -> dict[str, float | str]:
         row = range(end - int(found["longest"]), end)
         what = f"{len(row)} steps in a row, {row[0] + 1} to {row[-1] + 1} (train.max_bad_steps {most})"
         raise Failure(explain_bad_steps(run, row, what))
-    recent, bad = len(found["recent"]), found["recent"].count("1")
+    recent = len(found["recent"])
     known = run.step if recent == min(run.step, StepStatistics.LAST) else recent  # older checkpoints did not keep them
-    if 2 * bad > recent and (known >= most or known == run.step == run.cfg.train.steps):
-        what = f"{bad} of the last {recent} steps, up to {run.step} (more than half of them)"
-        raise Failure(explain_bad_steps(run, recent_bad_steps(run, found, recent), what))
+    if mostly_bad(found) and (known >= most or known == run.step == run.cfg.train.steps):
+        steps = recent_bad_steps(run, found, recent)
+        what = f"{len(steps)} of the last {recent} steps, up to {run.step} (more than half of them)"
+        raise Failure(explain_bad_steps(run, steps, what))
     return found
+
+
+def mostly_bad(found: dict[str, float | str]) -> bool:
+    """Whether more than half of the last steps were bad."""
+    return 2 * found["recent"].count("1") > len(found["recent"])
 
 
 def recent_bad_steps(run: Run, found: dict[str, float | str], steps: int) -> list[int]:
