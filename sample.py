@@ -91,6 +91,7 @@ def main(composed: DictConfig) -> None:
         outlines = [one and one.outline(options.guidance) for one in (trained, weaker)]
         check_ratios(sampler, *outlines)
         cost = relative_cost(sampler, *outlines)
+        relative = "" if options.guidance.kind == "none" else f"{cost:.3f} times the FLOPs of no guidance, "
         check_place(Path(options.out).parent, 0)
         model, weak = trained.load(device, options.guidance), weaker and weaker.load(device, options.guidance)
         decoder = autoencoder.preview
@@ -104,8 +105,7 @@ def main(composed: DictConfig) -> None:
         f"{options.out}: rows are classes {json.dumps(classes)}, columns seeds {options.seeds}; "
         f"step {trained.found.step}, {options.weights} weights, {sampler.solver} with {sampler.steps} steps"
         f"{f' and churn {sampler.churn.amount:g}' if sampler.churn.amount else ''}, NFE {nfe}, guidance "
-        f"{options.guidance.describe()}, {cost:.3f} times the FLOPs of no guidance, "
-        f"{precision} on {device.type}"
+        f"{options.guidance.describe()}, {relative}{precision} on {device.type}"
     )
 
 

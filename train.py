@@ -25,7 +25,7 @@ from tread.training import settings
 from tread.training.memory import explain_memory
 from tread.training.objective import step_draws, training_loss
 from tread.training.optimizer import backward, learning_rate, optimizer_step
-from tread.training.periodic import done_before, draw_samples, evaluate_and_draw, save, save_snapshot
+from tread.training.periodic import done_before, draw_samples, evaluate_and_draw, interrupts, save, save_snapshot
 from tread.training.progress import Clock, log
 from tread.training.run import Failure, Run, first_line, leave, note_failure
 from tread.training.setup import complete, start
@@ -86,6 +86,8 @@ def train(run: Run) -> bool:
             clock.tick(due)
             if due:
                 bar.set_postfix_str(log(run, clock), refresh=False)
+            if not (postponed or interrupts(run)):
+                continue
             with clock.paused():
                 on = evaluate_and_draw(run)
                 if run.averages and (run.step % (cfg.ema.snapshot_every or cfg.every.save) == 0 or last):
@@ -93,7 +95,8 @@ def train(run: Run) -> bool:
                 if run.step % cfg.every.save == 0 or last or postponed:
                     postponed = not save(run)
     if run.step != (run.saved or 0):
-        save(run)
+        with clock.paused():
+            save(run)
     return on and run.step >= cfg.train.steps
 
 
@@ -143,7 +146,7 @@ def finish(run: Run) -> None:
         if count and not any(r["step"] == run.step and "demo_samples" in r for r in run.log.records()):
             labels = torch.arange(count) % run.cfg.dataset.num_classes
             run.record(**judge_digits(draw_samples(run, labels).numpy(), labels.numpy()), demo_samples=count)
-        run.processes.say(describe_outcome(run.folder, run.step, run.log.records()))
+        run.processes.say(describe_outcome(run, run.log.records()))
 
 
 if __name__ == "__main__":

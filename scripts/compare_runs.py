@@ -12,6 +12,7 @@ alternates.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ from tread.training.comparison import COMPARABLE, FAIR, Group, open_groups, reac
 
 CURVES = {"eval_loss": "evaluation loss", "fid": "FID"}  # lower is better
 COLUMNS = CURVES | {"label_agreement": "label agreement", "frechet_pixels": "Fréchet distance in pixels"}
-AXES = {"step": ("steps", 1.0), "flops": ("training FLOPs, 10^15", 1e15), "seconds": ("training time, minutes", 60.0)}
+AXES = {"step": "steps", "flops": "training FLOPs", "seconds": "training time"}
+TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 
 
 def main() -> None:
@@ -83,12 +85,23 @@ def reach(one: Group, other: Group, metric: str, called: str) -> str:
     if point.flops and goal.flops:
         text += f", with {point.flops:.3g} FLOPs, {ratio(point.flops, goal.flops)} {goal.flops:.3g}"
     if point.seconds and goal.seconds:
-        text += f", in {point.seconds / 60:.3g} minutes, {ratio(point.seconds, goal.seconds)} {goal.seconds / 60:.3g}"
+        name, size = unit("seconds", goal.seconds)
+        text += (
+            f", in {point.seconds / size:.3g} {name}, {ratio(point.seconds, goal.seconds)} {goal.seconds / size:.3g}"
+        )
     return text
 
 
 def ratio(own: float, other: float) -> str:
     return f"{own / other:.2f} times the other's"
+
+
+def unit(axis: str, most: float) -> tuple[str, float]:
+    """In what an axis up to `most` is told: its name, and its size in the units of the records."""
+    if axis == "flops":
+        power = int(math.log10(most)) // 3 * 3
+        return f"10^{power}", 10.0**power
+    return next((name, size) for name, size in TIMES.items() if most >= 2 * size or name == "seconds")
 
 
 def number(values: Sequence[float]) -> str:
@@ -112,14 +125,16 @@ def speed(group: Group) -> str:
 
 def panel(groups: Sequence[Group], metric: str, axis: str) -> Panel:
     """A metric's curves against steps, FLOPs or time; runs of before these were told have steps alone."""
-    title, unit = AXES[axis]
-    lines = []
+    title, size, lines = AXES[axis], 1.0, []
+    if axis != "step":
+        most = max(getattr(point, axis) or 1 for group in groups for point in group.curve(metric))
+        name, size = unit(axis, most)
+        title += f", {name}"
     for group in groups:
         points = [point for point in group.curve(metric) if getattr(point, axis)]
         spread = [point.spread for point in points] if all(point.spread for point in points) else None
-        lines.append(
-            Line(group.name, [getattr(point, axis) / unit for point in points], [p.value for p in points], spread)
-        )
+        x = [getattr(point, axis) / size for point in points]
+        lines.append(Line(group.name, x, [point.value for point in points], spread))
     return Panel(CURVES[metric], title, CURVES[metric], lines, log="y")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["train", "sample", "fid", "matplotlib.pyplot", "sklearn.neighbors", "sklearn.datasets"])
+FORKS.set_forkserver_preload(["train", "sample", "fid", "matplotlib.figure", "sklearn.neighbors", "sklearn.datasets"])
 
 
 def _become(command: list[str], folder: str, environment: dict[str, str], outputs: list[str]) -> None:

@@ -336,6 +336,28 @@ def test_a_sweep_draws_each_value_in_its_place(runs, tmp_path, monkeypatch):
         assert list(drawn.values())[0][0, 1] == 103.0
 
 
+def test_a_guidance_that_would_keep_a_single_token_is_refused(runs, tmp_path):
+    """Of 16: by a number, by a schedule at its end, as a setting of a sweep; 0.9 keeps two."""
+    options = (f"checkpoint={runs / 'digits-tread'}", "guidance=sparse", "guidance.scale=2", "steps=2")
+    shown = r"guidance\.weak 0\.9[45] keeps a single token of the 4×4.* at most 0\.875"
+    for door, config in ((sample.main, "sample"), (fid.main, "fid")):
+        for weak in ("0.94", "{schedule: linear, start: 0.2, end: 0.95}"):
+            with pytest.raises(SystemExit, match=shown):
+                launch_door(door, config, tmp_path, *options, f"guidance.weak={weak}", "guidance.strong=0")
+    with pytest.raises(SystemExit, match=shown):
+        sweep(tmp_path, *options, "sweep.weak=[0.9,0.94]", "sweep.strong=[0]", "sweep.scale=[2]", "out=sweep")
+    assert not list(tmp_path.iterdir())
+    options = (*options, "guidance.weak=0.9", "guidance.strong=0", "classes=[3]", "seeds=0")
+    assert "times the FLOPs" in launch_door(sample.main, "sample", tmp_path, *options)
+
+
+def test_no_guidance_is_not_compared_with_itself(runs, tmp_path):
+    options = (f"checkpoint={runs / 'digits-tread'}", "steps=2")
+    text = launch_door(sample.main, "sample", tmp_path, *options, "classes=[3]", "seeds=0")
+    text += launch_door(fid.main, "fid", tmp_path, *options, "num_samples=4", "out=fid")
+    assert text.count("guidance none") == 2 and "times the FLOPs" not in text
+
+
 def test_a_sweep_that_can_not_be_is_refused(runs, tmp_path):
     checkpoint_of = f"checkpoint={runs / 'digits-tread'}"
     for overrides, message in (

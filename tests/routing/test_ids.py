@@ -13,7 +13,16 @@ from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Model, Sampler, draw
-from tread.routing.ids import RatioSchedule, choose_ids, count_kept, force, keep_prefix, row_ids, shared_ids
+from tread.routing.ids import (
+    RatioSchedule,
+    check_ratio,
+    choose_ids,
+    count_kept,
+    force,
+    keep_prefix,
+    row_ids,
+    shared_ids,
+)
 from tread.runtime.randomness import generator
 from tread.training.objective import split_batch, step_draws, training_loss
 
@@ -169,6 +178,21 @@ def test_count_kept_is_what_is_chosen(ratio):
             assert chosen.shape == (2, count_kept(route, tokens, (height, width))), (height, width, select)
             assert chosen.shape[1] > 0
         assert count_kept(Route(0, 0, ratio), tokens) == num_keep(tokens, ratio)
+
+
+@pytest.mark.parametrize("select", SELECTS)
+@pytest.mark.parametrize("size", [2, 3, 4, 16])
+def test_ratios_for_settings_keep_more_than_one_token_and_not_all(size, select):
+    """Against counting what choose_ids keeps, over ratios around each number of tokens."""
+    for ratio in [part / 1000 for part in range(1000)] + [kept / size**2 for kept in range(size**2)]:
+        route = Route(0, 0, ratio, select=select)
+        kept = choose_ids(route, torch.zeros(1, size**2), (size, size)).shape[1]
+        if ratio == 0 or 1 < kept < size**2:
+            check_ratio(route, (size, size), "key")
+        else:
+            what = "keeps a single token" if kept == 1 else "routes nothing around"
+            with pytest.raises(ValueError, match=f"^key {ratio:g} {what}"):
+                check_ratio(route, (size, size), "key")
 
 
 def test_rows_need_a_grid_that_fits():

@@ -87,12 +87,12 @@ def test_the_tally_leaves_bad_steps_out_of_means_and_counts_them_in_a_row():
     for loss, norm, skip in ((1.0, 2.0, 0.0), (math.nan, math.nan, 1.0), (3.0, 4.0, 0.0), (math.inf, 1.0, 1.0)):
         tally.add(torch.tensor(loss), torch.tensor(norm), torch.tensor(skip))
     rows = {"in_a_row": 1.0, "longest": 1.0, "ago": 2.0}
-    assert tally.read() == {"loss": 4.0, "grad_norm": 6.0, "good": 2.0, "bad": 2.0, **rows}
+    assert tally.read() == {"loss": 4.0, "grad_norm": 6.0, "good": 2.0, "bad": 2.0, **rows, "recent": "0101"}
     assert StepStatistics("cpu", tally.read()).read() == tally.read()
     tally.restart()
     tally.add(torch.tensor(1.0), torch.tensor(math.nan), torch.tensor(1.0))
     rows = {"in_a_row": 2.0, "longest": 2.0, "ago": 0.0}
-    assert tally.read() == {"loss": 0.0, "grad_norm": 0.0, "good": 0.0, "bad": 1.0, **rows}
+    assert tally.read() == {"loss": 0.0, "grad_norm": 0.0, "good": 0.0, "bad": 1.0, **rows, "recent": "01011"}
     for skip in (0.0, 0.0, 1.0):
         tally.add(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(skip))
     assert [tally.read()[name] for name in ("in_a_row", "longest", "ago")] == [1.0, 2.0, 3.0]

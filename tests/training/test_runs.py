@@ -185,9 +185,9 @@ def test_processes_sum_their_gradients_once_a_step(tmp_path, monkeypatch):
 
 
 def test_a_step_reads_nothing_back_from_the_device(tmp_path, monkeypatch):
-    """No operator that takes a number out of a tensor, with accumulation, clipping and all averages. The labels'
-    range and the ids, which are looked at on a CPU alone, do not count. On a GPU, runtime/test_compiling.py watches the
-    waits."""
+    """No operator that takes a number out of a tensor, with accumulation, clipping and all averages. The labels' range
+    and the routes' numbers, which are looked at on a CPU alone, do not count. On a GPU, runtime/test_compiling.py
+    watches the waits."""
     seen, training_step = [], train.training_step
 
     class Watch(TorchDispatchMode):
@@ -201,7 +201,7 @@ def test_a_step_reads_nothing_back_from_the_device(tmp_path, monkeypatch):
 
     monkeypatch.setattr(train, "training_step", watched)
     monkeypatch.setattr(DiT, "check_inputs", lambda *_: None)
-    monkeypatch.setattr(routing_module, "_readable", lambda values: False)
+    monkeypatch.setattr(routing_module, "_readable", lambda _: False)
     launch(tmp_path, "train.micro_batch_size=4", "optim.clip_norm=1", "ema.power=[0.1]", "train.steps=2")
     assert len(seen) > 100 and any("fused_adamw" in name for name in seen)
     waiting = ("_local_scalar_dense", "nonzero", "equal.default", "item", "masked_select", "unique")
@@ -258,11 +258,11 @@ def test_the_door_shows_errors_without_a_traceback(straight):
 
 def test_broken_weights_are_not_saved(tmp_path):
     for lr, step in (
-        ("1e30", 6),
+        ("1e30", 2),
         ("1e39", 1),
-    ):  # with the first, bad steps follow, so no save before the end
+    ):  # with the first, a bad step follows: the last one, which is saved in any case
         with pytest.raises(SystemExit, match=f"weights are not finite after step {step}, which is not saved"):
-            launch(tmp_path, f"optim.lr={lr}", "every.save=1" if step == 1 else "every.save=3", f"name=lr{lr}")
+            launch(tmp_path, f"optim.lr={lr}", f"every.save={step}", "train.steps=2", f"name=lr{lr}")
         assert not list((tmp_path / "results" / f"lr{lr}").glob("step_*"))
 
 
@@ -410,13 +410,6 @@ def test_sampling_a_run_from_the_command_line(straight, tmp_path):
     assert "grid.png: rows are classes [3, 8], columns seeds 0-3; step 6, ema weights" in done.stdout
     assert Image.open(tmp_path / "grid.png").size == (4 * 64 + 3 * 2, 2 * 64 + 2)
     assert [path.name for path in tmp_path.iterdir()] == ["grid.png"]
-
-
-def test_compare_runs_shows_evaluation_loss_and_no_training_loss(straight):
-    done = run_python(ROOT / "scripts" / "compare_runs.py", "results/digits-tread", cwd=straight[0])
-    expected = [r for r in records(straight[0] / "results" / "digits-tread") if "eval_loss" in r][-1]["eval_loss"]
-    assert f"| tread | 1 | 6 | {expected:.4g} |" in done.stdout
-    assert "training loss" not in done.stdout
 
 
 @pytest.mark.gpu

@@ -218,6 +218,14 @@ def test_it_is_off_unless_asked_for_and_where_no_route_is(read_config, tiny):
             ["model=tread_rwkv", "train.ratio_schedule={start:0.1,end:0.2,last:5}"],
             "train.ratio_schedule 0.2 routes nothing around.*less than one row",
         ),
+        (
+            ["model.routes.0.selection_ratio=0.95"],
+            "^model.routes.0.selection_ratio 0.95 keeps a single token of the 4×4.* at most 0.875 keeps more",
+        ),
+        (
+            ["train.ratio_schedule={start:0.94,end:0.2,last:5}"],
+            "^train.ratio_schedule 0.94 keeps a single token",
+        ),
         (["model.routes.0.selection_ratio=1.0"], "^model.routes.0.selection_ratio is 1.0, but must lie in"),
         (["model.routes.0.select=rows"], "^model.routes.0.select is 'rows', but must be one of token, row, shared"),
         (["train.loss_tokens=routed"], "routed.*all or kept"),

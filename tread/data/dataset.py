@@ -148,6 +148,11 @@ class LatentDataset:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def locate(self, index: int) -> tuple[Path, int]:
+        """The shard's file that holds a sample, and its number in there."""
+        shard = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        return Path(self._shards[shard].filename), int(index - self._firsts[shard])
+
     def normalize(self, std: float) -> None:
         """Let the network see each channel with mean 0 and this standard deviation (`LatentSpec.channel_scale`).
 

@@ -18,7 +18,7 @@ from routing_module import Route
 from tread.diffusion.guidance import NO_GUIDANCE, Branch, Call, Guidance, Routes, guided
 from tread.diffusion.process import Process
 from tread.diffusion.solvers import Churn, call_order, solve
-from tread.routing.ids import choose_ids, count_kept
+from tread.routing.ids import check_ratio, choose_ids, count_kept
 from tread.runtime.device import autocast
 from tread.runtime.randomness import generator, seeded_normal, seeded_uniform
 from tread.runtime.schema import check
@@ -108,7 +108,7 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
 
 
 def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> None:
-    """Raise ValueError unless a guidance's ratios, where they are not 0, take tokens around on the networks' routes."""
+    """Raise ValueError unless a guidance's ratios, where they are not 0, suit the networks' routes (`check_ratio`)."""
     plan = sampler.plan(model.process)
     for name, one in (("strong", model), ("weak", weak or model)):
         ratio = max(getattr(call, name) or 0.0 for call in plan)
@@ -116,13 +116,8 @@ def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> N
             continue
         if not one.routes:
             raise ValueError(f"guidance={sampler.guidance.kind} routes tokens around, but the model has no routes")
-        tokens, grid = one.network.num_tokens, one.network.grid
         for route in one.routes:
-            if count_kept(replace(route, selection_ratio=ratio), tokens, grid) == tokens:
-                raise ValueError(
-                    f"guidance.{name} {ratio:g} routes nothing around: it is less than one "
-                    f"{'row' if route.select == 'row' else 'token'} of the {grid[0]}×{grid[1]} tokens"
-                )
+            check_ratio(replace(route, selection_ratio=ratio), one.network.grid, f"guidance.{name}")
 
 
 def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:

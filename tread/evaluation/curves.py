@@ -40,15 +40,12 @@ class Panel:
 
 def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
     """Draw panels in rows of `columns`; the names stand once, below. Raises OSError if it can't be written."""
-    import matplotlib  # imported here because it takes a second and only the main process draws
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import ticker  # imported here because it takes a second and only the main process draws
+    from matplotlib.figure import Figure
 
     rows = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(4.6 * columns, 3.6 * rows), layout="constrained", squeeze=False
-    )
+    figure = Figure(figsize=(max(7.0, 4.6 * columns), max(4.5, 3.6 * rows)), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
     names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
     for axis, panel in zip(axes.flat, panels):
         for line in panel.lines:
@@ -60,6 +57,9 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
                 axis.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0)
         for name, height in panel.levels.items():
             axis.axhline(height, color="black", linestyle=":", linewidth=1, label=name)
+        whole = all(float(x).is_integer() for line in panel.lines for x in line.x)  # no ticks between steps
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=whole))
+        axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.10g}"))
         for letter in panel.log:
             make_logarithmic(axis, letter)
         axis.set_title(panel.title, fontsize=10)
@@ -70,10 +70,9 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
         axis.remove()
     if names:
         handles, labels = axes.flat[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize="small")
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(2, columns), fontsize="small")
     with explain_failure(path):
         figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def make_logarithmic(axis: object, letter: str) -> None:
@@ -83,7 +82,9 @@ def make_logarithmic(axis: object, letter: str) -> None:
     getattr(axis, f"set_{letter}scale")("log")
     one = getattr(axis, f"{letter}axis")
     low, high = getattr(axis, f"get_{letter}lim")()
-    near = high < 20 * low  # a decade's own ticks would be one or two
-    one.set_major_locator(ticker.MaxNLocator(6) if near else ticker.LogLocator(subs=(1, 2, 5), numticks=12))
+    if high < 20 * low:  # a decade's own ticks would be one or two
+        one.set_major_locator(ticker.MaxNLocator(6))
+    else:
+        one.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high < 1e4 * low else (1,), numticks=12))
     one.set_major_formatter(ticker.FuncFormatter(lambda value, place: f"{value:g}"))
-    one.set_minor_formatter(ticker.NullFormatter())
+    one.set_minor_locator(ticker.NullLocator())

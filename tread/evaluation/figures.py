@@ -7,27 +7,20 @@ from pathlib import Path
 
 import numpy as np
 
+from tread.evaluation.curves import Line, Panel, save_panels
+
 
 def save_curve(path: Path, records: Sequence[dict], routed: bool) -> None:
     """Draw training and evaluation loss over the steps, from the records of metrics.jsonl."""
-    from matplotlib.figure import Figure  # imported here because it takes a second and only the main process draws
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for key, label, style in (
-        ("loss", "training loss" + (", with routes: not comparable to runs without" if routed else ""), "-"),
-        ("eval_loss", "evaluation loss: EMA weights, all tokens, held-out data", "o-"),
-    ):
-        points = [(record["step"], record[key]) for record in records if key in record]
-        if points:
-            axes.plot(*zip(*points), style, label=label, markersize=4, linewidth=1)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
-    axes.set_yscale("log")
-    axes.grid(alpha=0.3, which="both")
-    if axes.lines:
-        axes.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
+    names = {
+        "loss": "training loss" + (", with routes: not comparable to runs without" if routed else ""),
+        "eval_loss": "evaluation loss: EMA weights, all tokens, held-out data",
+    }
+    lines = []
+    for key, name in names.items():
+        found = [(record["step"], record[key]) for record in records if key in record]
+        lines += [Line(name, *zip(*found))] if found else []
+    save_panels(path, [Panel("", "step", "loss", lines, log="y")], columns=1)
 
 
 def save_heat_maps(
@@ -43,7 +36,7 @@ def save_heat_maps(
     panels  title → matrix; they share one colour scale. others have one each.
     labels  of the axes, x and y.
     """
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # imported here because it takes a second and only the main process draws
 
     everything = np.concatenate([matrix.ravel() for matrix in panels.values()])
     shared = {"vmin": np.nanmin(everything), "vmax": np.nanmax(everything)}

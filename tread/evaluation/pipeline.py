@@ -155,9 +155,11 @@ def score_checkpoint(
         if record is not None:  # by another launch meanwhile
             return record
         processes.from_main(parts.begin)
+        guidance = plan.sampler.guidance
+        cost = "" if guidance.kind == "none" else f"{plan.flops_relative:.3f} times the FLOPs of none, "
         processes.say(
-            f"{plan.found.folder}: {plan.count:,} samples, guidance {plan.sampler.guidance.describe()}, "
-            f"NFE {plan.nfe}, {plan.flops_relative:.3f} times the FLOPs of none, {plan.sampler.precision}"
+            f"{plan.found.folder}: {plan.count:,} samples, guidance {guidance.describe()}, "
+            f"NFE {plan.nfe}, {cost}{plan.sampler.precision}"
         )
         for other in set(folder.glob(".fid-*")) - {parts.folder}:
             processes.say(f"  note: {other} holds unfinished work by other settings; remove it if you do not want it")

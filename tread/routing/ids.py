@@ -118,6 +118,25 @@ def count_kept(route: Route, num_tokens: int, grid: tuple[int, int] | None = Non
     return num_keep(grid[0], route.selection_ratio) * grid[1]
 
 
+def check_ratio(route: Route, grid: tuple[int, int], key: str) -> None:
+    """Raise ValueError, naming the key, for a ratio above 0 that routes no token around or keeps a single one.
+
+    For settings, where either is a mistake: a block sees nothing beside a token that is alone. The functions
+    above and Route do what they are told.
+    """
+    ratio, tokens, kept = route.selection_ratio, math.prod(grid), count_kept(route, math.prod(grid), grid)
+    unit, units = ("row", grid[0]) if route.select == "row" else ("token", tokens)
+    if ratio and kept == tokens:
+        raise ValueError(
+            f"{key} {ratio:g} routes nothing around: it is less than one {unit} of the {grid[0]}×{grid[1]} tokens"
+        )
+    if ratio and kept == 1:
+        raise ValueError(
+            f"{key} {ratio:g} keeps a single token of the {grid[0]}×{grid[1]}, which would see no other: "
+            f"a ratio of at most {1 - 2 / units:.4g} keeps more"
+        )
+
+
 def _check_grid(noise: Tensor, grid: tuple[int, int]) -> tuple[int, int]:
     if noise.ndim != 2 or noise.shape[1] != math.prod(grid):
         raise ValueError(

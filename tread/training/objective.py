@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor
 from routing_module import Route
 from tread.checkpoints.network import process_of
 from tread.data.latents import LatentSpec, to_network
+from tread.models.backbone import Backbone
 from tread.routing.ids import choose_ids
 from tread.runtime.randomness import generator
 from tread.training.settings import Settings
@@ -70,6 +72,13 @@ def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
     if until is not None and step >= until:
         return ()
     return schedule.apply(cfg.model.routes, step) if schedule else cfg.model.routes
+
+
+def training_flops(cfg: Settings, network: Backbone, steps: range) -> int:
+    """FLOPs of training steps: forward and backward pass (twice the forward one) of whole batches, by their routes."""
+    alike = itertools.groupby(active_routes(cfg, step) for step in steps)
+    passes = sum(network.forward_flops(routes) * sum(1 for _ in group) for routes, group in alike)
+    return 3 * passes * cfg.train.batch_size
 
 
 def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.device | str) -> Draws:

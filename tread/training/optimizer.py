@@ -56,13 +56,18 @@ class StepStatistics:
     """Sums over the steps since the last log, on the device: loss, norm of the gradients, good and bad steps.
 
     Beside them the bad steps in a row up to now, the longest such row since the last log, and how many steps ago
-    that ended. `sums` (7,) fp32 has them in the order of NAMES.
+    that ended. `sums` (7,) fp32 has them in the order of NAMES. `recent` (LAST,) fp32 has 1 for a bad and 0 for a
+    good one of the last steps, the newest last, and 0.5 for those that are not known.
     """
 
     NAMES = ("loss", "grad_norm", "good", "bad", "in_a_row", "longest", "ago")
+    LAST = 100
 
-    def __init__(self, device: torch.device | str, values: dict[str, float] | None = None) -> None:
-        self.sums = torch.tensor([(values or {}).get(name, 0.0) for name in self.NAMES], device=device)
+    def __init__(self, device: torch.device | str, values: dict[str, float | str] | None = None) -> None:
+        values = values or {}
+        self.sums = torch.tensor([values.get(name, 0.0) for name in self.NAMES], device=device)
+        recent = [float(flag) for flag in values.get("recent", "")]
+        self.recent = torch.tensor([0.5] * (self.LAST - len(recent)) + recent, device=device)
 
     def add(self, loss: Tensor, norm: Tensor, skip: Tensor) -> None:
         """Count a step: its mean loss, and what optimizer_step returned."""
@@ -73,12 +78,15 @@ class StepStatistics:
         longer = in_a_row > longest
         rows = torch.stack([in_a_row, torch.where(longer, in_a_row, longest), torch.where(longer, 0.0, ago + 1)])
         self.sums = torch.cat([self.sums[:4] + step, rows])
+        self.recent = torch.cat([self.recent[1:], skip[None]])
 
-    def read(self) -> dict[str, float]:
-        """The sums by name. Waits for the device."""
-        return dict(zip(self.NAMES, self.sums.tolist()))
+    def read(self) -> dict[str, float | str]:
+        """The sums by name, and as "recent" the known ones of the last steps, "1" a bad one. Waits for the device."""
+        values = torch.cat([self.sums, self.recent]).tolist()
+        flags = (f"{flag:.0f}" for flag in values[len(self.NAMES) :] if flag != 0.5)
+        return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
 
     def restart(self) -> None:
-        """Begin anew, but for the bad steps in a row up to now."""
+        """Begin anew, but for the bad steps in a row up to now and the last steps."""
         zeros, in_a_row = torch.zeros_like(self.sums), self.sums[4:5]
         self.sums = torch.cat([zeros[:4], in_a_row, in_a_row, zeros[6:]])

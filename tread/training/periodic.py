@@ -21,8 +21,15 @@ from tread.evaluation.metrics import Moments
 from tread.runtime.device import autocast
 from tread.runtime.files import explain_failure
 from tread.training import posthoc_ema
-from tread.training.progress import read_statistics
+from tread.training.progress import mostly_bad, read_statistics
 from tread.training.run import Failure, Run
+
+
+def interrupts(run: Run) -> bool:
+    """Whether something beside training is due after run.step steps."""
+    every, cfg = run.cfg.every, run.cfg
+    intervals = (every.evaluate, every.sample, every.save, cfg.eval.fid_every, cfg.ema.snapshot_every)
+    return run.step == cfg.train.steps or any(interval and run.step % interval == 0 for interval in intervals)
 
 
 def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
@@ -121,13 +128,14 @@ def draw_samples(run: Run, labels: Tensor) -> Tensor:
 
 
 def save(run: Run) -> bool:
-    """Write a checkpoint of this step, unless it was skipped: what is saved is known to have worked; True if written.
+    """Write a checkpoint of this step, unless it or most of the last ones were skipped: what is saved is known to have
+    worked; True if written.
 
     The last step of a run is saved in any case, but then removes no older ones. Raises OSError if it can't be
     written, Failure if the weights are broken.
     """
     counted = read_statistics(run)
-    skipped = counted["in_a_row"] > 0
+    skipped = counted["in_a_row"] > 0 or mostly_bad(counted)
     if skipped and run.step < run.cfg.train.steps:
         return False
     counted["loss"] = run.processes.gather(run.statistics.sums[:1].clone()).tolist()  # of each process
@@ -140,6 +148,8 @@ def save(run: Run) -> bool:
     networks = {width: average.network for width, average in run.averages.items()}
     info = {
         "tally": counted,
+        "flops": run.flops,
+        "seconds": run.seconds,
         "samples": len(run.data),
         "latents": asdict(run.data.latents),
         "config": run.config,

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from tread.checkpoints.network import process_of
 from tread.runtime.device import peak_flops, wait_for
-from tread.training.objective import active_routes, step_draws
-from tread.training.optimizer import learning_rate
+from tread.training.objective import active_routes, step_draws, training_flops
+from tread.training.optimizer import StepStatistics, learning_rate
 from tread.training.run import Failure, Run
 
 
 class Clock:
-    """Steps per second since the last log, without pauses; without the first step, which compiles, if others follow."""
+    """What training took, without pauses: all of it in the run's seconds and flops, and since the last log.
+
+    The latter is for the speed, and leaves out the first step, which compiles, if others follow.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run, self.start_step, self.began = run, run.step, time.perf_counter()
         self.first_step = self.cold_start = None
+        self.counted = run.step, self.began  # up to where the run's flops and seconds go
         self.restart()
 
     def restart(self) -> None:
@@ -44,17 +48,29 @@ class Clock:
             minutes = (time.perf_counter() - self.began - self.first_step) / 20 * left / 60
             run.processes.say(f"  time      {minutes:.1f} min expected for {left:,} steps")
 
+    def advance(self) -> None:
+        """Count what the run took up to here; for when the device has done what it was given."""
+        run, (step, since) = self.run, self.counted
+        self.counted = run.step, time.perf_counter()
+        run.flops += training_flops(run.cfg, run.network, range(step, run.step))
+        if run.seconds is not None:
+            run.seconds += self.counted[1] - since
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A context whose time does not count."""
-        began = time.perf_counter()
+        """A context whose time does not count. Waits for the device, whose steps do."""
+        wait_for(self.run.processes.device)
+        self.advance()
         yield
-        self.since += time.perf_counter() - began
+        ended = time.perf_counter()
+        self.since += ended - self.counted[1]
+        self.counted = self.run.step, ended
 
 
 def log(run: Run, clock: Clock) -> str:
     """Write down means and speed since the last log, and begin anew; returns them in short."""
     found = read_statistics(run)  # waits for the device, so the clock comes after
+    clock.advance()
     values = {"lr": learning_rate(run.cfg, run.step - 1), "bad_steps": int(found["bad"])}
     if found["good"]:
         values |= {name: found[name] / found["good"] for name in ("loss", "grad_norm")}
@@ -69,33 +85,77 @@ def log(run: Run, clock: Clock) -> str:
     if clock.cold_start is not None:  # once a start
         values["cold_start_seconds"], clock.cold_start = round(clock.cold_start, 2), None
     run.record(**values)
-    if found["bad"]:
-        bad = int(found["bad"])
-        run.processes.say(f"warning: {bad} steps up to step {run.step} were skipped: loss or gradient not finite")
+    if found["bad"] and run.processes.main:
+        with clock.paused():
+            text = f"warning: {found['bad']:.0f} steps up to step {run.step} were skipped: loss or gradient not finite"
+            recent = recent_bad_steps(run, found, int(found["good"] + found["bad"]))
+            run.processes.say(f"{text}; {look_at_samples(run, recent)[1]}" if recent else text)
     run.statistics.restart()
     clock.restart()
     return f"loss {values['loss']:.4f}, {speed:.0f} images/s" if "loss" in values else "no good step"
 
 
-def read_statistics(run: Run) -> dict[str, float]:
-    """The sums by name, the loss averaged over the processes, on all of them. Raises Failure for too many bad steps."""
-    found = run.statistics.read()
+def read_statistics(run: Run) -> dict[str, float | str]:
+    """The sums by name, the loss averaged over the processes, on all of them. Raises Failure for too many bad steps:
+    a row of them, or more than half of the last ones.
+    """
+    found, most = run.statistics.read(), run.cfg.train.max_bad_steps
     found["loss"] = (run.processes.sum(run.statistics.sums[0].clone()) / run.processes.count).item()
-    if found["longest"] > run.cfg.train.max_bad_steps:
+    if found["longest"] > most:
         end = run.step - int(found["ago"])
-        raise Failure(explain_bad_steps(run, range(end - int(found["longest"]), end)))
+        row = range(end - int(found["longest"]), end)
+        what = f"{len(row)} steps in a row, {row[0] + 1} to {row[-1] + 1} (train.max_bad_steps {most})"
+        raise Failure(explain_bad_steps(run, row, what))
+    recent = len(found["recent"])
+    known = run.step if recent == min(run.step, StepStatistics.LAST) else recent  # older checkpoints did not keep them
+    if mostly_bad(found) and (known >= most or known == run.step == run.cfg.train.steps):
+        steps = recent_bad_steps(run, found, recent)
+        what = f"{len(steps)} of the last {recent} steps, up to {run.step} (more than half of them)"
+        raise Failure(explain_bad_steps(run, steps, what))
     return found
 
 
-def explain_bad_steps(run: Run, steps: range) -> str:
-    """For people: which steps were bad, at which noise levels, and what to try. They are drawn again to see that."""
+def mostly_bad(found: dict[str, float | str]) -> bool:
+    """Whether more than half of the last steps were bad."""
+    return 2 * found["recent"].count("1") > len(found["recent"])
+
+
+def recent_bad_steps(run: Run, found: dict[str, float | str], steps: int) -> list[int]:
+    """Which of the last `steps` steps were bad, as far as StepStatistics keeps them: their numbers, from 0."""
+    flags = found["recent"][-steps:]
+    return [run.step - len(flags) + number for number, flag in enumerate(flags) if flag == "1"]
+
+
+def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
+    """For people: `what` was bad, at which noise levels, and what to try. The steps are drawn again to see that."""
     process, given = process_of(run.cfg), (run.cfg, run.data.latents)
     draws = [step_draws(*given, step, run.processes.device) for step in steps[:100]]
     levels = torch.cat([process.noise_level(draw.level) for draw in draws])
+    spoilt, seen = look_at_samples(run, steps)
+    advice = "Try a smaller optim.lr, optim.clip_norm=1 or train.precision=fp32, or look at the data"
     kept = f"the last good checkpoint is that of step {run.saved}" if run.saved else "nothing was saved yet"
     return (
-        f"loss or gradient was not finite in {len(steps)} steps in a row, {steps[0] + 1} to {steps[-1] + 1} "
-        f"(train.max_bad_steps {run.cfg.train.max_bad_steps}), which were skipped. Their {process.level_name} lay "
-        f"between {levels.min():.3g} and {levels.max():.3g}. Try a smaller optim.lr, optim.clip_norm=1 or "
-        f"train.precision=fp32; {kept}"
+        f"loss or gradient was not finite in {what}, which were skipped. Their {process.level_name} lay "
+        f"between {levels.min():.3g} and {levels.max():.3g}. {'Look at the data first' if spoilt else advice}: "
+        f"{seen}; {kept}"
     )
+
+
+def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
+    """Whether samples of some steps hold numbers that are not finite; and which, for people.
+
+    They are read again, of as many of the steps as that takes seconds for.
+    """
+    size, data, found = run.cfg.train.batch_size, run.data, []
+    looked = steps[: min(100, max(1, 25_600 // size))]
+    for step in looked:
+        batch = data.batch(run.cfg.seed, step, size)
+        spoilt = ~batch.stored.flatten(1).isfinite().all(dim=1)
+        found += batch.indices[spoilt.cpu().numpy()].tolist()
+    found = sorted(set(found))
+    if not found:
+        return False, f"no sample of the {len(looked)} steps looked at holds such numbers"
+    places = [(index, *data.locate(index)) for index in found[:3]]
+    named = ", ".join(f"{index} ({file}, row {row})" for index, file, row in places)
+    more = f" and {len(found) - len(places)} more" if len(found) > len(places) else ""
+    return True, f"these samples hold such numbers: {named}{more}"

@@ -57,6 +57,8 @@ class Run:
     statistics: StepStatistics  # of the steps since the last log
     step: int  # steps done
     saved: int | None  # step of the newest checkpoint
+    flops: int  # of the training up to what Clock has counted
+    seconds: float | None  # likewise; None: not known of a run that began before they were counted
     wandb: object = None
 
     @property
@@ -65,7 +67,11 @@ class Run:
         return Model(process_of(self.cfg), self.ema.network)
 
     def record(self, **values: float) -> None:
+        """Write a line of metrics.jsonl, which also says what the training took up to here."""
         if self.processes.main:
+            values |= {"flops": self.flops}
+            if self.seconds is not None:
+                values["seconds"] = round(self.seconds, 3)
             with explain_failure(self.log.metrics):
                 self.log.write({"step": self.step, **values})
             if self.wandb is not None:

@@ -9,7 +9,7 @@ from rf import RF
 from tread.checkpoints.network import Dataset, Model, Objective, process_of
 from tread.diffusion.edm import EDM
 from tread.diffusion.solvers import Solver
-from tread.routing.ids import RatioSchedule, count_kept
+from tread.routing.ids import RatioSchedule, check_ratio
 from tread.runtime import schema
 from tread.runtime.compiling import Compile
 from tread.runtime.device import Precision
@@ -171,12 +171,8 @@ class Settings:
         for number, route in enumerate(self.model.routes if fits else ()):
             side, schedule = self.dataset.size // self.model.patch_size, self.train.ratio_schedule
             ratio = max(schedule.start, schedule.end) if schedule else route.selection_ratio
-            if ratio and count_kept(replace(route, selection_ratio=ratio), side**2, (side, side)) == side**2:
-                key = "train.ratio_schedule" if schedule else f"model.routes.{number}.selection_ratio"
-                unit = "row" if route.select == "row" else "token"
-                raise ValueError(
-                    f"{key} {ratio:g} routes nothing around: it is less than one {unit} of the {side}×{side} tokens"
-                )
+            key = "train.ratio_schedule" if schedule else f"model.routes.{number}.selection_ratio"
+            check_ratio(replace(route, selection_ratio=ratio), (side, side), key)
         for key, unset in (("ratio_schedule", None), ("loss_tokens", "all")):
             if getattr(self.train, key) != unset and not self.model.routes:
                 raise ValueError(f"train.{key} is of routes, but model={self.model.name} has none")

@@ -19,6 +19,7 @@ from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.evaluation.online_fid import open_online_fid
+from tread.models.backbone import Backbone
 from tread.runtime.compiling import compile_blocks, settle_compile
 from tread.runtime.distributed import open_training
 from tread.runtime.files import check_place, explain_failure, point_to, write_whole
@@ -26,7 +27,7 @@ from tread.runtime.randomness import generator
 from tread.runtime.signals import Stop
 from tread.training import posthoc_ema
 from tread.training.ema import EMA, exponential, power
-from tread.training.objective import split_batch
+from tread.training.objective import split_batch, training_flops
 from tread.training.optimizer import StepStatistics, learning_rate
 from tread.training.run import Run
 from tread.training.run_folder import Claim, RunLog, claim
@@ -100,6 +101,7 @@ def start(cfg: Settings, config: dict, stop: Stop) -> Run:
         statistics=StepStatistics(device, found and statistics_of(found.info, processes.rank, processes.count)),
         step=found.step if found else 0,
         saved=found.step if found else None,
+        **(spent_before(found, cfg, network) if found else {"flops": 0, "seconds": 0.0}),
     )
     processes.from_main(lambda: take_folder(run, claimed))
     if reason:
@@ -112,6 +114,13 @@ def statistics_of(info: dict, process: int, processes: int) -> dict[str, float]:
     losses = info["tally"]["loss"]
     loss = losses[process] if len(losses) == processes else statistics.mean(losses)
     return {**info["tally"], "loss": loss}
+
+
+def spent_before(found: checkpoint.Checkpoint, cfg: Settings, network: Backbone) -> dict:
+    """What the training up to a checkpoint took; of one that does not say so FLOPs as the settings have them."""
+    if "flops" in found.info:
+        return {key: found.info[key] for key in ("flops", "seconds")}
+    return {"flops": training_flops(cfg, network, range(found.step)), "seconds": None}
 
 
 def take_folder(run: Run, claimed: Claim) -> None:

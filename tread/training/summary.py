@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from routing_module import check_routes
 from tread.evaluation.digits_judge import VALUES
 from tread.routing.ids import count_kept
@@ -19,6 +17,7 @@ def describe(run: Run) -> str:
     parameters = sum(parameter.numel() for parameter in network.parameters())
     schedule, active = cfg.train.ratio_schedule, active_routes(cfg, 0)
     dense, routed = network.forward_flops(), network.forward_flops(active)
+    fewer = f"{dense / routed:.3f} times fewer than without routes; " if routed < dense else ""
     epochs = cfg.train.steps / data.steps_per_epoch(cfg.train.batch_size)
     accumulation, micro = len(micro_batches), micro_batches[0].stop - micro_batches[0].start
     tokens, widths = network.num_tokens, len(cfg.ema.power)
@@ -34,8 +33,7 @@ def describe(run: Run) -> str:
         "network": f"{cfg.model.architecture}, {parameters:,} parameters, {cfg.model.depth} blocks, {tokens} tokens",
         "weights": run.origin,
         "routes": "; ".join(routes) or "none",
-        "FLOPs": f"{3 * routed:.3e} a training image, {dense / routed:.3f} times fewer than without routes; "
-        f"{dense:.3e} a forward pass of all tokens",
+        "FLOPs": f"{3 * routed:.3e} a training image, {fewer}{dense:.3e} a forward pass of all tokens",
         "batch": f"{cfg.train.batch_size} = {run.processes.count} processes × {accumulation} accumulation steps × "
         f"{micro} images",
         "device": f"{run.processes.device}, {run.precision}",
@@ -53,23 +51,31 @@ def describe(run: Run) -> str:
     if widths:
         every = cfg.ema.snapshot_every or cfg.every.save
         lines["disk"] += f"; {2 * widths * parameters / 1e6:,.0f} MB of averages stored every {every:,} steps"
+    doubts = list(run.doubts)
+    if run.heldout is None:
+        doubts.append(
+            "dataset.heldout is null, so there is no evaluation loss, the number to compare runs by: "
+            "scripts/prepare_latents.py … heldout=0.02 keeps 2% of the pictures, for dataset.heldout=<out>-heldout"
+        )
     return "\n".join(
-        [f"  {name:<10}{text}" for name, text in lines.items()] + [f"warning: {doubt}" for doubt in run.doubts]
+        [f"  {name:<10}{text}" for name, text in lines.items()] + [f"warning: {doubt}" for doubt in doubts]
     )
 
 
-def describe_outcome(folder: Path, step: int, records: list[dict]) -> str:
+def describe_outcome(run: Run, records: list[dict]) -> str:
     """The last evaluation and demo metrics, and where everything is: one line each."""
     lines = []
     for name in ("eval_loss", "fid", *VALUES):
         found = [record for record in records if name in record]
         count = f" of {found[-1]['fid_samples']:,} samples" if found and name == "fid" else ""
         lines += [f"  {name:<21} {found[-1][name]:.4f}{count}"] if found else []
+        if name == "eval_loss" and not found and run.heldout is None:
+            lines.append(f"  {name:<21} none: dataset.heldout is null")
     for name, path in (
-        ("samples", f"samples/step_{step:07d}.png"),
+        ("samples", f"samples/step_{run.step:07d}.png"),
         ("loss curve", "loss.png"),
         ("metrics", "metrics.jsonl"),
         ("checkpoint", "latest"),
     ):
-        lines.append(f"  {name:<21} {folder / path}")
+        lines.append(f"  {name:<21} {run.folder / path}")
     return "\n".join(lines)
