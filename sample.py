@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import hydra
@@ -18,7 +18,6 @@ from tqdm import tqdm
 from tread.checkpoints import checkpoint
 from tread.checkpoints.trained import open_trained, open_weak
 from tread.data import autoencoder
-from tread.data.images import save_grid
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import (
     Sampler,
@@ -29,10 +28,10 @@ from tread.diffusion.sampling import (
     spread_classes,
 )
 from tread.diffusion.solvers import Churn, Solver
+from tread.evaluation.sample_files import SampleFiles, check_name, facts_of
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
-from tread.runtime.device import Precision, use_precision
-from tread.runtime.files import check_place
+from tread.runtime.device import Precision, device_name, use_precision
 from tread.runtime.schema import Count
 from tread.runtime.tensor_files import Weights
 
@@ -63,11 +62,11 @@ class Options:
     guidance: Guidance
     decode: bool
     autoencoder: str | None
-    out: str
+    out: str | None
+    overwrite: bool
 
     def __post_init__(self) -> None:
-        if Path(self.out).suffix != ".png":
-            raise ValueError(f"out is {self.out!r}, but must end in .png")
+        check_name(self.out)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="sample")
@@ -90,17 +89,22 @@ def main(composed: DictConfig) -> None:
         outlines = [one and one.outline(options.guidance) for one in (trained, weaker)]
         check_ratios(sampler, *outlines)
         cost = relative_cost(sampler, *outlines)
-        check_place(Path(options.out).parent, 0)
+        out = options.out and Path(options.out).expanduser()
+        files = SampleFiles(out, options.overwrite, seeds, labels[:: len(seeds)].tolist(), trained.latents.classes)
+        files.check()
+        facts = facts_of(asdict(options), sampler, trained, weaker) | {"device": device_name(device)}
         model, weak = trained.load(device, options.guidance), weaker and weaker.load(device, options.guidance)
         decoder = autoencoder.preview
         if options.decode:
             decoder = autoencoder.load_decoder(trained.latents, device, options.autoencoder)
         stream = draw_pictures(model, decoder, all_seeds, labels, sampler, weak, check=True)
         batches = -(-len(all_seeds) // sampler.batch_size)
-        pictures = torch.cat(list(tqdm(stream, desc="sampling", total=batches, unit="batch")))
-        save_grid(Path(options.out), pictures.numpy(), columns=len(seeds))
+        pictures = (part.numpy() for part in tqdm(stream, desc="sampling", total=batches, unit="batch"))
+        written, grey = files.write(pictures, facts)
+    rows, columns = ("rows are", "columns ") if files.form == "grid" else (f"{len(labels)} pictures of", "")
     print(
-        f"{options.out}: rows are classes {list(classes)}, columns seeds {options.seeds}; step {trained.found.step}, "
+        f"{written}: {rows} classes {list(classes)}, {columns}seeds {options.seeds}"
+        f"{', grey as RGB of three equal channels' if grey else ''}; step {trained.found.step}, "
         f"{options.weights} weights, {sampler.solver} with {sampler.steps} steps"
         f"{f' and churn {sampler.churn.amount:g}' if sampler.churn.amount else ''}, NFE {nfe}, guidance "
         f"{options.guidance.describe()}, {cost:.3f} times the FLOPs of no guidance, "
