@@ -5,6 +5,11 @@ All options: configs/sample.yaml. How samples are drawn: tread/diffusion/samplin
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from tread.runtime.early import guard_imports
+
+    guard_imports(globals())
+
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -101,15 +106,15 @@ def main(composed: DictConfig) -> None:
         batches = -(-len(all_seeds) // sampler.batch_size)
         pictures = (part.numpy() for part in tqdm(stream, desc="sampling", total=batches, unit="batch"))
         written, grey = files.write(pictures, facts)
-    rows, columns = ("rows are", "columns ") if files.form == "grid" else (f"{len(labels)} pictures of", "")
-    print(
-        f"{written}: {rows} classes {list(classes)}, {columns}seeds {options.seeds}"
-        f"{', grey as RGB of three equal channels' if grey else ''}; step {trained.found.step}, "
-        f"{options.weights} weights, {sampler.solver} with {sampler.steps} steps"
-        f"{f' and churn {sampler.churn.amount:g}' if sampler.churn.amount else ''}, NFE {nfe}, guidance "
-        f"{options.guidance.describe()}, {cost:.3f} times the FLOPs of no guidance, "
-        f"{precision} on {device.type}"
-    )
+        rows, columns = ("rows are", "columns ") if files.form == "grid" else (f"{len(labels)} pictures of", "")
+        print(
+            f"{written}: {rows} classes {list(classes)}, {columns}seeds {options.seeds}"
+            f"{', grey as RGB of three equal channels' if grey else ''}; step {trained.found.step}, "
+            f"{options.weights} weights, {sampler.solver} with {sampler.steps} steps"
+            f"{f' and churn {sampler.churn.amount:g}' if sampler.churn.amount else ''}, NFE {nfe}, guidance "
+            f"{options.guidance.describe()}, {cost:.3f} times the FLOPs of no guidance, "
+            f"{precision} on {device.type}"
+        )
 
 
 if __name__ == "__main__":

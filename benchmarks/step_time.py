@@ -276,4 +276,5 @@ def show(result: dict) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with explained():
+        main()

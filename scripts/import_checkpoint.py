@@ -10,15 +10,20 @@ are wrong. All options: configs/import_checkpoint.yaml; which files are understo
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    from tread.runtime.early import guard_imports
+
+    guard_imports(globals())
+
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network
@@ -52,7 +57,7 @@ def main(composed: DictConfig) -> None:
         config = complete(tree)
         options = schema.read(own, Options)
         saved = import_file(options, settings.read(config), config)
-    print(account(checkpoint.find(saved), options))
+        print(account(checkpoint.find(saved), options))
 
 
 def import_file(options: Options, cfg: settings.Settings, config: dict) -> Path:
