@@ -6,6 +6,11 @@ configs/fid.yaml. What happens: tread/evaluation/pipeline.py.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from tread.runtime.early import guard_imports
+
+    guard_imports(globals())
+
 import hydra
 from omegaconf import DictConfig
 

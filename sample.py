@@ -5,10 +5,15 @@ All options: configs/sample.yaml. How samples are drawn: tread/diffusion/samplin
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from tread.runtime.early import guard_imports
+
+    guard_imports(globals())
+
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import hydra
@@ -19,7 +24,6 @@ from tqdm import tqdm
 from tread.checkpoints import checkpoint
 from tread.checkpoints.trained import open_trained, open_weak
 from tread.data import autoencoder
-from tread.data.images import save_grid
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import (
     Sampler,
@@ -30,10 +34,10 @@ from tread.diffusion.sampling import (
     spread_classes,
 )
 from tread.diffusion.solvers import Churn, Solver
+from tread.evaluation.sample_files import SampleFiles, check_name, facts_of
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
-from tread.runtime.device import Precision, use_precision
-from tread.runtime.files import check_place
+from tread.runtime.device import Precision, device_name, use_precision
 from tread.runtime.schema import Count
 from tread.runtime.tensor_files import Weights
 
@@ -64,11 +68,11 @@ class Options:
     guidance: Guidance
     decode: bool
     autoencoder: str | None
-    out: str
+    out: str | None
+    overwrite: bool
 
     def __post_init__(self) -> None:
-        if Path(self.out).suffix != ".png":
-            raise ValueError(f"out is {self.out!r}, but must end in .png")
+        check_name(self.out)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="sample")
@@ -92,21 +96,26 @@ def main(composed: DictConfig) -> None:
         check_ratios(sampler, *outlines)
         cost = relative_cost(sampler, *outlines)
         relative = "" if options.guidance.kind == "none" else f"{cost:.3f} times the FLOPs of no guidance, "
-        check_place(Path(options.out).parent, 0)
+        out = options.out and Path(options.out).expanduser()
+        files = SampleFiles(out, options.overwrite, seeds, labels[:: len(seeds)].tolist(), trained.latents.classes)
+        files.check()
+        facts = facts_of(asdict(options), sampler, trained, weaker) | {"device": device_name(device)}
         model, weak = trained.load(device, options.guidance), weaker and weaker.load(device, options.guidance)
         decoder = autoencoder.preview
         if options.decode:
             decoder = autoencoder.load_decoder(trained.latents, device, options.autoencoder)
         stream = draw_pictures(model, decoder, all_seeds, labels, sampler, weak, check=True)
         batches = -(-len(all_seeds) // sampler.batch_size)
-        pictures = torch.cat(list(tqdm(stream, desc="sampling", total=batches, unit="batch")))
-        save_grid(Path(options.out), pictures.numpy(), columns=len(seeds))
-    print(
-        f"{options.out}: rows are classes {json.dumps(classes)}, columns seeds {options.seeds}; "
-        f"step {trained.found.step}, {options.weights} weights, {sampler.solver} with {sampler.steps} steps"
-        f"{f' and churn {sampler.churn.amount:g}' if sampler.churn.amount else ''}, NFE {nfe}, guidance "
-        f"{options.guidance.describe()}, {relative}{precision} on {device.type}"
-    )
+        pictures = (part.numpy() for part in tqdm(stream, desc="sampling", total=batches, unit="batch"))
+        written, grey = files.write(pictures, facts)
+        rows, columns = ("rows are", "columns ") if files.form == "grid" else (f"{len(labels)} pictures of", "")
+        print(
+            f"{written}: {rows} classes {json.dumps(classes)}, {columns}seeds {options.seeds}"
+            f"{', grey as RGB of three equal channels' if grey else ''}; step {trained.found.step}, "
+            f"{options.weights} weights, {sampler.solver} with {sampler.steps} steps"
+            f"{f' and churn {sampler.churn.amount:g}' if sampler.churn.amount else ''}, NFE {nfe}, guidance "
+            f"{options.guidance.describe()}, {relative}{precision} on {device.type}"
+        )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,11 @@ follows from (seed, step, position in the global batch): Draws in objective.py.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from tread.runtime.early import guard_imports
+
+    guard_imports(globals())
+
 import contextlib
 import sys
 import traceback
@@ -44,7 +49,7 @@ def main(composed: DictConfig) -> None:
             finish(run)
         leave(run, finished)
     except (ValueError, OSError, Failure, torch.OutOfMemoryError) as error:
-        reason = str(error)
+        reason = "its output was closed (a broken pipe)" if isinstance(error, BrokenPipeError) else str(error)
         if isinstance(error, torch.OutOfMemoryError):
             advice = "a smaller eval.batch_size, sampling.classes or sampling.per_class needs less"
             reason = f"out of memory beside the training steps: {first_line(error)}: {advice}"

@@ -30,6 +30,7 @@ from tread.data import autoencoder
 from tread.diffusion.sampling import Model, Sampler, draw, to_pictures
 from tread.evaluation import metrics
 from tread.evaluation.inception import Inception, extract, resize
+from tread.runtime.cli import explained
 from tread.runtime.device import autocast, device_name, exact, use_cores, use_precision
 from tread.training import settings
 from tread.training.setup import complete
@@ -197,4 +198,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with explained():
+        main()

@@ -235,4 +235,5 @@ def show(result: dict) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with explained():
+        main()

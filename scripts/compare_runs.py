@@ -12,13 +12,18 @@ alternates.
 
 from __future__ import annotations
 
-import math
-import statistics
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    from tread.runtime.early import guard_imports
+
+    guard_imports(globals())
+
+import math
+import statistics
+from collections.abc import Sequence
 
 from tread.evaluation.curves import Line, Panel, save_panels
 from tread.runtime.cli import explained

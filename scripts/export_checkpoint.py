@@ -8,16 +8,21 @@ checkpoint itself: sample.py, fid.py and init_from take it. All options: configs
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    from tread.runtime.early import guard_imports
+
+    guard_imports(globals())
+
 import json
 import shutil
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tread.checkpoints import checkpoint
 from tread.runtime import schema
@@ -42,7 +47,7 @@ def main(composed: DictConfig) -> None:
         found = export(
             checkpoint.find(Path(options.checkpoint).expanduser()), options.weights, Path(options.out).expanduser()
         )
-    print(account(found, options))
+        print(account(found, options))
 
 
 def export(found: checkpoint.Checkpoint, weights: str, out: Path) -> checkpoint.Checkpoint:

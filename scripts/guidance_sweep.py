@@ -8,20 +8,25 @@ and ratios are those of sweep.…, not of guidance.…. All options: configs/gui
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    from tread.runtime.early import guard_imports
+
+    guard_imports(globals())
+
 import csv
 import itertools
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import hydra
 import numpy as np
 from omegaconf import DictConfig
 from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tread.checkpoints import checkpoint
 from tread.diffusion.guidance import NO_GUIDANCE, Schedule

@@ -11,14 +11,19 @@ All options: configs/import_checkpoint.yaml; which files are understood: tread/r
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    from tread.runtime.early import guard_imports
+
+    guard_imports(globals())
+
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network
@@ -53,9 +58,9 @@ def main(composed: DictConfig) -> None:
         config = complete(tree)
         options = schema.read(own, Options)
         saved, doubts = import_file(options, settings.read(config), config)
-    for doubt in doubts:
-        print(f"warning: {doubt}")
-    print(account(checkpoint.find(saved), options))
+        for doubt in doubts:
+            print(f"warning: {doubt}")
+        print(account(checkpoint.find(saved), options))
 
 
 def import_file(options: Options, cfg: settings.Settings, config: dict) -> tuple[Path, list[str]]:

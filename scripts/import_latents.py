@@ -6,18 +6,23 @@ was stopped, and it goes on with the shards that are missing.
 
 from __future__ import annotations
 
-import hashlib
 import sys
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    from tread.runtime.early import guard_imports
+
+    guard_imports(globals())
+
+import hashlib
+from dataclasses import dataclass, replace
 
 import hydra
 import numpy as np
 import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset

@@ -7,16 +7,21 @@ processes, and it goes on with the shards that are missing.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    from tread.runtime.early import guard_imports
+
+    guard_imports(globals())
+
+from dataclasses import dataclass
 from typing import Literal
 
 import hydra
 import numpy as np
 import torch
 from omegaconf import DictConfig
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset

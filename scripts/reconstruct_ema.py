@@ -9,13 +9,18 @@ configs/reconstruct_ema.yaml.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    from tread.runtime.early import guard_imports
+
+    guard_imports(globals())
+
+from dataclasses import dataclass
 
 import hydra
 from omegaconf import DictConfig
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.trained import open_trained
@@ -46,7 +51,7 @@ class Options:
 def main(composed: DictConfig) -> None:
     with explained("stopped; nothing was written"):
         folder = write_average(schema.read(plain(composed), Options))
-    print(f"{folder}: python sample.py checkpoint={folder}")
+        print(f"{folder}: python sample.py checkpoint={folder}")
 
 
 def write_average(options: Options) -> Path:

@@ -5,6 +5,7 @@ default ../shared beside the repository; tests that need them skip with a reason
 from __future__ import annotations
 
 import os
+import sys
 
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     # a core to each worker, before anything counts them: threads of two workers on one core wait for one another
@@ -50,6 +51,9 @@ def launch_door(main: Callable, config: str, folder: Path, *overrides: str) -> s
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             main.__wrapped__(composed)
+    except SystemExit:
+        sys.stderr.write(printed.getvalue())  # for capsys
+        raise
     finally:
         os.chdir(before)
         torch.set_num_threads(threads)

@@ -118,7 +118,7 @@ def test_the_number_of_processes_changes_nothing(tmp_path, run, inception_file):
         assert five[metric] == pytest.approx(one[metric], rel=1e-4, abs=1e-6)
 
 
-def test_stopped_work_goes_on_with_the_parts_that_are_missing(tmp_path, run, inception_file, monkeypatch):
+def test_stopped_work_goes_on_with_the_parts_that_are_missing(tmp_path, run, inception_file, monkeypatch, capsys):
     options = ["checkpoint=results/a", "reference=reference.npz", f"inception={inception_file}", *OPTIONS]
     launch(tmp_path, *options, "out=whole")
     real, drawn = pipeline.draw_pictures, []
@@ -130,7 +130,7 @@ def test_stopped_work_goes_on_with_the_parts_that_are_missing(tmp_path, run, inc
         return real(*arguments, **options)
 
     monkeypatch.setattr(pipeline, "draw_pictures", drawing)
-    assert "go on" in refusal(tmp_path, *options)
+    assert refusal(tmp_path, *options) == "130" and "go on" in capsys.readouterr().err
     work = next((tmp_path / "results/a/step_0000003").glob(".fid-*/part-00001"))
     (work / "pictures.npy").write_bytes(b"damaged")
     launch(tmp_path, *options)

@@ -90,7 +90,7 @@ def explain_failure(path: Path) -> Iterator[None]:
     """Let an OSError in the block name the path that could not be written, and the likely reason."""
     try:
         yield
-    except Unwritable:
+    except (Unwritable, BrokenPipeError):  # a pipe is the output's, not the path's
         raise
     except OSError as error:
         why = "is the disk full, or a file size limit set?"

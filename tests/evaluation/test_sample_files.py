@@ -1,0 +1,151 @@
+"""What sample.py leaves. The references: the pictures drawn by hand, what Pillow and NumPy read, info.json's hashes."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import RGB, ROOT, launch_door, open_pictures, save_checkpoint
+from conftest import score as launch_fid
+from PIL import Image
+
+import sample
+from tread.checkpoints import checkpoint
+from tread.checkpoints.trained import open_trained
+from tread.data.autoencoder import load_decoder
+from tread.data.images import FACTS, GAP, draw_grid, name_rows
+from tread.diffusion.sampling import Sampler, draw_pictures
+
+DIGITS = ROOT / "tests" / "recorded" / "run"
+OPTIONS = ("checkpoint=results/a", "classes=[1,4]", "seeds=0-2", "steps=2")
+SINGLE = [f"seed{seed:06d}_class{label}.png" for seed in range(3) for label in (1, 4)]
+
+
+@pytest.fixture
+def drawn(tmp_path, composed):
+    """The pictures that OPTIONS ask for, (6, 16, 16, 3) uint8, of a checkpoint with the classes a to e."""
+    save_checkpoint(tmp_path / "results" / "a", composed)
+    model = open_trained(checkpoint.find(tmp_path / "results" / "a"), "ema").load(torch.device("cpu"))
+    labels = torch.tensor([1, 1, 1, 4, 4, 4])
+    (pictures,) = draw_pictures(model, load_decoder(RGB), [0, 1, 2] * 2, labels, Sampler(steps=2, batch_size=6))
+    return pictures.numpy().transpose(0, 2, 3, 1)
+
+
+def launch(folder, *overrides: str) -> str:
+    return launch_door(sample.main, "sample", folder, *OPTIONS, *overrides)
+
+
+def refusal(folder, *overrides: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        launch(folder, *overrides)
+    return str(stopped.value)
+
+
+def test_a_grid_says_what_made_it_and_names_its_rows(tmp_path, drawn):
+    launch(tmp_path, "out=new/folder/grid.png", "guidance=cfg", "guidance.scale=1")
+    image = Image.open(tmp_path / "new/folder/grid.png")
+    facts = json.loads(image.text[FACTS])
+    saved = checkpoint.find(tmp_path / "results" / "a")
+    assert facts["network"] == {"step": 3, "weights": "ema", "sha256": saved.info["files"]["ema.safetensors"]["sha256"]}
+    rows = [{"class": n, "class_name": name, "seeds": [0, 1, 2]} for n, name in ((1, "b"), (4, "e"))]
+    assert facts["rows"] == rows and facts["weak_network"] is None
+    expected = {"seeds": "0-2", "steps": 2, "solver": "heun", "precision": "fp32", "churn": None, "autoencoder": None}
+    assert {key: facts["settings"][key] for key in expected} == expected
+    assert facts["settings"]["guidance"]["kind"] == "cfg" and facts["versions"]["torch"] == torch.__version__
+    size = (2 * 64 + GAP, 3 * 64 + 2 * GAP)
+    shown = np.asarray(image)
+    assert shown.shape[0] == size[0] and shown.shape[1] > size[1]
+    assert np.array_equal(shown[:, -size[1] :], draw_grid(drawn.transpose(0, 3, 1, 2), 3))
+    margin = shown[:, : -size[1]]
+    assert all((row == 255).any() and (row < 128).any() for row in np.split(margin[: 64 * 2], 2))
+    assert not np.array_equal(margin[:64], margin[64 + GAP :])  # other letters
+
+
+def test_the_weak_network_of_a_guidance_is_told_by_its_hash(tmp_path, drawn, composed):
+    save_checkpoint(tmp_path / "results" / "weak", composed, step=2)
+    launch(tmp_path, "guidance=autoguidance", "guidance.checkpoint=results/weak", "guidance.weights=model", "churn=40")
+    facts = json.loads(Image.open(tmp_path / "samples.png").text[FACTS], parse_constant=pytest.fail)
+    weak = checkpoint.find(tmp_path / "results" / "weak")
+    assert facts["weak_network"] == {"step": 2, "weights": "model", "sha256": weak.sha256("model")}
+    assert facts["settings"]["churn"] == {"amount": 40.0, "sigma_min": 0.0, "noise": 1.0}
+
+
+def test_single_files_in_a_folder(tmp_path, drawn, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "other.txt").write_text("kept")
+    assert "mine: 6 pictures of classes [1, 4], seeds 0-2; step 3" in launch(tmp_path, "out=mine", "batch_size=4")
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == {*SINGLE, "other.txt"}
+    for number, (label, seed) in enumerate([(label, seed) for label in (1, 4) for seed in range(3)]):
+        image = Image.open(tmp_path / "mine" / f"seed{seed:06d}_class{label}.png")
+        assert np.abs(np.asarray(image).astype(int) - drawn[number]).max() <= 1  # of batches of another shape
+        facts = json.loads(image.text[FACTS])
+        assert (facts["seed"], facts["class"], facts["class_name"]) == (seed, label, RGB.classes[label])
+    assert "rows" not in facts and facts["settings"]["batch_size"] == 4
+
+    for name in SINGLE[1:]:
+        (tmp_path / "mine" / name).unlink()
+    before = (tmp_path / "mine" / SINGLE[0]).read_bytes()
+    assert f"mine/{SINGLE[0]} is there already" in refusal(tmp_path, "out=mine", "steps=3")
+    assert (tmp_path / "mine" / SINGLE[0]).read_bytes() == before
+    launch(tmp_path, "out=mine", "steps=3", "overwrite=true")
+    assert (tmp_path / "mine" / SINGLE[0]).read_bytes() != before
+    assert (tmp_path / "mine" / "other.txt").read_text() == "kept"
+    assert "twice" in refusal(tmp_path, "out=again", "classes=[1,1]")
+    launch(tmp_path, "out=none", "classes=[null]", "seeds=[7]")
+    assert [path.name for path in (tmp_path / "none").iterdir()] == ["seed000007_noclass.png"]
+
+
+def test_fid_scores_the_batch_and_the_folder_alike(tmp_path, drawn, inception_file, pictures_of):
+    launch(tmp_path, "out=batch.npz")
+    launch(tmp_path, "out=single")
+    with np.load(tmp_path / "batch.npz") as batch:
+        assert batch.files == ["arr_0", "arr_1"] and batch["arr_0"].dtype == np.uint8
+        assert np.array_equal(batch["arr_0"], drawn) and batch["arr_1"].tolist() == [1, 1, 1, 4, 4, 4]
+    order = [0, 3, 1, 4, 2, 5]  # by name: by seed, then by class
+    assert np.array_equal(open_pictures(tmp_path / "single").read(0, 6).transpose(0, 2, 3, 1), drawn[order])
+    np.savez(tmp_path / "reference.npz", pictures_of(12, 16, 0))
+    values = []
+    for name in ("batch.npz", "single"):
+        launch_fid(
+            tmp_path, f"samples={name}", "reference=reference.npz", f"inception={inception_file}", f"out=of-{name}"
+        )
+        values.append(json.loads(next((tmp_path / f"of-{name}").glob("*fid.json")).read_text())["fid"])
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
+
+
+def test_grey_pictures_become_rgb_where_they_are_scored_and_it_is_said(tmp_path):
+    options = (f"checkpoint={DIGITS}", "steps=2", "classes=[3]", "seeds=0-1")
+    for out in ("a.npz", "a"):
+        assert "grey as RGB" in launch_door(sample.main, "sample", tmp_path, *options, f"out={out}")
+        pictures = open_pictures(tmp_path / out).read(0, 2)
+        assert pictures.shape == (2, 3, 8, 8) and (pictures == pictures[:, :1]).all()
+    assert "grey" not in launch_door(sample.main, "sample", tmp_path, *options)
+    shown = Image.open(tmp_path / "samples.png")
+    assert shown.mode == "L" and shown.size == (2 * 64 + GAP, 64)  # no margin: the names are the numbers
+
+
+def test_the_default_name_gets_a_number_and_another_is_refused_before_any_work(tmp_path, drawn, monkeypatch):
+    for name in ("samples.png", "samples-1.png", "samples-2.png"):
+        assert launch(tmp_path).splitlines()[-1].startswith(f"{name}: rows are classes")
+    first = (tmp_path / "samples.png").read_bytes()
+    launch(tmp_path, "overwrite=true", "steps=3")
+    assert (tmp_path / "samples.png").read_bytes() != first and not (tmp_path / "samples-3.png").exists()
+    (tmp_path / "x.npz").touch()
+    (tmp_path / "folder.png").mkdir()
+    monkeypatch.setattr(sample, "draw_pictures", lambda *_, **__: pytest.fail("it sampled"))
+    assert "overwrite=true" in refusal(tmp_path, "out=samples.png") and "overwrite=true" in refusal(
+        tmp_path, "out=x.npz"
+    )
+    assert "is a folder" in refusal(tmp_path, "out=folder.png", "overwrite=true")
+    assert "could not be written" in refusal(tmp_path, "out=x.npz/a.png")
+    assert "could not be written" in refusal(tmp_path, "out=x.npz/single")
+    for bad in ("out=x.jpg", "out="):
+        assert "must be a grid's name" in refusal(tmp_path, bad)
+
+
+def test_long_names_are_cut_and_no_class_is_named(tmp_path):
+    grid = draw_grid(np.zeros((2, 1, 64, 64), np.uint8), 1)
+    short, long, longer = (np.asarray(name_rows(grid, [name, "no class"])) for name in ("a", "a" * 40, "a" * 80))
+    assert short.shape[1] < long.shape[1] <= 64 + 13 * 12 and np.array_equal(long, longer)

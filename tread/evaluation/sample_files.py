@@ -1,0 +1,137 @@
+"""What sample.py leaves: a grid, single files, or a batch in ADM's format, and how a PNG says what made it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from tread.checkpoints.trained import Trained
+from tread.data.images import draw_grid, name_rows, save_png
+from tread.diffusion.sampling import Sampler
+from tread.evaluation.image_sets import save_npz
+from tread.runtime.files import check_place, explain_failure
+from tread.runtime.versions import versions
+
+DEFAULT = "samples.png"
+
+
+def check_name(out: str | None) -> None:
+    """Raise ValueError for a file name that `SampleFiles` would take for a folder's."""
+    if out is not None and (not out or Path(out).suffix.lower() in (".jpg", ".jpeg", ".webp", ".gif", ".npy")):
+        raise ValueError(f"out is {out!r}, but must be a grid's name in .png, a batch's in .npz, or a folder")
+
+
+def facts_of(settings: Mapping, sampler: Sampler, trained: Trained, weak: Trained | None) -> dict:
+    """What made the samples, for JSON.
+
+    settings  as asked for; those of the sampler replace what was left open.
+    """
+
+    def network(one: Trained) -> dict:
+        return {"step": one.found.step, "weights": one.weights, "sha256": one.sha256}
+
+    churn = {key: value for key, value in asdict(sampler.churn).items() if math.isfinite(value)}  # as JSON must be
+    return {
+        "settings": {**settings, **asdict(sampler), "churn": churn if sampler.churn.amount else None},
+        "network": network(trained),
+        "weak_network": weak and network(weak),
+        "nfe": sampler.nfe(trained.process),
+        "versions": versions(),
+    }
+
+
+@dataclass(frozen=True)
+class SampleFiles:
+    """Where samples go, and as what: a grid (x.png), ADM's format (x.npz), or single files in a folder (other names).
+
+    out        None: samples.png, or samples-1.png, … where that is there.
+    overwrite  whether files that are there are replaced.
+    seeds      of the columns.
+    labels     of the rows.
+    classes    the dataset's class names; a label beyond them is no class.
+    """
+
+    out: Path | None
+    overwrite: bool
+    seeds: Sequence[int]
+    labels: Sequence[int]
+    classes: Sequence[str]
+
+    @property
+    def form(self) -> str:
+        """ "grid", "npz" or "folder"."""
+        return {".png": "grid", ".npz": "npz"}.get((self.out or Path(DEFAULT)).suffix.lower(), "folder")
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """(label, seed) of each picture, row by row."""
+        return list(itertools.product(self.labels, self.seeds))
+
+    def check(self) -> None:
+        """Make the folder. Raises OSError if it can't be written in, ValueError rather than replace what is there."""
+        if self.out is None:
+            return check_place(Path(), 0)
+        paths = [self._single(*pair) for pair in self.pairs] if self.form == "folder" else [self.out]
+        if len(set(paths)) < len(paths):
+            raise ValueError(
+                f"out={self.out} is a folder of single files, but seeds or classes name some pictures twice"
+            )
+        there = [path for path in paths if path.exists()]
+        if there and not self.overwrite:
+            more = f" (and {len(there) - 1} more)" if there[1:] else ""
+            raise ValueError(f"{there[0]}{more} is there already: name another out=…, or replace it by overwrite=true")
+        if folders := [path for path in there if path.is_dir()]:
+            raise ValueError(f"{folders[0]} is a folder, but a file is to be written there: name another out=…")
+        check_place(self.out if self.form == "folder" else self.out.parent, 0)
+
+    def write(self, batches: Iterable[np.ndarray], facts: Mapping) -> tuple[Path, bool]:
+        """Write pictures, given in batches (b, 1 or 3, H, W) uint8, a row of all seeds after the other.
+
+        Returns where they are, and whether grey ones became RGB, as single files and ADM's format are.
+        """
+        channels = 0
+
+        def rgb() -> Iterator[np.ndarray]:
+            nonlocal channels
+            for batch in batches:
+                channels = batch.shape[1]
+                yield batch.repeat(3 // channels, axis=1)
+
+        path = self._free() if self.out is None else self.out
+        with explain_failure(path):
+            if self.form == "grid":
+                save_png(path, self._grid(np.concatenate(list(batches))), {**facts, "rows": self._rows()})
+            elif self.form == "npz":
+                save_npz(path, rgb(), np.array([label for label, _ in self.pairs]))
+            else:
+                for (label, seed), picture in zip(self.pairs, itertools.chain.from_iterable(rgb())):
+                    own = {"seed": seed, "class": label, "class_name": self._name(label)}
+                    save_png(self._single(label, seed), Image.fromarray(picture.transpose(1, 2, 0)), {**facts, **own})
+        return path, channels == 1
+
+    def _free(self) -> Path:
+        names = itertools.chain([DEFAULT], (f"{Path(DEFAULT).stem}-{number}.png" for number in itertools.count(1)))
+        return next(path for path in map(Path, names) if self.overwrite or not path.exists())
+
+    def _single(self, label: int, seed: int) -> Path:
+        return self.out / f"seed{seed:06d}_{f'class{label}' if label < len(self.classes) else 'noclass'}.png"
+
+    def _name(self, label: int) -> str:
+        return self.classes[label] if label < len(self.classes) else "no class"
+
+    def _rows(self) -> list[dict]:
+        return [{"class": n, "class_name": self._name(n), "seeds": list(self.seeds)} for n in self.labels]
+
+    def _grid(self, pictures: np.ndarray) -> Image.Image:
+        """With the rows' numbers and names, unless all names are but the numbers, as digits' are."""
+        grid, names = draw_grid(pictures, len(self.seeds)), [self._name(label) for label in self.labels]
+        if names == [str(label) for label in self.labels]:
+            return grid
+        known = len(self.classes)
+        return name_rows(grid, [f"{n} {name}" if n < known else name for n, name in zip(self.labels, names)])
