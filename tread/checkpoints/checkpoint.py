@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tread.runtime.files import point_to, sha256, whole_folder
+from tread.runtime.files import plain_name, point_to, sha256, whole_folder
 from tread.runtime.tensor_files import read_state_dict, save_tensors
 
 VERSION = 1
@@ -138,6 +138,11 @@ def find(path: Path) -> Checkpoint:
         raise ValueError(f"{folder} is a {kind}, but this code reads 'checkpoint' version {VERSION}")
     if None in stated or not {"step", "files"} <= info.keys():
         raise Damaged(f"{folder / 'info.json'} is damaged: it does not state format, version, step and files")
+    try:
+        for name in dict(info["files"]):
+            plain_name(name, folder / "info.json")
+    except (ValueError, TypeError) as error:
+        raise Damaged(f"{folder / 'info.json'} is damaged: {error}") from error
     return Checkpoint(folder.resolve(), info)
 
 
