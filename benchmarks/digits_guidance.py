@@ -21,6 +21,7 @@ from tqdm import tqdm
 from tread.checkpoints import checkpoint
 from tread.evaluation import pipeline
 from tread.evaluation.plan import read_options
+from tread.runtime.cli import answer_help
 from tread.runtime.distributed import Processes, share_work
 
 SHARED = ("labels=balanced", "num_samples=1000", "steps=18", "batch_size=250")
@@ -131,4 +132,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    answer_help(__doc__)
     main()
