@@ -29,7 +29,7 @@ def open_door(main: Callable[[], None], known: Iterable[str], moved: Mapping[str
     """
     known = list(known)
     door = main.__wrapped__.__globals__
-    answer_help(door["__doc__"], config_of(Path(door["__file__"])))
+    answer_help(door["__doc__"], Path(door["__file__"]))
     try:
         check_overrides(check_words(sys.argv[1:], known), known, moved)
     except ValueError as error:
@@ -53,12 +53,17 @@ def config_of(door: Path) -> Path:
     return own if own.is_file() else places[0] / "config.yaml"  # train.py's
 
 
-def answer_help(doc: str, config: Path | None = None) -> None:
-    """If the command line asks for help, print it and end; with a config file "--help all" shows all of its keys."""
+def answer_help(doc: str, door: Path | None = None) -> None:
+    """If the command line asks for help, print it and end.
+
+    doc   the script's docstring.
+    door  where it lies, if it has a config file: then its keys are shown too, and all of them by "--help all".
+    """
     words = sys.argv[1:]
     if {"--help", "-h"} & set(words):
         text = doc.strip()
-        if config:
+        if door:
+            config = config_of(door)
             text = door_help.whole(config, words) if "all" in words else door_help.short(doc, config)
         sys.stdout.write(text.rstrip() + "\n")
         sys.exit(0)
@@ -71,7 +76,7 @@ def plain(composed: DictConfig) -> dict:
     except MissingMandatoryValue as error:
         raise ValueError(f"{error.full_key}=… is needed; the files in configs/ say what it is") from error
     except OmegaConfBaseException as error:
-        raise ValueError(f"{error.full_key}: {in_one_line(error)}") from error
+        raise ValueError(f"{error.full_key or 'settings'}: {in_one_line(error)}") from error
 
 
 @contextmanager
