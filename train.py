@@ -1,9 +1,11 @@
 """Train a diffusion transformer with or without routes: accelerate launch train.py model=tread
 
-Read from `main` down: settings → start (tread/training/setup.py: every check before any long work) →
-training, with what is due between the steps (periodic.py there) → finish. All that is random in a step
-follows from (seed, step, position in the global batch): Draws in objective.py.
+All options: configs/defaults.yaml. The same command goes on where a run of that name was stopped.
 """
+
+# Read from `main` down: settings → start (tread/training/setup.py: every check before any long work) →
+# training, with what is due between the steps (periodic.py there) → finish. All that is random in a step
+# follows from (seed, step, position in the global batch): Draws in objective.py.
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ import traceback
 
 import hydra
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch._dynamo.exc import BackendCompilerFailed
 from tqdm import tqdm
 
 from tread.evaluation.digits_judge import judge_digits
-from tread.runtime.cli import open_door
+from tread.runtime.cli import open_door, plain
 from tread.runtime.device import autocast
 from tread.runtime.signals import INTERRUPTED, Stop, leave_at_once
 from tread.training import settings
@@ -41,7 +43,7 @@ from tread.training.summary import describe, describe_outcome
 def main(composed: DictConfig) -> None:
     stop, run = Stop(), None
     try:
-        config = complete(OmegaConf.to_container(composed, resolve=True))
+        config = complete(plain(composed))
         run = start(settings.read(config), config, stop)
         finished = train(run)
         run.loader.close()

@@ -22,7 +22,7 @@ from torch import Tensor
 from dit import DiTBlock
 from tread.models.rwkv import RWKVBlock
 from tread.models.wkv import wkv
-from tread.runtime.cli import explained
+from tread.runtime.cli import answer_help, explained
 from tread.runtime.compiling import compile_blocks
 from tread.runtime.device import autocast, device_name
 from tread.runtime.versions import git_revision
@@ -111,5 +111,6 @@ def measure(
 
 
 if __name__ == "__main__":
+    answer_help(__doc__)
     with explained():
         main()

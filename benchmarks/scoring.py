@@ -30,8 +30,9 @@ from tread.data import autoencoder
 from tread.diffusion.sampling import Model, Sampler, draw, to_pictures
 from tread.evaluation import metrics
 from tread.evaluation.inception import Inception, extract, resize
-from tread.runtime.cli import explained
+from tread.runtime.cli import answer_help, explained
 from tread.runtime.device import autocast, device_name, exact, use_cores, use_precision
+from tread.runtime.files import size_text
 from tread.training import settings
 from tread.training.setup import complete
 
@@ -39,7 +40,7 @@ PARTS = ("frechet", "precision", "features", "sampler", "chain")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SETS = "import sys, torch; from tread.evaluation import metrics; torch.manual_seed(0);"
 SETS += "x, y = torch.rand(10_000, 2048), torch.rand(10_000, 2048);"
-MEMORY = "print(int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1e6)"
+MEMORY = "print(int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) * 1024)"
 
 
 def compare(ours: Callable[[], object], plain: Callable[[], object], repeats: int) -> tuple[float, float, list[float]]:
@@ -89,14 +90,14 @@ def precision(repeats: int) -> str:
         if DEVICE.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             metrics.precision_recall(x, y) if "metrics" in call else naive(x, y)
-            peaks.append(torch.cuda.max_memory_allocated() / 1e9)
+            peaks.append(torch.cuda.max_memory_allocated())
         else:
             code = f"{SETS} sys.path.insert(0, {str(Path(__file__).parent)!r}); import scoring; {call}; {MEMORY}"
             done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
             peaks.append(float(done.stdout))
     return (
         f"{a:.2f} s, cdist and sort {b:.2f} s: {statistics.median(ratios):.2f} times faster "
-        f"({ratios[0]:.2f}..{ratios[-1]:.2f}); peak memory {peaks[0]:.2f} GB, {peaks[1]:.2f} GB"
+        f"({ratios[0]:.2f}..{ratios[-1]:.2f}); peak memory {size_text(peaks[0])}, {size_text(peaks[1])}"
     )
 
 
@@ -198,5 +199,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    answer_help(__doc__)
     with explained():
         main()

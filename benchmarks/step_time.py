@@ -32,7 +32,7 @@ from timing import composed, random_shards, seconds
 import train
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
-from tread.runtime.cli import explained
+from tread.runtime.cli import answer_help, explained
 from tread.runtime.device import device_name, peak_flops, wait_for
 from tread.runtime.schema import check_overrides
 from tread.runtime.signals import Stop
@@ -235,5 +235,6 @@ def show(result: dict) -> None:
 
 
 if __name__ == "__main__":
+    answer_help(__doc__)
     with explained():
         main()

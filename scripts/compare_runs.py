@@ -26,7 +26,7 @@ import statistics
 from collections.abc import Sequence
 
 from tread.evaluation.curves import Line, Panel, save_panels
-from tread.runtime.cli import explained
+from tread.runtime.cli import answer_help, explained
 from tread.runtime.files import check_place
 from tread.training.comparison import COMPARABLE, FAIR, Group, open_groups, reached, unlike, write_table
 
@@ -38,8 +38,9 @@ TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 
 def main() -> None:
     arguments = sys.argv[1:]
-    if not arguments or {"-h", "--help"} & set(arguments):
-        sys.exit(__doc__.strip())
+    answer_help(__doc__)
+    if not arguments:
+        sys.exit("error: name the runs to compare: their folders; --help says more")
     out = Path(next((word.removeprefix("out=") for word in arguments if word.startswith("out=")), "comparison"))
     with explained("stopped"):
         groups = open_groups([word for word in arguments if not word.startswith("out=")])

@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from tread.checkpoints import checkpoint
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
-from tread.runtime.files import check_place, explain_failure, whole_folder
+from tread.runtime.files import check_place, explain_failure, size_text, whole_folder
 from tread.runtime.tensor_files import Weights
 
 
@@ -70,7 +70,7 @@ def account(found: checkpoint.Checkpoint, options: Options) -> str:
     """What was written, and the commands that take it."""
     size = found.info["files"][f"{options.weights}.safetensors"]["bytes"]
     raw = options.weights == "model"
-    lines = [f"{options.out}: {options.weights} weights of step {found.step}, {size / 1e6:,.1f} MB"]
+    lines = [f"{options.out}: {options.weights} weights of step {found.step}, {size_text(size)}"]
     if found.info.get("predicts", "objective") == "objective":
         lines += [f"  python sample.py checkpoint={options.out}{' weights=model' * raw}"]
         lines += [f"  python fid.py checkpoint={options.out}{' weights=model' * raw} reference=…"]

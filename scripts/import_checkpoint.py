@@ -1,7 +1,7 @@
 """Turn weights that were trained elsewhere into a checkpoint, so that sample.py, fid.py and init_from take them.
 
-python scripts/import_checkpoint.py weights=SiT-XL-2-256.pt experiment=sit256_xl2 model=dit rf.reverse=true \
-    model.learn_sigma=true name=sit-xl2
+python scripts/import_checkpoint.py weights=SiT-XL-2-256.pt experiment=sit256_xl2 model=dit rf.reverse=true \\
+  model.learn_sigma=true name=sit-xl2
 
 A state dict does not say what it was trained on: the options do, and samples are noise where they
 are wrong. A file of our own checkpoints has its record beside it, and the options are compared with that.

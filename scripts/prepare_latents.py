@@ -34,7 +34,7 @@ from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes, share_work
-from tread.runtime.files import explain_failure
+from tread.runtime.files import explain_failure, size_text
 from tread.runtime.schema import Count, CountOrZero
 
 
@@ -109,7 +109,7 @@ def prepare(options: Options, processes: Processes) -> None:
     processes.wait()  # nobody writes before all have seen the same list
     if processes.main:
         writer.check_space(sum(len(ranges[number]) for number in missing))
-    stored = f"{latents.stored_shape[1:]} {latents.dtype}, {len(photos) * latents.sample_bytes / 1e9:.2f} GB"
+    stored = f"{latents.stored_shape[1:]} {latents.dtype}, {size_text(len(photos) * latents.sample_bytes)}"
     processes.say(f"  pictures  {len(photos):,} in {len(photos.classes):,} classes, {photos.where}")
     processes.say(f"  crop      {options.resolution}², {'with' if options.flip else 'without'} flipped copies")
     processes.say(f"  encoder   {latents.autoencoder}, {options.precision}")

@@ -13,6 +13,10 @@
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.out
 set -uo pipefail
+if [[ "${1:-}" =~ ^(-h|--help)$ ]]; then
+  sed -n '2,/^[^#]/ s/^# //p' "${BASH_SOURCE[0]}"
+  exit
+fi
 
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))

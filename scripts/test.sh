@@ -3,6 +3,10 @@
 # Uses the active virtual environment, else .venv. --slow runs the slow tests too, one after the other; those
 # marked gpu run where there is a CUDA device.
 set -euo pipefail
+if [[ "${1:-}" =~ ^(-h|--help)$ ]]; then
+  sed -n '2,/^[^#]/ s/^# //p' "${BASH_SOURCE[0]}"
+  exit
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [ -z "${VIRTUAL_ENV:-}" ]; then

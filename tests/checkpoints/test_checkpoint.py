@@ -133,6 +133,18 @@ def test_a_latest_that_names_nothing(saved):
             (saved / "latest").touch()
 
 
+@pytest.mark.parametrize("name", ["../step_0000001/model.safetensors", "/tmp/a.safetensors", "a/b.safetensors", ".."])
+def test_parts_lie_in_the_checkpoints_own_folder(saved, name):
+    path = saved / "step_0000002" / "info.json"
+    info = json.loads(path.read_text())
+    path.write_text(json.dumps({**info, "files": {**info["files"], name: info["files"]["model.safetensors"]}}))
+    with pytest.raises(checkpoint.Damaged, match=f"info.json names the file '{name}', but must name files beside it"):
+        checkpoint.find(saved)
+    path.write_text(json.dumps({**info, "files": 3}))
+    with pytest.raises(checkpoint.Damaged, match="info.json is damaged"):
+        checkpoint.find(saved)
+
+
 def test_a_failed_save_leaves_the_older_one_whole(saved, monkeypatch):
     def fail(*_):
         raise OSError("disk full")

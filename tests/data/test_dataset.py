@@ -126,6 +126,21 @@ def fortran(folder):
     np.save(path, np.asfortranarray(np.load(path)))
 
 
+def name_shard(key, name):
+    """Let the index name another file, which is there: a copy."""
+
+    def act(folder):
+        shards = json.loads((folder / "index.json").read_text())["shards"]
+        if isinstance(name, str):
+            (folder / "inner").mkdir()
+            target = folder / name.replace("\\", "/")
+            target.write_bytes((folder / shards[1][key]).read_bytes())
+        shards[1][key] = name
+        edit_index(folder, shards=shards)
+
+    return act
+
+
 DAMAGE = {
     "no index": (lambda f: (f / "index.json").unlink(), FileNotFoundError, "no dataset at"),
     "broken index": (lambda f: (f / "index.json").write_text('{"version": 1'), ValueError, "index.json is damaged or"),
@@ -145,6 +160,14 @@ DAMAGE = {
     "shard without hash": (lambda f: edit_index(f, shards=[{"count": 1}]), ValueError, "damaged.*KeyError: 'file'"),
     "fewer classes": (lambda f: edit_index(f, classes=["ant", "bee"]), ValueError, "0..2.*2 classes"),
     "wrong count": (lambda f: edit_index(f, count=60), ValueError, "60.*58"),
+    "a shard above": (name_shard("file", "../a.npy"), ValueError, "index.json names the file '../a.npy', but must"),
+    "labels above": (name_shard("labels", "../a.npy"), ValueError, "index.json names the file '../a.npy'"),
+    "a shard below": (name_shard("file", "inner/a.npy"), ValueError, "names the file 'inner/a.npy'"),
+    "a shard by a detour": (name_shard("file", "inner/../a.npy"), ValueError, "names the file 'inner/../a.npy'"),
+    "a shard from the root": (name_shard("labels", "/dev/null"), ValueError, "names the file '/dev/null'"),
+    "a shard of Windows": (name_shard("file", "inner\\a.npy"), ValueError, "names the file 'inner.*a.npy'"),
+    "a shard on a drive": (name_shard("file", "C:a.npy"), ValueError, "names the file 'C:a.npy'"),
+    "a shard without a name": (name_shard("file", 3), ValueError, "names the file 3"),
     "unknown content": (lambda f: edit_index(f, content="moments"), ValueError, "moments"),
 }
 

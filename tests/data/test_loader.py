@@ -143,7 +143,7 @@ def test_memory_that_is_not_there_is_not_asked_for(folder, monkeypatch):
     monkeypatch.setattr("tread.data.dataset._free_memory", lambda device: 1000)
     LatentDataset(folder)
     for placement in ("ram", "device"):
-        with pytest.raises(ValueError, match=f"cpu has 0.0 GB of memory free: dataset.placement={placement}.*mmap"):
+        with pytest.raises(ValueError, match=f"cpu has 1 kB of memory free: dataset.placement={placement}.*mmap"):
             LatentDataset(folder, placement=placement)
 
 

@@ -310,6 +310,9 @@ WRONG = {
     "a picture for a tar": (lambda tree: tree / "train" / "ant" / "0.png", "is no tar"),
     "fractions in a table": (labelled("file,label\n0.png,1.0\n", "labels.csv"), "the label of 0.png is '1.0'"),
     "too large": (numbered(_0=0, _1=100000000, _2=0), "1.png has label 100000000"),
+    "outside": (labelled("file,label\n../0.png,1\n", "labels.csv"), "can't be read: ../0.png lies outside"),
+    "outside by a detour": (numbered(_0=0, _1=0, **{"_a/../../b/2": 1}), "can't be read: ../b/2.png lies outside"),
+    "outside from the root": (numbered(**{"_/tmp/0": 0}), "can't be read: /tmp/0.png lies outside"),
     "twice": (labelled("file,label\n0.png,1\n0.png,2\n", "labels.csv"), "0.png comes twice"),
 }
 

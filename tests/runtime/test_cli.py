@@ -93,7 +93,7 @@ def test_doors_guard_their_imports_and_what_they_do(path):
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.name)
 def test_benchmarks_end_by_a_line_too(path):
-    assert 'if __name__ == "__main__":\n    with explained():\n        main()\n' in path.read_text()
+    assert "    answer_help(__doc__)\n    with explained():\n        main()\n" in path.read_text()
 
 
 @pytest.mark.slow

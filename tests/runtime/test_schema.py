@@ -26,6 +26,7 @@ class Part:
     several: TwoOrMore = 2
     width: Positive | None = None
     share: Share = 0.0
+    shift: float = 0.0
     odd: Annotated[int, Range("be odd", lambda number: number % 2 == 1)] = 1
     shares: tuple[Share, ...] = ()
 
@@ -54,8 +55,9 @@ WHOLE, REAL = (-1, 0, 1, 2, 3), (-1, -0.5, 0, 1e-9, 0.5, 1, 1.0000001, 2, math.i
         ("start", int, WHOLE, lambda x: x >= 0),
         ("several", int, WHOLE, lambda x: x > 1),
         ("odd", int, WHOLE, lambda x: x in (-1, 1, 3)),
-        ("width", float, REAL, lambda x: x > 0),
+        ("width", float, REAL, lambda x: 0 < x < math.inf),
         ("share", float, REAL, lambda x: 0 <= x <= 1),
+        ("shift", float, REAL, math.isfinite),
     ],
 )
 def test_ranges_are_those_of_arithmetic(key, kind, numbers, holds):
@@ -79,6 +81,10 @@ def test_ranges_are_those_of_arithmetic(key, kind, numbers, holds):
         ("count", True, "part.count is True, but must be int or null"),
         ("start", -1, "part.start is -1, but must not be negative"),
         ("several", 1, "part.several is 1, but must be at least 2"),
+        ("shift", math.nan, "part.shift is nan, but must be a finite number"),
+        ("shift", -math.inf, "part.shift is -inf, but must be a finite number"),
+        ("shift", 10**400, f"part.shift is {10**400}, but must be a finite number"),
+        ("width", math.inf, "part.width is inf, but must be positive and finite"),
         ("share", "half", "part.share is 'half', but must be float"),
         ("odd", 2, "part.odd is 2, but must be odd"),
         ("shares", [0.5, 1.5], "part.shares.1 is 1.5, but must lie in [0, 1]"),

@@ -68,7 +68,7 @@ def test_a_run_leaves_what_it_says(straight):
         "r(2→2) keeps 8 of 16 tokens",
         "FLOPs",
         "8 = 1 processes × 1 accumulation steps × 8 images",
-        "MB a checkpoint",
+        "kB a checkpoint",
     ):
         assert shown in text
     for path in ("samples/step_0000006.png", "loss.png", "metrics.jsonl", "latest"):

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tread.runtime.files import point_to, sha256, whole_folder
+from tread.runtime.files import plain_name, point_to, sha256, whole_folder
 from tread.runtime.tensor_files import save_tensors
 
 VERSION = 1
@@ -157,6 +157,11 @@ def find(path: Path) -> Checkpoint:
     if None in stated or not _is_complete(info):
         what = "it does not state format, version, step, config, and size and sha256 of each file"
         raise Damaged(f"{folder / 'info.json'} is damaged: {what}", folder)
+    try:
+        for name in info["files"]:
+            plain_name(name, folder / "info.json")
+    except ValueError as error:
+        raise Damaged(f"{folder / 'info.json'} is damaged: {error}", folder) from error
     return Checkpoint(folder.resolve(), info)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tread.data.latents import LatentSpec
 from tread.data.npy import open_array, rows_in_place, torch_dtype
-from tread.runtime.files import sha256
+from tread.runtime.files import plain_name, sha256, size_text
 from tread.runtime.randomness import generator
 
 VERSION = 1
@@ -91,7 +91,7 @@ class LatentDataset:
         self._shards = []
         labels = []
         for shard in shards:
-            file, label_file = self.folder / shard["file"], self.folder / shard["labels"]
+            file, label_file = (self.folder / plain_name(shard[key], path) for key in ("file", "labels"))
             self._shards.append(open_array(file, self.latents.dtype, (shard["count"], *self.latents.stored_shape)))
             labels.append(np.array(open_array(label_file, "int64", (shard["count"],))))
             hashed = [(label_file, "labels_sha256")] + [(file, "file_sha256")] * (self.verify == "full")
@@ -132,7 +132,7 @@ class LatentDataset:
         needed, free = sum(shard.nbytes for shard in self._shards), _free_memory(device)
         if needed > free:
             raise ValueError(
-                f"{self.folder} takes {needed / 1e9:.1f} GB, but {device} has {free / 1e9:.1f} GB of memory free: "
+                f"{self.folder} takes {size_text(needed)}, but {device} has {size_text(free)} of memory free: "
                 f"dataset.placement={self.placement} needs more; mmap does not"
             )
         rows = torch.empty(starts[-1], width, dtype=torch_dtype(self.latents.dtype), device=device)

@@ -233,6 +233,8 @@ def label_table(name: str, content: bytes) -> dict[str, int | str]:
                 raise ValueError(f"the label of {picture} is {label!r}, but must be a whole number or a name")
             if picture in table:
                 raise ValueError(f"{picture} comes twice")
+            if picture.split("/")[0] in ("", ".."):
+                raise ValueError(f"{picture} lies outside of the folder that the names are of")
             table[picture] = label
         return table
     except (ValueError, LookupError, TypeError, AttributeError) as error:

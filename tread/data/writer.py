@@ -22,7 +22,7 @@ import numpy as np
 from tread.data.dataset import VERSION, check_labels
 from tread.data.latents import LatentSpec, channel_sums
 from tread.data.npy import write_array
-from tread.runtime.files import Lock, explain_failure, free_bytes, sha256, sync, whole_file, write_whole
+from tread.runtime.files import Lock, explain_failure, free_bytes, sha256, size_text, sync, whole_file, write_whole
 
 
 class DatasetWriter:
@@ -94,9 +94,7 @@ class DatasetWriter:
         """Raise OSError unless the disk can take this many samples more."""
         needed, free = int(1.01 * samples * (self.latents.sample_bytes + 8)), free_bytes(self.work)
         if needed > free:
-            raise OSError(
-                f"{samples:,} samples take {needed / 1e9:.1f} GB, but {self.work} has {free / 1e9:.1f} GB free"
-            )
+            raise OSError(f"{samples:,} samples take {size_text(needed)}, but {self.work} has {size_text(free)} free")
 
     def write(self, number: int, stored: np.ndarray, labels: np.ndarray, **note: object) -> None:
         """Write a shard: stored (n, *latents.stored_shape), labels (n,); n may be 0.

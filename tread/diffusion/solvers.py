@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from tread.runtime.schema import check
+from tread.runtime.schema import Range, check
 
 Denoiser = Callable[[Tensor, Tensor], Tensor]
 Solver = Literal["heun", "euler"]
@@ -29,7 +29,7 @@ class Churn:
 
     amount: float = 0.0
     sigma_min: float = 0.0
-    sigma_max: float = math.inf
+    sigma_max: Annotated[float, Range("be a number", lambda number: not math.isnan(number))] = math.inf
     noise: float = 1.0
 
     def __post_init__(self) -> None:

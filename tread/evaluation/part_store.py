@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from tread.data.npy import write_array
-from tread.runtime.files import explain_failure, sha256, whole_folder, write_whole
+from tread.runtime.files import explain_failure, plain_name, sha256, whole_folder, write_whole
 
 
 class PartStore:
@@ -49,7 +49,9 @@ class PartStore:
         """Whether a part is there and its files are what was written."""
         try:
             files = self.info(number)["files"]
-            return all(sha256(self._part(number) / name) == value for name, value in files.items())
+            return all(
+                sha256(self._part(number) / plain_name(name, "info.json")) == value for name, value in files.items()
+            )
         except (OSError, ValueError, KeyError):
             return False
 

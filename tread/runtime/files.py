@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 
 def sha256(path: Path) -> str:
@@ -116,7 +116,23 @@ def check_place(folder: Path, needed: int) -> None:
         probe.touch()
         probe.unlink()
     if needed > free_bytes(folder):
-        raise OSError(f"{folder} has {free_bytes(folder) / 1e6:,.0f} MB free, but {needed / 1e6:,.0f} MB are needed")
+        raise OSError(f"{folder} has {size_text(free_bytes(folder))} free, but {size_text(needed)} are needed")
+
+
+def size_text(count: float) -> str:
+    """So many bytes for people, to three digits: 812 B, 3.4 kB, 16 MB, 41.7 GB, 1.2 TB; a kB has 1,000."""
+    rounded = float(f"{count:.3g}")
+    power = min(4, (len(f"{rounded:.0f}") - 1) // 3)
+    value = rounded / 1000**power
+    digits = f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+    return f"{digits} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def plain_name(name: object, where: object) -> str:
+    """The name of a file that lies beside `where`, which names it. Raises ValueError for a path to somewhere else."""
+    if not isinstance(name, str) or name in ("", "..") or PureWindowsPath(name).name != name:
+        raise ValueError(f"{where} names the file {name!r}, but must name files beside it, without any folder")
+    return name
 
 
 def free_bytes(folder: Path) -> int:

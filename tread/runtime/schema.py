@@ -1,17 +1,20 @@
 """Nested dicts → dataclasses, by their annotations: every key known, of its type, or an error that says so.
 
 Choices are Literals. Annotated[…] adds a Range that a number must lie in, or a note, shown in brackets where
-a value is refused.
+a value is refused. Numbers without a Range of their own must be finite.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from tread.runtime.foreign_names import ours
 
 
 class Range(NamedTuple):
@@ -25,14 +28,21 @@ _ABOVE_0 = Range("be positive", lambda number: number > 0)
 Count = Annotated[int, _ABOVE_0]
 CountOrZero = Annotated[int, Range("not be negative", lambda number: number >= 0)]
 TwoOrMore = Annotated[int, Range("be at least 2", lambda number: number >= 2)]
-Positive = Annotated[float, _ABOVE_0]
+Positive = Annotated[float, Range("be positive and finite", lambda number: 0 < number <= sys.float_info.max)]
 Share = Annotated[float, Range("lie in [0, 1]", lambda number: 0 <= number <= 1)]
+_FINITE = Range("be a finite number", lambda number: abs(number) <= sys.float_info.max)  # nan compares as False
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    """The annotations of a dataclass's fields; its class variables are no settings."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {item.name: hints[item.name] for item in fields(kind)}
 
 
 def known_keys(kind: type, prefix: str = "") -> list[str]:
     """All dotted keys of the settings, sections included; the items of a list are written `*`."""
     keys = []
-    for name, hint in get_type_hints(kind).items():
+    for name, hint in _hints(kind).items():
         keys.append(prefix + name)
         for part in filter(is_dataclass, (hint, *get_args(hint))):
             keys += known_keys(part, f"{prefix}{name}.{'*.' * (get_origin(hint) is tuple)}")
@@ -40,10 +50,16 @@ def known_keys(kind: type, prefix: str = "") -> list[str]:
 
 
 def _unknown(key: str, known: Iterable[str]) -> ValueError:
-    """The error for a key, with the known one that is spelt most like it; the last part counts most."""
+    """The error for a key: what it is called here, if others know it so, else the known one that is spelt most like it.
+
+    Of the spelling the last part counts most.
+    """
+    known, spelt = list(known), re.sub(r"\.\d+", ".*", key)
+    if told := ours(key, known):
+        return ValueError(f"unknown setting {key!r}; {told}")
 
     def likeness(other: str) -> float:
-        (section, _, name), (other_section, _, other_name) = key.rpartition("."), other.rpartition(".")
+        (section, _, name), (other_section, _, other_name) = spelt.rpartition("."), other.rpartition(".")
         alike = difflib.SequenceMatcher(None, section, other_section).ratio()
         return alike + 2 * difflib.SequenceMatcher(None, name, other_name).ratio() + (name == other_name)
 
@@ -62,7 +78,7 @@ def check_overrides(arguments: Iterable[str], known: Iterable[str], moved: Mappi
         if moved and key in moved:
             raise ValueError(f"{key} is gone; set {moved[key]} in its place")
         if key not in known and not key.startswith("hydra"):
-            raise _unknown(key, known)
+            raise _unknown(match[1], known)
 
 
 def read(tree: dict, kind: type, prefix: str = "") -> Any:
@@ -79,9 +95,9 @@ def check(name: str, value: Any, kind: Any) -> None:
 
 
 def _build(kind: type, tree: Any, prefix: str, known: list[str]) -> Any:
+    hints = _hints(kind)
     if not isinstance(tree, dict):
-        raise ValueError(f"{prefix.rstrip('.')} is {tree!r}, but must be a section with keys")
-    hints = get_type_hints(kind, include_extras=True)
+        raise ValueError(f"{prefix.rstrip('.')} is {tree!r}, but must be a section with keys: {', '.join(hints)}")
     for key in tree:
         if key not in hints:
             raise _unknown(f"{prefix}{key}", known)
@@ -110,8 +126,8 @@ def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
             return _build(kind, value, key + ".", known)
         choices = [(type(choice), choice) for choice in get_args(kind)] if get_origin(kind) is Literal else ()
         if type(value) is kind or (kind is float and type(value) is int) or (type(value), value) in choices:
-            for limit in said:
-                if isinstance(limit, Range) and not limit.holds(value):
+            for limit in [limit for limit in said if isinstance(limit, Range)] or [_FINITE] * (kind is float):
+                if not limit.holds(value):
                     raise ValueError(f"{key} is {value!r}, but must {limit.must}")
             return float(value) if kind is float else value
         expected += _names(kind)

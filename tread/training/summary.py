@@ -5,6 +5,7 @@ from __future__ import annotations
 from routing_module import check_routes
 from tread.evaluation.digits_judge import VALUES
 from tread.routing.ids import count_kept
+from tread.runtime.files import size_text
 from tread.training.objective import active_routes
 from tread.training.run import Run
 
@@ -37,7 +38,7 @@ def describe(run: Run) -> str:
         "batch": f"{cfg.train.batch_size} = {run.processes.count} processes × {accumulation} accumulation steps × "
         f"{micro} images",
         "device": f"{run.processes.device}, {run.precision}",
-        "disk": f"{(16 + 4 * widths) * parameters / 1e6:,.0f} MB a checkpoint, every {cfg.every.save:,} steps",
+        "disk": f"{size_text((16 + 4 * widths) * parameters)} a checkpoint, every {cfg.every.save:,} steps",
     }
     if schedule:
         lines["routes"] += (
@@ -50,7 +51,7 @@ def describe(run: Run) -> str:
         lines["routes"] += f"; none from step {cfg.train.routes_until:,} on"
     if widths:
         every = cfg.ema.snapshot_every or cfg.every.save
-        lines["disk"] += f"; {2 * widths * parameters / 1e6:,.0f} MB of averages stored every {every:,} steps"
+        lines["disk"] += f"; {size_text(2 * widths * parameters)} of averages stored every {every:,} steps"
     doubts = list(run.doubts)
     if run.heldout is None:
         doubts.append(

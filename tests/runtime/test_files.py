@@ -1,0 +1,61 @@
+"""Sizes for people, and names of files. The references are division by powers of 1,000, and pathlib's own joining."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from tread.runtime.files import plain_name, size_text
+
+UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (999, "999 B"),
+        (999.7, "1 kB"),
+        (1000, "1 kB"),
+        (3450, "3.45 kB"),
+        (400_000, "400 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (95_000_000, "95 MB"),
+        (41_990_000_000, "42 GB"),
+        (1_234_000_000_000, "1.23 TB"),
+        (5_678_000_000_000_000, "5,680 TB"),
+    ],
+)
+def test_sizes_have_three_digits_and_a_fitting_unit(count, shown):
+    assert size_text(count) == shown
+
+
+def test_no_size_reads_as_nothing():
+    for power in range(49):
+        number, unit = size_text(2**power).replace(",", "").split()
+        assert math.isclose(float(number) * UNITS[unit], 2**power, rel_tol=0.005), power
+
+
+def test_all_sizes_are_said_by_one_function():
+    """A division by 10^6 or 10^9 in a text would read as 0.0 of something."""
+    for path in [*ROOT.glob("*.py"), *(ROOT / "tread").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]:
+        assert not re.search(r"/ 1e[69]\S*\} ?[MG]i?B|\} [MGT]i?B\b", path.read_text()), path
+
+
+@pytest.mark.parametrize(
+    "name", ["..", "", "a/b", "/a", "a/", "../a", "a/../b", "./a", ".", "a\\b", "\\a", "C:a", "C:\\a", 3, None]
+)
+def test_a_name_that_leaves_the_folder_is_refused_with_who_names_it(name):
+    with pytest.raises(ValueError, match=f"^here/index.json names the file {re.escape(repr(name))}, but must"):
+        plain_name(name, Path("here/index.json"))
+
+
+@pytest.mark.parametrize("name", ["a", "shard-00000.npy", "..a", "a..b", ".hidden", "a b", "ä"])
+def test_a_plain_name_is_a_file_of_the_folder(name):
+    assert (Path("here") / plain_name(name, "x")).parent == Path("here")
