@@ -20,7 +20,7 @@ import numpy as np
 import prepare_latents
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, launch, score
 from forked import FORKS, run_python
 from PIL import Image
 
@@ -544,3 +544,40 @@ def test_another_autoencoder_than_the_latents_own_is_refused(place, prepare, tmp
     x = torch.zeros(1, 4, 8, 8)
     own, other = (autoencoder.load_decoder(latents, autoencoder=str(place / name)) for name in ("kl", "other"))
     assert not torch.equal(own(x), other(x))
+
+
+# -------------------------------------------------------------------------------------- without one
+
+
+@pytest.mark.parametrize("given", ["flip=true", "dtype=float32"])
+def test_pixels_are_stored_as_they_are(place, prepare, tmp_path, given):
+    """Against the crops themselves; float16 gives all values back."""
+    text = prepare("autoencoder=none", given)
+    data, photos = LatentDataset(tmp_path / "data"), find_photos(place / "photos")
+    assert (data.latents.shape, data.latents.autoencoder) == ((3, 16, 16), "pixels")
+    assert "pixels in −1..1" in text and "PSNR" not in text and "patch_size" not in text
+    decode = autoencoder.load_decoder(data.latents)
+    for view in range(data.latents.views):
+        found = decode(to_network(data.read(np.arange(21), view).stored, data.latents)).permute(0, 2, 3, 1).numpy()
+        expected = np.stack([centre_crop(read_rgb(photos.read(index)), 16) for index in range(21)])
+        assert np.array_equal(found[:, :, ::-1] if view else found, expected)
+
+
+def test_pixels_of_large_pictures_are_refused_and_many_tokens_named(prepare):
+    with pytest.raises(ValueError, match="resolution is 129.*at most 128.*autoencoder"):
+        prepare("autoencoder=none", "resolution=129", "enlarge=true")
+    with pytest.raises(ValueError, match="store=moments needs an AutoencoderKL"):
+        prepare("autoencoder=none", "store=moments")
+    text = prepare("autoencoder=none", "resolution=48", "enlarge=true")
+    assert "note      576 tokens a picture with model.patch_size=2, 256 with model.patch_size=3" in text
+
+
+def test_pixels_are_trained_on_sampled_and_scored(place, prepare, tmp_path, inception_file):
+    """The whole way at 16 px; scores are against the photos' own crops."""
+    prepare("autoencoder=none")
+    small = ["dataset=folder", "dataset.path=data", "eval.points=16", "model.patch_size=4", "name=run"]
+    assert "21 samples of (3, 16, 16)" in launch(tmp_path, *small)
+    grid = np.asarray(Image.open(tmp_path / "results/run/samples/step_0000006.png"))
+    assert grid.ndim == 3 and grid.shape[2] == 3
+    given = [f"inception={inception_file}", f"reference={place / 'photos'}", "crop=16", "num_samples=8", "steps=2"]
+    assert "KID" in score(tmp_path, "checkpoint=results/run", *given)

@@ -1,6 +1,7 @@
 """From pixels to what is stored of them, and from network latents to pixels, by a diffusers autoencoder.
 
-The autoencoder "pixels" is the identity: its z is the picture itself, with 0..255 mapped to −1..1.
+The autoencoder "pixels" is the identity: its z is the picture itself, with 0..255 mapped to −1..1. The setting that
+chooses it is autoencoder=none.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ Decoder = Callable[[Tensor], Tensor]
 Encoder = Callable[[Tensor], np.ndarray]
 KINDS = ("AutoencoderKL", "AutoencoderTiny")
 Store = Literal["auto", "moments", "latents"]
+PIXELS_UP_TO = 128  # pixels along the side of pictures that are stored without an autoencoder
 # Stable Diffusion 1's autoencoder, for weight files that come without a config
 SD_CONFIG = {
     "_class_name": "AutoencoderKL",
@@ -153,18 +155,41 @@ def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ..
     )
 
 
-def encoder(model: nn.Module, latents: LatentSpec, precision: str = "fp32") -> Encoder:
+def as_pixels(resolution: int, classes: tuple[str, ...], store: Store, **kept) -> LatentSpec:
+    """What is stored of pictures without an autoencoder: (3, R, R) in −1..1. Arguments are those of `encoded`.
+
+    Raises ValueError for large pictures.
+    """
+    if store == "moments":
+        raise ValueError("store=moments needs an AutoencoderKL, but autoencoder=none stores pixels")
+    if resolution > PIXELS_UP_TO:
+        raise ValueError(
+            f"resolution is {resolution}, but autoencoder=none, which stores pixels, takes at most {PIXELS_UP_TO}: a "
+            "network on so many would be slow. Choose resolution=64, say, or an autoencoder"
+        )
+    return LatentSpec((3, resolution, resolution), classes, "pixels", scale_applied=True, **kept)
+
+
+def patch_for(side: int, tokens: int = 256) -> int:
+    """The smallest model.patch_size from 2 on that makes at most so many tokens of pixels or latents of that side."""
+    return next((p for p in range(2, side) if side % p == 0 and (side // p) ** 2 <= tokens), side)
+
+
+def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32") -> Encoder:
     """A function from uint8 pictures (B, 3, R, R) to what is stored of them: (B, views, C or 2C, S, S) float32.
 
-    With views=2 the second is the encoded flipped picture. precision is fp32, or bf16 for autocast.
+    With views=2 the second is the encoded flipped picture. precision is fp32, or bf16 for autocast. Without a
+    model the pixels are stored.
     """
+    if model is None:
+        return lambda pictures: torch.stack(_views(pictures.float() / 127.5 - 1, latents), dim=1).numpy()
     device = next(model.parameters()).device
 
     @torch.no_grad()
     def encode(pictures: Tensor) -> np.ndarray:
         pixels = (pictures.to(device).float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
         views = []
-        for view in (pixels, pixels.flip(-1))[: latents.views]:
+        for view in _views(pixels, latents):
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
                 out = model.encode(view)
             if latents.content == "moments":
@@ -175,6 +200,10 @@ def encoder(model: nn.Module, latents: LatentSpec, precision: str = "fp32") -> E
         return torch.stack(views, dim=1).numpy()
 
     return encode
+
+
+def _views(pictures: Tensor, latents: LatentSpec) -> list[Tensor]:
+    return [pictures, pictures.flip(-1)][: latents.views]
 
 
 def load_decoder(latents: LatentSpec, device: torch.device | str = "cpu", autoencoder: str | None = None) -> Decoder:
