@@ -12,6 +12,7 @@ import os
 import random
 import resource
 import shutil
+import socket
 import sys
 import time
 
@@ -485,10 +486,11 @@ def test_weight_files_of_every_kind_give_the_same_autoencoder(tmp_path, monkeypa
     torch.save(model.state_dict(), tmp_path / "file.pt")
     names = [str(tmp_path / name) for name in ("folder", "file.safetensors", "file.pt")]
     save_file(stable_diffusion_names(model.state_dict()), tmp_path / "sd.safetensors")
-    names += [str(tmp_path / "sd.safetensors")]
+    torch.save({"state_dict": stable_diffusion_names(model.state_dict())}, tmp_path / "sd.ckpt")
+    names += [str(tmp_path / "sd.safetensors"), str(tmp_path / "sd.ckpt")]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     found = [autoencoder.fingerprint(autoencoder.load_autoencoder(name)) for name in names]
-    assert found == [autoencoder.fingerprint(model)] * 4
+    assert found == [autoencoder.fingerprint(model)] * 5
 
 
 def stable_diffusion_names(state):
@@ -529,6 +531,28 @@ def test_the_real_taesd_gives_photos_back(asset):
     back = autoencoder.load_decoder(latents)(to_network(stored, latents))
     errors = ((back.double() - pixels.double()) ** 2).mean(dim=(1, 2, 3))
     assert 18 < (10 * torch.log10(255**2 / errors)).mean() < 28  # 22.5 dB in the mean over all thousand
+
+
+def test_a_hub_id_is_taken_from_the_cache_and_without_it_the_hub_is_asked_once(place, monkeypatch, tmp_path, caplog):
+    """The cache as huggingface_hub lays it out; a hub that keeps silent, as where a network lets nothing out."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--some--kl"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(place / "kl", repository / "snapshots" / ("a" * 40))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr("tread.runtime.network.check_answer.__defaults__", (0.2,))
+        expected = autoencoder.fingerprint(autoencoder.load_autoencoder(str(place / "kl")))
+        assert autoencoder.fingerprint(autoencoder.load_autoencoder("some/kl")) == expected
+        (repository / "snapshots" / ("a" * 40) / "diffusion_pytorch_model.safetensors").unlink()
+        for name in ("some/kl", "some/other"):
+            with pytest.raises(ValueError, match=f"(?s)'{name}' could not be.*can't be reached: no answer in 0.2 s"):
+                autoencoder.load_autoencoder(name)
+    for path in ("some/kl.safetensors", "/some/kl", "no/such/folder"):
+        with pytest.raises(ValueError, match="there is no such file or folder"):
+            autoencoder.load_autoencoder(path)
+    assert not caplog.records
 
 
 def test_another_autoencoder_than_the_latents_own_is_refused(place, prepare, tmp_path):

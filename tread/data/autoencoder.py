@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
@@ -21,10 +23,14 @@ from torch import Tensor, nn
 
 from tread.data.latents import LatentSpec, from_network
 from tread.runtime.device import exact
+from tread.runtime.network import check_answer
 from tread.runtime.tensor_files import read_state_dict
 
 Decoder = Callable[[Tensor], Tensor]
 Encoder = Callable[[Tensor], np.ndarray]
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+HUB_FILES = ("config.json", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
+WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
 KINDS = ("AutoencoderKL", "AutoencoderTiny")
 Store = Literal["auto", "moments", "latents"]
 PIXELS_UP_TO = 128  # pixels along the side of pictures that are stored without an autoencoder
@@ -62,18 +68,17 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
           Diffusion's own parameter names. A file has no config: its autoencoder must be Stable
           Diffusion 1's or TAESD's, the last in diffusers' names.
 
-    Raises ValueError if it is neither or can't be had.
+    A hub id that was fetched once is taken from its cache without asking the hub. Raises ValueError if it is none of
+    these or can't be had; without a network after some seconds.
     """
-    import diffusers  # imported here because it takes seconds and "pixels" does not need it
-
     try:
+        local = Path(name).exists() or _cached(name)
+        import diffusers  # imported here because it takes seconds and "pixels" does not need it
+
         if Path(name).is_file():
             model = _from_file(Path(name), diffusers)
         else:
-            kind = diffusers.AutoencoderKL.load_config(name)["_class_name"]
-            if kind not in KINDS:
-                raise ValueError(f"it is a {kind}")
-            model = getattr(diffusers, kind).from_pretrained(name, torch_dtype=torch.float32)
+            model = _from_folder_or_hub(name, diffusers, local)
     except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError, SafetensorError) as error:
         raise ValueError(
             f"autoencoder {name!r} could not be loaded as one of {', '.join(KINDS)}: {error}\n"
@@ -86,6 +91,29 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
 def located(name: str) -> str:
     """The name of an autoencoder that holds from any folder: hub ids as they are, paths in full."""
     return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def _cached(name: str) -> bool:
+    """Whether a hub id is in the cache. Raises ValueError if it is none, OSError if it is not and the hub is silent."""
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.utils import get_session
+
+    if not HUB_ID.fullmatch(name) or name.endswith(WEIGHT_FILES):
+        raise ValueError("there is no such file or folder")
+    there = {file for file in HUB_FILES if isinstance(try_to_load_from_cache(name, file), str)}
+    if "config.json" in there and len(there) > 1:
+        return True
+    check_answer(constants.ENDPOINT, lambda url, seconds: get_session().head(url, timeout=seconds).status_code)
+    return False
+
+
+def _from_folder_or_hub(name: str, diffusers, local: bool) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks.*")  # of diffusers, about itself
+        kind = diffusers.AutoencoderKL.load_config(name, local_files_only=local)["_class_name"]
+        if kind not in KINDS:
+            raise ValueError(f"it is a {kind}")
+        return getattr(diffusers, kind).from_pretrained(name, torch_dtype=torch.float32, local_files_only=local)
 
 
 def _from_file(path: Path, diffusers) -> nn.Module:
