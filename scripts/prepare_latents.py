@@ -42,7 +42,7 @@ class Options:
     root: str | None
     labels: str | None
     out: str
-    heldout: Fraction | Count | None
+    heldout: Count | Fraction | None
     resolution: Count
     flip: bool
     autoencoder: str
