@@ -95,8 +95,9 @@ def prepare(options: Options, processes: Processes) -> None:
         plan["heldout"] = options.heldout
         writers = {part: DatasetWriter(folder, latents, {**plan, "part": part}) for part, folder in folders.items()}
     unfinished = {part: writer for part, writer in writers.items() if not writer.is_finished()}
-    for part in writers.keys() - unfinished.keys():
-        processes.say(f"{writers[part].folder} is finished")
+    for part, writer in writers.items():
+        if part not in unfinished:
+            processes.say(f"{writer.folder} is finished")
     if not unfinished:
         return
     damage = Damage(next(iter(unfinished.values())).work / "damaged", photos)

@@ -281,7 +281,7 @@ def find_weights(path: str | None = None) -> Path:
 
 def _ask(url: str, seconds: int) -> int:
     try:
-        return urlopen(Request(url, method="HEAD"), timeout=seconds).status
+        return urlopen(Request(url, method="HEAD"), timeout=seconds).status or 200  # None of a file's URL
     except HTTPError as error:  # an answer too
         return error.code
 
