@@ -148,8 +148,7 @@ def prepare(options: Options, processes: Processes) -> None:
     )
     processes.wait()
     if options.on_error == "stop":
-        missing = [piece.name for piece in pieces if piece.number in piece.writer.missing(piece.number + 1)]
-        processes.from_main(lambda: damage.check(missing))
+        processes.from_main(lambda: damage.check(piece.name for piece in pieces if not piece.writer.has(piece.number)))
     if processes.main:
         finish(photos, unfinished, writers, shards, options, processes.device)
 

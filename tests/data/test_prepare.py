@@ -471,6 +471,11 @@ def test_a_class_whose_pictures_are_all_damaged_is_named(photos, prepare, tmp_pa
     assert not (tmp_path / "data").exists()
     prepare(f"source={photos}", "on_error=skip", "allow_empty=true")
     assert LatentDataset(tmp_path / "data").labels.tolist() == [0] * 7 + [2] * 9
+    with pytest.raises(ValueError, match="no picture of bee could be read"):
+        prepare(f"source={photos}", "on_error=skip", f"out={tmp_path / 'other'}")
+    shutil.copy(photos / "ant/1.png", photos / "bee/1.png")  # one that is repaired is taken, without more to do
+    prepare(f"source={photos}", "on_error=skip", f"out={tmp_path / 'other'}")
+    assert LatentDataset(tmp_path / "other").labels.tolist() == [0] * 7 + [1] + [2] * 9
 
 
 WRONG = {

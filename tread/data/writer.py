@@ -94,7 +94,11 @@ class DatasetWriter:
 
     def missing(self, shards: int) -> list[int]:
         """The shards among 0..shards−1 that are still to be written."""
-        return [number for number in range(shards) if not self._note(number).exists()]
+        return [number for number in range(shards) if not self.has(number)]
+
+    def has(self, number: int) -> bool:
+        """Whether a shard is there."""
+        return self._note(number).exists()
 
     def _note(self, number: int) -> Path:
         return self._done / f"{number:05d}.json"
