@@ -12,6 +12,7 @@ import os
 import random
 import resource
 import shutil
+import socket
 import sys
 import time
 
@@ -20,12 +21,13 @@ import numpy as np
 import prepare_latents
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, launch, score
 from forked import FORKS, run_python
 from PIL import Image
 
 from tread.data import autoencoder
-from tread.data.dataset import LatentDataset
+from tread.data.dataset import LatentDataset, read_index
+from tread.data.heldout import held_out
 from tread.data.images import centre_crop, read_rgb
 from tread.data.latents import to_network
 from tread.data.photos import find_photos
@@ -34,8 +36,11 @@ from tread.data.tars import Tar
 from tread.data.writer import DatasetWriter
 from tread.runtime import schema
 from tread.runtime.distributed import share_work
+from tread.training.run_folder import RunLog
+from tread.training.setup import complete
 
 SIZES = {"ant": 7, "bee": 5, "cow": 9}
+PIXELS = ["autoencoder=none", "dtype=float32"]
 CORES = sorted(os.sched_getaffinity(0))
 TINY = {
     "block_out_channels": (8, 8),
@@ -380,10 +385,10 @@ DAMAGE = {
 def test_a_damaged_picture_stops_or_is_left_out(photos, prepare, tmp_path, damage):
     act, shown = DAMAGE[damage]
     act(photos / "bee" / "2.png")
-    with pytest.raises(ValueError, match=rf"bee/2.png can't be read as a picture \(({shown}).*on_error=skip"):
+    with pytest.raises(ValueError, match=rf"(?s)bee/2.png can't be read as a picture \(({shown}).*on_error=skip"):
         prepare(f"source={photos}")
     assert not (tmp_path / "data").exists()
-    assert len(list((tmp_path / ".data.unfinished" / "done").iterdir())) == 2
+    assert len(list((tmp_path / ".data.unfinished" / "done").iterdir())) == 5  # all but its own
     text = prepare(f"source={photos}", "on_error=skip", "decode=21")
     data = LatentDataset(tmp_path / "data")
     made = json.loads((tmp_path / "data" / "report.json").read_text())
@@ -396,9 +401,63 @@ def test_a_damaged_picture_stops_or_is_left_out(photos, prepare, tmp_path, damag
     assert np.allclose(made["psnr"], json.loads((tmp_path / "without" / "report.json").read_text())["psnr"], rtol=1e-2)
 
 
+@pytest.mark.parametrize("heldout", [None, 6])
+def test_all_damaged_pictures_are_named_and_without_them_the_work_goes_on(photos, prepare, tmp_path, heldout):
+    """In one go, whole shards staying; it ends with what on_error=skip would have made."""
+    given = [f"source={photos}", *PIXELS, "shard_size=3", *([f"heldout={heldout}"] if heldout else [])]
+    damaged = ["ant/0.png", "bee/2.png", "cow/7.png", "cow/8.png"]
+    for name in damaged:
+        (photos / name).write_text("words")
+    prepare(*given, "on_error=skip", f"out={tmp_path / 'expected'}")
+    with pytest.raises(ValueError, match="(?s)damaged pictures, 4 in all.*" + ".*".join(damaged)):
+        prepare(*given)
+    done = {path: path.stat().st_mtime_ns for path in tmp_path.glob(".data*/done/*")}
+    assert len(done) >= 3
+    for name in damaged[:2]:
+        (photos / name).unlink()
+    with pytest.raises(ValueError, match="(?s)^(?!.*ant/0).*pictures, 2 in all.*cow/7.png.*cow/8.png"):
+        prepare(*given)
+    for name in damaged[2:]:
+        (photos / name).unlink()
+    assert done == {path: path.stat().st_mtime_ns for path in done}
+    prepare(*given)
+    for part in ("", "-heldout")[: 1 + bool(heldout)]:
+        assert shard_files(tmp_path / f"data{part}") == shard_files(tmp_path / f"expected{part}")
+    assert "is finished" in prepare(*given) and not list(tmp_path.glob(".*"))
+
+
+def test_a_replaced_picture_is_taken_and_where_nothing_is_whole_the_work_begins_anew(photos, prepare, tmp_path):
+    given = [f"source={photos}", *PIXELS]
+    (photos / "bee/2.png").write_text("words")
+    with pytest.raises(ValueError, match="(?s)1 in all.*bee/2.png"):
+        prepare(*given, "shard_size=100")
+    (photos / "bee/2.png").unlink()
+    (photos / "bee/3.png").unlink()  # which was none of the damaged
+    assert "20 in" not in (text := prepare(*given, "shard_size=50")) and "19 in 3 classes" in text
+    shutil.rmtree(tmp_path / "data")
+    (photos / "bee/1.png").write_text("words")
+    with pytest.raises(ValueError, match="(?s)1 in all.*bee/1.png"):
+        prepare(*given)
+    shutil.copy(photos / "ant/1.png", photos / "bee/1.png")
+    prepare(*given)
+    assert len(LatentDataset(tmp_path / "data")) == 19 and not list(tmp_path.glob(".*"))
+
+
+def test_many_damaged_files_are_counted(photos, prepare):
+    for number in range(30):
+        (photos / "ant" / f"x{number}.png").write_text("words")
+        (photos / "ant" / f"y{number}.txt").write_text("words")
+    with pytest.raises(ValueError, match="(?s)no pictures, 30 in all.*ant/y0.txt.*and 10 more"):
+        prepare(f"source={photos}")
+    for path in (photos / "ant").glob("*.txt"):
+        path.unlink()
+    with pytest.raises(ValueError, match="(?s)damaged pictures, 30 in all.*ant/x0.png.*and 10 more"):
+        prepare(f"source={photos}", *PIXELS)
+
+
 def test_a_file_that_is_no_picture_is_named(photos, prepare, tmp_path):
     (photos / "ant" / "notes.txt").write_text("words")
-    with pytest.raises(ValueError, match="ant/notes.txt is no picture.*on_error=skip"):
+    with pytest.raises(ValueError, match="(?s)1 in all.*ant/notes.txt is no picture.*on_error=skip"):
         prepare(f"source={photos}")
     prepare(f"source={photos}", "on_error=skip")
     assert json.loads((tmp_path / "data" / "report.json").read_text())["left_out"][0][0] == "ant/notes.txt"
@@ -412,6 +471,11 @@ def test_a_class_whose_pictures_are_all_damaged_is_named(photos, prepare, tmp_pa
     assert not (tmp_path / "data").exists()
     prepare(f"source={photos}", "on_error=skip", "allow_empty=true")
     assert LatentDataset(tmp_path / "data").labels.tolist() == [0] * 7 + [2] * 9
+    with pytest.raises(ValueError, match="no picture of bee could be read"):
+        prepare(f"source={photos}", "on_error=skip", f"out={tmp_path / 'other'}")
+    shutil.copy(photos / "ant/1.png", photos / "bee/1.png")  # one that is repaired is taken, without more to do
+    prepare(f"source={photos}", "on_error=skip", f"out={tmp_path / 'other'}")
+    assert LatentDataset(tmp_path / "other").labels.tolist() == [0] * 7 + [1] + [2] * 9
 
 
 WRONG = {
@@ -485,10 +549,11 @@ def test_weight_files_of_every_kind_give_the_same_autoencoder(tmp_path, monkeypa
     torch.save(model.state_dict(), tmp_path / "file.pt")
     names = [str(tmp_path / name) for name in ("folder", "file.safetensors", "file.pt")]
     save_file(stable_diffusion_names(model.state_dict()), tmp_path / "sd.safetensors")
-    names += [str(tmp_path / "sd.safetensors")]
+    torch.save({"state_dict": stable_diffusion_names(model.state_dict())}, tmp_path / "sd.ckpt")
+    names += [str(tmp_path / "sd.safetensors"), str(tmp_path / "sd.ckpt")]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     found = [autoencoder.fingerprint(autoencoder.load_autoencoder(name)) for name in names]
-    assert found == [autoencoder.fingerprint(model)] * 4
+    assert found == [autoencoder.fingerprint(model)] * 5
 
 
 def stable_diffusion_names(state):
@@ -531,6 +596,28 @@ def test_the_real_taesd_gives_photos_back(asset):
     assert 18 < (10 * torch.log10(255**2 / errors)).mean() < 28  # 22.5 dB in the mean over all thousand
 
 
+def test_a_hub_id_is_taken_from_the_cache_and_without_it_the_hub_is_asked_once(place, monkeypatch, tmp_path, caplog):
+    """The cache as huggingface_hub lays it out; a hub that keeps silent, as where a network lets nothing out."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--some--kl"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(place / "kl", repository / "snapshots" / ("a" * 40))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr("tread.runtime.network.check_answer.__defaults__", (0.2,))
+        expected = autoencoder.fingerprint(autoencoder.load_autoencoder(str(place / "kl")))
+        assert autoencoder.fingerprint(autoencoder.load_autoencoder("some/kl")) == expected
+        (repository / "snapshots" / ("a" * 40) / "diffusion_pytorch_model.safetensors").unlink()
+        for name in ("some/kl", "some/other"):
+            with pytest.raises(ValueError, match=f"(?s)'{name}' could not be.*can't be reached: (no answer|timed out)"):
+                autoencoder.load_autoencoder(name)
+    for path in ("some/kl.safetensors", "/some/kl", "no/such/folder"):
+        with pytest.raises(ValueError, match="there is no such file or folder"):
+            autoencoder.load_autoencoder(path)
+    assert not caplog.records
+
+
 def test_another_autoencoder_than_the_latents_own_is_refused(place, prepare, tmp_path):
     moved = shutil.copytree(place / "kl", tmp_path / "vae")
     prepare(f"autoencoder={moved}")
@@ -544,3 +631,137 @@ def test_another_autoencoder_than_the_latents_own_is_refused(place, prepare, tmp
     x = torch.zeros(1, 4, 8, 8)
     own, other = (autoencoder.load_decoder(latents, autoencoder=str(place / name)) for name in ("kl", "other"))
     assert not torch.equal(own(x), other(x))
+
+
+# -------------------------------------------------------------------------------------- without one
+
+
+@pytest.mark.parametrize("given", ["flip=true", "dtype=float32"])
+def test_pixels_are_stored_as_they_are(place, prepare, tmp_path, given):
+    """Against the crops themselves; float16 gives all values back."""
+    text = prepare("autoencoder=none", given)
+    data, photos = LatentDataset(tmp_path / "data"), find_photos(place / "photos")
+    assert (data.latents.shape, data.latents.autoencoder) == ((3, 16, 16), "pixels")
+    assert "pixels in −1..1" in text and "PSNR" not in text and "patch_size" not in text
+    decode = autoencoder.load_decoder(data.latents)
+    for view in range(data.latents.views):
+        found = decode(to_network(data.read(np.arange(21), view).stored, data.latents)).permute(0, 2, 3, 1).numpy()
+        expected = np.stack([centre_crop(read_rgb(photos.read(index)), 16) for index in range(21)])
+        assert np.array_equal(found[:, :, ::-1] if view else found, expected)
+
+
+def test_pixels_of_large_pictures_are_refused_and_many_tokens_named(prepare):
+    with pytest.raises(ValueError, match="resolution is 129.*at most 128.*autoencoder"):
+        prepare("autoencoder=none", "resolution=129", "enlarge=true")
+    with pytest.raises(ValueError, match="store=moments needs an AutoencoderKL"):
+        prepare("autoencoder=none", "store=moments")
+    text = prepare("autoencoder=none", "resolution=48", "enlarge=true")
+    assert "note      576 tokens a picture with model.patch_size=2, 256 with model.patch_size=3" in text
+
+
+def test_pixels_are_trained_on_sampled_and_scored(place, prepare, tmp_path, inception_file):
+    """The whole way at 16 px; scores are against the photos' own crops."""
+    prepare("autoencoder=none")
+    small = ["dataset=folder", "dataset.path=data", "eval.points=16", "model.patch_size=4", "name=run"]
+    assert "21 samples of (3, 16, 16)" in launch(tmp_path, *small)
+    grid = np.asarray(Image.open(tmp_path / "results/run/samples/step_0000006.png"))
+    assert grid.ndim == 3 and grid.shape[2] == 3
+    given = [f"inception={inception_file}", f"reference={place / 'photos'}", "crop=16", "num_samples=8", "steps=2"]
+    assert "KID" in score(tmp_path, "checkpoint=results/run", *given)
+
+
+# ------------------------------------------------------------------------------------ held-out data
+
+
+def test_held_out_pictures_are_a_dataset_of_their_own(place, prepare, tmp_path):
+    """Against the datasets made of all pictures, and against held_out for which ones they are."""
+    prepare(*PIXELS, f"out={tmp_path / 'all'}")
+    text = prepare(*PIXELS, "heldout=0.2")
+    assert "held out  4 of them" in text and {path.name for path in tmp_path.iterdir()} == {
+        "all",
+        "data",
+        "data-heldout",
+    }
+    photos, whole = find_photos(place / "photos"), LatentDataset(tmp_path / "all")
+    mask = held_out(photos.names, photos.labels, 3, 0.2)
+    assert mask.sum() == 4
+    for name, chosen in (("data", ~mask), ("data-heldout", mask)):
+        data, expected = LatentDataset(tmp_path / name, verify="full"), whole.read(np.flatnonzero(chosen))
+        assert torch.equal(data.read(np.arange(len(data))).stored, expected.stored)
+        assert data.labels.tolist() == expected.labels.tolist() and data.latents == whole.latents
+    assert read_index(tmp_path / "data")["heldout"] == "../data-heldout"
+    assert read_index(tmp_path / "data-heldout")["train"] == "../data"
+    assert prepare(*PIXELS, "heldout=0.2") == "".join(
+        f"{tmp_path / 'data'}{part} is finished\n" for part in ("", "-heldout")
+    )
+
+
+def test_training_finds_the_held_out_pictures(prepare, tmp_path, composed, monkeypatch):
+    """Unless another is named, or none; a folder that was moved alone is asked for."""
+    prepare(*PIXELS, "heldout=3")
+    monkeypatch.chdir(tmp_path)
+    config = composed("dataset=folder", "dataset.path=data")
+    assert complete(config)["dataset"]["heldout"] == "data-heldout"
+    assert (
+        complete(composed("dataset=folder", "dataset.path=data", "dataset.heldout=null"))["dataset"]["heldout"] is None
+    )
+    assert complete(composed("dataset=folder", "dataset.path=data", "dataset.heldout=x"))["dataset"]["heldout"] == "x"
+    alone = composed("dataset=folder", "dataset.path=data-heldout")
+    assert complete(alone)["dataset"]["heldout"] is None
+    small = ["dataset=folder", "dataset.path=data", "eval.points=16", "model.patch_size=4", "sampling.decode=false"]
+    launch(tmp_path, *small, "name=run")
+    assert "eval_loss" in RunLog(tmp_path / "results/run").records()[-1]
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "data")
+    for name in ("data", "data-heldout"):
+        (tmp_path / name).rename(tmp_path / "elsewhere" / name)
+    found = complete(composed("dataset=folder", "dataset.path=link"))["dataset"]["heldout"]
+    assert os.path.samefile(found, tmp_path / "elsewhere" / "data-heldout")
+    shutil.rmtree(tmp_path / "elsewhere" / "data-heldout")
+    with pytest.raises(FileNotFoundError, match="data-heldout, which is not there.*dataset.heldout=null"):
+        complete(composed("dataset=folder", "dataset.path=link"))
+
+
+@pytest.mark.parametrize("ends", ["a shard", "heldout", "train"])
+def test_both_datasets_are_whole_or_not_there(prepare, tmp_path, monkeypatch, ends):
+    """Stopped while a shard is written, or just before a dataset gets its name; then the other, removed."""
+    prepare(*PIXELS, "heldout=5", f"out={tmp_path / 'expected'}")
+    expected = {part: shard_files(tmp_path / f"expected{part}") for part in ("", "-heldout")}
+
+    def stop(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    def stop_at(self, *args, publish=DatasetWriter.publish):
+        (stop if self.folder.name.endswith("heldout") == (ends == "heldout") else publish)(self, *args)
+
+    def stop_late(self, number, *args, write=DatasetWriter.write, **kwargs):
+        (stop if number == 2 else write)(self, number, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DatasetWriter, *(("write", stop_late) if ends == "a shard" else ("publish", stop_at)))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(*PIXELS, "heldout=5")
+    there = {path.name for path in tmp_path.glob("data*")}
+    assert there == ({"data-heldout"} if ends == "train" else set())
+    text = prepare(*PIXELS, "heldout=5")
+    assert "5 of 6 shards" not in text and ("data-heldout is finished" in text) == (ends == "train")
+    for part, content in expected.items():
+        assert shard_files(tmp_path / f"data{part}") == content
+    shutil.rmtree(tmp_path / "data-heldout")
+    assert f"{tmp_path / 'data'} is finished" in prepare(*PIXELS, "heldout=5")
+    assert shard_files(tmp_path / "data-heldout") == expected["-heldout"]
+    assert not list(tmp_path.glob(".*"))
+
+
+def shard_files(folder):
+    return {name: content for name, content in files(folder).items() if name.startswith("shard")}
+
+
+def test_held_out_counts_that_can_not_be_are_refused(prepare, tmp_path):
+    for given, shown in (("19", "19 pictures, but 18 can be"), ("1.5", "between 0 and 1"), ("0", "be positive")):
+        with pytest.raises(ValueError, match=f"heldout.*{shown}"):
+            prepare(*PIXELS, f"heldout={given}")
+    (tmp_path / "data-heldout").mkdir()
+    with pytest.raises(FileExistsError, match="data-heldout exists already"):
+        prepare(*PIXELS, "heldout=3")
+    assert {path.name for path in tmp_path.iterdir()} == {"data-heldout"}

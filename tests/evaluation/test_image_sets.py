@@ -14,6 +14,7 @@ from tread.data.images import centre_crop
 from tread.evaluation.image_sets import save_npz
 from tread.evaluation.part_store import PartStore
 from tread.evaluation.reference import check_size, save_statistics
+from tread.runtime.distributed import share_work
 
 
 def write_folder(folder, pictures, suffix="png"):
@@ -186,7 +187,7 @@ def test_statistics_that_are_saved_are_a_reference(tmp_path):
     pool, spatial = rng.standard_normal((6, 2048)), rng.standard_normal((6, 2023))
     for number, rows in enumerate(parts.ranges):
         parts.write(number, {"pool": pool[rows.start : rows.stop], "spatial": spatial[rows.start : rows.stop]})
-    save_statistics(tmp_path / "out" / "stats.npz", parts, 6, (16, 16))
+    save_statistics(tmp_path / "out" / "stats.npz", parts, 6, (16, 16), share_work(None))
     found = open_reference(tmp_path / "out" / "stats.npz")
     np.testing.assert_allclose(found.pool[1], np.cov(pool, rowvar=False), atol=1e-12)
     np.testing.assert_allclose(found.spatial[0], spatial.mean(axis=0), atol=1e-12)

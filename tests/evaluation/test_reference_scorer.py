@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import scipy.linalg
@@ -9,6 +11,7 @@ import torch
 from conftest import open_pictures, open_reference
 
 from tread.evaluation import features as kept
+from tread.evaluation import image_sets
 from tread.evaluation.inception import Inception, extract, load_inception
 from tread.evaluation.part_store import PartStore
 from tread.evaluation.reference_scorer import ReferenceScorer
@@ -28,7 +31,8 @@ def parts_of(folder, arrays, size=7):
 
 def score(samples, reference, features, with_classes=True):
     network = Inception(with_classes, narrow=16)  # says the device, and whether there are probabilities
-    values, unavailable, counts = ReferenceScorer(reference, network, "weights", features, 0.0).score(samples)
+    scorer = ReferenceScorer(reference, network, "weights", features, 0.0, share_work(None))
+    values, unavailable, counts = scorer.score(samples)
     assert counts == {}
     return values, unavailable
 
@@ -108,7 +112,7 @@ def test_statistics_in_the_file_decide_over_its_pictures(tmp_path, pictures_of):
 def warnings(samples, reference):
     with torch.device("meta"):
         network = Inception(with_classes=False)
-    return ReferenceScorer(reference, network, "weights", None, 0.0).warnings(samples)
+    return ReferenceScorer(reference, network, "weights", None, 0.0, share_work(None)).warnings(samples)
 
 
 def test_small_counts_are_warned_of(tmp_path, pictures_of):
@@ -134,3 +138,22 @@ def test_extraction_in_parts_is_extraction_at_once(tmp_path, pictures_of, incept
     whole = extract(network, torch.from_numpy(pictures.transpose(0, 3, 1, 2)))
     for name in ("pool", "spatial", "probabilities"):
         np.testing.assert_allclose(np.concatenate(list(parts.arrays(name))), whole[name], rtol=1e-4, atol=1e-5)
+
+
+def test_what_takes_long_with_many_samples_is_said(tmp_path, capsys, monkeypatch, pictures_of):
+    """Each stage of a scoring, and a hash of a large file; bars come to their ends."""
+    samples, others = (parts_of(tmp_path / name, features(30, seed, 0.0)) for seed, name in enumerate("ab"))
+    np.savez(tmp_path / "batch.npz", pictures_of(30, 8, 0))
+    score(samples, open_reference(tmp_path / "batch.npz"), others)
+    told = capsys.readouterr()
+    for what in ("the samples, pool", "the reference, pool", "the samples, spatial", "the reference, spatial"):
+        assert f"mean and covariance of {what}: 100%" in told.err and "30/30" in told.err
+    assert "precision and recall: 100%" in told.err and "120/120" in told.err  # 2·(n + m)
+    assert "KID: 100%" in told.err and "90/90" in told.err  # n + 2·m
+    assert told.out.splitlines() == [f"distance of both means and covariances, {kind}" for kind in ("pool", "spatial")]
+    assert samples.missing(share_work(None)) == [] and "checking a: 100%" in capsys.readouterr().err
+    (tmp_path / "large.npz").touch()
+    os.truncate(tmp_path / "large.npz", 2 * 10**8 + 1)  # a hole, which takes no room
+    monkeypatch.setattr(image_sets, "sha256", lambda path: "0")
+    image_sets.hash_of(tmp_path / "large.npz", share_work(None))
+    assert "large.npz, 0.2 GB, for its hash" in capsys.readouterr().out

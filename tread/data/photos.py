@@ -15,6 +15,7 @@ import json
 import os
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +30,7 @@ from tread.runtime.tensor_files import listed
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 LABEL_FILES = ("dataset.json", "labels.csv", "metadata.csv")
 LABEL_FORMATS = 'EDM\'s dataset.json, {"labels": [[file, label], …]}, or a CSV with the header file,label'
+NAMED = 20  # files that an error names
 MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake
 
 
@@ -63,6 +65,19 @@ class Photos:
                 f"{self.where}: classes without a picture: {listed(empty)}. "
                 "Remove what is empty, or set allow_empty=true to keep the class"
             )
+
+    def refuse(self) -> None:
+        """Raise ValueError that names the files that are no pictures."""
+        raise ValueError(
+            f"{self.where}: files that are no pictures, {len(self.refused):,} in all"
+            f"{named(self.refused, 'is no picture: {}')}\nRemove them, or leave them out with on_error=skip"
+        )
+
+
+def named(files: list[tuple[str, str]], what: str) -> str:
+    """The first of some files and why they are refused, a line each, and how many more there are."""
+    more = f"\n  and {len(files) - NAMED:,} more" if len(files) > NAMED else ""
+    return "".join(f"\n  {name} {what.format(why)}" for name, why in files[:NAMED]) + more
 
 
 class Folder:
@@ -192,9 +207,9 @@ def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tupl
     kept = sorted(table)
     labels = [table[name] for name in kept]
     if all(isinstance(label, int) for label in labels):
-        for name, label in zip(kept, labels):
-            if not 0 <= label < MOST_CLASSES:
-                raise ValueError(f"{where}: {name} has label {label}, but must have one in 0..{MOST_CLASSES - 1}")
+        odd = [f"{name} has label {label}" for name, label in zip(kept, labels) if not 0 <= label < MOST_CLASSES]
+        if odd:
+            raise ValueError(f"{where}: {listed(odd)}, but must have one in 0..{MOST_CLASSES - 1}")
         return kept, labels, [str(number) for number in range(max(labels, default=-1) + 1)], refused
     if not all(isinstance(label, str) for label in labels):
         raise ValueError(f"{where}: some labels are numbers and some are names; use one of both")
@@ -205,9 +220,14 @@ def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tupl
 
 def check_table(where: str, table: dict[str, int | str], files: set[str]) -> None:
     """Raise ValueError unless the labels are those of the files."""
-    for names, what in ((table.keys() - files, "labelled, but not there"), (files - table.keys(), "without a label")):
-        if names:
-            raise ValueError(f"{where}: {what}: {listed(sorted(names))}")
+    wrong = {"labelled, but not there": table.keys() - files, "without a label": files - table.keys()}
+    if any(wrong.values()):
+        raise ValueError(f"{where}: " + "; ".join(f"{what}: {listed(sorted(n))}" for what, n in wrong.items() if n))
+
+
+def _is_label(label: object) -> bool:
+    plain = isinstance(label, (int, str)) and not isinstance(label, bool)
+    return plain and not re.fullmatch(r"\d+\.\d*", str(label))
 
 
 def label_table(name: str, content: bytes) -> dict[str, int | str]:
@@ -227,15 +247,15 @@ def label_table(name: str, content: bytes) -> dict[str, int | str]:
         rows = [(posixpath.normpath(p), label.strip() if isinstance(label, str) else label) for p, label in rows]
         if all(isinstance(label, str) and label.isdecimal() for _, label in rows):
             rows = [(picture, int(label)) for picture, label in rows]
-        table = {}
-        for picture, label in rows:
-            if isinstance(label, bool) or not isinstance(label, (int, str)) or re.fullmatch(r"\d+\.\d*", str(label)):
-                raise ValueError(f"the label of {picture} is {label!r}, but must be a whole number or a name")
-            if picture in table:
-                raise ValueError(f"{picture} comes twice")
-            if picture.split("/")[0] in ("", ".."):
-                raise ValueError(f"{picture} lies outside of the folder that the names are of")
-            table[picture] = label
-        return table
+        odd = [f"{picture} is {label!r}" for picture, label in rows if not _is_label(label)]
+        if odd:
+            raise ValueError(f"the label of {listed(odd)}, but must be a whole number or a name")
+        twice = [picture for picture, count in Counter(picture for picture, _ in rows).items() if count > 1]
+        if twice:
+            raise ValueError(f"{listed(twice)} comes twice")
+        outside = [picture for picture, _ in rows if picture.split("/")[0] in ("", "..")]
+        if outside:
+            raise ValueError(f"{listed(outside)} lies outside of the folder that the names are of")
+        return dict(rows)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"labels file {name} can't be read: {error}. It must be {LABEL_FORMATS}") from error

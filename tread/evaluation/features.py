@@ -29,7 +29,7 @@ def features_of(pictures: Pictures, folder: Path, network: Inception, weights: s
     parts = PartStore(folder / name, plan, pictures.count, part_size(pictures.count, batch_size=32))
     with processes.lock(parts.folder.with_suffix(".lock")):
         processes.from_main(parts.begin)
-        mine = processes.from_main(parts.missing)[processes.rank :: processes.count]
+        mine = processes.from_main(lambda: parts.missing(processes))[processes.rank :: processes.count]
         total = sum(len(parts.ranges[number]) for number in mine)
         with processes.bar(f"features of {Path(pictures.where).name}", total) as progress:
             for number in mine:
@@ -37,6 +37,6 @@ def features_of(pictures: Pictures, folder: Path, network: Inception, weights: s
                 parts.write(number, extract(network, torch.from_numpy(pictures.read(rows.start, rows.stop))))
                 progress.update(len(rows))
         processes.wait()
-        if processes.main and (missing := parts.missing()):
+        if processes.main and (missing := parts.missing(processes)):
             raise OSError(f"parts {missing} of {parts.folder} are missing: all processes must share cache={folder}")
     return parts

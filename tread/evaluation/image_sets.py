@@ -165,7 +165,14 @@ def _open_npz(path: Path, processes: Processes) -> Pictures:
     def read(start: int, stop: int) -> np.ndarray:
         return np.ascontiguousarray(rows(start, stop).transpose(0, 3, 1, 2))
 
-    return Pictures(str(path), shape[0], shape[1:3], processes.from_main(lambda: sha256(path)), read)
+    return Pictures(str(path), shape[0], shape[1:3], hash_of(path, processes), read)
+
+
+def hash_of(path: Path, processes: Processes) -> str:
+    """A file's sha256, found by the main process, which says so where that may take a while."""
+    if (size := path.stat().st_size) > 2e8:
+        processes.say(f"reading {path}, {size / 1e9:.1f} GB, for its hash")
+    return processes.from_main(lambda: sha256(path))
 
 
 # ------------------------------------------------------------------------------------------ files

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,11 @@ from torch import Tensor
 NEIGHBOURS = 3  # k of precision and recall
 SPLIT = 5000  # pictures of an Inception Score's split
 BLOCK_NUMBERS = 2**26  # numbers in a block of distances: 256 MB in fp32
+Seen = Callable[[int], object]  # told how much of a long work was done
+
+
+def nobody(rows: int) -> None:
+    """Takes no notice."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ def inception_score(probabilities: np.ndarray, split: int = SPLIT) -> float:
     return float(np.mean(scores))
 
 
-def precision_recall(reference: Tensor, samples: Tensor) -> tuple[float, float]:
+def precision_recall(reference: Tensor, samples: Tensor, seen: Seen = nobody) -> tuple[float, float]:
     """Improved precision and recall (Kynkäänniemi et al. 2019, arXiv 1904.06991) of features (n, D), (m, D) fp32.
 
     Precision is the share of samples that lie within the reference's manifold, recall the share of
@@ -114,43 +119,49 @@ def precision_recall(reference: Tensor, samples: Tensor) -> tuple[float, float]:
     fp32; ADM's evaluator takes them in fp16 where they are finite.
 
     Both sets must lie on one device and have more than k = NEIGHBOURS points; BLOCK_NUMBERS distances are
-    held at a time.
+    held at a time. seen is told rows as they are done, 2·(n + m) in all.
     """
     centre = reference.mean(dim=0)  # |a|² − 2ab + |b|² loses digits far from the origin
     reference, samples = reference - centre, samples - centre
-    return _inside(samples, reference, _radii(reference)), _inside(reference, samples, _radii(samples))
+    theirs, ours = _radii(reference, seen), _radii(samples, seen)
+    return _inside(samples, reference, theirs, seen), _inside(reference, samples, ours, seen)
 
 
-def _distances(rows: Tensor, columns: Tensor) -> Iterator[Tensor]:
+def _distances(rows: Tensor, columns: Tensor, seen: Seen) -> Iterator[Tensor]:
     """Squared distances (block, len(columns)) of rows to columns, a block of rows after the other."""
     norms = columns.square().sum(dim=1)
     for part in rows.split(max(1, BLOCK_NUMBERS // len(columns))):
         yield torch.addmm(norms, part, columns.T, alpha=-2).add_(part.square().sum(dim=1, keepdim=True)).clamp_(min=0)
+        seen(len(part))
 
 
-def _radii(features: Tensor) -> Tensor:
+def _radii(features: Tensor, seen: Seen) -> Tensor:
     """(n,) squared distance of each to its k-th neighbour: the k+1 nearest hold the point itself."""
-    blocks = _distances(features, features)
+    blocks = _distances(features, features, seen)
     return torch.cat([block.topk(NEIGHBOURS + 1, dim=1, largest=False).values[:, -1] for block in blocks])
 
 
-def _inside(points: Tensor, centres: Tensor, radii: Tensor) -> float:
+def _inside(points: Tensor, centres: Tensor, radii: Tensor, seen: Seen) -> float:
     """Share of the points that lie within a ball."""
-    inside = sum((block <= radii).any(dim=1).sum() for block in _distances(points, centres))
+    inside = sum((block <= radii).any(dim=1).sum() for block in _distances(points, centres, seen))
     return inside.item() / len(points)
 
 
-def kernel_distance(reference: Tensor, samples: Tensor) -> float:
+def kernel_distance(reference: Tensor, samples: Tensor, seen: Seen = nobody) -> float:
     """KID, the unbiased squared MMD under (x·y/D + 1)³ (Bińkowski et al. 2018, arXiv 1801.01401).
 
     Of all pairs of features (n, D), (m, D) fp32, n and m at least 2: what the customary mean over random subsets
-    estimates.
+    estimates. seen is told rows as they are done, n + 2·m in all.
     """
 
     def total(rows: Tensor, columns: Tensor) -> float:
         parts = rows.split(max(1, BLOCK_NUMBERS // len(columns)))
         blocks = ((part @ columns.T).div_(rows.shape[1]).add_(1).pow_(3) for part in parts)
-        return sum(block.sum(dtype=torch.float64).item() for block in blocks)
+        sums = []
+        for part, block in zip(parts, blocks):
+            sums.append(block.sum(dtype=torch.float64).item())
+            seen(len(part))
+        return sum(sums)
 
     def own(features: Tensor) -> float:
         diagonal = ((features.square().sum(dim=1) / features.shape[1] + 1) ** 3).double().sum().item()

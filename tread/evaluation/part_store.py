@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from tread.data.npy import write_array
+from tread.runtime.distributed import Processes
 from tread.runtime.files import explain_failure, plain_name, sha256, whole_folder, write_whole
 
 
@@ -59,9 +60,17 @@ class PartStore:
         """What the parts hold that look done, unchecked."""
         return [rows for number, rows in enumerate(self.ranges) if (self._part(number) / "info.json").is_file()]
 
-    def missing(self) -> list[int]:
-        """The parts that are not done."""
-        return [number for number in range(len(self.ranges)) if not self.done(number)]
+    def missing(self, processes: Processes | None = None) -> list[int]:
+        """The parts that are not done; what is kept is read for that, under a bar of these processes."""
+        if processes is None:
+            return [number for number in range(len(self.ranges)) if not self.done(number)]
+        missing = []
+        with processes.bar(f"checking {self.folder.name}", sum(map(len, self.kept()))) as progress:
+            for number, rows in enumerate(self.ranges):
+                done = self.done(number)
+                progress.update(len(rows) if done else 0)
+                missing += [] if done else [number]
+        return missing
 
     def write(self, number: int, arrays: Mapping[str, np.ndarray], **facts: object) -> None:
         """Keep a part, whole or not at all. Raises OSError that names the folder."""

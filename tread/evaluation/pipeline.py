@@ -138,7 +138,7 @@ def keep_statistics(path: Path, scorer: ReferenceScorer, processes: Processes) -
     if processes.main:
         pictures = scorer.reference.pictures
         with explain_failure(path):
-            save_statistics(path, scorer.features, pictures.count, pictures.resolution)
+            save_statistics(path, scorer.features, pictures.count, pictures.resolution, processes)
         processes.say(f"{path}: statistics of {pictures.count:,} pictures of {scorer.reference.where}")
 
 
@@ -180,7 +180,7 @@ def draw_parts(
     plan: ScoringPlan, decoder: autoencoder.Decoder, scorer: Scorer, parts: PartStore, processes: Processes
 ) -> dict[str, float]:
     """Draw this process's share of the missing parts, with what the scorer keeps of them; seconds by stage."""
-    mine = processes.from_main(parts.missing)[processes.rank :: processes.count]
+    mine = processes.from_main(lambda: parts.missing(processes))[processes.rank :: processes.count]
     spent = {"sampling": 0.0, "features": 0.0}
     if not mine:
         return spent
@@ -208,7 +208,7 @@ def conclude(
     plan: ScoringPlan, scorer: Scorer, parts: PartStore, seconds: dict[str, float], processes: Processes
 ) -> dict:
     """Score what was drawn: the content of fid.json. seconds are those of this launch in the main process."""
-    if missing := parts.missing():
+    if missing := parts.missing(processes):
         raise OSError(f"parts {missing} of {parts.folder} are missing: all processes must share the folder")
     began = time.perf_counter()
     spent = [parts.info(number)["seconds"] for number in range(len(parts.ranges))]
@@ -259,6 +259,7 @@ def write_down(plan: ScoringPlan, record: dict, parts: PartStore, options: Optio
         save_grid(files.path("fid.png"), parts.first("pictures", GRID), columns=8)
         if options.save_samples:
             labels = np.concatenate(list(parts.arrays("labels")))
+            tqdm.write(f"  writing   {files.path('samples.npz')}")
             save_npz(files.path("samples.npz"), parts.arrays("pictures"), labels)
         add_line(lines_of(plan, options), record)
         where = files.write(record)

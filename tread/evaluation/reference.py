@@ -12,17 +12,18 @@ and KID, as in ADM's evaluator.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from tread.evaluation.image_sets import Npz, Pictures, open_pictures
+from tread.evaluation.image_sets import Npz, Pictures, hash_of, open_pictures
 from tread.evaluation.inception import FeatureSizes
 from tread.evaluation.metrics import Moments
 from tread.evaluation.part_store import PartStore
 from tread.runtime.distributed import Processes
-from tread.runtime.files import sha256, whole_file
+from tread.runtime.files import whole_file
 
 STATED = ("resolution", "count")  # what save_statistics writes beside the statistics
 Statistics = tuple[np.ndarray, np.ndarray]  # mean (D,), covariance (D, D)
@@ -74,7 +75,7 @@ def open_reference(path: Path, crop: int | None, processes: Processes, sizes: Fe
     resolution, count = (npz.read(name).ravel().tolist() if name in npz.names else [] for name in STATED)
     return Reference(
         str(path),
-        processes.from_main(lambda: sha256(path)),
+        hash_of(path, processes),
         **found,
         pictures=None,
         resolution=tuple(resolution) if len(resolution) == 2 else None,
@@ -97,17 +98,31 @@ def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int | N
     return mean.astype(np.float64), covariance.astype(np.float64)
 
 
+def moments(what: str, features: PartStore, kind: str, processes: Processes) -> Moments:
+    """Of the "pool" or "spatial" features of a set of pictures, under a bar that says whose they are."""
+    with processes.bar(f"mean and covariance of {what}, {kind}", sum(map(len, features.ranges))) as progress:
+
+        def parts() -> Iterator[np.ndarray]:
+            for part in features.arrays(kind):
+                yield part
+                progress.update(len(part))
+
+        return Moments.of_parts(parts())
+
+
 @functools.lru_cache(maxsize=4)  # a reference's are wanted for each checkpoint
-def statistics(features: PartStore, kind: str) -> Statistics:
-    """Mean and covariance of the "pool" or "spatial" features of a set of pictures."""
-    return Moments.of_parts(features.arrays(kind)).gaussian
+def statistics(features: PartStore, kind: str, processes: Processes) -> Statistics:
+    """Mean and covariance of the "pool" or "spatial" features of a reference's pictures."""
+    return moments("the reference", features, kind, processes).gaussian
 
 
-def save_statistics(path: Path, features: PartStore, count: int, resolution: tuple[int, int]) -> None:
+def save_statistics(
+    path: Path, features: PartStore, count: int, resolution: tuple[int, int], processes: Processes
+) -> None:
     """Write mu, sigma, mu_s, sigma_s, and the pictures' count and resolution, as open_reference reads them."""
     arrays = {}
     for kind, (mean_key, covariance_key) in KEYS.items():
-        arrays[mean_key], arrays[covariance_key] = statistics(features, kind)
+        arrays[mean_key], arrays[covariance_key] = statistics(features, kind, processes)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as partial, partial.open("wb") as file:
         np.savez(file, **arrays, count=np.array([count]), resolution=np.array(resolution))

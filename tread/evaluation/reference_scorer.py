@@ -15,14 +15,13 @@ from tread.evaluation.features import features_of
 from tread.evaluation.inception import Inception, extract, load_inception
 from tread.evaluation.metrics import (
     NEIGHBOURS,
-    Moments,
     frechet_distance,
     inception_score,
     kernel_distance,
     precision_recall,
 )
 from tread.evaluation.part_store import PartStore
-from tread.evaluation.reference import Reference, statistics
+from tread.evaluation.reference import Reference, moments, statistics
 from tread.runtime.device import exact
 from tread.runtime.distributed import Processes
 
@@ -34,6 +33,7 @@ class ReferenceScorer:
     weights   sha256 of the Inception's file.
     features  of the reference's pictures; None where it has none.
     seconds   that these took to extract.
+    processes  whose main one says what takes long.
     """
 
     metrics: ClassVar[Mapping[str, str]] = {
@@ -49,6 +49,7 @@ class ReferenceScorer:
     weights: str
     features: PartStore | None
     seconds: float
+    processes: Processes
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
         """The features of pictures (n, 3, H, W) uint8."""
@@ -58,11 +59,15 @@ class ReferenceScorer:
         """({metric: value}, {metric: why it is unavailable}, {}) of samples' features; one of them has each metric."""
         values, unavailable = {}, {}
         for metric, kind in (("fid", "pool"), ("sfid", "spatial")):
-            expected = getattr(self.reference, kind) or (self.features and statistics(self.features, kind))
+            expected = getattr(self.reference, kind) or (
+                self.features and statistics(self.features, kind, self.processes)
+            )
             if expected is None:
                 unavailable[metric] = "the reference has neither pictures (arr_0) nor mu_s, sigma_s"
             else:
-                values[metric] = frechet_distance(*Moments.of_parts(samples.arrays(kind)).gaussian, *expected)
+                ours = moments("the samples", samples, kind, self.processes).gaussian
+                self.processes.say(f"distance of both means and covariances, {kind}")
+                values[metric] = frechet_distance(*ours, *expected)
         if self.network.fc is None:
             unavailable["inception_score"] = "the Inception weights have no fc layer"
         else:
@@ -76,9 +81,9 @@ class ReferenceScorer:
         device = next(self.network.parameters()).device
         with exact():
             try:
-                values |= _compare(theirs.to(device), ours.to(device))
+                values |= _compare(theirs.to(device), ours.to(device), self.processes)
             except torch.OutOfMemoryError:
-                values |= _compare(theirs, ours)
+                values |= _compare(theirs, ours, self.processes)
         if "recall" not in values:
             unavailable |= dict.fromkeys(("precision", "recall"), f"each set must have more than {NEIGHBOURS} pictures")
         return values, unavailable, {}
@@ -102,12 +107,14 @@ class ReferenceScorer:
         return found
 
 
-def _compare(reference: torch.Tensor, samples: torch.Tensor) -> dict[str, float]:
+def _compare(reference: torch.Tensor, samples: torch.Tensor, processes: Processes) -> dict[str, float]:
     """Precision and recall, but of too small sets, and KID."""
-    found = {}
-    if min(len(reference), len(samples)) > NEIGHBOURS:
-        found["precision"], found["recall"] = precision_recall(reference, samples)
-    return found | {"kid": kernel_distance(reference, samples)}
+    found, n, m = {}, len(reference), len(samples)
+    if min(n, m) > NEIGHBOURS:
+        with processes.bar("precision and recall", 2 * (n + m)) as progress:
+            found["precision"], found["recall"] = precision_recall(reference, samples, progress.update)
+    with processes.bar("KID", n + 2 * m) as progress:
+        return found | {"kid": kernel_distance(reference, samples, progress.update)}
 
 
 def open_scorer(reference: Reference, weights: Path, digest: str, cache: Path, processes: Processes) -> ReferenceScorer:
@@ -116,4 +123,4 @@ def open_scorer(reference: Reference, weights: Path, digest: str, cache: Path, p
     began = time.perf_counter()
     if reference.pictures is not None:
         features = features_of(reference.pictures, cache, network, digest, processes)
-    return ReferenceScorer(reference, network, digest, features, time.perf_counter() - began)
+    return ReferenceScorer(reference, network, digest, features, time.perf_counter() - began, processes)
