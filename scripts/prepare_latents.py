@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset
-from tread.data.images import save_grid
+from tread.data.images import Alpha, Crop, Orientation, save_grid
 from tread.data.latents import Dtype
 from tread.data.photos import Photos, find_photos
 from tread.data.prepare import Crops, check_sizes, make_shards, shard_ranges, source_hash
@@ -42,6 +42,8 @@ class Options:
     labels: str | None
     out: str
     resolution: Count
+    orientation: Orientation
+    alpha: Alpha
     flip: bool
     autoencoder: str
     store: autoencoder.Store
@@ -89,6 +91,8 @@ def prepare(options: Options, processes: Processes) -> None:
         options.store,
         dtype=options.dtype,
         views=2 if options.flip else 1,
+        orientation=options.orientation,
+        alpha=options.alpha,
     )
     ranges = shard_ranges(len(photos), options.shard_size)
     plan = {key: getattr(options, key) for key in ("resolution", "precision", "shard_size")}
@@ -106,7 +110,10 @@ def prepare(options: Options, processes: Processes) -> None:
         writer.check_space(sum(len(ranges[number]) for number in missing))
     stored = f"{latents.stored_shape[1:]} {latents.dtype}, {len(photos) * latents.sample_bytes / 1e9:.2f} GB"
     processes.say(f"  pictures  {len(photos):,} in {len(photos.classes):,} classes, {photos.where}")
-    processes.say(f"  crop      {options.resolution}², {'with' if options.flip else 'without'} flipped copies")
+    processes.say(
+        f"  crop      {options.resolution}², {'with' if options.flip else 'without'} flipped copies; "
+        f"orientation={options.orientation}, alpha={options.alpha}"
+    )
     processes.say(f"  encoder   {latents.autoencoder}, {options.precision}")
     processes.say(f"  stores    {stored}: {latents.meaning}")
     shards = f"{len(missing)} of {len(ranges)} shards"
@@ -138,12 +145,16 @@ def finish(photos: Photos, writer: DatasetWriter, shards: int, options: Options,
             f"{writer.work}, or set allow_empty=true"
         )
     left_out = [*photos.refused, *(tuple(one) for note in notes for one in note["left_out"])]
-    made |= {"enlarged": sum(note["enlarged"] for note in notes), "left_out": left_out}
+    made |= {
+        "enlarged": sum(note["enlarged"] for note in notes),
+        "much_enlarged": [name for note in notes for name in note.get("much_enlarged", [])],  # not in older notes
+        "left_out": left_out,
+    }
     if options.decode:
         chosen = dataset_report.spread(len(data), options.decode)
         skipped = {name for name, _ in left_out}
         kept = [index for index, name in enumerate(photos.names) if name not in skipped]
-        crops = Crops(photos, options.resolution)
+        crops = Crops(photos, Crop(options.resolution, options.orientation, options.alpha))
         before = np.stack([crops[kept[index]][0].numpy() for index in chosen])
         after = dataset_report.decode(data, chosen, device)
         made["psnr"] = [dataset_report.psnr(*pair) for pair in zip(before, after)]

@@ -26,7 +26,7 @@ from tread.data.parquet import open_pictures, parquet_files
 from tread.data.tars import Tar
 from tread.runtime.tensor_files import listed
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff")
 LABEL_FILES = ("dataset.json", "labels.csv", "metadata.csv")
 LABEL_FORMATS = 'EDM\'s dataset.json, {"labels": [[file, label], …]}, or a CSV with the header file,label'
 MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake

@@ -23,10 +23,12 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from tread.data.autoencoder import Encoder
 from tread.data.dataset_report import spread
-from tread.data.images import centre_crop, read_rgb
+from tread.data.images import Crop, centre_crop, read_rgb
 from tread.data.photos import Photos
 from tread.data.writer import DatasetWriter
 from tread.runtime.distributed import Processes
+
+MUCH = 4  # pictures that are enlarged more times are named in the report
 
 
 @dataclass
@@ -34,12 +36,12 @@ class Crops(Dataset):
     """index → (pixels (3, size, size) uint8 or None, why it could not be read, its size)."""
 
     photos: Photos
-    size: int
+    crop: Crop
 
     def __getitem__(self, index: int) -> tuple[Tensor | None, str, tuple[int, int]]:
         try:
-            image = read_rgb(self.photos.read(index))
-            pixels = torch.from_numpy(centre_crop(image, self.size).transpose(2, 0, 1).copy())
+            image = read_rgb(self.photos.read(index), self.crop.orientation, self.crop.alpha)
+            pixels = torch.from_numpy(centre_crop(image, self.crop.size).transpose(2, 0, 1).copy())
         except (OSError, ValueError) as error:
             return None, f"{type(error).__name__}: {error}", (0, 0)
         return pixels, "", image.size
@@ -85,7 +87,7 @@ def source_hash(photos: Photos) -> str:
 
 def check_sizes(photos: Photos, resolution: int) -> None:
     """Raise ValueError if most of some pictures, spread over all, are smaller than the resolution asked for."""
-    crops = Crops(photos, resolution)
+    crops = Crops(photos, Crop(resolution))
     sizes = [min(size) for _, why, size in (crops[int(number)] for number in spread(len(photos), 32)) if not why]
     if sizes and np.median(sizes) < resolution:
         raise ValueError(
@@ -107,12 +109,13 @@ def make_shards(
 ) -> None:
     """Write shards (number, its pictures), with a progress bar, and the speed at the end.
 
-    Notes for each shard which pictures were left out and how many enlarged. Raises ValueError for a
+    Notes for each shard which pictures were left out, how many were enlarged, and which more than
+    MUCH times. Raises ValueError for a
     damaged picture, unless skip_damaged.
     """
     batches = {n: [part[i : i + batch_size] for i in range(0, len(part), batch_size)] for n, part in shards}
     loader = DataLoader(
-        Crops(photos, resolution),
+        Crops(photos, Crop(resolution, writer.latents.orientation, writer.latents.alpha)),
         batch_sampler=[indices for parts in batches.values() for indices in parts],
         num_workers=workers,
         collate_fn=_collate,
@@ -122,7 +125,7 @@ def make_shards(
     began, waited = time.perf_counter(), 0.0
     with processes.bar("encoding", total) as bar:
         for number, parts in batches.items():
-            stored, labels, left_out, enlarged = [], [], [], 0
+            stored, labels, left_out, enlarged, much_enlarged = [], [], [], 0, []
             for indices in parts:
                 asked = time.perf_counter()
                 try:
@@ -145,11 +148,14 @@ def make_shards(
                         continue
                     labels.append(photos.labels[index])
                     enlarged += min(size) < resolution
+                    if MUCH * min(size) < resolution:
+                        much_enlarged.append(photos.names[index])
                 if pixels is not None:
                     stored.append(encode(pixels))
                 bar.update(len(indices))
             whole = np.concatenate(stored) if stored else np.zeros((0, *writer.latents.stored_shape), np.float32)
-            writer.write(number, whole, np.array(labels, dtype=np.int64), left_out=left_out, enlarged=enlarged)
+            notes = {"left_out": left_out, "enlarged": enlarged, "much_enlarged": much_enlarged}
+            writer.write(number, whole, np.array(labels, dtype=np.int64), **notes)
     if total:
         wall = time.perf_counter() - began
         processes.say(
