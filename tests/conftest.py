@@ -114,9 +114,9 @@ def score(folder, *overrides: str) -> str:
     return launch_door(fid.main, "fid", folder, f"cache={folder}/cache", *map(str, overrides))
 
 
-def open_pictures(path: Path, crop: int | None = None) -> image_sets.Pictures:
+def open_pictures(path: Path, crop: int | None = None, *how: str) -> image_sets.Pictures:
     """A set of pictures as the only process opens it."""
-    return image_sets.open_pictures(path, crop and Crop(crop), share_work(None))
+    return image_sets.open_pictures(path, crop and Crop(crop, *how), share_work(None))
 
 
 def open_reference(path: Path) -> reference.Reference:
