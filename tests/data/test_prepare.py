@@ -24,7 +24,7 @@ from conftest import ROOT
 from forked import FORKS, run_python
 from PIL import Image, ImageOps
 
-from tread.data import autoencoder
+from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset
 from tread.data.images import centre_crop, read_rgb
 from tread.data.latents import to_network
@@ -231,6 +231,14 @@ def test_pictures_enlarged_more_than_4_times_are_named(prepare, tmp_path):
     made = json.loads((tmp_path / "data" / "report.json").read_text())
     assert (made["enlarged"], made["much_enlarged"]) == (3, ["ant/3.png"])
     assert "3 pictures were smaller" in text and "1 of them enlarged more than 4 times" in text and "ant/3.png" in text
+
+
+def test_names_of_bytes_that_are_no_text_can_be_printed():
+    """As the operating system hands them over: os.fsdecode."""
+    name = os.fsdecode("Bär/".encode() + b"\xff.jpg")
+    report = {"count": 1, "class_counts": {"Bär": 1}, "channel_mean": [0.0], "channel_std": [1.0]}
+    text = dataset_report.text(report | {"enlarged": 1, "much_enlarged": [name], "left_out": [(name, "damaged")]})
+    assert text.encode().decode().count("Bär/\\udcff.jpg") == 2
 
 
 # ------------------------------------------------------------------------------------ interruptions

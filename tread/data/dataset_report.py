@@ -64,4 +64,5 @@ def text(report: dict) -> str:
     if left_out:
         lines["left out"] = f"{len(left_out):,} files, all listed in report.json"
     named = [f"    {name}: {why}" for name, why in left_out[:10]]
-    return "\n".join([f"  {name:<10}{value}" for name, value in lines.items()] + named)
+    lines = [f"  {name:<10}{value}" for name, value in lines.items()] + named
+    return "\n".join(lines).encode(errors="backslashreplace").decode()  # file names may be of bytes that are no UTF-8

@@ -52,6 +52,7 @@ def read_rgb(content: bytes, orientation: Orientation = "stored", alpha: Alpha =
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of damaged EXIF data, and palettes that lose transparency
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # of half as many pixels as are refused
         try:
             image = Image.open(io.BytesIO(content), formats=FORMATS)
             image.load()
