@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset
-from tread.data.images import save_grid
+from tread.data.grids import save_grid
 from tread.data.importers import Kind, open_foreign
 from tread.data.latents import Dtype
 from tread.data.prepare import shard_ranges

@@ -26,7 +26,8 @@ from omegaconf import DictConfig
 
 from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset
-from tread.data.images import save_grid
+from tread.data.grids import save_grid
+from tread.data.images import Alpha, Crop, Orientation
 from tread.data.latents import Dtype
 from tread.data.photos import Photos, find_photos
 from tread.data.prepare import Crops, Damage, Piece, check_sizes, make_shards, source_hash
@@ -49,6 +50,8 @@ class Options:
     out: str
     heldout: Count | Fraction | None
     resolution: Count
+    orientation: Orientation
+    alpha: Alpha
     flip: bool
     autoencoder: str
     store: autoencoder.Store
@@ -86,6 +89,7 @@ def prepare(options: Options, processes: Processes) -> None:
         check_sizes(photos, options.resolution)
     use_precision(options.precision, processes.device)
     stored = {"store": options.store, "dtype": options.dtype, "views": 2 if options.flip else 1}
+    stored |= {"orientation": options.orientation, "alpha": options.alpha}
     if options.autoencoder == "none":
         model, latents = None, autoencoder.as_pixels(options.resolution, photos.classes, **stored)
     else:
@@ -130,7 +134,10 @@ def prepare(options: Options, processes: Processes) -> None:
     if options.heldout is not None:
         kept = sum(map(len, shards["heldout"]))
         processes.say(f"  held out  {kept:,} of them, chosen by a hash of their names: {writers['heldout'].folder}")
-    processes.say(f"  crop      {options.resolution}², {'with' if options.flip else 'without'} flipped copies")
+    processes.say(
+        f"  crop      {options.resolution}², {'with' if options.flip else 'without'} flipped copies; "
+        f"orientation={options.orientation}, alpha={options.alpha}"
+    )
     processes.say(f"  encoder   {latents.autoencoder}, {options.precision}")
     processes.say(f"  stores    {stored}: {latents.meaning}")
     if model is None and (patch := autoencoder.patch_for(options.resolution)) > 2:
@@ -144,7 +151,7 @@ def prepare(options: Options, processes: Processes) -> None:
         photos,
         pieces[processes.rank :: processes.count],
         autoencoder.encoder(model, latents, options.precision),
-        options.resolution,
+        Crop(options.resolution, options.orientation, options.alpha),
         options.batch_size or (2 if processes.device.type == "cpu" else 32),
         min(16, processes.cores) if options.workers is None else options.workers,
         damage if options.on_error == "stop" else None,
@@ -213,12 +220,16 @@ def look_at(
         )
     refused = photos.refused if part == "train" else []
     left_out = [*refused, *(tuple(one) for note in notes for one in note["left_out"])]
-    made |= {"enlarged": sum(note["enlarged"] for note in notes), "left_out": left_out}
+    made |= {
+        "enlarged": sum(note["enlarged"] for note in notes),
+        "much_enlarged": [name for note in notes for name in note.get("much_enlarged", [])],  # not in older notes
+        "left_out": left_out,
+    }
     if options.decode:
         chosen = dataset_report.spread(len(data), options.decode)
         skipped = {name for name, _ in left_out}
         kept = [index for index in pictures if photos.names[index] not in skipped]
-        crops = Crops(photos, options.resolution)
+        crops = Crops(photos, Crop(options.resolution, options.orientation, options.alpha))
         before = np.stack([crops[kept[index]][0].numpy() for index in chosen])
         after = dataset_report.decode(data, chosen, device)
         if data.latents.autoencoder != "pixels":  # which come back as they were

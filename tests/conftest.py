@@ -31,6 +31,7 @@ import train
 from dit import DiT
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, read_network
+from tread.data.images import Crop
 from tread.data.latents import LatentSpec
 from tread.evaluation import image_sets, reference
 from tread.evaluation.inception import Inception, sizes_of
@@ -117,9 +118,9 @@ def score(folder, *overrides: str) -> str:
     return launch_door(fid.main, "fid", folder, f"cache={folder}/cache", *map(str, overrides))
 
 
-def open_pictures(path: Path, crop: int | None = None) -> image_sets.Pictures:
+def open_pictures(path: Path, crop: int | None = None, *how: str) -> image_sets.Pictures:
     """A set of pictures as the only process opens it."""
-    return image_sets.open_pictures(path, crop, share_work(None))
+    return image_sets.open_pictures(path, crop and Crop(crop, *how), share_work(None))
 
 
 def open_reference(path: Path) -> reference.Reference:

@@ -23,7 +23,7 @@ from tread.checkpoints.network import build_network, read_network
 from tread.checkpoints.origin import load_weights, read_origin
 from tread.checkpoints.trained import open_trained
 from tread.data import autoencoder, digits
-from tread.data.images import save_grid
+from tread.data.grids import save_grid
 from tread.diffusion import sampling
 
 SIZES = ["model.hidden_size=16", "model.depth=2", "model.num_heads=2", "model=dit"]

@@ -25,7 +25,7 @@ from tread.checkpoints import checkpoint
 from tread.checkpoints.trained import open_trained, open_weak
 from tread.data import digits
 from tread.data.autoencoder import load_decoder
-from tread.data.images import draw_grid
+from tread.data.grids import draw_grid
 from tread.diffusion import sampling, solvers
 from tread.diffusion.guidance import Guidance
 from tread.runtime import randomness, schema

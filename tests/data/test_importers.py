@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from tread.data import autoencoder
 from tread.data.dataset import LatentDataset
-from tread.data.images import centre_crop, read_rgb
+from tread.data.images import Crop, centre_crop, read_rgb
 from tread.data.latents import to_network
 from tread.data.photos import find_photos
 from tread.data.prepare import Crops
@@ -358,7 +358,7 @@ def test_parquet_holds_the_pictures_classes_and_split_that_datasets_wrote(tmp_pa
     for root in (None, "test"):
         with pytest.raises(ValueError, match="holds the splits train, validation; choose one by root="):
             find_photos(tmp_path, root)
-    crops = DataLoader(Crops(find_photos(tmp_path, "train"), 16), batch_size=None, num_workers=2)
+    crops = DataLoader(Crops(find_photos(tmp_path, "train"), Crop(16)), batch_size=None, num_workers=2)
     for (pixels, *_), row in zip(crops, sum(train, []), strict=True):
         assert np.array_equal(pixels.permute(1, 2, 0), centre_crop(row["image"], 16))
     shorten("train-00001-of-00002.parquet")(tmp_path / "data")

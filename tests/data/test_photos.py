@@ -66,9 +66,9 @@ def test_exif_orientation_is_not_applied():
     assert np.array_equal(np.asarray(read_rgb(content)), np.asarray(read_rgb(encoded("RGB", "JPEG"))))
 
 
-def sixteen_bits() -> bytes:
+def grey(dtype) -> bytes:
     file = io.BytesIO()
-    Image.fromarray(NOISE[..., 0].astype(np.uint16) * 256).save(file, "PNG")
+    Image.fromarray(NOISE[..., 0].astype(dtype) * 65536).save(file, "TIFF")
     return file.getvalue()
 
 
@@ -78,7 +78,8 @@ BROKEN = {
     "truncated": (encoded("RGB", "JPEG")[:-200], "truncated"),
     "truncated PNG": (encoded("RGB", "PNG")[:-200], "truncated|broken"),
     "a GIF": (encoded("P", "GIF"), "no JPEG, PNG or WebP"),
-    "16 bits": (sixteen_bits(), "8 bits"),
+    "32 bits": (grey(np.int32), "8 or 16 bits"),
+    "floating point": (grey(np.float32), "mode F.*8 bits"),
 }
 
 

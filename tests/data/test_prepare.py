@@ -23,9 +23,9 @@ import pytest
 import torch
 from conftest import ROOT, launch, score
 from forked import FORKS, run_python
-from PIL import Image
+from PIL import Image, ImageOps
 
-from tread.data import autoencoder
+from tread.data import autoencoder, dataset_report
 from tread.data.dataset import LatentDataset, read_index
 from tread.data.heldout import held_out
 from tread.data.images import centre_crop, read_rgb
@@ -163,6 +163,87 @@ def test_made_again_it_is_finished(prepare, tmp_path):
     assert files(tmp_path / "data") == before
     with pytest.raises(FileExistsError, match="exists already; remove it or choose another"):
         prepare("resolution=24")
+
+
+def shards(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("shard-*.npy")}
+
+
+def test_photos_are_turned_and_laid_on_white_as_asked(place, prepare, tmp_path):
+    """Against photos that were saved so, by Pillow."""
+    for number, path in enumerate(sorted((place / "photos").glob("*/*.png"))):
+        exif, image = Image.Exif(), Image.open(path)
+        exif[0x0112] = number % 8 + 1
+        image.putalpha(Image.linear_gradient("L").resize(image.size))
+        for folder in ("phone", "upright", "stored"):
+            (tmp_path / folder / path.parent.name).mkdir(parents=True, exist_ok=True)
+        name = f"{path.parent.name}/{path.name}"
+        image.save(tmp_path / "phone" / name, exif=exif)
+        upright = ImageOps.exif_transpose(Image.open(tmp_path / "phone" / name))
+        white = Image.new("RGB", upright.size, "white")
+        white.paste(upright, mask=upright)
+        white.save(tmp_path / "upright" / name)
+        image.convert("RGB").save(tmp_path / "stored" / name)
+    stored = ["orientation=stored", "alpha=drop"]
+    for like, given, recorded in (("upright", [], ["exif", "white"]), ("stored", stored, ["stored", "drop"])):
+        text = prepare(f"source={tmp_path / 'phone'}", f"out={tmp_path / f'of {like}'}", *given)
+        assert f"orientation={recorded[0]}, alpha={recorded[1]}" in text
+        prepare(f"source={tmp_path / like}", f"out={tmp_path / f'as {like}'}", "decode=0")
+        assert shards(tmp_path / f"of {like}") == shards(tmp_path / f"as {like}")
+        plan = json.loads((tmp_path / f"of {like}" / "report.json").read_text())["plan"]
+        index = json.loads((tmp_path / f"of {like}" / "index.json").read_text())
+        assert [plan["orientation"], plan["alpha"]] == [index["orientation"], index["alpha"]] == recorded
+
+
+def test_work_of_before_photos_were_turned_opens_and_goes_on(prepare, tmp_path, monkeypatch):
+    """Its plan, notes and index.json do not say how photos were read: as they were stored, without alpha."""
+    monkeypatch.setattr(prepare_latents, "finish", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    stored, work = ["orientation=stored", "alpha=drop"], tmp_path / ".data.unfinished"
+    with pytest.raises(KeyboardInterrupt):
+        prepare(*stored)
+    monkeypatch.undo()
+
+    def forget(path, *keys):
+        tree = json.loads(path.read_text())
+        for part in (tree, tree.get("plan", {}), tree.get("note", {})):
+            for key in keys:
+                part.pop(key, None)
+        path.write_text(json.dumps(tree))
+
+    forget(work / "plan.json", "orientation", "alpha")
+    for note in (work / "done").iterdir():
+        forget(note, "much_enlarged")
+    with pytest.raises(ValueError, match="(?s)continue it as it was begun.*orientation: stored there, exif here"):
+        prepare()
+    (work / "done" / "00003.json").unlink()
+    assert "1 of 6 shards" in prepare(*stored)
+    prepare(*stored, f"out={tmp_path / 'expected'}")
+    assert files(tmp_path / "data") == files(tmp_path / "expected")
+    for name in ("index.json", "report.json"):
+        forget(tmp_path / "data" / name, "orientation", "alpha")
+    assert prepare(*stored) == f"{tmp_path / 'data'} is finished\n"
+    latents = LatentDataset(tmp_path / "data").latents
+    assert latents == LatentDataset(tmp_path / "expected").latents
+    assert (latents.orientation, latents.alpha) == ("stored", "drop")
+
+
+def test_pictures_enlarged_more_than_4_times_are_named(prepare, tmp_path):
+    """To 16 pixels: one of 3 is, one of 4 is enlarged 4 times and no more."""
+    (tmp_path / "photos" / "ant").mkdir(parents=True)
+    for side in (3, 4, 15, 16):
+        Image.new("RGB", (side, 20)).save(tmp_path / "photos" / "ant" / f"{side}.png")
+    text = prepare(f"source={tmp_path / 'photos'}", "enlarge=true", "decode=0")
+    made = json.loads((tmp_path / "data" / "report.json").read_text())
+    assert (made["enlarged"], made["much_enlarged"]) == (3, ["ant/3.png"])
+    assert "3 pictures were smaller" in text and "1 of them enlarged more than 4 times" in text and "ant/3.png" in text
+
+
+def test_names_of_bytes_that_are_no_text_can_be_printed():
+    """As the operating system hands them over: os.fsdecode."""
+    name = os.fsdecode("Bär/".encode() + b"\xff.jpg")
+    report = {"count": 1, "class_counts": {"Bär": 1}, "channel_mean": [0.0], "channel_std": [1.0]}
+    text = dataset_report.text(report | {"enlarged": 1, "much_enlarged": [name], "left_out": [(name, "damaged")]})
+    assert text.encode().decode().count("Bär/\\udcff.jpg") == 2
 
 
 # ------------------------------------------------------------------------------------ interruptions

@@ -20,7 +20,7 @@ from routing_module import Route
 from sample import parse_seeds
 from tread.checkpoints import checkpoint
 from tread.data.autoencoder import to_uint8
-from tread.data.images import save_grid
+from tread.data.grids import save_grid
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import KINDS as GUIDANCE_KINDS
 from tread.diffusion.guidance import Guidance, Schedule

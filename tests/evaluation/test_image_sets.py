@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tarfile
 import zipfile
 
@@ -75,6 +76,30 @@ def test_photos_of_any_size_are_cropped_as_adm_does(tmp_path, pictures_of):
     (folder / "class0" / "grey.png").unlink()
     with pytest.raises(ValueError, match=r"differ in size.*40×40.*100×100.*crop"):
         open_pictures(folder)
+
+
+def test_a_crops_photos_are_read_as_asked_and_its_hash_says_how(tmp_path, pictures_of):
+    """What was hashed before there was a choice keeps its hash: features in the cache stay."""
+    photos = [np.dstack([photo, photo[..., 0]]) for photo in pictures_of(2, 40, 0)]
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    digest = hashlib.sha256(b"crop 16")
+    for name, photo in zip(("a.png", "b.png"), photos):
+        Image.fromarray(photo).save(tmp_path / name, exif=exif)
+        content = (tmp_path / name).read_bytes()
+        digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
+    assert open_pictures(tmp_path, 16).sha256 == digest.hexdigest()
+    hashes = set()
+    for orientation in ("exif", "stored"):
+        for alpha in ("white", "drop"):
+            found = open_pictures(tmp_path, 16, orientation, alpha)
+            hashes.add(found.sha256)
+            for photo, crop in zip(photos, found.read(0, 2)):
+                image = Image.new("RGB", (40, 40), "white")
+                image.paste(Image.fromarray(photo), mask=Image.fromarray(photo) if alpha == "white" else None)
+                turned = np.rot90(np.asarray(image), -1) if orientation == "exif" else np.asarray(image)
+                assert np.array_equal(crop.transpose(1, 2, 0), centre_crop(Image.fromarray(turned), 16))
+    assert len(hashes) == 4 and digest.hexdigest() in hashes
 
 
 @pytest.mark.parametrize(

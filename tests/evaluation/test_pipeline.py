@@ -10,6 +10,7 @@ import shutil
 import tarfile
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,12 +23,13 @@ from PIL import Image
 from tread.checkpoints import checkpoint
 from tread.data import digits
 from tread.data.autoencoder import load_decoder
+from tread.data.images import Crop
 from tread.diffusion.edm import EDM
 from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
 from tread.evaluation import digits_judge, features, pipeline, score_files, scorers
 from tread.evaluation.inception import extract, load_inception
 from tread.evaluation.metrics import Moments, frechet_distance
-from tread.evaluation.plan import Options, plan_scoring
+from tread.evaluation.plan import Options, plan_scoring, read_options, settle_crop
 from tread.runtime.distributed import share_work
 from tread.runtime.schema import read
 
@@ -300,6 +302,29 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
     assert more == [*list(usual)[:10], "routes", *list(usual)[10:]]
 
 
+def test_a_reference_is_read_as_the_training_photos_were(tmp_path, run, composed, inception_file, pictures_of):
+    """By what the checkpoint's dataset recorded, unless asked otherwise; upright and on white without a checkpoint."""
+    (tmp_path / "photos").mkdir()
+    for number, picture in enumerate(pictures_of(4, 32, 0)):
+        Image.fromarray(picture).save(tmp_path / "photos" / f"{number}.png")
+    save_checkpoint(tmp_path / "results" / "b", composed, replace(RGB, orientation="exif"))
+    given = ["reference=photos", "crop=16", f"inception={inception_file}", "num_samples=4", "steps=2"]
+    assert "orientation=exif alpha=drop" in launch(tmp_path, "checkpoint=results/b", *given)
+    settings = record(tmp_path / "results" / "b" / "step_0000003" / "fid.json")["settings"]
+    assert settings["reference"] == open_pictures(tmp_path / "photos", 16, "exif", "drop").sha256
+    both = "checkpoint='results/*/step_*'"
+    assert "photos read with orientation=exif and stored" in refusal(tmp_path, both, *given)
+    stored, turned = SimpleNamespace(latents=RGB), SimpleNamespace(latents=replace(RGB, orientation="exif"))
+    for asked, plans, found in (
+        ([], [], ("exif", "white")),
+        ([], [stored], ("stored", "drop")),
+        (["alpha=white"], [turned], ("exif", "white")),
+        (["orientation=stored"], [stored, turned], ("stored", "drop")),
+    ):
+        options = read_options(composed("reference=a", "save_reference=b.npz", "crop=16", *asked, name="fid"))
+        assert settle_crop(options, plans) == Crop(16, *found)
+
+
 def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, inception_file, pictures_of, monkeypatch):
     monkeypatch.setattr(pipeline, "draw_pictures", None)
     monkeypatch.setattr(features, "extract", None)
@@ -331,6 +356,7 @@ def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, inception
         (["checkpoint=results/a", "reference=reference.npz", weights, "num_samples=1"], "at least 2"),
         (["checkpoint=results/a", "reference=reference.npz", weights, "steps=1"], "at least 2"),
         (["checkpoint=results/a", "reference=reference.npz", weights, "crop=16"], "crop=16 is for folders"),
+        (["checkpoint=results/a", "reference=reference.npz", weights, "alpha=white"], "alpha=white is for .* crop="),
         (["reference=stats.npz", "save_reference=new.npz", weights], "holds no pictures to make statistics of"),
         (["checkpoint=results/a", "reference=reference.npz", weights, "out=reference.npz"], "could not be written"),
         (["samples=reference.npz", "reference=fid_stats.npz", weights], "another network: the Inception gives 128"),

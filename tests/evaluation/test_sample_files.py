@@ -15,7 +15,7 @@ import sample
 from tread.checkpoints import checkpoint
 from tread.checkpoints.trained import open_trained
 from tread.data.autoencoder import load_decoder
-from tread.data.images import FACTS, GAP, draw_grid, name_rows
+from tread.data.grids import FACTS, GAP, draw_grid, name_rows
 from tread.diffusion.sampling import Sampler, draw_pictures
 
 DIGITS = ROOT / "tests" / "recorded" / "run"

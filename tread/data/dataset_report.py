@@ -8,6 +8,7 @@ import torch
 from tread.data import autoencoder
 from tread.data.dataset import LatentDataset
 from tread.data.latents import to_network
+from tread.runtime.tensor_files import listed
 
 
 def numbers(data: LatentDataset) -> dict:
@@ -57,8 +58,11 @@ def text(report: dict) -> str:
         lines["PSNR"] = f"{np.mean(found):.2f} dB after a round trip, {span}"
     if report.get("enlarged"):
         lines["enlarged"] = f"{report['enlarged']:,} pictures were smaller than the resolution"
+    if much := report.get("much_enlarged"):
+        lines["blurred"] = f"{len(much):,} of them enlarged more than 4 times, all in report.json: {listed(much)}"
     left_out = report.get("left_out", [])
     if left_out:
         lines["left out"] = f"{len(left_out):,} files, all listed in report.json"
-    listed = [f"    {name}: {why}" for name, why in left_out[:10]]
-    return "\n".join([f"  {name:<10}{value}" for name, value in lines.items()] + listed)
+    named = [f"    {name}: {why}" for name, why in left_out[:10]]
+    lines = [f"  {name:<10}{value}" for name, value in lines.items()] + named
+    return "\n".join(lines).encode(errors="backslashreplace").decode()  # file names may be of bytes that are no UTF-8

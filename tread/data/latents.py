@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tread.data.images import Alpha, Orientation
+
 Dtype = Literal["float16", "float32"]
 
 
@@ -31,6 +33,8 @@ class LatentSpec:
     fingerprint    hash of the autoencoder's weights; None where nobody knows.
     channel_shift, channel_scale
                    a further (x − shift)·scale for each channel, as dataset.normalize sets it; () is none.
+    orientation, alpha
+                   how the photos were read, see images.read_rgb; before they were recorded it was as ADM does.
     """
 
     shape: tuple[int, int, int]
@@ -46,6 +50,8 @@ class LatentSpec:
     fingerprint: str | None = None
     channel_shift: tuple[float, ...] = ()
     channel_scale: tuple[float, ...] = ()
+    orientation: Orientation = "stored"
+    alpha: Alpha = "drop"
 
     def __post_init__(self) -> None:
         allowed = {"latents": (None,), "moments": ("logvar", "std")}
@@ -56,6 +62,11 @@ class LatentSpec:
             )
         if self.dtype not in get_args(Dtype):
             raise ValueError(f"dtype is {self.dtype!r}, but must be float16 or float32")
+        if self.orientation not in get_args(Orientation) or self.alpha not in get_args(Alpha):
+            raise ValueError(
+                f"orientation is {self.orientation!r}, but must be exif or stored; alpha is {self.alpha!r}, but must "
+                "be white or drop"
+            )
         if self.views not in (1, 2):
             raise ValueError(f"views is {self.views}, but must be 1, or 2 with flipped copies")
         if self.scale == 0 or 0 in self.channel_scale:
@@ -72,7 +83,13 @@ class LatentSpec:
     @classmethod
     def from_json(cls, tree: dict) -> LatentSpec:
         """From a parsed index.json or a checkpoint's info.json. Raises KeyError for a missing key."""
-        later = ("fingerprint", "channel_shift", "channel_scale")  # not yet in the first files of version 1
+        later = (
+            "fingerprint",
+            "channel_shift",
+            "channel_scale",
+            "orientation",
+            "alpha",
+        )  # not yet in the first files of version 1
         values = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree or key not in later}
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 

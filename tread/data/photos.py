@@ -27,7 +27,7 @@ from tread.data.parquet import open_pictures, parquet_files
 from tread.data.tars import Tar
 from tread.runtime.tensor_files import listed
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff")
 LABEL_FILES = ("dataset.json", "labels.csv", "metadata.csv")
 LABEL_FORMATS = 'EDM\'s dataset.json, {"labels": [[file, label], …]}, or a CSV with the header file,label'
 NAMED = 20  # files that an error names

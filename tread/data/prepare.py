@@ -26,11 +26,13 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from tread.data.autoencoder import Encoder
 from tread.data.dataset_report import spread
 from tread.data.heldout import held_out
-from tread.data.images import centre_crop, read_rgb
+from tread.data.images import Crop, centre_crop, read_rgb
 from tread.data.photos import Photos, named
 from tread.data.writer import DatasetWriter
 from tread.runtime.distributed import Processes
 from tread.runtime.files import explain_failure, write_whole
+
+MUCH = 4  # pictures that are enlarged more times are named in the report
 
 
 @dataclass
@@ -38,12 +40,12 @@ class Crops(Dataset):
     """index → (pixels (3, size, size) uint8 or None, why it could not be read, its size)."""
 
     photos: Photos
-    size: int
+    crop: Crop
 
     def __getitem__(self, index: int) -> tuple[Tensor | None, str, tuple[int, int]]:
         try:
-            image = read_rgb(self.photos.read(index))
-            pixels = torch.from_numpy(centre_crop(image, self.size).transpose(2, 0, 1).copy())
+            image = read_rgb(self.photos.read(index), self.crop.orientation, self.crop.alpha)
+            pixels = torch.from_numpy(centre_crop(image, self.crop.size).transpose(2, 0, 1).copy())
         except (OSError, ValueError) as error:
             return None, f"{type(error).__name__}: {error}", (0, 0)
         return pixels, "", image.size
@@ -176,7 +178,7 @@ class Piece:
 
 def check_sizes(photos: Photos, resolution: int) -> None:
     """Raise ValueError if most of some pictures, spread over all, are smaller than the resolution asked for."""
-    crops = Crops(photos, resolution)
+    crops = Crops(photos, Crop(resolution))
     sizes = [min(size) for _, why, size in (crops[int(number)] for number in spread(len(photos), 32)) if not why]
     if sizes and np.median(sizes) < resolution:
         raise ValueError(
@@ -189,7 +191,7 @@ def make_shards(
     photos: Photos,
     pieces: Sequence[Piece],
     encode: Encoder,
-    resolution: int,
+    crop: Crop,
     batch_size: int,
     workers: int,
     damage: Damage | None,
@@ -198,7 +200,7 @@ def make_shards(
 ) -> None:
     """Write shards, with a progress bar, and the speed at the end.
 
-    Notes for each shard which pictures were left out and how many enlarged.
+    Notes for each shard which pictures were left out, how many were enlarged, and which more than MUCH times.
 
     damage  where damaged pictures are written down, of whose shards nothing is written; None leaves them out.
     """
@@ -206,7 +208,7 @@ def make_shards(
         [piece.pictures[i : i + batch_size] for i in range(0, len(piece.pictures), batch_size)] for piece in pieces
     ]
     loader = DataLoader(
-        Crops(photos, resolution),
+        Crops(photos, crop),
         batch_sampler=[indices.tolist() for parts in batches for indices in parts],
         num_workers=workers,
         collate_fn=_collate,
@@ -216,7 +218,7 @@ def make_shards(
     began, waited = time.perf_counter(), 0.0
     with processes.bar("encoding", total) as bar:
         for piece, parts in zip(pieces, batches):
-            stored, labels, left_out, enlarged, damaged = [], [], [], 0, []
+            stored, labels, left_out, enlarged, much_enlarged, damaged = [], [], [], 0, [], []
             for indices in parts:
                 asked = time.perf_counter()
                 try:
@@ -234,7 +236,9 @@ def make_shards(
                         damaged.append((int(begun.at[index]), name, label, why))
                         continue
                     labels.append(label)
-                    enlarged += min(size) < resolution
+                    enlarged += min(size) < crop.size
+                    if MUCH * min(size) < crop.size:
+                        much_enlarged.append(name)
                 if pixels is not None and not (damaged and damage):
                     stored.append(encode(pixels))
                 bar.update(len(indices))
@@ -243,7 +247,8 @@ def make_shards(
                 continue
             whole = np.concatenate(stored) if stored else np.zeros((0, *piece.writer.latents.stored_shape), np.float32)
             numbers = np.array(labels, dtype=np.int64)
-            piece.writer.write(piece.number, whole, numbers, left_out=left_out, enlarged=enlarged)
+            counts = {"left_out": left_out, "enlarged": enlarged, "much_enlarged": much_enlarged}
+            piece.writer.write(piece.number, whole, numbers, **counts)
     if total:
         wall = time.perf_counter() - began
         processes.say(

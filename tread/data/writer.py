@@ -25,6 +25,11 @@ from tread.data.npy import write_array
 from tread.runtime.files import Lock, explain_failure, free_bytes, sha256, size_text, sync, whole_file, write_whole
 
 
+def _with_later_keys(plan: dict) -> dict:
+    """A plan that may be of a time before it said how photos were read."""
+    return {"orientation": "stored", "alpha": "drop"} | plan
+
+
 class DatasetWriter:
     """A dataset in the making.
 
@@ -46,7 +51,7 @@ class DatasetWriter:
     def is_finished(self) -> bool:
         """Whether the dataset is there already, made by the same plan; then what is left of the work on it goes."""
         made = self.folder / "report.json"
-        finished = made.is_file() and json.loads(made.read_text()).get("plan") == self._plan
+        finished = made.is_file() and _with_later_keys(json.loads(made.read_text()).get("plan", {})) == self._plan
         if finished:  # a process may have been killed just then
             shutil.rmtree(self.work, ignore_errors=True)
         return finished
@@ -68,7 +73,7 @@ class DatasetWriter:
             partial.unlink()  # of a process that was killed
         path = self.work / "plan.json"
         plan = {**self._plan, **begun}
-        before = json.loads(path.read_text()) if path.exists() else self._plan
+        before = _with_later_keys(json.loads(path.read_text())) if path.exists() else self._plan
         if before != plan and not any(self._done.iterdir()):
             for leftover in (self.data, self.work / "damaged"):
                 shutil.rmtree(leftover, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Sets of pictures to be scored: ADM's .npz batches, folders and tars, read a part at a time.
 
 batch.npz        arr_0 (n, H, W, 3) uint8, as ADM's evaluator reads and writes it
-folder or tar    JPEG, PNG or WebP files of one size, sorted by name, subfolders included; photos.tar/val
+folder or tar    JPEG, PNG, WebP or TIFF files of one size, sorted by name, subfolders included; photos.tar/val
                  is a folder inside a tar
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from tread.data.images import centre_crop, read_rgb
+from tread.data.images import FORMATS, Crop, centre_crop, read_rgb
 from tread.data.npy import write_array
 from tread.data.photos import SUFFIXES, Folder
 from tread.data.tars import Tar
@@ -49,11 +49,11 @@ class Pictures:
     read: Callable[[int, int], np.ndarray]
 
 
-def open_pictures(path: Path, crop: int | None, processes: Processes) -> Pictures:
+def open_pictures(path: Path, crop: Crop | None, processes: Processes) -> Pictures:
     """Open a set of pictures and check all that can be checked without decoding it; all processes do so together.
 
-    crop  prepare photos of a folder or tar as ADM does: converted to RGB, its centre crop to so many
-          pixels. None: they must be RGB of 8 bits and of one size.
+    crop  prepare photos of a folder or tar as those of training: converted to RGB, and ADM's centre crop.
+          None: they must be RGB of 8 bits and of one size, and are taken as they are stored.
 
     Raises FileNotFoundError, or ValueError that names what is wrong.
     """
@@ -178,7 +178,7 @@ def hash_of(path: Path, processes: Processes) -> str:
 # ------------------------------------------------------------------------------------------ files
 
 
-def _open_files(path: Path, inside: str | None, crop: int | None, processes: Processes) -> Pictures:
+def _open_files(path: Path, inside: str | None, crop: Crop | None, processes: Processes) -> Pictures:
     store = Folder(path) if path.is_dir() else Tar(path)
     names = [name for name in store.names if name.lower().endswith(SUFFIXES) and name.startswith(inside or "")]
     names = [name for name in names if not any(part.startswith(".") for part in name.split("/") if part != ".")]
@@ -187,13 +187,17 @@ def _open_files(path: Path, inside: str | None, crop: int | None, processes: Pro
         raise ValueError(f"{path} has no pictures in {inside}, but folders like {', '.join(folders[:3])}")
     check_count(path / (inside or ""), len(names))
 
+    prepared = f"crop {crop and crop.size}"
+    if crop and crop != Crop(crop.size):  # features that were kept before there was a choice are still right
+        prepared += f", orientation {crop.orientation}, alpha {crop.alpha}"
+
     def read_all() -> tuple[str, tuple[int, int]]:
-        digest, sizes = hashlib.sha256(f"crop {crop}".encode()), {}
+        digest, sizes = hashlib.sha256(prepared.encode()), {}
         with processes.bar(f"reading {path}", len(names)) as progress:
             for name in names:
                 content = store.read(name)
                 digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
-                size = (crop, crop) if crop else _plain_size(content, f"{path}: {name}")
+                size = (crop.size, crop.size) if crop else _plain_size(content, f"{path}: {name}")
                 sizes.setdefault(size, name)
                 progress.update()
         if len(sizes) > 1:
@@ -206,10 +210,10 @@ def _open_files(path: Path, inside: str | None, crop: int | None, processes: Pro
 
     def decode(name: str) -> np.ndarray:
         try:
-            image = read_rgb(store.read(name))
+            image = read_rgb(store.read(name), crop.orientation, crop.alpha) if crop else read_rgb(store.read(name))
         except (ValueError, OSError) as error:
             raise ValueError(f"{path}: {name} can't be read: {error}") from error
-        return centre_crop(image, crop) if crop else np.asarray(image)
+        return centre_crop(image, crop.size) if crop else np.asarray(image)
 
     def read(start: int, stop: int) -> np.ndarray:
         with ThreadPoolExecutor(THREADS) as pool:
@@ -222,9 +226,9 @@ def _open_files(path: Path, inside: str | None, crop: int | None, processes: Pro
 def _plain_size(content: bytes, where: str) -> tuple[int, int]:
     """(H, W) of an RGB picture file, from its head. Raises ValueError for other pictures."""
     try:
-        image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP"))
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise ValueError(f"{where} is no JPEG, PNG or WebP: {error}") from error
+        image = Image.open(io.BytesIO(content), formats=FORMATS)
+    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{where} is no JPEG, PNG or WebP, nor a TIFF, that can be read: {error}") from error
     if image.mode != "RGB":
         kind = {"L": "grey", "1": "black and white", "RGBA": "RGB with alpha", "LA": "grey with alpha"}
         raise ValueError(

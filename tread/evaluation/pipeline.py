@@ -19,13 +19,13 @@ from tqdm import tqdm
 
 from tread.checkpoints import checkpoint
 from tread.data import autoencoder
-from tread.data.images import save_grid
+from tread.data.grids import save_grid
 from tread.diffusion.sampling import draw_pictures, seeded_labels
 from tread.evaluation.features import features_of, part_size
 from tread.evaluation.image_sets import Pictures, open_pictures, save_npz
 from tread.evaluation.inception import feature_sizes, find_weights
 from tread.evaluation.part_store import PartStore
-from tread.evaluation.plan import Options, ScoringPlan, plan_scoring, settle_paths
+from tread.evaluation.plan import Options, ScoringPlan, plan_scoring, settle_crop, settle_paths
 from tread.evaluation.reference import Reference, check_size, open_reference, save_statistics
 from tread.evaluation.reference_scorer import ReferenceScorer, open_scorer
 from tread.evaluation.score_files import ScoreFiles, add_line, table
@@ -50,15 +50,18 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
     if reason:
         processes.say(f"warning: running without torch.compile, which fails here: {reason}")
     plans = [plan_scoring(options, checkpoint.find(path), precision, compiled) for path in paths]
+    crop = settle_crop(options, plans)
+    if crop:
+        processes.say(f"crop={crop.size} reads photos with orientation={crop.orientation} alpha={crop.alpha}")
     samples, reference, weights, inception, feature_bytes = None, None, None, None, 0
     if options.samples is not None:
-        samples = open_pictures(Path(options.samples), options.crop, processes)
+        samples = open_pictures(Path(options.samples), crop, processes)
     if options.reference is not None:
         with processes.main_first():  # one process fetches the weights
             weights = find_weights(options.inception)
         inception, sizes = sha256(weights), feature_sizes(weights)
         feature_bytes = 4 * sum(sizes)
-        reference = open_reference(Path(options.reference), options.crop, processes, sizes)
+        reference = open_reference(Path(options.reference), crop, processes, sizes)
     plans = [replace(plan, reference=reference and reference.sha256, inception=inception) for plan in plans]
     records = processes.from_main(lambda: [find_score(plan, options) for plan in plans])
     all_plans, plans = plans, [plan for plan, record in zip(plans, records) if record is None]

@@ -9,6 +9,7 @@ from pathlib import Path
 from tread.checkpoints import checkpoint
 from tread.checkpoints.trained import Trained, open_trained, open_weak
 from tread.data import autoencoder
+from tread.data.images import Alpha, Crop, Orientation
 from tread.data.latents import LatentSpec
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Labels, Sampler, check_ratios, relative_cost
@@ -43,6 +44,8 @@ class Options:
     autoencoder: str | None
     inception: str | None
     crop: Count | None
+    orientation: Orientation | None
+    alpha: Alpha | None
     cache: str
     save_samples: bool
     out: str | None
@@ -57,6 +60,9 @@ class Options:
         paths = [Path(path) for path in (self.samples, self.reference) if path]
         if self.crop and all(path.suffix == ".npz" for path in paths):
             raise ValueError(f"crop={self.crop} is for folders and tars of photos, but none is named")
+        for key in ("orientation", "alpha"):
+            if (value := getattr(self, key)) and not self.crop:
+                raise ValueError(f"{key}={value} is for the photos of crop=…; without it pictures are taken as stored")
 
 
 def read_options(config: dict) -> Options:
@@ -157,6 +163,23 @@ def settle_paths(options: Options) -> tuple[Options, list[Path]]:
         weak = str(checkpoint.find(Path(weak)).folder)
         options = replace(options, guidance=replace(options.guidance, checkpoint=weak))
     return options, sorted(found, key=lambda folder: (str(folder.parent), found[folder]))
+
+
+def settle_crop(options: Options, plans: list[ScoringPlan]) -> Crop | None:
+    """How photos are prepared: as asked, else as those that the checkpoints were trained on; exif, white without one.
+
+    Raises ValueError if the checkpoints' were read in different ways.
+    """
+    chosen = {}
+    for key, usual in (("orientation", "exif"), ("alpha", "white")) if options.crop else ():
+        recorded = sorted({getattr(plan.latents, key) for plan in plans}) or [usual]
+        if len(recorded) > 1 and getattr(options, key) is None:
+            raise ValueError(
+                f"the checkpoints were trained on photos read with {key}={' and '.join(recorded)}: set {key}=…, or "
+                "score them one by one"
+            )
+        chosen[key] = getattr(options, key) or recorded[0]
+    return Crop(options.crop, **chosen) if options.crop else None
 
 
 def plan_scoring(options: Options, found: checkpoint.Checkpoint, precision: str, compiled: bool = False) -> ScoringPlan:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tread.data.images import Crop
 from tread.evaluation.image_sets import Npz, Pictures, hash_of, open_pictures
 from tread.evaluation.inception import FeatureSizes
 from tread.evaluation.metrics import Moments
@@ -54,7 +55,7 @@ class Reference:
         return "pictures" if self.pool is None else "file"
 
 
-def open_reference(path: Path, crop: int | None, processes: Processes, sizes: FeatureSizes | None) -> Reference:
+def open_reference(path: Path, crop: Crop | None, processes: Processes, sizes: FeatureSizes | None) -> Reference:
     """Open a reference; the pictures of it are not looked at yet. Other arguments are those of open_pictures.
 
     sizes  of the features that statistics in a file must be of; None: not looked at yet.

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from tread.checkpoints.trained import Trained
-from tread.data.images import draw_grid, name_rows, save_png
+from tread.data.grids import draw_grid, name_rows, save_png
 from tread.diffusion.sampling import Sampler
 from tread.evaluation.image_sets import save_npz
 from tread.runtime.files import check_place, explain_failure

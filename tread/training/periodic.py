@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tread.checkpoints import checkpoint
-from tread.data.images import save_grid
+from tread.data.grids import save_grid
 from tread.diffusion.sampling import Sampler, draw_pictures, spread_classes
 from tread.evaluation.figures import save_curve
 from tread.evaluation.heldout_loss import heldout_loss
