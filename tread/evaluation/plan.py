@@ -37,6 +37,7 @@ class Options:
     solver: Solver | None
     batch_size: Count
     precision: Precision
+    cpu_threads: Count | None
     compile: Compile
     weights: Weights
     guidance: Guidance
