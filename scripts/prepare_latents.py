@@ -80,16 +80,12 @@ def prepare(options: Options, processes: Processes) -> None:
     if not options.enlarge:
         check_sizes(photos, options.resolution)
     use_precision(options.precision, processes.device)
-    model = autoencoder.load_autoencoder(options.autoencoder, processes.device)
-    latents = autoencoder.encoded(
-        model,
-        options.autoencoder,
-        options.resolution,
-        photos.classes,
-        options.store,
-        dtype=options.dtype,
-        views=2 if options.flip else 1,
-    )
+    stored = {"store": options.store, "dtype": options.dtype, "views": 2 if options.flip else 1}
+    if options.autoencoder == "none":
+        model, latents = None, autoencoder.as_pixels(options.resolution, photos.classes, **stored)
+    else:
+        model = autoencoder.load_autoencoder(options.autoencoder, processes.device)
+        latents = autoencoder.encoded(model, options.autoencoder, options.resolution, photos.classes, **stored)
     ranges = shard_ranges(len(photos), options.shard_size)
     plan = {key: getattr(options, key) for key in ("resolution", "precision", "shard_size")}
     plan["pictures"] = source_hash(photos)
@@ -109,6 +105,11 @@ def prepare(options: Options, processes: Processes) -> None:
     processes.say(f"  crop      {options.resolution}², {'with' if options.flip else 'without'} flipped copies")
     processes.say(f"  encoder   {latents.autoencoder}, {options.precision}")
     processes.say(f"  stores    {stored}: {latents.meaning}")
+    if model is None and (patch := autoencoder.patch_for(options.resolution)) > 2:
+        many, few = ((options.resolution // side) ** 2 for side in (2, patch))
+        processes.say(
+            f"  note      {many:,} tokens a picture with model.patch_size=2, {few} with model.patch_size={patch}"
+        )
     shards = f"{len(missing)} of {len(ranges)} shards"
     processes.say(f"  work      {shards}, {processes.count} processes on {processes.device}")
     make_shards(
@@ -146,7 +147,8 @@ def finish(photos: Photos, writer: DatasetWriter, shards: int, options: Options,
         crops = Crops(photos, options.resolution)
         before = np.stack([crops[kept[index]][0].numpy() for index in chosen])
         after = dataset_report.decode(data, chosen, device)
-        made["psnr"] = [dataset_report.psnr(*pair) for pair in zip(before, after)]
+        if data.latents.autoencoder != "pixels":  # which come back as they were
+            made["psnr"] = [dataset_report.psnr(*pair) for pair in zip(before, after)]
         with explain_failure(data.folder / "report.png"):
             pairs = np.stack([before, after], axis=1).reshape(-1, *before.shape[1:])
             save_grid(data.folder / "report.png", pairs, columns=2)

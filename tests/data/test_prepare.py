@@ -12,6 +12,7 @@ import os
 import random
 import resource
 import shutil
+import socket
 import sys
 import time
 
@@ -20,7 +21,7 @@ import numpy as np
 import prepare_latents
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, launch, score
 from forked import FORKS, run_python
 from PIL import Image
 
@@ -485,10 +486,11 @@ def test_weight_files_of_every_kind_give_the_same_autoencoder(tmp_path, monkeypa
     torch.save(model.state_dict(), tmp_path / "file.pt")
     names = [str(tmp_path / name) for name in ("folder", "file.safetensors", "file.pt")]
     save_file(stable_diffusion_names(model.state_dict()), tmp_path / "sd.safetensors")
-    names += [str(tmp_path / "sd.safetensors")]
+    torch.save({"state_dict": stable_diffusion_names(model.state_dict())}, tmp_path / "sd.ckpt")
+    names += [str(tmp_path / "sd.safetensors"), str(tmp_path / "sd.ckpt")]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     found = [autoencoder.fingerprint(autoencoder.load_autoencoder(name)) for name in names]
-    assert found == [autoencoder.fingerprint(model)] * 4
+    assert found == [autoencoder.fingerprint(model)] * 5
 
 
 def stable_diffusion_names(state):
@@ -531,6 +533,28 @@ def test_the_real_taesd_gives_photos_back(asset):
     assert 18 < (10 * torch.log10(255**2 / errors)).mean() < 28  # 22.5 dB in the mean over all thousand
 
 
+def test_a_hub_id_is_taken_from_the_cache_and_without_it_the_hub_is_asked_once(place, monkeypatch, tmp_path, caplog):
+    """The cache as huggingface_hub lays it out; a hub that keeps silent, as where a network lets nothing out."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--some--kl"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(place / "kl", repository / "snapshots" / ("a" * 40))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr("tread.runtime.network.check_answer.__defaults__", (0.2,))
+        expected = autoencoder.fingerprint(autoencoder.load_autoencoder(str(place / "kl")))
+        assert autoencoder.fingerprint(autoencoder.load_autoencoder("some/kl")) == expected
+        (repository / "snapshots" / ("a" * 40) / "diffusion_pytorch_model.safetensors").unlink()
+        for name in ("some/kl", "some/other"):
+            with pytest.raises(ValueError, match=f"(?s)'{name}' could not be.*can't be reached: no answer in 0.2 s"):
+                autoencoder.load_autoencoder(name)
+    for path in ("some/kl.safetensors", "/some/kl", "no/such/folder"):
+        with pytest.raises(ValueError, match="there is no such file or folder"):
+            autoencoder.load_autoencoder(path)
+    assert not caplog.records
+
+
 def test_another_autoencoder_than_the_latents_own_is_refused(place, prepare, tmp_path):
     moved = shutil.copytree(place / "kl", tmp_path / "vae")
     prepare(f"autoencoder={moved}")
@@ -544,3 +568,40 @@ def test_another_autoencoder_than_the_latents_own_is_refused(place, prepare, tmp
     x = torch.zeros(1, 4, 8, 8)
     own, other = (autoencoder.load_decoder(latents, autoencoder=str(place / name)) for name in ("kl", "other"))
     assert not torch.equal(own(x), other(x))
+
+
+# -------------------------------------------------------------------------------------- without one
+
+
+@pytest.mark.parametrize("given", ["flip=true", "dtype=float32"])
+def test_pixels_are_stored_as_they_are(place, prepare, tmp_path, given):
+    """Against the crops themselves; float16 gives all values back."""
+    text = prepare("autoencoder=none", given)
+    data, photos = LatentDataset(tmp_path / "data"), find_photos(place / "photos")
+    assert (data.latents.shape, data.latents.autoencoder) == ((3, 16, 16), "pixels")
+    assert "pixels in −1..1" in text and "PSNR" not in text and "patch_size" not in text
+    decode = autoencoder.load_decoder(data.latents)
+    for view in range(data.latents.views):
+        found = decode(to_network(data.read(np.arange(21), view).stored, data.latents)).permute(0, 2, 3, 1).numpy()
+        expected = np.stack([centre_crop(read_rgb(photos.read(index)), 16) for index in range(21)])
+        assert np.array_equal(found[:, :, ::-1] if view else found, expected)
+
+
+def test_pixels_of_large_pictures_are_refused_and_many_tokens_named(prepare):
+    with pytest.raises(ValueError, match="resolution is 129.*at most 128.*autoencoder"):
+        prepare("autoencoder=none", "resolution=129", "enlarge=true")
+    with pytest.raises(ValueError, match="store=moments needs an AutoencoderKL"):
+        prepare("autoencoder=none", "store=moments")
+    text = prepare("autoencoder=none", "resolution=48", "enlarge=true")
+    assert "note      576 tokens a picture with model.patch_size=2, 256 with model.patch_size=3" in text
+
+
+def test_pixels_are_trained_on_sampled_and_scored(place, prepare, tmp_path, inception_file):
+    """The whole way at 16 px; scores are against the photos' own crops."""
+    prepare("autoencoder=none")
+    small = ["dataset=folder", "dataset.path=data", "eval.points=16", "model.patch_size=4", "name=run"]
+    assert "21 samples of (3, 16, 16)" in launch(tmp_path, *small)
+    grid = np.asarray(Image.open(tmp_path / "results/run/samples/step_0000006.png"))
+    assert grid.ndim == 3 and grid.shape[2] == 3
+    given = [f"inception={inception_file}", f"reference={place / 'photos'}", "crop=16", "num_samples=8", "steps=2"]
+    assert "KID" in score(tmp_path, "checkpoint=results/run", *given)

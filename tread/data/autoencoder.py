@@ -1,13 +1,16 @@
 """From pixels to what is stored of them, and from network latents to pixels, by a diffusers autoencoder.
 
-The autoencoder "pixels" is the identity: its z is the picture itself, with 0..255 mapped to −1..1.
+The autoencoder "pixels" is the identity: its z is the picture itself, with 0..255 mapped to −1..1. The setting that
+chooses it is autoencoder=none.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
@@ -20,12 +23,17 @@ from torch import Tensor, nn
 
 from tread.data.latents import LatentSpec, from_network
 from tread.runtime.device import exact
+from tread.runtime.network import check_answer
 from tread.runtime.tensor_files import read_state_dict
 
 Decoder = Callable[[Tensor], Tensor]
 Encoder = Callable[[Tensor], np.ndarray]
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+HUB_FILES = ("config.json", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
+WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
 KINDS = ("AutoencoderKL", "AutoencoderTiny")
 Store = Literal["auto", "moments", "latents"]
+PIXELS_UP_TO = 128  # pixels along the side of pictures that are stored without an autoencoder
 # Stable Diffusion 1's autoencoder, for weight files that come without a config
 SD_CONFIG = {
     "_class_name": "AutoencoderKL",
@@ -60,18 +68,17 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
           Diffusion's own parameter names. A file has no config: its autoencoder must be Stable
           Diffusion 1's or TAESD's, the last in diffusers' names.
 
-    Raises ValueError if it is neither or can't be had.
+    A hub id that was fetched once is taken from its cache without asking the hub. Raises ValueError if it is none of
+    these or can't be had; without a network after some seconds.
     """
-    import diffusers  # imported here because it takes seconds and "pixels" does not need it
-
     try:
+        local = Path(name).exists() or _cached(name)
+        import diffusers  # imported here because it takes seconds and "pixels" does not need it
+
         if Path(name).is_file():
             model = _from_file(Path(name), diffusers)
         else:
-            kind = diffusers.AutoencoderKL.load_config(name)["_class_name"]
-            if kind not in KINDS:
-                raise ValueError(f"it is a {kind}")
-            model = getattr(diffusers, kind).from_pretrained(name, torch_dtype=torch.float32)
+            model = _from_folder_or_hub(name, diffusers, local)
     except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError, SafetensorError) as error:
         raise ValueError(
             f"autoencoder {name!r} could not be loaded as one of {', '.join(KINDS)}: {error}\n"
@@ -84,6 +91,29 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
 def located(name: str) -> str:
     """The name of an autoencoder that holds from any folder: hub ids as they are, paths in full."""
     return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def _cached(name: str) -> bool:
+    """Whether a hub id is in the cache. Raises ValueError if it is none, OSError if it is not and the hub is silent."""
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.utils import get_session
+
+    if not HUB_ID.fullmatch(name) or name.endswith(WEIGHT_FILES):
+        raise ValueError("there is no such file or folder")
+    there = {file for file in HUB_FILES if isinstance(try_to_load_from_cache(name, file), str)}
+    if "config.json" in there and len(there) > 1:
+        return True
+    check_answer(constants.ENDPOINT, lambda url, seconds: get_session().head(url, timeout=seconds).status_code)
+    return False
+
+
+def _from_folder_or_hub(name: str, diffusers, local: bool) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks.*")  # of diffusers, about itself
+        kind = diffusers.AutoencoderKL.load_config(name, local_files_only=local)["_class_name"]
+        if kind not in KINDS:
+            raise ValueError(f"it is a {kind}")
+        return getattr(diffusers, kind).from_pretrained(name, torch_dtype=torch.float32, local_files_only=local)
 
 
 def _from_file(path: Path, diffusers) -> nn.Module:
@@ -153,18 +183,41 @@ def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ..
     )
 
 
-def encoder(model: nn.Module, latents: LatentSpec, precision: str = "fp32") -> Encoder:
+def as_pixels(resolution: int, classes: tuple[str, ...], store: Store, **kept) -> LatentSpec:
+    """What is stored of pictures without an autoencoder: (3, R, R) in −1..1. Arguments are those of `encoded`.
+
+    Raises ValueError for large pictures.
+    """
+    if store == "moments":
+        raise ValueError("store=moments needs an AutoencoderKL, but autoencoder=none stores pixels")
+    if resolution > PIXELS_UP_TO:
+        raise ValueError(
+            f"resolution is {resolution}, but autoencoder=none, which stores pixels, takes at most {PIXELS_UP_TO}: a "
+            "network on so many would be slow. Choose resolution=64, say, or an autoencoder"
+        )
+    return LatentSpec((3, resolution, resolution), classes, "pixels", scale_applied=True, **kept)
+
+
+def patch_for(side: int, tokens: int = 256) -> int:
+    """The smallest model.patch_size from 2 on that makes at most so many tokens of pixels or latents of that side."""
+    return next((p for p in range(2, side) if side % p == 0 and (side // p) ** 2 <= tokens), side)
+
+
+def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32") -> Encoder:
     """A function from uint8 pictures (B, 3, R, R) to what is stored of them: (B, views, C or 2C, S, S) float32.
 
-    With views=2 the second is the encoded flipped picture. precision is fp32, or bf16 for autocast.
+    With views=2 the second is the encoded flipped picture. precision is fp32, or bf16 for autocast. Without a
+    model the pixels are stored.
     """
+    if model is None:
+        return lambda pictures: torch.stack(_views(pictures.float() / 127.5 - 1, latents), dim=1).numpy()
     device = next(model.parameters()).device
 
     @torch.no_grad()
     def encode(pictures: Tensor) -> np.ndarray:
         pixels = (pictures.to(device).float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
         views = []
-        for view in (pixels, pixels.flip(-1))[: latents.views]:
+        for view in _views(pixels, latents):
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
                 out = model.encode(view)
             if latents.content == "moments":
@@ -175,6 +228,10 @@ def encoder(model: nn.Module, latents: LatentSpec, precision: str = "fp32") -> E
         return torch.stack(views, dim=1).numpy()
 
     return encode
+
+
+def _views(pictures: Tensor, latents: LatentSpec) -> list[Tensor]:
+    return [pictures, pictures.flip(-1)][: latents.views]
 
 
 def load_decoder(latents: LatentSpec, device: torch.device | str = "cpu", autoencoder: str | None = None) -> Decoder:

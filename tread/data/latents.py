@@ -87,6 +87,8 @@ class LatentSpec:
         """What the stored numbers are, in words."""
         spread = {"logvar": "log-variance", "std": "standard deviation"}.get(self.spread)
         content = f"posterior mean and {spread}" if spread else "latents"
+        if self.autoencoder == "pixels":
+            return "pixels in −1..1"
         if self.scale_applied:
             return f"{content}, on the network's scale (z − {self.shift:g})·{self.scale:g}"
         return f"{content}, unscaled; network latents are (z − {self.shift:g})·{self.scale:g}"

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from tread.runtime.device import exact
 from tread.runtime.files import sha256
+from tread.runtime.network import check_answer
 from tread.runtime.tensor_files import read_state_dict
 
 URL = "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth"
@@ -265,6 +267,7 @@ def find_weights(path: str | None = None) -> Path:
     if not kept.is_file():
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
+            check_answer(URL, _ask)
             torch.hub.download_url_to_file(URL, str(kept), hash_prefix=SHA256)
         except (URLError, RuntimeError, OSError) as error:
             raise FileNotFoundError(
@@ -274,6 +277,13 @@ def find_weights(path: str | None = None) -> Path:
     if sha256(kept) != SHA256:
         raise ValueError(f"{kept} is damaged: its sha256 is not {SHA256}; remove it to fetch it again")
     return kept
+
+
+def _ask(url: str, seconds: int) -> int:
+    try:
+        return urlopen(Request(url, method="HEAD"), timeout=seconds).status
+    except HTTPError as error:  # an answer too
+        return error.code
 
 
 def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
