@@ -1,4 +1,4 @@
-"""Train a diffusion transformer with or without routes: accelerate launch train.py model=tread
+"""Train a diffusion transformer with or without routes: python train.py model=tread
 
 Read from `main` down: settings → start (tread/training/setup.py: every check before any long work) →
 training, with what is due between the steps (periodic.py there) → finish. All that is random in a step
