@@ -46,6 +46,7 @@ NOT_RUN = {  # how a command starts → why it is neither run nor composed
 COMPOSED = {  # what a command has → why it can't be run here
     r"^(torchrun|sbatch)|--multi_gpu|--config_file": "several processes or nodes",
     r"^python benchmarks/step_time.py": "measures for minutes",
+    r"results/photos": "tests/doors/test_own_data.py runs them",
     r"experiment=": "ImageNet and GPUs",
     r"source=|dataset=folder|imagenette": "photos or latents of others",
     r" weights=\S+\.pt": "weights of others",
