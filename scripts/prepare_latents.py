@@ -6,6 +6,7 @@ processes, and it goes on with the shards that are missing.
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +24,14 @@ from tread.data.dataset import LatentDataset
 from tread.data.images import save_grid
 from tread.data.latents import Dtype
 from tread.data.photos import Photos, find_photos
-from tread.data.prepare import Crops, check_sizes, make_shards, shard_ranges, source_hash
+from tread.data.prepare import Crops, Damage, Piece, check_sizes, make_shards, source_hash
 from tread.data.writer import DatasetWriter
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes, share_work
 from tread.runtime.files import explain_failure
-from tread.runtime.schema import Count, CountOrZero
+from tread.runtime.schema import Count, CountOrZero, Fraction
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Options:
     root: str | None
     labels: str | None
     out: str
+    heldout: Fraction | Count | None
     resolution: Count
     flip: bool
     autoencoder: str
@@ -74,9 +76,7 @@ def prepare(options: Options, processes: Processes) -> None:
     photos = find_photos(source, options.root, options.labels)
     photos.check_classes(options.allow_empty)
     if photos.refused and options.on_error == "stop":
-        name, why = photos.refused[0]
-        more = f" ({len(photos.refused)} such files)" if len(photos.refused) > 1 else ""
-        raise ValueError(f"{photos.where}: {name} is no picture: {why}{more}; remove it, or set on_error=skip")
+        photos.refuse()
     if not options.enlarge:
         check_sizes(photos, options.resolution)
     use_precision(options.precision, processes.device)
@@ -86,22 +86,44 @@ def prepare(options: Options, processes: Processes) -> None:
     else:
         model = autoencoder.load_autoencoder(options.autoencoder, processes.device)
         latents = autoencoder.encoded(model, options.autoencoder, options.resolution, photos.classes, **stored)
-    ranges = shard_ranges(len(photos), options.shard_size)
     plan = {key: getattr(options, key) for key in ("resolution", "precision", "shard_size")}
-    plan["pictures"] = source_hash(photos)
-    writer = DatasetWriter(out, latents, plan)
-    if writer.is_finished():
-        processes.say(f"{out} is finished")
+    plan["pictures"] = source_hash(photos.classes, photos.names, photos.labels)
+    if options.heldout is None:
+        writers = {"train": DatasetWriter(out, latents, plan)}
+    else:
+        folders = {"train": out, "heldout": out.with_name(f"{out.name}-heldout")}
+        plan["heldout"] = options.heldout
+        writers = {part: DatasetWriter(folder, latents, {**plan, "part": part}) for part, folder in folders.items()}
+    unfinished = {part: writer for part, writer in writers.items() if not writer.is_finished()}
+    for part in writers.keys() - unfinished.keys():
+        processes.say(f"{writers[part].folder} is finished")
+    if not unfinished:
         return
+    damage = Damage(next(iter(unfinished.values())).work / "damaged", photos)
     with processes.main_first():
         if processes.main:
-            writer.begin()
-        missing = writer.missing(len(ranges))
+            for writer in unfinished.values():
+                writer.check_free()
+            pictures = damage.begun()
+            pictures.cut(len(photos.classes), options.heldout, options.shard_size)  # which may be refused
+            pictures = source_hash(photos.classes, pictures.names, pictures.labels)
+            for writer in unfinished.values():
+                writer.begin(pictures=pictures)
+        begun = damage.begun()
+        shards = begun.cut(len(photos.classes), options.heldout, options.shard_size)
+        pieces = [
+            Piece(writer, number, shards[part][number], f"{part}-{number:05d}")
+            for part, writer in unfinished.items()
+            for number in writer.missing(len(shards[part]))
+        ]
     processes.wait()  # nobody writes before all have seen the same list
     if processes.main:
-        writer.check_space(sum(len(ranges[number]) for number in missing))
+        next(iter(unfinished.values())).check_space(sum(len(piece.pictures) for piece in pieces))
     stored = f"{latents.stored_shape[1:]} {latents.dtype}, {len(photos) * latents.sample_bytes / 1e9:.2f} GB"
     processes.say(f"  pictures  {len(photos):,} in {len(photos.classes):,} classes, {photos.where}")
+    if options.heldout is not None:
+        kept = sum(map(len, shards["heldout"]))
+        processes.say(f"  held out  {kept:,} of them, chosen by a hash of their names: {writers['heldout'].folder}")
     processes.say(f"  crop      {options.resolution}², {'with' if options.flip else 'without'} flipped copies")
     processes.say(f"  encoder   {latents.autoencoder}, {options.precision}")
     processes.say(f"  stores    {stored}: {latents.meaning}")
@@ -110,40 +132,87 @@ def prepare(options: Options, processes: Processes) -> None:
         processes.say(
             f"  note      {many:,} tokens a picture with model.patch_size=2, {few} with model.patch_size={patch}"
         )
-    shards = f"{len(missing)} of {len(ranges)} shards"
-    processes.say(f"  work      {shards}, {processes.count} processes on {processes.device}")
+    work = f"{len(pieces)} of {sum(len(shards[part]) for part in unfinished)} shards"
+    processes.say(f"  work      {work}, {processes.count} processes on {processes.device}")
     make_shards(
         photos,
-        writer,
+        pieces[processes.rank :: processes.count],
         autoencoder.encoder(model, latents, options.precision),
-        [(number, ranges[number]) for number in missing[processes.rank :: processes.count]],
         options.resolution,
         options.batch_size or (2 if processes.device.type == "cpu" else 32),
         min(16, processes.cores) if options.workers is None else options.workers,
-        options.on_error == "skip",
+        damage if options.on_error == "stop" else None,
+        begun,
         processes,
     )
     processes.wait()
+    if options.on_error == "stop":
+        missing = [piece.name for piece in pieces if piece.number in piece.writer.missing(piece.number + 1)]
+        processes.from_main(lambda: damage.check(missing))
     if processes.main:
-        finish(photos, writer, len(ranges), options, processes.device)
+        finish(photos, unfinished, writers, shards, options, processes.device)
 
 
-def finish(photos: Photos, writer: DatasetWriter, shards: int, options: Options, device: torch.device) -> None:
-    """Assemble the dataset, look at it, write its report, and give it its name."""
-    notes, data = writer.assemble(shards), LatentDataset(writer.data)
+def finish(
+    photos: Photos,
+    unfinished: dict[str, DatasetWriter],
+    writers: dict[str, DatasetWriter],
+    shards: dict[str, list[np.ndarray]],
+    options: Options,
+    device: torch.device,
+) -> None:
+    """Assemble the datasets, look at them, write their reports, and give them their names."""
+    made = {}
+    for part, writer in unfinished.items():
+        other = next((writers[other].folder for other in writers if other != part), None)
+        beside = {"train" if part == "heldout" else "heldout": os.path.relpath(other, writer.folder)} if other else {}
+        made[part] = look_at(
+            part, photos, writer, np.concatenate(shards[part]), len(shards[part]), beside, options, device
+        )
+    for part in sorted(made):  # what is held out first: the work on the rest knows what was damaged
+        unfinished[part].publish(made[part])
+    for part in made:
+        folder = writers[part].folder
+        if part == "heldout":
+            counts = (
+                f"{made[part]['count']:,} samples of {sum(map(bool, made[part]['class_counts'].values())):,} classes"
+            )
+            print(f"  held out  {folder}: {counts}, for the evaluation loss")
+            continue
+        print(dataset_report.text(made[part]))
+        if options.decode:
+            print(f"  pictures  {folder / 'report.png'}: photo, decoded latents")
+        print(f"  dataset   {folder}: train with dataset=folder dataset.path={folder}")
+
+
+def look_at(
+    part: str,
+    photos: Photos,
+    writer: DatasetWriter,
+    pictures: np.ndarray,
+    shards: int,
+    beside: dict[str, str],
+    options: Options,
+    device: torch.device,
+) -> dict:
+    """Assemble a dataset and return its report; its pictures are indices into photos."""
+    notes = writer.assemble(shards, **beside)
+    data = LatentDataset(writer.data)
     made = dataset_report.numbers(data)
     empty = [name for name, count in made["class_counts"].items() if not count]
-    if empty and not options.allow_empty:
+    if empty and not options.allow_empty and part == "train":
+        writer.forget(number for number, note in enumerate(notes) if note["left_out"])
         raise ValueError(
-            f"no picture of {', '.join(empty[:5])} could be read; repair some of {photos.where} and remove "
-            f"{writer.work}, or set allow_empty=true"
+            f"no picture of {', '.join(empty[:5])} could be read; repair some of {photos.where} and start the same "
+            "command again, or set allow_empty=true"
         )
-    left_out = [*photos.refused, *(tuple(one) for note in notes for one in note["left_out"])]
+    refused = photos.refused if part == "train" else []
+    left_out = [*refused, *(tuple(one) for note in notes for one in note["left_out"])]
     made |= {"enlarged": sum(note["enlarged"] for note in notes), "left_out": left_out}
     if options.decode:
         chosen = dataset_report.spread(len(data), options.decode)
         skipped = {name for name, _ in left_out}
-        kept = [index for index, name in enumerate(photos.names) if name not in skipped]
+        kept = [index for index in pictures if photos.names[index] not in skipped]
         crops = Crops(photos, options.resolution)
         before = np.stack([crops[kept[index]][0].numpy() for index in chosen])
         after = dataset_report.decode(data, chosen, device)
@@ -152,11 +221,7 @@ def finish(photos: Photos, writer: DatasetWriter, shards: int, options: Options,
         with explain_failure(data.folder / "report.png"):
             pairs = np.stack([before, after], axis=1).reshape(-1, *before.shape[1:])
             save_grid(data.folder / "report.png", pairs, columns=2)
-    writer.publish(made)
-    print(dataset_report.text(made))
-    if options.decode:
-        print(f"  pictures  {writer.folder / 'report.png'}: photo, decoded latents")
-    print(f"  dataset   {writer.folder}: train with dataset=folder dataset.path={writer.folder}")
+    return made
 
 
 if __name__ == "__main__":

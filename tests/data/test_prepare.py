@@ -381,10 +381,10 @@ DAMAGE = {
 def test_a_damaged_picture_stops_or_is_left_out(photos, prepare, tmp_path, damage):
     act, shown = DAMAGE[damage]
     act(photos / "bee" / "2.png")
-    with pytest.raises(ValueError, match=rf"bee/2.png can't be read as a picture \(({shown}).*on_error=skip"):
+    with pytest.raises(ValueError, match=rf"(?s)bee/2.png can't be read as a picture \(({shown}).*on_error=skip"):
         prepare(f"source={photos}")
     assert not (tmp_path / "data").exists()
-    assert len(list((tmp_path / ".data.unfinished" / "done").iterdir())) == 2
+    assert len(list((tmp_path / ".data.unfinished" / "done").iterdir())) == 5  # all but its own
     text = prepare(f"source={photos}", "on_error=skip", "decode=21")
     data = LatentDataset(tmp_path / "data")
     made = json.loads((tmp_path / "data" / "report.json").read_text())
@@ -399,7 +399,7 @@ def test_a_damaged_picture_stops_or_is_left_out(photos, prepare, tmp_path, damag
 
 def test_a_file_that_is_no_picture_is_named(photos, prepare, tmp_path):
     (photos / "ant" / "notes.txt").write_text("words")
-    with pytest.raises(ValueError, match="ant/notes.txt is no picture.*on_error=skip"):
+    with pytest.raises(ValueError, match="(?s)1 in all.*ant/notes.txt is no picture.*on_error=skip"):
         prepare(f"source={photos}")
     prepare(f"source={photos}", "on_error=skip")
     assert json.loads((tmp_path / "data" / "report.json").read_text())["left_out"][0][0] == "ant/notes.txt"
@@ -547,7 +547,7 @@ def test_a_hub_id_is_taken_from_the_cache_and_without_it_the_hub_is_asked_once(p
         assert autoencoder.fingerprint(autoencoder.load_autoencoder("some/kl")) == expected
         (repository / "snapshots" / ("a" * 40) / "diffusion_pytorch_model.safetensors").unlink()
         for name in ("some/kl", "some/other"):
-            with pytest.raises(ValueError, match=f"(?s)'{name}' could not be.*can't be reached: no answer in 0.2 s"):
+            with pytest.raises(ValueError, match=f"(?s)'{name}' could not be.*can't be reached: (no answer|timed out)"):
                 autoencoder.load_autoencoder(name)
     for path in ("some/kl.safetensors", "/some/kl", "no/such/folder"):
         with pytest.raises(ValueError, match="there is no such file or folder"):

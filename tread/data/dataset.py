@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import mmap
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -231,6 +232,25 @@ def read_index(folder: Path) -> dict:
     if found != VERSION:
         raise ValueError(f"{path} has version {found}, but this code reads version {VERSION}")
     return index
+
+
+def heldout_beside(folder: Path) -> Path | None:
+    """Where the held-out data lies that was prepared with a dataset; None if there is none.
+
+    Raises FileNotFoundError if index.json names it and it is not there, or as read_index.
+    """
+    name = read_index(folder).get("heldout")
+    if name is None:
+        return None
+    place = Path(folder) / str(name)
+    plain = Path(os.path.normpath(place))  # of a folder that is a link, another place
+    place = plain if plain.exists() else place
+    if not (place / "index.json").is_file():
+        raise FileNotFoundError(
+            f"{folder} was prepared with held-out data, {place}, which is not there: bring it back, or name it by "
+            "dataset.heldout=…; dataset.heldout=null trains without evaluation loss"
+        )
+    return place
 
 
 def _damaged(path: Path, error: Exception) -> ValueError:

@@ -29,6 +29,7 @@ from tread.runtime.tensor_files import listed
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 LABEL_FILES = ("dataset.json", "labels.csv", "metadata.csv")
 LABEL_FORMATS = 'EDM\'s dataset.json, {"labels": [[file, label], …]}, or a CSV with the header file,label'
+NAMED = 20  # files that an error names
 MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake
 
 
@@ -63,6 +64,19 @@ class Photos:
                 f"{self.where}: classes without a picture: {listed(empty)}. "
                 "Remove what is empty, or set allow_empty=true to keep the class"
             )
+
+    def refuse(self) -> None:
+        """Raise ValueError that names the files that are no pictures."""
+        raise ValueError(
+            f"{self.where}: files that are no pictures, {len(self.refused):,} in all"
+            f"{named(self.refused, 'is no picture: {}')}\nRemove them, or leave them out with on_error=skip"
+        )
+
+
+def named(files: list[tuple[str, str]], what: str) -> str:
+    """The first of some files and why they are refused, a line each, and how many more there are."""
+    more = f"\n  and {len(files) - NAMED:,} more" if len(files) > NAMED else ""
+    return "".join(f"\n  {name} {what.format(why)}" for name, why in files[:NAMED]) + more
 
 
 class Folder:

@@ -9,12 +9,14 @@ done before. (The last bits of a CPU's results depend on its number of threads, 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,10 +25,12 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from tread.data.autoencoder import Encoder
 from tread.data.dataset_report import spread
+from tread.data.heldout import held_out
 from tread.data.images import centre_crop, read_rgb
-from tread.data.photos import Photos
+from tread.data.photos import Photos, named
 from tread.data.writer import DatasetWriter
 from tread.runtime.distributed import Processes
+from tread.runtime.files import explain_failure, write_whole
 
 
 @dataclass
@@ -76,11 +80,98 @@ def shard_ranges(count: int, shard_size: int) -> list[range]:
     return [range(first, min(first + shard_size, count)) for first in range(0, count, shard_size)]
 
 
-def source_hash(photos: Photos) -> str:
+def source_hash(classes: Sequence[str], names: Sequence[str], labels: np.ndarray) -> str:
     """Hex sha256 of the pictures' names, labels and classes: what an unfinished dataset was begun with."""
-    digest = hashlib.sha256("\0".join((*photos.classes, *photos.names)).encode(errors="surrogateescape"))
-    digest.update(photos.labels.tobytes())
+    digest = hashlib.sha256("\0".join((*classes, *names)).encode(errors="surrogateescape"))
+    digest.update(labels.tobytes())
     return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The pictures as they were when the work was begun: those of now, and damaged ones that were removed since.
+
+    names, labels  of them all.
+    at             (n,) where the pictures of now are among them.
+    """
+
+    names: Sequence[str]
+    labels: np.ndarray
+    at: np.ndarray
+
+    def cut(self, classes: int, heldout: float | int | None, shard_size: int) -> dict[str, list[np.ndarray]]:
+        """{"train" and, if some are held out, "heldout"} → the pictures of each shard, as indices into those of now."""
+        parts = {"train": np.ones(len(self.names), dtype=bool)}
+        if heldout is not None:
+            out = held_out(self.names, self.labels, classes, heldout)
+            parts = {"train": ~out, "heldout": out}
+        places = {part: np.flatnonzero(chosen) for part, chosen in parts.items()}
+        cuts = {part: [own[i : i + shard_size] for i in range(0, len(own), shard_size)] for part, own in places.items()}
+        return {part: [self._now(one) for one in cut] for part, cut in cuts.items()}
+
+    def _now(self, places: np.ndarray) -> np.ndarray:
+        """Indices into the pictures of now of those that were at some places."""
+        indices = np.searchsorted(self.at, places)
+        there = self.at[np.minimum(indices, len(self.at) - 1)] == places
+        return indices[there]
+
+
+class Damage:
+    """Pictures that could not be read, kept beside unfinished work: a file for each shard that lacks them.
+
+    By them the work goes on in the same shards when they were removed from the source.
+    """
+
+    def __init__(self, folder: Path, photos: Photos) -> None:
+        self.folder, self.photos = folder, photos
+
+    def _of(self, files: Iterable[Path]) -> list[tuple[int, str, int, str]]:
+        """(where it was among the pictures, its name, its label, why it can't be read) of pictures, in order."""
+        return sorted(tuple(one) for file in files if file.exists() for one in json.loads(file.read_text()))
+
+    def _gone(self, files: Iterable[Path]) -> list[tuple[int, str, int, str]]:
+        found = self._of(files)
+        there = set(self.photos.names) if found else ()
+        return [one for one in found if one[1] not in there]
+
+    def begun(self) -> Begun:
+        """The pictures that the work was begun with."""
+        names, labels = list(self.photos.names), self.photos.labels.tolist()
+        gone = self._gone(self.folder.glob("*.json"))
+        for place, name, label, _ in gone:
+            names.insert(place, name)
+            labels.insert(place, label)
+        at = np.setdiff1d(np.arange(len(names)), [place for place, *_ in gone])
+        return Begun(names, np.array(labels, dtype=np.int64), at)
+
+    def keep(self, shard: str, found: list[tuple[int, str, int, str]]) -> None:
+        """Write down the damaged pictures of a shard."""
+        file = self.folder / f"{shard}.json"
+        with explain_failure(file):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(file, json.dumps([*found, *self._gone([file])]) + "\n")
+
+    def check(self, shards: Iterable[str]) -> None:
+        """Raise ValueError that names the damaged pictures of shards which could not be made."""
+        files = [self.folder / f"{shard}.json" for shard in shards]
+        gone = {name for _, name, *_ in self._gone(files)}
+        damaged = [(name, why) for _, name, _, why in self._of(files) if name not in gone]
+        if damaged:
+            listed = named(damaged, "can't be read as a picture ({})")
+            raise ValueError(
+                f"{self.photos.where}: damaged pictures, {len(damaged):,} in all{listed}\nReplace or remove them and "
+                "start the same command again: it goes on with what is done. Or leave such files out with on_error=skip"
+            )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A shard that is to be made: by which writer, which number, of which pictures, and its name in Damage."""
+
+    writer: DatasetWriter
+    number: int
+    pictures: np.ndarray
+    name: str
 
 
 def check_sizes(photos: Photos, resolution: int) -> None:
@@ -96,33 +187,36 @@ def check_sizes(photos: Photos, resolution: int) -> None:
 
 def make_shards(
     photos: Photos,
-    writer: DatasetWriter,
+    pieces: Sequence[Piece],
     encode: Encoder,
-    shards: Sequence[tuple[int, range]],
     resolution: int,
     batch_size: int,
     workers: int,
-    skip_damaged: bool,
+    damage: Damage | None,
+    begun: Begun,
     processes: Processes,
 ) -> None:
-    """Write shards (number, its pictures), with a progress bar, and the speed at the end.
+    """Write shards, with a progress bar, and the speed at the end.
 
-    Notes for each shard which pictures were left out and how many enlarged. Raises ValueError for a
-    damaged picture, unless skip_damaged.
+    Notes for each shard which pictures were left out and how many enlarged.
+
+    damage  where damaged pictures are written down, of whose shards nothing is written; None leaves them out.
     """
-    batches = {n: [part[i : i + batch_size] for i in range(0, len(part), batch_size)] for n, part in shards}
+    batches = [
+        [piece.pictures[i : i + batch_size] for i in range(0, len(piece.pictures), batch_size)] for piece in pieces
+    ]
     loader = DataLoader(
         Crops(photos, resolution),
-        batch_sampler=[indices for parts in batches.values() for indices in parts],
+        batch_sampler=[indices.tolist() for parts in batches for indices in parts],
         num_workers=workers,
         collate_fn=_collate,
         worker_init_fn=partial(_end_with, os.getpid()),
     )
-    coming, total = iter(loader), sum(len(part) for _, part in shards)
+    coming, total = iter(loader), sum(len(piece.pictures) for piece in pieces)
     began, waited = time.perf_counter(), 0.0
     with processes.bar("encoding", total) as bar:
-        for number, parts in batches.items():
-            stored, labels, left_out, enlarged = [], [], [], 0
+        for piece, parts in zip(pieces, batches):
+            stored, labels, left_out, enlarged, damaged = [], [], [], 0, []
             for indices in parts:
                 asked = time.perf_counter()
                 try:
@@ -133,23 +227,23 @@ def make_shards(
                         "size limit: try fewer workers, or a smaller batch_size. What was done before is kept"
                     ) from error
                 waited += time.perf_counter() - asked
-                for index, (why, size) in zip(indices, notes):
-                    if why and not skip_damaged:
-                        raise ValueError(
-                            f"{photos.where}: {photos.names[index]} can't be read as a picture ({why}). "
-                            "Replace it, or leave such pictures out with on_error=skip; without it in the source the "
-                            "work would have to begin anew"
-                        )
+                for index, (why, size) in zip(indices.tolist(), notes):
+                    name, label = photos.names[index], int(photos.labels[index])
                     if why:
-                        left_out.append((photos.names[index], why))
+                        left_out.append((name, why))
+                        damaged.append((int(begun.at[index]), name, label, why))
                         continue
-                    labels.append(photos.labels[index])
+                    labels.append(label)
                     enlarged += min(size) < resolution
-                if pixels is not None:
+                if pixels is not None and not (damaged and damage):
                     stored.append(encode(pixels))
                 bar.update(len(indices))
-            whole = np.concatenate(stored) if stored else np.zeros((0, *writer.latents.stored_shape), np.float32)
-            writer.write(number, whole, np.array(labels, dtype=np.int64), left_out=left_out, enlarged=enlarged)
+            if damaged and damage:
+                damage.keep(piece.name, damaged)
+                continue
+            whole = np.concatenate(stored) if stored else np.zeros((0, *piece.writer.latents.stored_shape), np.float32)
+            numbers = np.array(labels, dtype=np.int64)
+            piece.writer.write(piece.number, whole, numbers, left_out=left_out, enlarged=enlarged)
     if total:
         wall = time.perf_counter() - began
         processes.say(

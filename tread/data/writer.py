@@ -51,22 +51,30 @@ class DatasetWriter:
             shutil.rmtree(self.work, ignore_errors=True)
         return finished
 
-    def begin(self) -> None:
-        """Make the place where shards are written, or go on with what is there.
+    def begin(self, **begun: object) -> None:
+        """Make the place where shards are written, or go on with what is there; anew, if no shard of another plan is.
+
+        begun  what of the plan was otherwise when the work that may be there was begun.
 
         Raises FileExistsError if the folder is there already or another process writes to it, and
         ValueError if unfinished work has another plan.
         """
-        self._check_free()
+        self.check_free()
         for folder in (self.data, self._done):
             folder.mkdir(parents=True, exist_ok=True)
         self._lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
-        self._check_free()  # from now on it stays so
+        self.check_free()  # from now on it stays so
         for partial in (*self.data.glob(".*.partial"), *self._done.glob(".*.partial")):
             partial.unlink()  # of a process that was killed
         path = self.work / "plan.json"
+        plan = {**self._plan, **begun}
         before = json.loads(path.read_text()) if path.exists() else self._plan
-        if before != self._plan:
+        if before != plan and not any(self._done.iterdir()):
+            for leftover in (self.data, self.work / "damaged"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            self.data.mkdir()
+            before = plan = self._plan
+        if before != plan:
             keys = [key for key in {**before, **self._plan} if before.get(key) != self._plan.get(key)]
             listed = "\n".join(
                 f"  {key}: {str(before.get(key))[:80]} there, {str(self._plan.get(key))[:80]} here" for key in keys
@@ -77,9 +85,10 @@ class DatasetWriter:
                 f"or remove it to start anew\n{listed}"
             )
         with explain_failure(path):
-            write_whole(path, json.dumps(self._plan, indent=1) + "\n")
+            write_whole(path, json.dumps(plan, indent=1) + "\n")
 
-    def _check_free(self) -> None:
+    def check_free(self) -> None:
+        """Raise FileExistsError if the folder is there already."""
         if self.folder.exists():
             raise FileExistsError(f"{self.folder} exists already; remove it or choose another folder")
 
@@ -132,8 +141,15 @@ class DatasetWriter:
             sync(self.data)  # the shard's name is on the disk before it is said to be done
             write_whole(self._note(number), json.dumps(done) + "\n")
 
-    def assemble(self, shards: int) -> list[dict]:
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Have shards made again."""
+        for number in numbers:
+            self._note(number).unlink()
+
+    def assemble(self, shards: int, **beside: str) -> list[dict]:
         """Write index.json into `data`, once all shards are there; returns what was noted of each.
+
+        beside  what else index.json is to say: where the dataset is that belongs to this one.
 
         Raises ValueError if the dataset would be empty.
         """
@@ -150,6 +166,7 @@ class DatasetWriter:
             "class_counts": counts.tolist(),
             "channel_mean": mean.tolist(),
             "channel_std": np.sqrt(np.maximum(squares / numbers - mean**2, 0)).tolist(),
+            **beside,
             "shards": [one["entry"] for one in done if one["entry"]["count"]],
         }
         with explain_failure(self.data / "index.json"):

@@ -26,6 +26,7 @@ Count = Annotated[int, _ABOVE_0]
 CountOrZero = Annotated[int, Range("not be negative", lambda number: number >= 0)]
 TwoOrMore = Annotated[int, Range("be at least 2", lambda number: number >= 2)]
 Positive = Annotated[float, _ABOVE_0]
+Fraction = Annotated[float, Range("lie between 0 and 1", lambda number: 0 < number < 1)]
 Share = Annotated[float, Range("lie in [0, 1]", lambda number: 0 <= number <= 1)]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, load_weights, process_of
 from tread.data import autoencoder, digits
-from tread.data.dataset import LatentDataset
+from tread.data.dataset import LatentDataset, heldout_beside
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.evaluation.online_fid import open_online_fid
@@ -172,9 +172,14 @@ def build_optimizer(cfg: Settings, network: nn.Module) -> torch.optim.AdamW:
 def complete(config: dict) -> dict:
     """The config with dataset.channels, size and num_classes; those that are null come from the dataset itself.
 
+    So does dataset.heldout=auto: the held-out data that was prepared with it, or null.
+
     Raises ValueError or FileNotFoundError.
     """
     dataset = read(config).dataset
+    if dataset.heldout == "auto":
+        found = heldout_beside(dataset.path)
+        config = {**config, "dataset": {**config["dataset"], "heldout": found and str(found)}}
     if all(getattr(dataset, key) is not None for key in MEASURES):
         return config
     found = LatentDataset(dataset.path).latents

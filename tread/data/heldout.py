@@ -1,0 +1,46 @@
+"""Which pictures of a source are held out: of each class those whose names have the smallest hashes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: float | int) -> np.ndarray:
+    """(n,) bool, True for pictures that are held out.
+
+    wanted  a share in (0, 1) of all pictures, at least one, divided over the classes by their sizes; or a count,
+            divided over the classes evenly. A class keeps at least one picture for training.
+
+    Which ones they are of a class depends on the names alone. Raises ValueError if there are too few pictures.
+    """
+    sizes = np.bincount(labels, minlength=classes)
+    if isinstance(wanted, float):
+        total, shares = max(1, round(wanted * len(labels))), wanted * sizes
+    else:
+        total, shares = wanted, np.full(classes, wanted / classes)
+    counts = _whole(shares, total, np.maximum(sizes - 1, 0))
+    hashes = np.array(
+        [hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:8] for name in names], dtype="S8"
+    )
+    order = np.lexsort((hashes, labels))  # class by class
+    rank = np.arange(len(labels)) - np.repeat(np.cumsum([0, *sizes[:-1]]), sizes)
+    out = np.zeros(len(labels), dtype=bool)
+    out[order] = rank < counts[labels[order]]
+    return out
+
+
+def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
+    """Whole numbers with that sum, near the shares and at most `most`: rounded down, the rest where most is missing."""
+    if total > most.sum():
+        raise ValueError(
+            f"heldout takes {total:,} pictures, but {most.sum():,} can be held out: each class keeps one for training"
+        )
+    counts = np.minimum(np.floor(shares).astype(int), most)
+    while left := total - counts.sum():
+        order = np.argsort(counts - shares, kind="stable")
+        chosen = order[counts[order] < most[order]][:left]
+        counts[chosen] += 1
+    return counts
