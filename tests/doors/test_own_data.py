@@ -35,7 +35,7 @@ def draw_shapes(folder, count):
         kind = ("circle", "square", "triangle")[number % 3]
         ground, colour = (tuple(map(int, numbers.integers(*span, 3))) for span in ((150, 256), (0, 120)))
         picture = Image.new("RGB", (48, 40), ground)
-        (x, y), r = numbers.integers(14, 26, 2), 12
+        x, y, r = *map(int, numbers.integers(14, 26, 2)), 12
         shape = ImageDraw.Draw(picture)
         if kind == "circle":
             shape.ellipse((x - r, y - r, x + r, y + r), fill=colour)
