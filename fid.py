@@ -24,7 +24,8 @@ from tread.runtime.distributed import share_work
 @hydra.main(version_base="1.3", config_path="configs", config_name="fid")
 def main(composed: DictConfig) -> None:
     with explained("stopped; start it again to go on with the parts that are missing"):
-        pipeline.run(read_options(plain(composed)), share_work(None))
+        options = read_options(plain(composed))
+        pipeline.run(options, share_work(None, options.cpu_threads))
 
 
 if __name__ == "__main__":

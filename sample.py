@@ -37,7 +37,7 @@ from tread.diffusion.solvers import Churn, Solver
 from tread.evaluation.sample_files import SampleFiles, check_name, facts_of
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
-from tread.runtime.device import Precision, device_name, use_precision
+from tread.runtime.device import Precision, device_name, use_cores, use_precision
 from tread.runtime.schema import Count
 from tread.runtime.tensor_files import Weights
 
@@ -64,6 +64,7 @@ class Options:
     churn: float | Churn | None
     batch_size: Count
     precision: Precision
+    cpu_threads: Count | None
     weights: Weights
     guidance: Guidance
     decode: bool
@@ -82,6 +83,7 @@ def main(composed: DictConfig) -> None:
         options = schema.read(plain(composed), Options)
         seeds = parse_seeds(options.seeds)
         precision = use_precision(options.precision, device)
+        use_cores(options.cpu_threads, processes=1)
         trained = open_trained(checkpoint.find(Path(options.checkpoint).expanduser()), options.weights)
         weaker = open_weak(options.guidance, trained)
         classes = options.classes or spread_classes(trained.cfg.dataset.num_classes, 10)

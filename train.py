@@ -1,4 +1,4 @@
-"""Train a diffusion transformer with or without routes: accelerate launch train.py model=tread
+"""Train a diffusion transformer with or without routes: python train.py model=tread
 
 All options: configs/defaults.yaml. The same command goes on where a run of that name was stopped.
 """

@@ -74,7 +74,7 @@ def account(found: checkpoint.Checkpoint, options: Options) -> str:
     if found.info.get("predicts", "objective") == "objective":
         lines += [f"  python sample.py checkpoint={options.out}{' weights=model' * raw}"]
         lines += [f"  python fid.py checkpoint={options.out}{' weights=model' * raw} reference=…"]
-    lines += [f"  accelerate launch train.py init_from={options.out}{' init_weights=model' * raw} name=…"]
+    lines += [f"  python train.py init_from={options.out}{' init_weights=model' * raw} name=…"]
     return "\n".join(lines)
 
 

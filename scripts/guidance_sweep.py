@@ -86,7 +86,8 @@ def main(composed: DictConfig) -> None:
     with explained("stopped; start it again to go on with the settings that are missing"):
         tree = plain(composed)
         sweep = schema.read(tree.pop("sweep"), Sweep, "sweep.")
-        run(sweep, read_options(tree), share_work(None))
+        options = read_options(tree)
+        run(sweep, options, share_work(None, options.cpu_threads))
 
 
 def run(sweep: Sweep, options: Options, processes: Processes) -> None:

@@ -116,7 +116,7 @@ def account(saved: checkpoint.Checkpoint, options: Options) -> str:
     use = f"python sample.py checkpoint={saved.folder}{' weights=model' * raw}"
     trained = f"trained by objective={config['objective']}"
     if options.predicts == "noise":
-        use = f"accelerate launch train.py init_from={saved.folder}{' init_weights=model' * raw} name=… and its sizes"
+        use = f"python train.py init_from={saved.folder}{' init_weights=model' * raw} name=… and its sizes"
         trained = "trained to predict noise, so that they start runs and are not sampled"
     found = sizes(saved.tensors(parts[0]))
     if found.get("model.architecture") == "dit":

@@ -13,5 +13,5 @@ SECONDS=0
 make_venv
 install -e . 2>/dev/null || install -r requirements.txt  # the second where no index has setuptools to build with
 echo "installed after ${SECONDS} s; training"
-.venv/bin/accelerate launch --quiet --num_processes 1 train.py model=tread "$@"
+.venv/bin/python train.py model=tread "$@"
 echo "done after ${SECONDS} s, in $PWD"

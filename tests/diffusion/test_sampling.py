@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -352,16 +349,6 @@ def test_bad_requests_are_refused(tiny):
     with pytest.raises(ValueError, match="must be random or balanced"):
         seeded_labels([0], 10, "sorted")
     assert use_precision("auto", torch.device("cpu")) == "fp32"
-
-
-def test_all_cores_are_used_where_a_launcher_left_one():
-    """accelerate and torchrun set OMP_NUM_THREADS=1."""
-    cores = f"import os; os.sched_setaffinity(0, {os.sched_getaffinity(1)}); "  # all, whatever a test's worker has
-    code = cores + "import torch; from tread.runtime.device import use_cores; "
-    code += "print(torch.get_num_threads(), use_cores(None, 1), use_cores(3, 1))"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.stdout.split() == ["1", str(len(os.sched_getaffinity(1))), "3"]
 
 
 def test_seeds_and_classes():

@@ -46,6 +46,7 @@ NOT_RUN = {  # how a command starts → why it is neither run nor composed
 COMPOSED = {  # what a command has → why it can't be run here
     r"^(torchrun|sbatch)|--multi_gpu|--config_file": "several processes or nodes",
     r"^python benchmarks/step_time.py": "measures for minutes",
+    r"results/photos": "tests/doors/test_own_data.py runs them",
     r"experiment=": "ImageNet and GPUs",
     r"source=|dataset=folder|imagenette": "photos or latents of others",
     r" weights=\S+\.pt": "weights of others",
@@ -56,9 +57,9 @@ SMALL = {  # what is appended so that a command takes a second
     "train.py": [*TINY, "every.evaluate=6", "every.sample=6", "eval.points=16"],
     "sample.py": ["steps=4", "seeds=0-1", "classes=[0,1]"],
     "fid.py": ["num_samples=20", "steps=2", "cache=cache"],
-    "scripts/guidance_sweep.py": ["num_samples=20", "steps=2", "cache=cache"]
-    + ["sweep.strong=[0]", "sweep.weak=[0.5]", "sweep.scale=[2]"],
+    "scripts/guidance_sweep.py": ["num_samples=20", "steps=2", "cache=cache", "sweep.scale=[2]"],
 }
+RATIOS = ["sweep.strong=[0]", "sweep.weak=[0.5]"]  # of the sweep's kinds that have them
 EARLIER = {"step_0050000": "step_0000003"}  # a checkpoint of a long run → one of TINY's
 
 
@@ -201,6 +202,7 @@ def test_commands_run_in_small(tmp_path):
         if command.kind != "run" or seen.setdefault(command.text, command.page) != command.page:
             continue
         words = [command.door, *command.arguments, *([] if command.prints_alone else SMALL.get(command.door, []))]
+        words += RATIOS if command.door == "scripts/guidance_sweep.py" and "guidance=cfg" not in words else []
         for long, short in EARLIER.items():
             words = [word.replace(long, short) for word in words]
         done = run_python(ROOT / words[0], *words[1:], cwd=tmp_path)

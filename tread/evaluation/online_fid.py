@@ -43,10 +43,13 @@ class OnlineFID:
 
         return Moments.of_parts(extract(self.inception, batch)["pool"] for batch in pictures())
 
-    def fid(self, samples: Moments) -> float:
-        """FID of samples, of which `moments` may have come from several processes. Uses all cores while it computes."""
+    def fid(self, samples: Moments, cpu_threads: int | None = None) -> float:
+        """FID of samples, of which `moments` may have come from several processes.
+
+        cpu_threads  for this one process, while the others wait: see use_cores.
+        """
         threads = torch.get_num_threads()
-        use_cores(None, processes=1)
+        use_cores(cpu_threads, processes=1)
         try:
             return frechet_distance(*samples.gaussian, *self.statistics)
         finally:

@@ -38,6 +38,7 @@ class Options:
     solver: Solver | None
     batch_size: Count
     precision: Precision
+    cpu_threads: Count | None
     compile: Compile
     weights: Weights
     guidance: Guidance

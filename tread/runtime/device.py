@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Annotated, Literal
@@ -12,6 +13,7 @@ import torch
 from tread.runtime.schema import check
 
 Precision = Annotated[Literal["auto", "fp32", "bf16"], "fp16 is refused: without loss scaling its range is too small"]
+LAUNCHED = {"LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"}  # a launcher sets one of them, or all
 
 
 def use_precision(name: Precision, device: torch.device) -> str:
@@ -49,14 +51,22 @@ def exact() -> Iterator[None]:
 
 
 def use_cores(threads: int | None, processes: int) -> int:
-    """Let torch use this many CPU threads; None: this machine's cores, shared among the processes on it.
+    """Let torch use this many CPU threads; None: as many as OMP_NUM_THREADS says, or else this machine's cores,
+    shared among the processes on it.
 
     accelerate and torchrun set OMP_NUM_THREADS=1 for what they launch, which would leave all cores
-    but one idle. Returns the number of threads.
+    but one idle: below a launcher 1 says nothing. Returns the number of threads.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(threads or max(1, cores // processes))
+    torch.set_num_threads(threads or _threads_asked_for() or max(1, cores // processes))
     return torch.get_num_threads()
+
+
+def _threads_asked_for() -> int | None:
+    """What a user has set OMP_NUM_THREADS to; None where nobody has, or to no number, which OpenMP passes over too."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list is of regions within regions
+    launched = not LAUNCHED.isdisjoint(os.environ)
+    return int(asked) if re.fullmatch("[0-9]+", asked) and not (launched and asked == "1") else None
 
 
 def wait_for(device: torch.device) -> None:

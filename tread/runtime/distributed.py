@@ -55,11 +55,11 @@ def open_training(precision: str, cpu_threads: int | None, processes: int | None
     return group, precision
 
 
-def share_work(device: str | None) -> Processes:
+def share_work(device: str | None, cpu_threads: int | None = None) -> Processes:
     """The processes that share a work of independent parts: as launched by accelerate or torchrun, or the only one.
 
     They talk through gloo, whatever the device: all they say is that they are done, and the others
-    may take hours. device None is the GPU that belongs to this process, else the CPU.
+    may take hours. device None is the GPU that belongs to this process, else the CPU; cpu_threads: see use_cores.
 
     Raises ValueError for a device that can't be used.
     """
@@ -73,7 +73,7 @@ def share_work(device: str | None) -> Processes:
             torch.cuda.set_device(place)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {device!r} can't be used: {error}") from error
-    use_cores(None, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    use_cores(cpu_threads, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     return Processes(state, place)
 
 

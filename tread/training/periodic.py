@@ -93,7 +93,7 @@ def log_fid(run: Run) -> bool:
     if processes.count > 1:
         rows = processes.gather(total.pack().to(run.processes.device)[None])
         total = functools.reduce(Moments.merge, map(Moments.unpack, rows))
-    value = run.online_fid.fid(total) if run.processes.main else math.nan
+    value = run.online_fid.fid(total, run.cfg.train.cpu_threads) if run.processes.main else math.nan
     seconds = time.perf_counter() - began
     run.record(fid=value, fid_samples=total.count, fid_seconds=round(seconds, 1))
     run.processes.say(f"  FID      {value:.2f} of {total.count:,} samples at step {run.step}, took {seconds:.0f} s")
