@@ -7,6 +7,7 @@ a value is refused.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -63,6 +64,15 @@ def check_overrides(arguments: Iterable[str], known: Iterable[str], moved: Mappi
             raise ValueError(f"{key} is gone; set {moved[key]} in its place")
         if key not in known and not key.startswith("hydra"):
             raise _unknown(key, known)
+
+
+def written(value: object) -> str:
+    """A value as Hydra reads it."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{written(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(written, value)) + "]"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def read(tree: dict, kind: type, prefix: str = "") -> Any:
