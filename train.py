@@ -17,6 +17,7 @@ if __name__ == "__main__":
 import contextlib
 import sys
 import traceback
+from pathlib import Path
 
 import hydra
 import torch
@@ -34,6 +35,7 @@ from tread.training.objective import step_draws, training_loss
 from tread.training.optimizer import backward, learning_rate, optimizer_step
 from tread.training.periodic import done_before, draw_samples, evaluate_and_draw, interrupts, save, save_snapshot
 from tread.training.progress import Clock, log
+from tread.training.resuming import settle
 from tread.training.run import Failure, Run, first_line, leave, note_failure
 from tread.training.setup import complete, start
 from tread.training.summary import describe, describe_outcome
@@ -43,8 +45,9 @@ from tread.training.summary import describe, describe_outcome
 def main(composed: DictConfig) -> None:
     stop, run = Stop(), None
     try:
-        config = complete(plain(composed))
-        run = start(settings.read(config), config, stop)
+        config, warnings = settle(plain(composed), sys.argv[1:], Path(__file__).parent / "configs")
+        config = complete(config)
+        run = start(settings.read(config), config, stop, warnings)
         finished = train(run)
         run.loader.close()
         if finished:

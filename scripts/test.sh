@@ -15,7 +15,8 @@ if [ -z "${VIRTUAL_ENV:-}" ]; then
   install -e ".[import,test]"
   export VIRTUAL_ENV=$PWD/.venv PATH="$PWD/.venv/bin:$PATH"
 else
-  python -m pip install --quiet -r requirements.txt -r requirements-import.txt -r requirements-test.txt
+  python -m pip install --quiet -r requirements.txt -r requirements-import.txt -r requirements-tensorboard.txt \
+    -r requirements-test.txt
 fi
 
 select=(-m "not slow and not gpu" -n auto --dist loadfile)

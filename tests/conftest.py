@@ -47,8 +47,9 @@ def launch_door(main: Callable, config: str, folder: Path, *overrides: str) -> s
     """Do in this process what a door does from the command line in a folder; returns what it prints."""
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
         composed = compose(config, overrides=list(overrides))
-    before, threads, printed = Path.cwd(), torch.get_num_threads(), io.StringIO()
+    before, arguments, threads, printed = Path.cwd(), sys.argv, torch.get_num_threads(), io.StringIO()
     os.chdir(folder)
+    sys.argv = [f"{main.__module__}.py", *overrides]
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             main.__wrapped__(composed)
@@ -57,6 +58,7 @@ def launch_door(main: Callable, config: str, folder: Path, *overrides: str) -> s
         raise
     finally:
         os.chdir(before)
+        sys.argv = arguments
         torch.set_num_threads(threads)
     return printed.getvalue()
 

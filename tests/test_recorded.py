@@ -147,7 +147,7 @@ def test_a_run_of_the_recorded_commit_is_sampled_scored_and_resumed(old_run, tmp
 
     options = ("model.hidden_size=8", "train.steps=24", "every.evaluate=10", "every.sample=100", "every.save=20")
     text = launch(tmp_path, *options)
-    assert "goes on at step 20\n  train.steps was 20, is 24\n" in text and text.count(" was ") == 1
+    assert "goes on at step 20\nwarning: train.steps was 20, is 24\n" in text and text.count(" was ") == 1
     records = RunLog(old_run).records()
     losses = [record["loss"] for record in records if "loss" in record and record["step"] > 20]
     evaluated = [record["eval_loss"] for record in records if "eval_loss" in record][-1]

@@ -59,7 +59,7 @@ def refusal(monkeypatch, tmp_path, capfd):
         ("optim.final_lr=nan", "optim.final_lr is nan, but must be a finite number"),
         ("optim.weight_decay=inf", "optim.weight_decay is inf, but must be a finite number"),
         ("optim.lr=1e400", "optim.lr is inf"),
-        ("wandb=true", "wandb is True, but must be a section with keys: enabled, project"),
+        ("wandb=true", "wandb is True, but must be a section with keys: project"),
         ("+edm.default_steps=3", "unknown setting 'edm.default_steps'"),
         ("--lr=3", "--lr=3 is no option: settings are written key=value, without dashes; here it is 'optim.lr'"),
         ("--seed", "without dashes: seed=…"),

@@ -104,7 +104,7 @@ def test_a_dataset_alone_brings_its_recipe(read_config):
 
 def test_the_default_is_the_digits_run_with_the_papers_rule(read_config):
     cfg = read_config()
-    assert cfg.dataset.embedded == "digits" and cfg.model.name == "tread" and not cfg.wandb.enabled
+    assert cfg.dataset.embedded == "digits" and cfg.model.name == "tread" and cfg.tracker == "none"
     assert [r.resolve(cfg.model.depth) for r in cfg.model.routes] == [
         Route.for_depth(cfg.model.depth).resolve(cfg.model.depth)
     ]

@@ -7,6 +7,7 @@ a value is refused. Numbers without a Range of their own must be finite.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import sys
 import types
@@ -80,6 +81,15 @@ def check_overrides(arguments: Iterable[str], known: Iterable[str], moved: Mappi
             raise ValueError(f"{key} is gone; set {moved[key]} in its place")
         if key not in known and not key.startswith("hydra"):
             raise _unknown(match[1], known)
+
+
+def written(value: object) -> str:
+    """A value as Hydra reads it."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{written(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(written, value)) + "]"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def read(tree: dict, kind: type, prefix: str = "") -> Any:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tread.runtime.files import explain_failure
-from tread.training.run_folder import RunLog, differences, migrate
+from tread.training.run_folder import LAUNCH, RunLog, differences, migrate
 
-APART = ("seed", "name", "results", "resume")  # what the runs of one group may differ in
+APART = ("seed", "tracker", "wandb", *LAUNCH)  # what the runs of one group may differ in
 # what evaluation losses and FIDs must share to mean the same; the other keys of these sections have no effect on them
 COMPARABLE = ("dataset.name", "dataset.size", "dataset.normalize", "objective", "edm", "rf")
 COMPARABLE += ("eval.points", "eval.noise_levels", "eval.fid_samples", "eval.fid_reference")
@@ -100,7 +100,7 @@ def open_groups(patterns: Sequence[str]) -> list[Group]:
                 f"{folder} is no run's folder, or of a run without a first log: no metrics.jsonl there"
             )
         config = migrate(starts[-1]["config"])
-        key = json.dumps({name: value for name, value in config.items() if name not in APART})
+        key = json.dumps({name: value for name, value in config.items() if name not in APART}, sort_keys=True)
         groups.setdefault(key, []).append(Compared(folder, config, records))
     return [Group(name, runs) for name, runs in zip(_names(list(groups.values())), groups.values())]
 
@@ -123,6 +123,7 @@ def _names(groups: list[list[Compared]]) -> list[str]:
 def value_at(config: dict, key: str) -> object:
     """The value of a dotted key; None if there is none."""
     for part in key.split("."):
+        config = {str(number): item for number, item in enumerate(config)} if isinstance(config, list) else config
         config = config.get(part) if isinstance(config, dict) else None
     return config
 

@@ -23,6 +23,7 @@ from tread.training.ema import EMA
 from tread.training.optimizer import StepStatistics
 from tread.training.run_folder import RunLog
 from tread.training.settings import Settings
+from tread.training.tracking import Tracker
 
 
 class Failure(Exception):
@@ -59,7 +60,7 @@ class Run:
     saved: int | None  # step of the newest checkpoint
     flops: int  # of the training up to what Clock has counted
     seconds: float | None  # likewise; None: not known of a run that began before they were counted
-    wandb: object = None
+    tracker: Tracker | None = None
 
     @property
     def model(self) -> Model:
@@ -74,8 +75,8 @@ class Run:
                 values["seconds"] = round(self.seconds, 3)
             with explain_failure(self.log.metrics):
                 self.log.write({"step": self.step, **values})
-            if self.wandb is not None:
-                self.wandb.log(values, step=self.step)
+            if self.tracker is not None:
+                self.tracker.log(values, self.step)
 
 
 def leave(run: Run, finished: bool) -> None:
@@ -89,8 +90,8 @@ def leave(run: Run, finished: bool) -> None:
             )
         run.log.status("finished" if finished else "interrupted", run.step, reason)
         run.log.close()
-    if run.wandb is not None:
-        run.wandb.finish(exit_code=0 if finished else INTERRUPTED)
+    if run.tracker is not None:
+        run.tracker.close(0 if finished else INTERRUPTED)
 
 
 def note_failure(run: Run | None, reason: str) -> None:

@@ -7,12 +7,14 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
 from routing_module import Route
 from tread.checkpoints.checkpoint import Checkpoint, find_whole, newest, sweep
 from tread.runtime.files import Lock, write_whole
+from tread.runtime.schema import written
 from tread.runtime.versions import versions
 
 # What a resumed run must share with its checkpoint, beside the section of its objective: else it were another run.
@@ -30,18 +32,37 @@ FIXED = (
     "train.reconstruction",
     "ema.power",
 )
+LAUNCH = ("name", "results", "resume", "run")  # what is of a launch, not of a run
+NOTHING = "nothing"  # said of a key that is not there
 
 
-def differences(before: dict, now: dict, prefix: str = "") -> dict[str, tuple[object, object]]:
-    """Dotted keys whose values differ between two nested dicts → (before, now)."""
+def differences(before: dict, now: dict, prefix: str = "", nothing: object = None) -> dict[str, tuple[object, object]]:
+    """Dotted keys whose values differ between two nested dicts → (before, now); `nothing` for a key that one lacks.
+
+    Lists of dicts are gone through too, by number: model.routes.0.selection_ratio.
+    """
     found = {}
     for key in {**before, **now}:
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            found |= differences(old, new, f"{prefix}{key}.")
+        old, new = before.get(key, nothing), now.get(key, nothing)
+        inside = [_by_number(value) for value in (old, new)]
+        if None not in inside:
+            found |= differences(*inside, f"{prefix}{key}.", nothing)
         elif old != new:
             found[prefix + key] = (old, new)
     return found
+
+
+def _by_number(value: object) -> dict | None:
+    """What has keys of its own: a dict, or a list of dicts, by number; None for other values."""
+    if isinstance(value, (list, tuple)) and all(isinstance(item, dict) for item in value):
+        return {str(number): item for number, item in enumerate(value)}
+    return value if isinstance(value, dict) else None
+
+
+def decisive(keys: Iterable[str], config: dict) -> list[str]:
+    """Those of the dotted keys that a resumed run must share with its checkpoint."""
+    names = (*FIXED, config.get("objective", "edm"))
+    return [key for key in keys if any(key == name or key.startswith(name + ".") for name in names)]
 
 
 @dataclass(frozen=True)
@@ -79,22 +100,25 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
     if (folder / "latest").is_dir() and not (folder / "latest").is_symlink():
         raise FileExistsError(f"{folder / 'latest'} is a folder, but must be a link; remove it if step_… is there too")
     before = found.info["config"] if found else starts[-1]["config"]
-    changed = differences(migrate(before), migrate(config))
-    names = (*FIXED, config.get("objective", "edm"))
-    fixed = [key for key in changed if any(key == name or key.startswith(name + ".") for name in names)]
-    if fixed:
-        listed = "\n".join(f"  {key}: {changed[key][0]} there, {changed[key][1]} here" for key in fixed)
+    changed = differences(migrate(before), migrate(config), nothing=NOTHING)
+    if fixed := decisive(changed, config):
+        there, here = ({key: written(changed[key][i]) for key in fixed} for i in (0, 1))
+        listed = "\n".join(f"  {key}: {there[key]} there, {here[key]} here" for key in fixed)
         raise ValueError(f"{folder} holds a run with other settings; {other}\n{listed}")
     if found is None and resume is True:
         raise FileNotFoundError(f"resume=true, but {folder} holds no checkpoint yet; resume=auto starts it again")
-    return Claim(found, changed, damaged)
+    said = {key: both for key, both in changed.items() if key not in LAUNCH and both[0] is not NOTHING}
+    return Claim(found, said, damaged)  # keys that are younger than the run have their defaults
 
 
 def migrate(config: dict) -> dict:
-    """A run's config by today's keys: `recipe` is gone, and what a route leaves out has its default."""
+    """A run's config by today's keys: `recipe` and wandb.enabled are gone, and routes have their defaults filled in."""
     plain = {item.name: item.default for item in fields(Route) if item.default is not MISSING}
     routes = [plain | route for route in config.get("model", {}).get("routes", ())]
     kept = {key: value for key, value in config.items() if key != "recipe"}
+    if "enabled" in config.get("wandb", {}):
+        kept["tracker"] = "wandb" if config["wandb"]["enabled"] else "none"
+        kept["wandb"] = {key: value for key, value in config["wandb"].items() if key != "enabled"}
     return kept | ({"model": {**config["model"], "routes": routes}} if routes else {})
 
 
@@ -159,7 +183,11 @@ class RunLog:
     def _read(self, name: str) -> list | dict | None:
         try:
             return json.loads((self.folder / name).read_text())
-        except (FileNotFoundError, ValueError):  # a damaged one stops nothing: what decides stands in the checkpoints
+        except (
+            FileNotFoundError,
+            NotADirectoryError,
+            ValueError,
+        ):  # a damaged one stops nothing: what decides stands in the checkpoints
             return None
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ MOVED |= {"recipe.ema_decay": "ema.decay", "recipe.ema_warmup": "ema.warmup"}
 MOVED |= {f"recipe.{key}_every": f"every.{key}" for key in ("log", "evaluate", "sample", "save")}
 MOVED |= {"recipe.demo_samples": "eval.demo_samples"}
 MOVED |= {f"recipe.{key}": key for key in ("name", "objective", "init_from")}
+MOVED |= {"wandb.enabled": "tracker"}
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,6 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Wandb:
-    enabled: bool
     project: str
 
 
@@ -149,6 +149,7 @@ class Settings:
     results: str
     seed: int
     resume: Literal["auto", True, False]
+    run: str | None
     init_from: str | None
     init_weights: Weights
     objective: Objective
@@ -163,6 +164,7 @@ class Settings:
     checkpoints: Checkpoints
     eval: Evaluation
     sampling: Sampling
+    tracker: Literal["none", "wandb", "tensorboard"]
     wandb: Wandb
     tags: Tags
 
@@ -192,6 +194,8 @@ def read(config: dict) -> Settings:
     if "recipe" in config:
         gone = [f"recipe.{key} is {MOVED.get(f'recipe.{key}', 'nothing')} now" for key in config["recipe"]]
         raise ValueError(f"recipe is gone: {', '.join(gone)}; a dataset or experiment sets those keys itself")
+    if isinstance(config.get("wandb"), dict) and "enabled" in config["wandb"]:
+        raise ValueError("wandb.enabled is gone; set tracker in its place: tracker=none|wandb|tensorboard")
     return schema.read(config, Settings)
 
 

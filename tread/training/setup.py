@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tread.runtime.compiling import compile_blocks, settle_compile
 from tread.runtime.distributed import open_training
 from tread.runtime.files import check_place, explain_failure, point_to, write_whole
 from tread.runtime.randomness import generator
+from tread.runtime.schema import written
 from tread.runtime.signals import Stop
 from tread.training import posthoc_ema
 from tread.training.ema import EMA, exponential, power
@@ -32,14 +34,15 @@ from tread.training.optimizer import StepStatistics, learning_rate
 from tread.training.run import Run
 from tread.training.run_folder import Claim, RunLog, claim
 from tread.training.settings import Settings, read
-from tread.training.tracking import start_wandb
+from tread.training.tracking import check_tracker, open_tracker
 
 MEASURES = ("channels", "size", "num_classes")
 
 
-def start(cfg: Settings, config: dict, stop: Stop) -> Run:
-    """Open or continue a run. Raises ValueError or OSError for bad input."""
+def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ()) -> Run:
+    """Open or continue a run, and say the warnings. Raises ValueError or OSError for bad input."""
     began = time.perf_counter()
+    check_tracker(cfg.tracker)
     processes, precision = open_training(cfg.train.precision, cfg.train.cpu_threads, cfg.train.processes)
     device = processes.device
     stop.connect(processes.count)
@@ -104,6 +107,8 @@ def start(cfg: Settings, config: dict, stop: Stop) -> Run:
         **(spent_before(found, cfg, network) if found else {"flops": 0, "seconds": 0.0}),
     )
     processes.from_main(lambda: take_folder(run, claimed))
+    for warning in warnings:
+        run.processes.say(warning)
     if reason:
         run.processes.say(f"warning: running without torch.compile, which fails here: {reason}")
     return run
@@ -140,7 +145,7 @@ def take_folder(run: Run, claimed: Claim) -> None:
 
 
 def prepare_folder(run: Run, claimed: Claim) -> None:
-    """Bring a run's folder to the step it goes on from. Raises OSError, or ValueError for what wandb refuses."""
+    """Bring a run's folder to the step it goes on from. Raises OSError, or ValueError for what a tracker refuses."""
     cfg = run.cfg
     with explain_failure(run.folder):
         write_whole(run.folder / "config.yaml", OmegaConf.to_yaml(run.config))
@@ -157,12 +162,11 @@ def prepare_folder(run: Run, claimed: Claim) -> None:
             f"{run.folder} goes on at step {run.step}" + ", from the checkpoint before" * bool(claimed.damaged)
         )
     for key, (before, now) in claimed.changed.items():
-        run.processes.say(f"  {key} was {before}, is {now}")
+        run.processes.say(f"warning: {key} was {written(before)}, is {written(now)}")
     if cfg.optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
         rate = learning_rate(cfg, run.step)
         run.processes.say(f"warning: the learning rate falls until train.steps, so it now goes on at {rate:.3g}")
-    if cfg.wandb.enabled:
-        run.wandb = start_wandb(cfg, run.config, run.folder)
+    run.tracker = open_tracker(cfg, run.config, run.folder, run.step)
 
 
 # --------------------------------------------------------------- what the settings of a run mean

@@ -1,0 +1,71 @@
+"""Trackers beside metrics.jsonl.
+
+References: metrics.jsonl, against what TensorBoard's own reader shows; what W&B's client is told and writes."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import launch
+
+from tread.training import settings, tracking
+from tread.training.run_folder import RunLog
+
+RUN = "results/digits-tread"
+
+
+def test_tensorboard_shows_each_step_once_after_a_resumption(tmp_path):
+    """Killed after the checkpoint of step 3: steps 4 and 5 are done again."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    launch(tmp_path, "tracker=tensorboard", "train.steps=5", "every.save=3", "every.evaluate=5")
+    shutil.rmtree(tmp_path / RUN / "step_0000005")
+    launch(tmp_path, "train.steps=6", f"run={RUN}")  # the tracker is the run's
+    found = accumulator.EventAccumulator(str(tmp_path / RUN / "tensorboard")).Reload()
+    for name, steps in (("loss", [1, 2, 3, 4, 5, 6]), ("eval_loss", [3, 6])):
+        logged = [record[name] for record in RunLog(tmp_path / RUN).records() if name in record]
+        assert [event.step for event in found.Scalars(name)] == steps
+        assert [event.value for event in found.Scalars(name)] == pytest.approx(logged)
+
+
+def test_wandb_goes_on_by_the_id_in_the_folder(tmp_path, monkeypatch):
+    """What wandb is told; its own files: the slow test below."""
+    told, logged, ended = [], [], []
+    run = SimpleNamespace(
+        log=lambda values, step: logged.append((step, *values)), finish=lambda exit_code: ended.append(exit_code)
+    )
+    fake = SimpleNamespace(init=lambda **given: told.append(given) or run, errors=SimpleNamespace(Error=OSError))
+    fake.__spec__ = "installed"
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for steps in (1, 2):
+        launch(tmp_path, "tracker=wandb", "wandb.project=mine", f"train.steps={steps}")
+    kept = (tmp_path / RUN / "wandb_id.txt").read_text()
+    assert [(given["id"], given["resume"], given["project"]) for given in told] == [(kept, "allow", "mine")] * 2
+    assert [step for step, *names in logged if "loss" in names] == [1, 2] and ended == [0, 0]
+
+
+@pytest.mark.slow
+def test_wandb_offline(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for steps in (1, 2):
+        launch(tmp_path, "tracker=wandb", f"train.steps={steps}")
+    kept = (tmp_path / RUN / "wandb_id.txt").read_text()
+    found = list((tmp_path / RUN / "wandb").glob("offline-run-*"))
+    assert found and all(path.name.endswith(f"-{kept}") for path in found)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_package_that_is_absent_is_said_before_anything_begins(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit, match=f"tracker={name} needs the package {name}; pip install -r requirements"):
+        launch(tmp_path, f"tracker={name}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_with_the_old_switch_names_the_tracker(composed):
+    with pytest.raises(ValueError, match="wandb.enabled is gone; set tracker in its place: tracker=none|wandb"):
+        settings.read({**composed(), "wandb": {"enabled": True, "project": "p"}})
+    with pytest.raises(ValueError, match="tracker is 'mlflow', but must be none, wandb or tensorboard"):
+        settings.read({**composed(), "tracker": "mlflow"})

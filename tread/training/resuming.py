@@ -1,0 +1,112 @@
+"""Going on with a run: by its own settings, but for what was typed on the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from tread.checkpoints.checkpoint import find_whole, newest
+from tread.runtime.schema import written
+from tread.training.run_folder import LAUNCH, RunLog, decisive, differences, migrate
+
+GROUPS = ("model", "dataset", "experiment")
+
+
+def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dict, list[str]]:
+    """What a launch's config is, where it goes on with a run; and warnings, a line each, of what it does not take.
+
+    composed   today's config, with what was typed.
+    arguments  the command line: what was typed. A model, dataset or experiment that is not the run's own counts as
+               typing all that its file sets.
+    configs    the folder of config.yaml and of those files.
+
+    Raises FileNotFoundError or ValueError if run=… names no run.
+    """
+    typed = dict(match.groups() for match in map(re.compile(r"[+~]*([^-+~=\s][^=\s]*)=(.*)").match, arguments) if match)
+    by_folder = composed["run"] is not None
+    if by_folder and typed.keys() & {"name", "results"}:
+        raise ValueError("run=… says which folder, so name=… and results=… can't be set beside it")
+    folder = find_run(str(composed["run"])) if by_folder else Path(str(composed["results"])) / str(composed["name"])
+    if by_folder:
+        composed = {**composed, "name": folder.name, "results": str(folder.parent), "run": None}
+    starts = RunLog(folder).starts()
+    found = None if starts else find_whole(folder)[0]
+    if not starts and found is None:
+        return composed, []
+    own = migrate(starts[-1]["config"] if starts else found.info["config"])
+    keys = {key for key in typed if key not in GROUPS}
+    for group, choice in ((group, typed[group]) for group in GROUPS if group in typed):
+        begun = any(f"{group}={choice}" in start["command"] for start in starts)
+        if not begun and own.get(group, {}).get("name") != choice:
+            keys |= keys_of(configs, f"{group}/{choice}")
+    config = take_typed(own, composed, {*keys, *LAUNCH})
+    said = keys_of(configs, "config") if by_folder else None  # other files' defaults are other runs'
+    return config, [
+        f"warning: {key} stays {written(before)}, as the run has it, although config.yaml says {written(now)}; "
+        + ("name=… starts a run with that" if key in decisive([key], config) else f"{as_typed(key, now)} takes that")
+        for key, (before, now) in unlike(config, composed, said).items()
+    ]
+
+
+def find_run(run: str) -> Path:
+    """The folder that run=… names, as it was written. Raises FileNotFoundError, which names the runs around there."""
+    folder = Path(os.path.normpath(run))
+    folder = folder if folder.name not in ("", "..") else Path(os.path.abspath(run))
+
+    def holds_a_run(path: Path) -> bool:
+        return bool(RunLog(path).starts() or newest(path))
+
+    if holds_a_run(folder):
+        return folder
+    around = [path for place in (folder, folder.parent) if place.is_dir() for path in sorted(place.iterdir())]
+    runs = [f"run={path}" for path in (folder.parent, *around) if path.is_dir() and holds_a_run(path)]
+    more = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
+    what = "holds no run" if folder.exists() else "does not exist"
+    raise FileNotFoundError(f"{folder} {what}; near it: {', '.join(runs[:10]) or 'no run either'}{more}")
+
+
+def keys_of(configs: Path, name: str) -> set[str]:
+    """Dotted keys that a config file sets, with those of files that it chooses by `override /…`; no file sets none."""
+    path = configs / f"{name}.yaml"
+    tree = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    lists = [item for item in tree.pop("defaults", ()) if isinstance(item, dict)]
+    chosen = [(key.removeprefix("override /"), choice) for item in lists for key, choice in item.items() if " /" in key]
+    keys = {f"{key}.{part}" for key, section in tree.items() if isinstance(section, dict) for part in section}
+    keys |= {key for key, value in tree.items() if not isinstance(value, dict)}
+    return keys.union(*(keys_of(configs, f"{group}/{choice}") for group, choice in chosen))
+
+
+def take_typed(own: object, composed: object, typed: Collection[str], key: str = "") -> object:
+    """A run's config with the composed values at the typed dotted keys, and where the run's has none."""
+    below = [name for name in typed if name.startswith(f"{key}." if key else "")]
+    if key in typed:
+        return composed
+    if isinstance(own, dict) and isinstance(composed, dict) and (below or key != "train.ratio_schedule"):
+        return {
+            part: take_typed(own[part], composed[part], typed, f"{key}.{part}" if key else part)
+            if part in own and part in composed
+            else value
+            for part, value in (composed | own).items()
+        }
+    if below and isinstance(own, list) and isinstance(composed, list) and len(own) == len(composed):
+        return [take_typed(old, new, typed, f"{key}.{i}") for i, (old, new) in enumerate(zip(own, composed))]
+    return composed if below else own
+
+
+def unlike(config: dict, composed: dict, said: Collection[str] | None) -> dict[str, tuple[object, object]]:
+    """Where a run's config is not the composed one: dotted key → both values; of the keys in `said` alone, if given."""
+    found = differences(config, composed)
+    if said is not None:
+        found = {key: both for key, both in found.items() if any(f"{key}.".startswith(f"{name}.") for name in said)}
+    # null of a dataset is what its folder says, or what must be typed
+    return {key: both for key, both in found.items() if not (key.startswith("dataset.") and both[1] is None)}
+
+
+def as_typed(key: str, value: object) -> str:
+    """key=value for the command line, with a shell's quotes where it needs them."""
+    return shlex.quote(f"{key}={written(value)}")
