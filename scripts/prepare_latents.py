@@ -6,7 +6,6 @@ processes, and it goes on with the shards that are missing.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -16,55 +15,13 @@ if __name__ == "__main__":
 
     guard_imports(globals())
 
-from dataclasses import dataclass
-from typing import Literal
-
 import hydra
-import numpy as np
-import torch
 from omegaconf import DictConfig
 
-from tread.data import autoencoder, dataset_report
-from tread.data.dataset import LatentDataset
-from tread.data.grids import save_grid
-from tread.data.images import Alpha, Crop, Orientation
-from tread.data.latents import Dtype
-from tread.data.photos import Photos, find_photos
-from tread.data.prepare import Crops, Damage, Piece, check_sizes, make_shards, source_hash
-from tread.data.writer import DatasetWriter
+from tread.data.photo_pipeline import Options, prepare
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
-from tread.runtime.device import use_precision
-from tread.runtime.distributed import Processes, share_work
-from tread.runtime.files import explain_failure, size_text
-from tread.runtime.schema import Count, CountOrZero, Fraction
-
-
-@dataclass(frozen=True)
-class Options:
-    """configs/prepare_latents.yaml."""
-
-    source: str
-    root: str | None
-    labels: str | None
-    out: str
-    heldout: Count | Fraction | None
-    resolution: Count
-    orientation: Orientation
-    alpha: Alpha
-    flip: bool
-    autoencoder: str
-    store: autoencoder.Store
-    dtype: Dtype
-    precision: Literal["fp32", "bf16"]
-    batch_size: Count | None
-    device: str | None
-    workers: CountOrZero | None
-    shard_size: Count
-    on_error: Literal["stop", "skip"]
-    enlarge: bool
-    allow_empty: bool
-    decode: CountOrZero
+from tread.runtime.distributed import share_work
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="prepare_latents")
@@ -72,172 +29,6 @@ def main(composed: DictConfig) -> None:
     with explained("stopped; start it again to go on with the shards that are missing"):
         options = schema.read(plain(composed), Options)
         prepare(options, share_work(options.device))
-
-
-def prepare(options: Options, processes: Processes) -> None:
-    """Check everything, make this process's shards, and, in the main process, the dataset of all."""
-    out, source = Path(options.out), Path(options.source)
-    if source.is_dir() and source.resolve() in (out.resolve(), *out.resolve().parents):
-        raise ValueError(
-            f"out {out} lies inside source {source}, whose pictures it would be among; choose another place"
-        )
-    photos = find_photos(source, options.root, options.labels)
-    photos.check_classes(options.allow_empty)
-    if photos.refused and options.on_error == "stop":
-        photos.refuse()
-    if not options.enlarge:
-        check_sizes(photos, options.resolution)
-    use_precision(options.precision, processes.device)
-    stored = {"store": options.store, "dtype": options.dtype, "views": 2 if options.flip else 1}
-    stored |= {"orientation": options.orientation, "alpha": options.alpha}
-    if options.autoencoder == "none":
-        model, latents = None, autoencoder.as_pixels(options.resolution, photos.classes, **stored)
-    else:
-        model = autoencoder.load_autoencoder(options.autoencoder, processes.device)
-        latents = autoencoder.encoded(model, options.autoencoder, options.resolution, photos.classes, **stored)
-    plan = {key: getattr(options, key) for key in ("resolution", "precision", "shard_size")}
-    plan["pictures"] = source_hash(photos.classes, photos.names, photos.labels)
-    if options.heldout is None:
-        writers = {"train": DatasetWriter(out, latents, plan)}
-    else:
-        folders = {"train": out, "heldout": out.with_name(f"{out.name}-heldout")}
-        plan["heldout"] = options.heldout
-        writers = {part: DatasetWriter(folder, latents, {**plan, "part": part}) for part, folder in folders.items()}
-    unfinished = {part: writer for part, writer in writers.items() if not writer.is_finished()}
-    for part, writer in writers.items():
-        if part not in unfinished:
-            processes.say(f"{writer.folder} is finished")
-    if not unfinished:
-        return
-    damage = Damage(next(iter(unfinished.values())).work / "damaged", photos)
-    with processes.main_first():
-        if processes.main:
-            for writer in unfinished.values():
-                writer.check_free()
-            pictures = damage.begun()
-            pictures.cut(len(photos.classes), options.heldout, options.shard_size)  # which may be refused
-            pictures = source_hash(photos.classes, pictures.names, pictures.labels)
-            for writer in unfinished.values():
-                writer.begin(pictures=pictures)
-        begun = damage.begun()
-        shards = begun.cut(len(photos.classes), options.heldout, options.shard_size)
-        pieces = [
-            Piece(writer, number, shards[part][number], f"{part}-{number:05d}")
-            for part, writer in unfinished.items()
-            for number in writer.missing(len(shards[part]))
-        ]
-    processes.wait()  # nobody writes before all have seen the same list
-    if processes.main:
-        next(iter(unfinished.values())).check_space(sum(len(piece.pictures) for piece in pieces))
-    stored = f"{latents.stored_shape[1:]} {latents.dtype}, {size_text(len(photos) * latents.sample_bytes)}"
-    processes.say(f"  pictures  {len(photos):,} in {len(photos.classes):,} classes, {photos.where}")
-    if options.heldout is not None:
-        kept = sum(map(len, shards["heldout"]))
-        processes.say(f"  held out  {kept:,} of them, chosen by a hash of their names: {writers['heldout'].folder}")
-    processes.say(
-        f"  crop      {options.resolution}², {'with' if options.flip else 'without'} flipped copies; "
-        f"orientation={options.orientation}, alpha={options.alpha}"
-    )
-    processes.say(f"  encoder   {latents.autoencoder}, {options.precision}")
-    processes.say(f"  stores    {stored}: {latents.meaning}")
-    if model is None and (patch := autoencoder.patch_for(options.resolution)) > 2:
-        many, few = ((options.resolution // side) ** 2 for side in (2, patch))
-        processes.say(
-            f"  note      {many:,} tokens a picture with model.patch_size=2, {few} with model.patch_size={patch}"
-        )
-    work = f"{len(pieces)} of {sum(len(shards[part]) for part in unfinished)} shards"
-    processes.say(f"  work      {work}, {processes.count} processes on {processes.device}")
-    make_shards(
-        photos,
-        pieces[processes.rank :: processes.count],
-        autoencoder.encoder(model, latents, options.precision),
-        Crop(options.resolution, options.orientation, options.alpha),
-        options.batch_size or (2 if processes.device.type == "cpu" else 32),
-        min(16, processes.cores) if options.workers is None else options.workers,
-        damage if options.on_error == "stop" else None,
-        begun,
-        processes,
-    )
-    processes.wait()
-    if options.on_error == "stop":
-        processes.from_main(lambda: damage.check(piece.name for piece in pieces if not piece.writer.has(piece.number)))
-    if processes.main:
-        finish(photos, unfinished, writers, shards, options, processes.device)
-
-
-def finish(
-    photos: Photos,
-    unfinished: dict[str, DatasetWriter],
-    writers: dict[str, DatasetWriter],
-    shards: dict[str, list[np.ndarray]],
-    options: Options,
-    device: torch.device,
-) -> None:
-    """Assemble the datasets, look at them, write their reports, and give them their names."""
-    made = {}
-    for part, writer in unfinished.items():
-        other = next((writers[other].folder for other in writers if other != part), None)
-        beside = {"train" if part == "heldout" else "heldout": os.path.relpath(other, writer.folder)} if other else {}
-        made[part] = look_at(
-            part, photos, writer, np.concatenate(shards[part]), len(shards[part]), beside, options, device
-        )
-    for part in sorted(made):  # what is held out first: the work on the rest knows what was damaged
-        unfinished[part].publish(made[part])
-    for part in made:
-        folder = writers[part].folder
-        if part == "heldout":
-            counts = (
-                f"{made[part]['count']:,} samples of {sum(map(bool, made[part]['class_counts'].values())):,} classes"
-            )
-            print(f"  held out  {folder}: {counts}, for the evaluation loss")
-            continue
-        print(dataset_report.text(made[part]))
-        if options.decode:
-            print(f"  pictures  {folder / 'report.png'}: photo, decoded latents")
-        print(f"  dataset   {folder}: train with dataset=folder dataset.path={folder}")
-
-
-def look_at(
-    part: str,
-    photos: Photos,
-    writer: DatasetWriter,
-    pictures: np.ndarray,
-    shards: int,
-    beside: dict[str, str],
-    options: Options,
-    device: torch.device,
-) -> dict:
-    """Assemble a dataset and return its report; its pictures are indices into photos."""
-    notes = writer.assemble(shards, **beside)
-    data = LatentDataset(writer.data)
-    made = dataset_report.numbers(data)
-    empty = [name for name, count in made["class_counts"].items() if not count]
-    if empty and not options.allow_empty and part == "train":
-        writer.forget(number for number, note in enumerate(notes) if note["left_out"])
-        raise ValueError(
-            f"no picture of {', '.join(empty[:5])} could be read; repair some of {photos.where} and start the same "
-            "command again, or set allow_empty=true"
-        )
-    refused = photos.refused if part == "train" else []
-    left_out = [*refused, *(tuple(one) for note in notes for one in note["left_out"])]
-    made |= {
-        "enlarged": sum(note["enlarged"] for note in notes),
-        "much_enlarged": [name for note in notes for name in note.get("much_enlarged", [])],  # not in older notes
-        "left_out": left_out,
-    }
-    if options.decode:
-        chosen = dataset_report.spread(len(data), options.decode)
-        skipped = {name for name, _ in left_out}
-        kept = [index for index in pictures if photos.names[index] not in skipped]
-        crops = Crops(photos, Crop(options.resolution, options.orientation, options.alpha))
-        before = np.stack([crops[kept[index]][0].numpy() for index in chosen])
-        after = dataset_report.decode(data, chosen, device)
-        if data.latents.autoencoder != "pixels":  # which come back as they were
-            made["psnr"] = [dataset_report.psnr(*pair) for pair in zip(before, after)]
-        with explain_failure(data.folder / "report.png"):
-            pairs = np.stack([before, after], axis=1).reshape(-1, *before.shape[1:])
-            save_grid(data.folder / "report.png", pairs, columns=2)
-    return made
 
 
 if __name__ == "__main__":

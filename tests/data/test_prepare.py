@@ -25,7 +25,7 @@ from conftest import ROOT, launch, score
 from forked import FORKS, run_python
 from PIL import Image, ImageOps
 
-from tread.data import autoencoder, dataset_report
+from tread.data import autoencoder, dataset_report, photo_pipeline
 from tread.data.dataset import LatentDataset, read_index
 from tread.data.heldout import held_out
 from tread.data.images import centre_crop, read_rgb
@@ -75,10 +75,10 @@ def prepare(place, tmp_path, composed, capsys):
         values = {"source": place / "photos", "out": tmp_path / "data", "autoencoder": place / "kl", "resolution": 16}
         values |= {"workers": 0, "shard_size": 4, "decode": 2} | dict(o.split("=", 1) for o in overrides)
         tree = composed(*(f"{key}={value}" for key, value in values.items()), name="prepare_latents")
-        options = schema.read(tree, prepare_latents.Options)
+        options = schema.read(tree, photo_pipeline.Options)
         before = torch.get_num_threads()
         try:
-            prepare_latents.prepare(options, share_work("cpu"))
+            photo_pipeline.prepare(options, share_work("cpu"))
         finally:
             torch.set_num_threads(before)
         return capsys.readouterr().out
@@ -259,7 +259,7 @@ def work(tree, limit=None, descriptors=None):
     multiprocessing.set_start_method(None, force=True)  # Python's own default, as from the command line
     with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
         try:
-            prepare_latents.prepare(schema.read(tree, prepare_latents.Options), share_work("cpu"))
+            photo_pipeline.prepare(schema.read(tree, photo_pipeline.Options), share_work("cpu"))
         except OSError as error:
             sys.exit(0 if "What was done before is kept" in str(error) else repr(error))
 
