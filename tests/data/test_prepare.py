@@ -18,7 +18,6 @@ import time
 
 import diffusers
 import numpy as np
-import prepare_latents
 import pytest
 import torch
 from conftest import ROOT, launch, score
@@ -197,7 +196,7 @@ def test_photos_are_turned_and_laid_on_white_as_asked(place, prepare, tmp_path):
 
 def test_work_of_before_photos_were_turned_opens_and_goes_on(prepare, tmp_path, monkeypatch):
     """Its plan, notes and index.json do not say how photos were read: as they were stored, without alpha."""
-    monkeypatch.setattr(prepare_latents, "finish", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(photo_pipeline, "finish", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     stored, work = ["orientation=stored", "alpha=drop"], tmp_path / ".data.unfinished"
     with pytest.raises(KeyboardInterrupt):
         prepare(*stored)
@@ -431,7 +430,7 @@ def test_unfinished_work_of_another_kind_is_not_continued(place, prepare, monkey
     def stop(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prepare_latents, "finish", stop)
+    monkeypatch.setattr(photo_pipeline, "finish", stop)
     with pytest.raises(KeyboardInterrupt):
         prepare()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / ".data.unfinished" / "data").iterdir()}

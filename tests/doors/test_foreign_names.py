@@ -47,7 +47,7 @@ TRAIN, SAMPLE = DOORS["train.py"][1], DOORS["sample.py"][1]
         ("train.py", "num_gpus", "train.processes"),
         ("train.py", "vae", "sampling.autoencoder"),
         ("train.py", "compile", "train.compile"),
-        ("train.py", "report_to", "wandb.enabled"),
+        ("train.py", "report_to", "tracker"),
         ("train.py", "hidden_dim", "model.hidden_size"),
         ("train.py", "num_fid_samples", "eval.fid_samples"),
         ("train.py", "num_sampling_steps", "sampling.steps"),

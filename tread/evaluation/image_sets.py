@@ -25,7 +25,7 @@ from tread.data.npy import write_array
 from tread.data.photos import SUFFIXES, Folder
 from tread.data.tars import Tar
 from tread.runtime.distributed import Processes
-from tread.runtime.files import sha256, whole_file
+from tread.runtime.files import sha256, size_text, whole_file
 
 THREADS = 8  # that decode a folder's pictures
 # what the zip and NumPy readers raise for files that are damaged, encrypted or something else
@@ -171,7 +171,7 @@ def _open_npz(path: Path, processes: Processes) -> Pictures:
 def hash_of(path: Path, processes: Processes) -> str:
     """A file's sha256, found by the main process, which says so where that may take a while."""
     if (size := path.stat().st_size) > 2e8:
-        processes.say(f"reading {path}, {size / 1e9:.1f} GB, for its hash")
+        processes.say(f"reading {path}, {size_text(size)}, for its hash")
     return processes.from_main(lambda: sha256(path))
 
 

@@ -130,8 +130,8 @@ results out
     results_dir logdir log_dir logging_dir workdir work_dir default_root_dir run_dir project_dir out
 name
     exp_name experiment_name exp run_name exp_id desc expname job_name tag
-wandb.enabled
-    use_wandb enable_wandb log_wandb wandb_mode report_to logger tracker log_with
+tracker
+    use_wandb enable_wandb log_wandb wandb_mode report_to logger log_with
 wandb.project
     wandb_project project project_name tracker_project_name wandb_name
 guidance.scale: with guidance=cfg
