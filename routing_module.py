@@ -150,7 +150,8 @@ def check_ids(ids_keep: Tensor, batch: int, tokens: int | None) -> None:
         ordered = ids_keep.sort(dim=1).values
         low, high = int(ordered.min()), int(ordered.max())
         if low < 0 or (tokens is not None and high >= tokens):
-            raise ValueError(f"ids_keep names tokens {low} to {high}, but they are 0 to {(tokens or high + 1) - 1}")
+            known = "begin at 0" if tokens is None else f"are 0 to {tokens - 1}"
+            raise ValueError(f"ids_keep names tokens {low} to {high}, but they {known}")
         twice = (ordered[:, 1:] == ordered[:, :-1]).nonzero()
         if len(twice):
             row, column = twice[0].tolist()
@@ -183,6 +184,8 @@ def _spread(ids_keep: Tensor, tokens: Tensor) -> Tensor:
     """Ids as an index into the tokens: (B, K) → (B, K, …)."""
     if len(ids_keep) != len(tokens):  # gather would take the first samples alone
         raise ValueError(f"ids of {len(ids_keep)} samples for tokens of {len(tokens)}: each sample needs its own row")
+    if _readable(ids_keep) and ids_keep.numel() and int(ids_keep.max()) >= tokens.shape[1]:
+        raise ValueError(f"ids_keep names token {int(ids_keep.max())}, but they are 0 to {tokens.shape[1] - 1}")
     return ids_keep.view(*ids_keep.shape, *[1] * (tokens.ndim - 2)).expand(-1, -1, *tokens.shape[2:])
 
 

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from tread.evaluation.curves import Line, Panel, save_panels
 from tread.runtime.cli import answer_help, explained
 from tread.runtime.files import check_place
+from tread.runtime.schema import written
 from tread.training.comparison import COMPARABLE, FAIR, Group, open_groups, reached, unlike, write_table
 
 CURVES = {"eval_loss": "evaluation loss", "fid": "FID"}  # lower is better
@@ -57,34 +58,52 @@ def main() -> None:
 def show(groups: Sequence[Group]) -> None:
     """Print the table, what is not alike, and who reaches whom."""
     columns = [name for name in COLUMNS if any(group.last(name) for group in groups)]
-    print(f"| run | seeds | steps | {' | '.join([*map(COLUMNS.get, columns), 'images/s', 'hours', 'FLOPs'])} |")
+    longest = max((s for group in groups for s in group.last("seconds")), default=0)
+    name, size = unit("seconds", longest)
+    print(f"| run | seeds | steps | {' | '.join([*map(COLUMNS.get, columns), 'images/s', name, 'FLOPs'])} |")
     print("|---" * (len(columns) + 6) + "|")
     for group in groups:
         cells = [number(group.last(name)) for name in columns] + [speed(group)]
-        cells += [number([s / 3600 for s in group.last("seconds")]), number(group.last("flops"))]
+        cells += [number([s / size for s in group.last("seconds")]), number(group.last("flops"))]
         steps = min(run.records[-1]["step"] for run in group.runs)
         print(f"| {group.name} | {len(group.runs)} | {steps:,} | {' | '.join(cells)} |")
+    for group in groups:
+        if len(group.runs) > 1 or group.name != group.runs[0].folder.name:
+            print(f"{group.name}: {', '.join(str(run.folder) for run in group.runs)}")
     for group in groups:
         for run in group.runs:
             if (step := run.records[-1]["step"]) < run.config["train"]["steps"]:
                 print(f"warning: {run.folder} is at step {step:,} of {run.config['train']['steps']:,}")
     apart = unlike(groups, COMPARABLE)
     for key, values in {**apart, **unlike(groups, FAIR)}.items():
-        told = ", ".join(f"{value} ({group.name})" for value, group in zip(values, groups))
-        print(f"warning: {key} differs: {told}")
-    if apart and len(groups) > 1:
-        print("warning: the numbers of these runs do not mean the same, so no run is said to reach another")
-        return
+        print(f"warning: {key} differs: {told(values, groups)}")
+    if apart:
+        print("warning: numbers of runs that differ so do not mean the same: none of them is said to reach another")
+    first = groups if len(groups) <= 4 else groups[:1]  # of many runs, each with the first one
     for metric, called in CURVES.items():
-        for one, other in ((a, b) for a in groups for b in groups if a is not b):
-            if one.curve(metric) and other.curve(metric):
+        for one, other in ((a, b) for a in groups for b in groups if a is not b and (a in first or b in first)):
+            if one.curve(metric) and other.curve(metric) and not unlike([one, other], COMPARABLE):
                 print(reach(one, other, metric, called))
+
+
+def told(values: Sequence[object], groups: Sequence[Group]) -> str:
+    """Each value once, with the groups that have it; of many groups the commonest value without them."""
+    names: dict[str, list[str]] = {}
+    for value, group in zip(values, groups):
+        names.setdefault(written(value), []).append(group.name)
+    most = max(names, key=lambda value: len(names[value]))
+    others = {most: [f"{len(names[most])} runs"]} if len(names[most]) > 3 else {}
+    return ", ".join(f"{value} ({', '.join(those)})" for value, those in {**names, **others}.items())
 
 
 def reach(one: Group, other: Group, metric: str, called: str) -> str:
     """For people: when `one` first is where `other` ends."""
     goal, best = other.curve(metric)[-1], min(point.value for point in one.curve(metric))
-    point = reached(one, metric, goal.value)
+    point, spread = reached(one, metric, goal.value), (goal.spread or 0) + (one.curve(metric)[-1].spread or 0)
+    if point is None and best - goal.value < spread:
+        return (
+            f"{one.name} is level with {other.name} in {called}: {best:.4g} and {goal.value:.4g}, within their spread"
+        )
     if point is None:
         return f"{one.name} does not reach the {called} {goal.value:.4g} of {other.name}: its best is {best:.4g}"
     text = f"{one.name} reaches the {called} {goal.value:.4g} of {other.name} by step {point.step:,} (of {goal.step:,})"
@@ -114,12 +133,9 @@ def number(values: Sequence[float]) -> str:
     """A mean to four digits, or to where its standard deviation begins."""
     if not values:
         return "–"
-    mean = statistics.mean(values)
-    if len(values) == 1:
-        return f"{mean:.4g}"
-    spread = statistics.stdev(values)
+    mean, spread = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
     if not 1e-4 < spread < 1e4:
-        return f"{mean:.4g} ± {spread:.1g}"
+        return f"{mean:#.4g}".rstrip(".") if 1e-3 <= abs(mean) < 1e6 else f"{mean:.4g}"
     places = max(0, 1 - int(f"{spread:e}".partition("e")[2]))
     return f"{mean:.{places}f} ± {spread:.{places}f}"
 

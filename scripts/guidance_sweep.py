@@ -85,6 +85,9 @@ class Sweep:
 def main(composed: DictConfig) -> None:
     with explained("stopped; start it again to go on with the settings that are missing"):
         tree = plain(composed)
+        for name in ("scale", "strong", "weak", "interval"):
+            if any(word.startswith(f"guidance.{name}=") for word in sys.argv[1:]):
+                raise ValueError(f"guidance.{name} is what a sweep changes: set sweep.{name}=[…] in its place")
         sweep = schema.read(tree.pop("sweep"), Sweep, "sweep.")
         options = read_options(tree)
         run(sweep, options, share_work(None, options.cpu_threads))
@@ -224,15 +227,18 @@ def draw_maps(path: Path, sweep: Sweep, records: Mapping[Point, dict], metric: s
         found = [[records.get(Point(s, w, scale, interval), {}).get(key, np.nan) for s in strong] for w in weak]
         return np.array(found, dtype=float)
 
+    def levels(interval: tuple[float, ...] | None) -> str:
+        return "" if sweep.interval == (None,) else f"{within(interval, 'within ') or 'all noise levels'}\n"
+
     note = f"{next(iter(records.values()))['count']:,} samples, {METRICS[metric]} is better"
     panels = {
-        f"{metric}, ω = {scale:g}{within(interval, ' within ')}\n{note}": panel(scale, interval, metric)
+        f"{metric}, ω = {scale:g}\n{levels(interval)}{note}": panel(scale, interval, metric)
         for interval in sweep.interval
         for scale in sweep.scale
     }
     guided = next((scale for scale in sweep.scale if scale != 1), 1.0)  # ω = 1 runs the strong branch alone
     cost = {
-        f"FLOPs over no guidance{within(interval, ' within ')}": panel(guided, interval, "flops_relative")
+        f"FLOPs over no guidance\n{levels(interval)}": panel(guided, interval, "flops_relative")
         for interval in sweep.interval
     }
     save_heat_maps(path, panels, cost, strong, weak, ("ratio of the strong branch", "ratio of the weak branch"))

@@ -86,7 +86,7 @@ def import_all(options: Options) -> None:
     if writer.is_finished():
         print(f"{options.out} is finished")
         return
-    writer.begin()
+    writer.begin(anew=not writer.has_any())
     missing = writer.missing(len(ranges))
     writer.check_space(sum(len(ranges[number]) for number in missing))
     views = "with flipped copies" if latents.views == 2 else "one view"

@@ -345,7 +345,8 @@ def test_a_guidance_that_would_keep_a_single_token_is_refused(runs, tmp_path):
             with pytest.raises(SystemExit, match=shown):
                 launch_door(door, config, tmp_path, *options, f"guidance.weak={weak}", "guidance.strong=0")
     with pytest.raises(SystemExit, match=shown):
-        sweep(tmp_path, *options, "sweep.weak=[0.9,0.94]", "sweep.strong=[0]", "sweep.scale=[2]", "out=sweep")
+        lists = ("sweep.weak=[0.9,0.94]", "sweep.strong=[0]", "sweep.scale=[2]")
+        sweep(tmp_path, options[0], "guidance=sparse", "steps=2", *lists, "out=sweep")
     assert not list(tmp_path.iterdir())
     options = (*options, "guidance.weak=0.9", "guidance.strong=0", "classes=[3]", "seeds=0")
     assert "times the FLOPs" in launch_door(sample.main, "sample", tmp_path, *options)
@@ -371,7 +372,7 @@ def test_a_sweep_that_can_not_be_is_refused(runs, tmp_path):
         ([checkpoint_of, "out=a", "sweep.scale=[]"], "sweep.scale is empty"),
         ([checkpoint_of, "out=a", "sweep.metric=fid"], "with no reference there are label_agreement, frechet_pixels"),
         ([checkpoint_of, "out=a", "sweep.weak=[x]"], r"sweep.weak.0 is 'x'"),
-        ([checkpoint_of, "out=a", "guidance.weak={schedule: cosine, start: 0.6, end: 0.0}"], "a schedule"),
+        ([checkpoint_of, "out=a", "guidance.weak={schedule: cosine, start: 0.6, end: 0.0}"], "set sweep.weak="),
         ([checkpoint_of, "out=a", "reference=a", "save_reference=b.npz"], "fid.py's"),
         ([f"checkpoint={runs / 'digits-dit'}", "out=a"], "without a route"),
     ):

@@ -410,7 +410,7 @@ def test_two_at_once_are_refused(prepare, tmp_path):
     prepare(f"out={tmp_path / 'other'}")
     latents = LatentDataset(tmp_path / "other").latents
     writer = DatasetWriter(tmp_path / "data", latents, {})
-    writer.begin()
+    writer.begin(anew=not writer.has_any())
     with pytest.raises(FileExistsError, match="another process is writing"):
         prepare()
     writer.discard()

@@ -120,7 +120,7 @@ def test_what_is_not_alike_is_said_and_then_nobody_reaches_anybody(tmp_path, cap
     compare_runs.show(groups)
     text = capsys.readouterr().out
     assert "warning: train.batch_size differs: 8 (tread), 16 (dit)" in text and text.count(" reaches ") == 1
-    assert f"warning: {longer} is at step 200 of 300" in text and "| tread | 1 | 300 | 0.9 | 52 |" in text
+    assert f"warning: {longer} is at step 200 of 300" in text and "| tread | 1 | 300 | 0.9000 | 52.00 |" in text
     groups = open_groups([plain, flow])
     assert unlike(groups, COMPARABLE) == {"objective": ["edm", "rf"]}
     compare_runs.show(groups)
@@ -166,7 +166,7 @@ def test_two_runs_end_in_a_picture_of_three_panels_without_a_training_loss(tmp_p
     monkeypatch.setattr("sys.argv", ["compare_runs.py", "results/digits-dit", "results/digits-*", "out=both"])
     compare_runs.main()
     text = capsys.readouterr().out
-    assert text.startswith("| run | seeds | steps | evaluation loss | images/s | hours | FLOPs |\n")
+    assert text.startswith("| run | seeds | steps | evaluation loss | images/s | seconds | FLOPs |\n")
     assert "| dit | 1 | 6 | " in text and "written: both.png, both.csv" in text and "–" not in text
     width, height = Image.open("both.png").size
     assert 2.5 < width / height < 3.5

@@ -138,6 +138,10 @@ def read_origin(path: Path, weights: str = "ema") -> Origin:
         return Origin(str(found.folder / f"{weights}.safetensors"), weights, found.tensors(weights), found)
     if found := checkpoint.beside(path):
         kind = path.resolve().stem
+        if (kind, weights) == ("ema", "model"):
+            raise ValueError(
+                f"{path} holds averaged weights, but the raw ones (model) are asked for: model.safetensors"
+            )
         return Origin(str(path), kind, found.tensors(kind), found)
     return Origin(str(path), *read_kind(path, weights))
 

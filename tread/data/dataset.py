@@ -29,6 +29,7 @@ from tread.data.latents import LatentSpec
 from tread.data.npy import open_array, rows_in_place, torch_dtype
 from tread.runtime.files import plain_name, sha256, size_text
 from tread.runtime.randomness import generator
+from tread.runtime.schema import check
 
 VERSION = 1
 SHARD_KEYS = ("count", "file", "labels", "file_sha256", "labels_sha256")
@@ -78,6 +79,8 @@ class LatentDataset:
     statistics: tuple[tuple[float, ...], tuple[float, ...]] | None = field(init=False)  # mean, std of each channel
 
     def __post_init__(self) -> None:
+        check("verify", self.verify, Verify)
+        check("placement", self.placement, Placement)
         self.folder = Path(self.folder)
         path = self.folder / "index.json"
         index = read_index(self.folder)

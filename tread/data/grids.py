@@ -66,4 +66,5 @@ def save_png(path: Path, picture: Image.Image, facts: Mapping) -> None:
 def save_grid(path: Path, pictures: np.ndarray, columns: int) -> None:
     """Write pictures as a grid, see `draw_grid`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draw_grid(pictures, columns).save(path)
+    with whole_file(path, f".{os.getpid()}") as partial:
+        draw_grid(pictures, columns).save(partial, format="PNG")

@@ -97,8 +97,10 @@ def prepare(options: Options, processes: Processes) -> None:
             pictures = damage.begun()
             pictures.cut(len(photos.classes), options.heldout, options.shard_size)  # which may be refused
             pictures = source_hash(photos.classes, pictures.names, pictures.labels)
+            first = next(iter(unfinished.values()))
+            anew = not first.has_any()  # both parts, or neither
             for writer in unfinished.values():
-                writer.begin(pictures=pictures)
+                writer.begin(anew, pictures=pictures)
         begun = damage.begun()
         shards = begun.cut(len(photos.classes), options.heldout, options.shard_size)
         pieces = [
@@ -142,7 +144,7 @@ def prepare(options: Options, processes: Processes) -> None:
     if options.on_error == "stop":
         processes.from_main(lambda: damage.check(piece.name for piece in pieces if not piece.writer.has(piece.number)))
     if processes.main:
-        finish(photos, unfinished, writers, shards, options, processes.device)
+        finish(photos, unfinished, writers, shards, options, processes)
 
 
 def finish(
@@ -151,7 +153,7 @@ def finish(
     writers: dict[str, DatasetWriter],
     shards: dict[str, list[np.ndarray]],
     options: Options,
-    device: torch.device,
+    processes: Processes,
 ) -> None:
     """Assemble the datasets, look at them, write their reports, and give them their names."""
     made = {}
@@ -159,7 +161,7 @@ def finish(
         other = next((writers[other].folder for other in writers if other != part), None)
         beside = {"train" if part == "heldout" else "heldout": os.path.relpath(other, writer.folder)} if other else {}
         made[part] = look_at(
-            part, photos, writer, np.concatenate(shards[part]), len(shards[part]), beside, options, device
+            part, photos, writer, np.concatenate(shards[part]), len(shards[part]), beside, options, processes.device
         )
     for part in sorted(made):  # what is held out first: the work on the rest knows what was damaged
         unfinished[part].publish(made[part])
@@ -169,12 +171,12 @@ def finish(
             counts = (
                 f"{made[part]['count']:,} samples of {sum(map(bool, made[part]['class_counts'].values())):,} classes"
             )
-            print(f"  held out  {folder}: {counts}, for the evaluation loss")
+            processes.say(f"  held out  {folder}: {counts}, for the evaluation loss")
             continue
-        print(dataset_report.text(made[part]))
+        processes.say(dataset_report.text(made[part]))
         if options.decode:
-            print(f"  pictures  {folder / 'report.png'}: photo, decoded latents")
-        print(f"  dataset   {folder}: train with dataset=folder dataset.path={folder}")
+            processes.say(f"  pictures  {folder / 'report.png'}: photo, decoded latents")
+        processes.say(f"  dataset   {folder}: train with dataset=folder dataset.path={folder}")
 
 
 def look_at(

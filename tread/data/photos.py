@@ -143,8 +143,11 @@ def _read(store: Folder | Tar, names: list[str], index: int) -> bytes:
     return store.read(names[index])
 
 
+LEFT_BY_SYSTEMS = ("__MACOSX", "Thumbs.db", "desktop.ini")
+
+
 def _hidden(name: str) -> bool:
-    return any(part.startswith(".") and part != "." or part == "__MACOSX" for part in name.split("/"))
+    return any(part.startswith(".") and part != "." or part in LEFT_BY_SYSTEMS for part in name.split("/"))
 
 
 def _is_picture(name: str) -> bool:

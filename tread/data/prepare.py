@@ -47,7 +47,7 @@ class Crops(Dataset):
             image = read_rgb(self.photos.read(index), self.crop.orientation, self.crop.alpha)
             pixels = torch.from_numpy(centre_crop(image, self.crop.size).transpose(2, 0, 1).copy())
         except (OSError, ValueError) as error:
-            return None, f"{type(error).__name__}: {error}", (0, 0)
+            return None, str(error) or type(error).__name__, (0, 0)
         return pixels, "", image.size
 
     def __len__(self) -> int:
@@ -127,26 +127,27 @@ class Damage:
     def __init__(self, folder: Path, photos: Photos) -> None:
         self.folder, self.photos = folder, photos
 
-    def _of(self, files: Iterable[Path]) -> list[tuple[int, str, int, str]]:
-        """(where it was among the pictures, its name, its label, why it can't be read) of pictures, in order."""
+    def _of(self, files: Iterable[Path]) -> list[tuple[int, str, str, str]]:
+        """(where it was among the pictures, its name, its class, why it can't be read) of pictures, in order."""
         return sorted(tuple(one) for file in files if file.exists() for one in json.loads(file.read_text()))
 
-    def _gone(self, files: Iterable[Path]) -> list[tuple[int, str, int, str]]:
+    def _gone(self, files: Iterable[Path]) -> list[tuple[int, str, str, str]]:
+        """Those that were removed since; not of classes that went with them, whose work is another."""
         found = self._of(files)
-        there = set(self.photos.names) if found else ()
-        return [one for one in found if one[1] not in there]
+        there, classes = (set(self.photos.names), set(self.photos.classes)) if found else ((), ())
+        return [one for one in found if one[1] not in there and one[2] in classes]
 
     def begun(self) -> Begun:
         """The pictures that the work was begun with."""
         names, labels = list(self.photos.names), self.photos.labels.tolist()
         gone = self._gone(self.folder.glob("*.json"))
-        for place, name, label, _ in gone:
+        for place, name, its_class, _ in gone:
             names.insert(place, name)
-            labels.insert(place, label)
+            labels.insert(place, self.photos.classes.index(its_class))
         at = np.setdiff1d(np.arange(len(names)), [place for place, *_ in gone])
         return Begun(names, np.array(labels, dtype=np.int64), at)
 
-    def keep(self, shard: str, found: list[tuple[int, str, int, str]]) -> None:
+    def keep(self, shard: str, found: list[tuple[int, str, str, str]]) -> None:
         """Write down the damaged pictures of a shard."""
         file = self.folder / f"{shard}.json"
         with explain_failure(file):
@@ -233,7 +234,7 @@ def make_shards(
                     name, label = photos.names[index], int(photos.labels[index])
                     if why:
                         left_out.append((name, why))
-                        damaged.append((int(begun.at[index]), name, label, why))
+                        damaged.append((int(begun.at[index]), name, photos.classes[label], why))
                         continue
                     labels.append(label)
                     enlarged += min(size) < crop.size

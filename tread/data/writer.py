@@ -56,10 +56,15 @@ class DatasetWriter:
             shutil.rmtree(self.work, ignore_errors=True)
         return finished
 
-    def begin(self, **begun: object) -> None:
-        """Make the place where shards are written, or go on with what is there; anew, if no shard of another plan is.
+    def has_any(self) -> bool:
+        """Whether a shard is there."""
+        return any(self._done.glob("[0-9]*.json"))
 
-        begun  what of the plan was otherwise when the work that may be there was begun.
+    def begin(self, anew: bool, **begun: object) -> None:
+        """Make the place where shards are written, or go on with what is there.
+
+        anew   begin anew where the work that is there has another plan; else it is refused.
+        begun  what of the plan was otherwise when that work was begun.
 
         Raises FileExistsError if the folder is there already or another process writes to it, and
         ValueError if unfinished work has another plan.
@@ -74,10 +79,11 @@ class DatasetWriter:
         path = self.work / "plan.json"
         plan = {**self._plan, **begun}
         before = _with_later_keys(json.loads(path.read_text())) if path.exists() else self._plan
-        if before != plan and not any(self._done.iterdir()):
-            for leftover in (self.data, self.work / "damaged"):
+        if before != plan and anew:
+            for leftover in (self.data, self._done, self.work / "damaged"):
                 shutil.rmtree(leftover, ignore_errors=True)
             self.data.mkdir()
+            self._done.mkdir()
             before = plan = self._plan
         if before != plan:
             keys = [key for key in {**before, **self._plan} if before.get(key) != self._plan.get(key)]
@@ -207,7 +213,7 @@ def write_dataset(folder: Path, latents: LatentSpec, shards: Iterable[tuple[np.n
     folder is there already, ValueError for a shard that is not what `latents` says.
     """
     writer = DatasetWriter(folder, latents, plan={})
-    writer.begin()
+    writer.begin(anew=not writer.has_any())
     try:
         count = 0
         for stored, labels in shards:

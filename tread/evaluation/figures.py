@@ -41,7 +41,7 @@ def save_heat_maps(
     everything = np.concatenate([matrix.ravel() for matrix in panels.values()])
     shared = {"vmin": np.nanmin(everything), "vmax": np.nanmax(everything)}
     count = len(panels) + len(others)
-    size = (count * (0.75 * len(columns) + 1.4), 0.55 * len(rows) + 1.6)
+    size = (count * max(2.6, 0.75 * len(columns) + 1.4), 0.55 * len(rows) + 1.9)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(1, count, squeeze=False)
     for number, (axis, (title, matrix)) in enumerate(zip(axes[0], [*panels.items(), *others.items()])):

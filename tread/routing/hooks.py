@@ -202,7 +202,7 @@ def attach_routes(
                 f"{name} is {given!r}, but must be a function ({name}= in the module's docstring); leave it out for "
                 "blocks (tokens, …) → tokens"
             )
-    routes = [routes] if isinstance(routes, Route) else routes
+    routes = [routes] if isinstance(routes, Route) else routes or ()
     for route in routes:
         if route.fp32 not in ("auto", "off"):
             raise ValueError(

@@ -33,9 +33,9 @@ def open_door(main: Callable[[], None], known: Iterable[str], moved: Mapping[str
     if PRINTS & {*sys.argv[1:]}:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Hydra would answer a closed pipe by a traceback
     known, door = list(known), main.__wrapped__.__globals__
-    answer_help(door["__doc__"], Path(door["__file__"]))
     asked = os.environ.get("HYDRA_FULL_ERROR")
     with explained():
+        answer_help(door["__doc__"], Path(door["__file__"]))
         check_overrides(check_words(sys.argv[1:], known), known, moved)
         os.environ["HYDRA_FULL_ERROR"] = "1"  # so that it hands its errors on
         try:
@@ -110,5 +110,5 @@ def _drop_what_nobody_reads() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BrokenPipeError:
+        except OSError:  # a closed pipe, or a full disk
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -152,9 +152,13 @@ class Processes:
         return decided
 
     def say(self, text: str) -> None:
-        """Print a line, from the main process alone."""
-        if self.main:
-            tqdm.write(text)
+        """Print a line, from the main process alone; where nobody reads it any more, the work goes on unheard."""
+        try:
+            if self.main:
+                tqdm.write(text)
+                sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def bar(self, what: str, total: int) -> tqdm:
         """A progress bar over this process's share of a work on images, shown by the main process."""

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tread.runtime.files import explain_failure
-from tread.training.run_folder import LAUNCH, RunLog, differences, migrate
+from tread.training.run_folder import LAUNCH, RunLog, differences, migrate, value_at
 
 APART = ("seed", "tracker", "wandb", *LAUNCH)  # what the runs of one group may differ in
+UNSAID = ("every", "sampling", "checkpoints", "tags")  # sections that no name of a group tells
 # what evaluation losses and FIDs must share to mean the same; the other keys of these sections have no effect on them
-COMPARABLE = ("dataset.name", "dataset.size", "dataset.normalize", "objective", "edm", "rf")
+COMPARABLE = ("dataset.name", "dataset.size", "dataset.heldout", "dataset.normalize", "objective", "edm", "rf")
 COMPARABLE += ("eval.points", "eval.noise_levels", "eval.fid_samples", "eval.fid_reference")
-FAIR = ("dataset.path", "dataset.heldout", "train.batch_size", "train.steps")  # what may make a comparison unfair
+FAIR = ("dataset.path", "optim", "ema", "train.batch_size", "train.steps")  # what may make a comparison unfair
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,10 @@ def open_groups(patterns: Sequence[str]) -> list[Group]:
     for pattern in patterns:
         if not glob.has_magic(pattern):
             folders[Path(pattern)] = None
-        elif found := [Path(name) for name in sorted(glob.glob(pattern)) if (Path(name) / "metrics.jsonl").is_file()]:
+        elif found := [folder for folder in map(Path, sorted(glob.glob(pattern))) if RunLog(folder).records()]:
             folders |= dict.fromkeys(found)
         else:
-            raise FileNotFoundError(f"{pattern} names no run: no such folder has a metrics.jsonl")
+            raise FileNotFoundError(f"{pattern} names no run that has logged anything yet")
     if not folders:
         raise FileNotFoundError("name at least one run's folder, such as results/digits-tread or 'results/*'")
     groups: dict[str, list[Compared]] = {}
@@ -96,9 +97,8 @@ def open_groups(patterns: Sequence[str]) -> list[Group]:
         log = RunLog(folder)
         starts, records = log.starts(), log.records()
         if not starts or not records:
-            raise FileNotFoundError(
-                f"{folder} is no run's folder, or of a run without a first log: no metrics.jsonl there"
-            )
+            what = "has logged nothing yet" if starts else "is no run's folder"
+            raise FileNotFoundError(f"{folder} {what}")
         config = migrate(starts[-1]["config"])
         key = json.dumps({name: value for name, value in config.items() if name not in APART}, sort_keys=True)
         groups.setdefault(key, []).append(Compared(folder, config, records))
@@ -109,23 +109,17 @@ def _names(groups: list[list[Compared]]) -> list[str]:
     """The model's name, with the settings that tell it from another of that name; else the first run's folder."""
     configs = [runs[0].config for runs in groups]
     differing = {key: None for config in configs for key in differences(configs[0], config) if key not in APART}
+    differing = [key for key in differing if key.partition(".")[0] not in UNSAID]
     names = []
     for config in configs:
         same_model = [other for other in configs if other["model"]["name"] == config["model"]["name"]]
         telling = [key for key in differing if len({json.dumps(value_at(other, key)) for other in same_model}) > 1]
         parts = [f"{key.rpartition('.')[2]} {value_at(config, key)}" for key in telling]
         names.append(", ".join([config["model"]["name"], *parts]))
-    return [
-        name if len(name) < 60 and names.count(name) == 1 else runs[0].folder.name for name, runs in zip(names, groups)
-    ]
-
-
-def value_at(config: dict, key: str) -> object:
-    """The value of a dotted key; None if there is none."""
-    for part in key.split("."):
-        config = {str(number): item for number, item in enumerate(config)} if isinstance(config, list) else config
-        config = config.get(part) if isinstance(config, dict) else None
-    return config
+    folders = [runs[0].folder.name for runs in groups]
+    folders = [str(runs[0].folder) if folders.count(name) > 1 else name for name, runs in zip(folders, groups)]
+    unclear = [len(name) >= 60 or names.count(name) > 1 for name in names]
+    return [folder if other else name for name, folder, other in zip(names, folders, unclear)]
 
 
 def unlike(groups: Sequence[Group], keys: Sequence[str]) -> dict[str, list[object]]:

@@ -24,6 +24,9 @@ from tread.training import posthoc_ema
 from tread.training.progress import mostly_bad, read_statistics
 from tread.training.run import Failure, Run
 
+ABSURD = 1000  # an evaluation loss; an untrained network's is about 1 on latents of the scale that is assumed
+DIVERGED = "the training has diverged, or the data is of another scale. Try a smaller optim.lr, optim.clip_norm=1"
+
 
 def interrupts(run: Run) -> bool:
     """Whether something beside training is due after run.step steps."""
@@ -47,7 +50,11 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
         loss = evaluate(run)
         if run.stop.agreed():
             return False
+        if not math.isfinite(loss):
+            raise Failure(f"the evaluation loss after step {run.step} is {loss}: {DIVERGED}")
         run.record(eval_loss=loss)
+        if loss > ABSURD:
+            run.processes.say(f"warning: the evaluation loss after step {run.step} is {loss:.3g}: {DIVERGED}")
     if run.online_fid is not None and due(cfg.eval.fid_every, "fid") and not log_fid(run):
         return False
     if due(every.sample, "grid"):

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from tread.checkpoints.checkpoint import find_whole, newest
 from tread.runtime.schema import written
-from tread.training.run_folder import LAUNCH, RunLog, decisive, differences, migrate
+from tread.training.run_folder import LAUNCH, RunLog, decisive, differences, migrate, value_at
 
 GROUPS = ("model", "dataset", "experiment")
 
@@ -39,18 +39,28 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
     if not starts and found is None:
         return composed, []
     own = migrate(starts[-1]["config"] if starts else found.info["config"])
-    keys = {key for key in typed if key not in GROUPS}
+    keys = {leaf for key, value in typed.items() if key not in GROUPS for leaf in leaves(key, value)}
     for group, choice in ((group, typed[group]) for group in GROUPS if group in typed):
-        begun = any(f"{group}={choice}" in start["command"] for start in starts)
+        begun = any(f"{group}={choice}" in start.get("command", ()) for start in starts)
         if not begun and own.get(group, {}).get("name") != choice:
-            keys |= keys_of(configs, f"{group}/{choice}")
+            set_there = keys_of(configs, f"{group}/{choice}")
+            keys |= {key for key in set_there if not _left_open(key, value_at(composed, key))}
     config = take_typed(own, composed, {*keys, *LAUNCH})
-    said = keys_of(configs, "config") if by_folder else None  # other files' defaults are other runs'
-    return config, [
+    in_file = keys_of(configs, "config")
+    otherwise = unlike(config, composed)
+    warnings = [
         f"warning: {key} stays {written(before)}, as the run has it, although config.yaml says {written(now)}; "
         + ("name=… starts a run with that" if key in decisive([key], config) else f"{as_typed(key, now)} takes that")
-        for key, (before, now) in unlike(config, composed, said).items()
+        for key, (before, now) in otherwise.items()
+        if any(f"{key}.".startswith(f"{name}.") for name in in_file)
     ]
+    rest = [key for key in otherwise if not any(f"{key}.".startswith(f"{name}.") for name in in_file)]
+    if rest and not by_folder:  # with run=… they are defaults of other runs
+        warnings.append(
+            f"warning: {', '.join(rest)} stay as the run has them, though a new run would have others; key=value "
+            "changes one"
+        )
+    return config, warnings
 
 
 def find_run(run: str) -> Path:
@@ -68,6 +78,19 @@ def find_run(run: str) -> Path:
     more = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
     what = "holds no run" if folder.exists() else "does not exist"
     raise FileNotFoundError(f"{folder} {what}; near it: {', '.join(runs[:10]) or 'no run either'}{more}")
+
+
+def leaves(key: str, value: str) -> list[str]:
+    """The dotted keys that a typed key=value sets: those inside, where the value is a section."""
+    if not re.fullmatch(r"\{.+:.+\}", value):
+        return [key]
+
+    def inside(key: str, section: object) -> list[str]:
+        if not isinstance(section, dict):
+            return [key]
+        return [leaf for part, inner in section.items() for leaf in inside(f"{key}.{part}", inner)]
+
+    return inside(key, OmegaConf.to_container(OmegaConf.create(value)))
 
 
 def keys_of(configs: Path, name: str) -> set[str]:
@@ -98,13 +121,14 @@ def take_typed(own: object, composed: object, typed: Collection[str], key: str =
     return composed if below else own
 
 
-def unlike(config: dict, composed: dict, said: Collection[str] | None) -> dict[str, tuple[object, object]]:
-    """Where a run's config is not the composed one: dotted key → both values; of the keys in `said` alone, if given."""
-    found = differences(config, composed)
-    if said is not None:
-        found = {key: both for key, both in found.items() if any(f"{key}.".startswith(f"{name}.") for name in said)}
-    # null of a dataset is what its folder says, or what must be typed
-    return {key: both for key, both in found.items() if not (key.startswith("dataset.") and both[1] is None)}
+def unlike(config: dict, composed: dict) -> dict[str, tuple[object, object]]:
+    """Where a run's config is not the composed one: dotted key → both values."""
+    return {key: both for key, both in differences(config, composed).items() if not _left_open(key, both[1])}
+
+
+def _left_open(key: str, value: object) -> bool:
+    """Whether a key of a dataset is what its folder says, or what must be typed."""
+    return key.startswith("dataset.") and value in (None, "auto")
 
 
 def as_typed(key: str, value: object) -> str:

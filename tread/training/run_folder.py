@@ -31,6 +31,7 @@ FIXED = (
     "train.loss_tokens",
     "train.reconstruction",
     "ema.power",
+    "init_from",
 )
 LAUNCH = ("name", "results", "resume", "run")  # what is of a launch, not of a run
 NOTHING = "nothing"  # said of a key that is not there
@@ -57,6 +58,14 @@ def _by_number(value: object) -> dict | None:
     if isinstance(value, (list, tuple)) and all(isinstance(item, dict) for item in value):
         return {str(number): item for number, item in enumerate(value)}
     return value if isinstance(value, dict) else None
+
+
+def value_at(config: dict, key: str) -> object:
+    """The value of a dotted key; None if there is none."""
+    for part in key.split("."):
+        config = {str(number): item for number, item in enumerate(config)} if isinstance(config, list) else config
+        config = config.get(part) if isinstance(config, dict) else None
+    return config
 
 
 def decisive(keys: Iterable[str], config: dict) -> list[str]:
@@ -136,7 +145,9 @@ class RunLog:
 
     def starts(self) -> list[dict]:
         """What run.json holds: time, step, command, versions and config of each start; [] without a readable one."""
-        return self._read("run.json") or []
+        found = self._read("run.json")
+        whole = [one for one in found if isinstance(one, dict) and "config" in one] if found else []
+        return whole if isinstance(found, list) else []
 
     def start(self, step: int, config: dict, **facts: object) -> None:
         """Take the folder, note a start or resumption, and forget metrics of steps that will be done again.

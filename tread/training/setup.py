@@ -68,6 +68,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
         network = build_network(cfg)
     origin, doubts = bring_weights(cfg, network, found, data.latents)
+    doubts = [*doubts, *read_otherwise(cfg, data, heldout)]
     network.to(device)
     optimizer = build_optimizer(cfg, network)
     ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
@@ -241,6 +242,19 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
     normalization = {key: getattr(data.latents, key) for key in ("channel_shift", "channel_scale")}
     heldout.latents = replace(heldout.latents, **normalization)
     return data, heldout
+
+
+def read_otherwise(cfg: Settings, data: LatentDataset, heldout: LatentDataset | None) -> list[str]:
+    """What to doubt of held-out photos that were turned or laid on white otherwise than those of the training."""
+    doubts = []
+    for key in ("orientation", "alpha") if heldout else ():
+        here, there = getattr(data.latents, key), getattr(heldout.latents, key)
+        if here != there:
+            doubts.append(
+                f"{cfg.dataset.heldout} holds photos of {key}={there}, {cfg.dataset.path} of {key}={here}: where that "
+                "shows, the evaluation loss is of other pictures"
+            )
+    return doubts
 
 
 def open_dataset(

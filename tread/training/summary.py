@@ -55,7 +55,7 @@ def describe(run: Run) -> str:
     doubts = list(run.doubts)
     if run.heldout is None:
         doubts.append(
-            "dataset.heldout is null, so there is no evaluation loss, the number to compare runs by: "
+            "there is no held-out data (dataset.heldout), so no evaluation loss, the number to compare runs by: "
             "scripts/prepare_latents.py … heldout=0.02 keeps 2% of the pictures in <out>-heldout, where dataset=folder "
             "finds them"
         )
@@ -70,9 +70,11 @@ def describe_outcome(run: Run, records: list[dict]) -> str:
     for name in ("eval_loss", "fid", *VALUES):
         found = [record for record in records if name in record]
         count = f" of {found[-1]['fid_samples']:,} samples" if found and name == "fid" else ""
-        lines += [f"  {name:<21} {found[-1][name]:.4f}{count}"] if found else []
-        if name == "eval_loss" and not found and run.heldout is None:
-            lines.append(f"  {name:<21} none: dataset.heldout is null")
+        if found:
+            earlier = "" if found[-1]["step"] == run.step else f", at step {found[-1]['step']:,}"
+            lines.append(f"  {name:<21} {found[-1][name]:.4f}{count}{earlier}")
+        elif name == "eval_loss" and run.heldout is None:
+            lines.append(f"  {name:<21} none: there is no held-out data")
     for name, path in (
         ("samples", f"samples/step_{run.step:07d}.png"),
         ("loss curve", "loss.png"),
