@@ -455,9 +455,9 @@ def photos(place, tmp_path):
 
 
 DAMAGE = {
-    "words": (lambda path: path.write_text("words"), "ValueError: it is no JPEG, PNG or WebP"),
-    "cut short": (lambda path: path.write_bytes(path.read_bytes()[:100]), "OSError|ValueError"),
-    "unreadable": (lambda path: (path.unlink(), path.symlink_to("nowhere")), "FileNotFoundError"),
+    "words": (lambda path: path.write_text("words"), "it is no JPEG, PNG or WebP"),
+    "cut short": (lambda path: path.write_bytes(path.read_bytes()[:100]), "it is damaged|.*truncated|.*broken"),
+    "unreadable": (lambda path: (path.unlink(), path.symlink_to("nowhere")), ".*No such file"),
 }
 
 

@@ -156,4 +156,4 @@ def test_what_takes_long_with_many_samples_is_said(tmp_path, capsys, monkeypatch
     os.truncate(tmp_path / "large.npz", 2 * 10**8 + 1)  # a hole, which takes no room
     monkeypatch.setattr(image_sets, "sha256", lambda path: "0")
     image_sets.hash_of(tmp_path / "large.npz", share_work(None))
-    assert "large.npz, 0.2 GB, for its hash" in capsys.readouterr().out
+    assert "large.npz, 200 MB, for its hash" in capsys.readouterr().out

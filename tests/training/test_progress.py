@@ -197,8 +197,8 @@ def test_every_record_says_what_training_took_and_never_goes_back(tmp_path):
 
 def test_a_run_without_held_out_data_says_that_it_has_no_evaluation_loss(tmp_path):
     text = launch(tmp_path, "dataset.heldout=null", "train.steps=1")
-    assert re.search(r"\nwarning: dataset.heldout is null, so .*no evaluation loss.* heldout=0.02", text)
-    assert "  eval_loss             none: dataset.heldout is null\n" in text
+    assert re.search(r"\nwarning: there is no held-out data .*no evaluation loss.* heldout=0.02", text)
+    assert "  eval_loss             none: there is no held-out data\n" in text
     text = launch(tmp_path, "train.steps=1", "name=with")
     assert "warning" not in text and "none" not in text and "  eval_loss  " in text
 

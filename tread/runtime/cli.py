@@ -110,5 +110,5 @@ def _drop_what_nobody_reads() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # a closed pipe, or a full disk
+        except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
