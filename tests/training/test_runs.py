@@ -215,6 +215,7 @@ def test_a_step_reads_nothing_back_from_the_device(tmp_path, monkeypatch):
         (("model=dit", "resume=true"), "resume=true, but results/digits-dit holds no checkpoint"),
         (("model.hidden_size=32",), "model.hidden_size: 16 there, 32 here"),
         (("seed=1", "train.batch_size=16"), "train.batch_size: 8 there, 16 here"),
+        (("init_from=results/other",), "init_from: null there, results/other here"),
         (("model=dit", "name=digits-tread"), "holds a run with other settings"),
         (("train.batch_size=9", "train.micro_batch_size=4", "name=x"), "micro_batch_size 4"),
         (("train.precision=fp16",), "fp16 is refused: without loss scaling"),
@@ -265,6 +266,13 @@ def test_broken_weights_are_not_saved(tmp_path):
             unseen = "dataset.heldout=null"  # else the evaluation loss says it first
             launch(tmp_path, unseen, f"optim.lr={lr}", f"every.save={step}", "train.steps=2", f"name=lr{lr}")
         assert not list((tmp_path / "results" / f"lr{lr}").glob("step_*"))
+
+
+def test_an_evaluation_loss_that_is_no_number_fails_the_run(tmp_path):
+    with pytest.raises(SystemExit, match="evaluation loss after step 3 is nan: the training has diverged"):
+        launch(tmp_path, "optim.lr=100", "optim.clip_norm=1", "train.steps=3", "every.save=3")
+    run = tmp_path / "results" / "digits-tread"
+    assert RunLog(run).read_status()["state"] == "failed" and not list(run.glob("step_*"))
 
 
 def test_the_demo_is_judged_once(tmp_path):
