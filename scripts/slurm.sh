@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Train under Slurm, and go on in a new allocation when the time is over:
 #   sbatch scripts/slurm.sh experiment=imagenet256_xl2 model=tread
+# DOOR=fid.py sbatch scripts/slurm.sh checkpoint=… scores on its GPUs, as studies/run.py submit=slurm does.
 # Submit it from the repository's root, with the environment active. The lines below are to be edited.
 #SBATCH --job-name=tread
 #SBATCH --nodes=2
@@ -26,7 +27,8 @@ export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 srun --kill-on-bad-exit=0 --wait=300 bash -c '
   export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
   export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES))
-  exec python train.py train.processes=$SLURM_NTASKS "$@"' train.py "$@"
+  [ "${DOOR:-train.py}" = train.py ] && set -- train.processes=$SLURM_NTASKS "$@"
+  exec python "${DOOR:-train.py}" "$@"' bash "$@"
 code=$?
 
 if [ "$code" -eq 75 ]; then  # interrupted and saved

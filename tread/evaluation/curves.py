@@ -28,6 +28,7 @@ class Panel:
 
     log     axes with a logarithmic scale: "", "x", "y" or "xy".
     levels  name → height of a dotted line over the whole width.
+    names   of the places 0, 1, … on x, where these are no numbers; the points are not joined then.
     """
 
     title: str
@@ -36,6 +37,7 @@ class Panel:
     lines: Sequence[Line]
     log: str = ""
     levels: dict[str, float] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
 
 
 def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
@@ -50,9 +52,11 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
     for axis, panel in zip(axes.flat, panels):
         for line in panel.lines:
             colour = f"C{names.index(line.name) % 10}"
-            marker = "o-" if len(line.x) <= 30 else "-"
+            marker = "o" if panel.names else "o-" if len(line.x) <= 30 else "-"
             axis.plot(line.x, line.y, marker, color=colour, label=line.name, markersize=4, linewidth=1.2)
-            if line.spread is not None:
+            if line.spread is not None and panel.names:
+                axis.errorbar(line.x, line.y, line.spread, fmt="none", color=colour, capsize=3)
+            elif line.spread is not None:
                 low, high = ([y + sign * s for y, s in zip(line.y, line.spread)] for sign in (-1, 1))
                 axis.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0)
         for name, height in panel.levels.items():
@@ -62,6 +66,8 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
         axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.10g}"))
         for letter in panel.log:
             make_logarithmic(axis, letter)
+        if panel.names:
+            axis.set_xticks(range(len(panel.names)), panel.names, rotation=30, ha="right", fontsize="small")
         axis.set_title(panel.title, fontsize=10)
         axis.set_xlabel(panel.x_label)
         axis.set_ylabel(panel.y_label)

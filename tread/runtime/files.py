@@ -171,5 +171,9 @@ class Lock:
         except OSError:
             pass  # a file system without locks
 
+    def fileno(self) -> int:
+        """To be handed to a process that shall hold it too, until both have ended."""
+        return self._file.fileno()
+
     def release(self) -> None:
         self._file.close()

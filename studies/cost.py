@@ -1,0 +1,158 @@
+"""What a study will cost: images and FLOPs by arithmetic, hours from short samples on this device."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+from jobs import Children, Job, cores_of, read_score, score_folder, scoring_command, trained, training_command
+from study import Score, Study, Training, build_on_meta
+
+from tread.training.objective import active_routes
+from tread.training.run_folder import RunLog
+
+WARMUP, SAMPLED, DRAWN = 5, 25, 20  # steps before and after which the clock is read, and samples that are scored
+H100, GPUS, MFU = 989e12, 8, 0.4  # dense bf16 FLOP/s of one, how many, and the share of it that is assumed
+
+
+def training_flops(training: Training) -> int:
+    """Of all steps, forward and backward, as metrics.jsonl will say: 3 times a forward pass of each image."""
+    network, cfg = build_on_meta(training.cfg), training.cfg
+    each = (active_routes(cfg, step) for step in range(cfg.train.steps))
+    stretches = [(routes, sum(1 for _ in steps)) for routes, steps in groupby(each)]
+    return 3 * cfg.train.batch_size * sum(count * network.forward_flops(routes) for routes, count in stretches)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds on this device.
+
+    step       a training step, of so many FLOPs.
+    start      starting and ending train.py.
+    drawn      a drawn and scored sample, by what fid.py was told.
+    scoring    starting and ending fid.py, and its metrics.
+    reference  the features of the reference, once.
+    """
+
+    flops: float
+    step: float
+    start: float
+    drawn: dict[tuple[str, ...], float]
+    scoring: float
+    reference: float
+
+
+def take_sample(job: Job, data: Path, cores: int) -> Sample:
+    """Time a few steps of a job, and a few samples in each way in which it is scored. Raises ValueError if it fails."""
+    said = [word for word in job.training.overrides if not word.startswith(("train.steps=", "every."))]
+    said += [f"train.steps={SAMPLED}", f"every.log={WARMUP}", f"every.evaluate={SAMPLED}", f"every.sample={SAMPLED}"]
+    ways = {_way(score): score.words for score in job.scores if score.door == "fid.py"}
+    with tempfile.TemporaryDirectory() as folder:
+        short = Job(replace(job.training, overrides=tuple(said)), (), Path(folder))
+        seconds = _timed(training_command(short, data), cores, short.folder)
+        steps = {record["step"]: record.get("seconds") for record in RunLog(short.folder / "train").records()}
+        step = (steps[SAMPLED] - steps[WARMUP]) / (SAMPLED - WARMUP)
+        start, drawn, scoring, reference = max(0.0, seconds - SAMPLED * step), {}, 0.0, 0.0
+        for way, words in ways.items():
+            words = [re.sub(r"\{step \d+\}", f"{{step {SAMPLED}}}", word) for word in (*words, f"num_samples={DRAWN}")]
+            score = Score(SAMPLED, "fid.py", tuple(words))
+            seconds = _timed(scoring_command(short, score, data), cores, short.folder)
+            spent = json.loads((score_folder(short, score) / "fid.json").read_text())["seconds"]
+            loop = spent["sampling"] + spent["features"]
+            drawn[way], reference = loop / DRAWN, max(reference, spent["reference"])
+            scoring = max(scoring, seconds - loop - spent["reference"])
+    return Sample(training_flops(job.training) / job.training.steps, step, start, drawn, scoring, reference)
+
+
+def _way(score: Score) -> tuple[str, ...]:
+    return tuple(word for word in score.words if not word.startswith("num_samples="))
+
+
+def _timed(command: list[str], cores: int, folder: Path) -> float:
+    began = time.perf_counter()
+    Children().run(command, cores, folder / "log.txt")
+    return time.perf_counter() - began
+
+
+def sample_all(jobs: Sequence[Job], data: Path, cores: int) -> dict[str, tuple[Sample, ...]]:
+    """Samples by the key of a training: of the cheapest and the dearest among those of its network."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        model = replace(job.training.cfg.model, routes=(), name="")
+        groups.setdefault(f"{model} {job.training.cfg.train.batch_size} {job.training.cfg.train.precision}", []).append(
+            job
+        )
+    found = {}
+    for group in groups.values():
+        cost = {job.training.key: training_flops(job.training) / job.training.steps for job in group}
+        ends = {cost[job.training.key]: job for job in sorted(group, key=lambda job: cost[job.training.key])}
+        samples = tuple(take_sample(ends[end], data, cores) for end in sorted({min(ends), max(ends)}))
+        found |= dict.fromkeys(cost, samples)
+    return found
+
+
+def seconds_of(job: Job, samples: Sequence[Sample]) -> float:
+    """What is left of a job: training, evaluations at the speed of training steps, scores."""
+    cfg, forward = job.training.cfg, build_on_meta(job.training.cfg).forward_flops
+    flops = training_flops(job.training) / job.training.steps
+    step = float(np.interp(flops, [one.flops for one in samples], [one.step for one in samples]))
+    start = samples[-1].start
+    evaluations = -(-cfg.train.steps // cfg.every.evaluate) * cfg.eval.points * forward() * step / flops
+    training = 0.0 if trained(job) else start + cfg.train.steps * step + evaluations
+    drawn = {way: seconds for one in samples for way, seconds in one.drawn.items()}
+    scores = [score for score in job.scores if read_score(job, score) is None]
+    return training + sum(samples[-1].scoring + _count(score) * drawn.get(_way(score), 0.0) for score in scores)
+
+
+def _count(score: Score) -> int:
+    return int(score.words[-1].partition("=")[2])
+
+
+def estimate(study: Study, jobs: Sequence[Job], data: Path, at_once: int, measure: bool) -> str:
+    """For people: a line a training, and the sum.
+
+    measure  False: images and FLOPs alone. Raises ValueError if a sample fails.
+    """
+    paper, hours, flops = (
+        study.scale_name == "paper",
+        {},
+        {job.training.key: training_flops(job.training) for job in jobs},
+    )
+    samples = sample_all(jobs, data, cores_of(at_once)) if measure and not paper else {}
+    lines = []
+    for job in jobs:
+        key = job.training.key
+        if paper:
+            hours[key] = flops[key] / (GPUS * H100 * MFU) / 3600
+        elif samples:
+            hours[key] = seconds_of(job, samples[key]) / 3600
+        drawn = sum(_count(score) for score in job.scores)
+        took = f", {hours[key]:.2f} h" if key in hours else ""
+        lines.append(
+            f"  {job.folder.name:<40}{job.training.images:>12,} images, {flops[key]:.4e} FLOPs, {drawn:,} samples{took}"
+        )
+    whole = f"  in all {sum(job.training.images for job in jobs):,} images, {sum(flops.values()):.4e} FLOPs"
+    if paper:
+        where = (
+            f"8×H100 at {MFU:.0%} of {H100 / 1e12:.0f} TFLOP/s: training alone; a score of 50,000 samples comes on top"
+        )
+        whole += f", {sum(hours.values()):.1f} h on {where}"
+    elif samples:
+        once = max(one.reference for each in samples.values() for one in each)
+        whole += f", {_spread(list(hours.values()), at_once) + once / 3600:.2f} h on this device, {at_once} at once"
+    return "\n".join([*lines, whole])
+
+
+def _spread(hours: Sequence[float], at_once: int) -> float:
+    """When the last job ends, if each is begun as soon as one ends before it."""
+    ends = [0.0] * at_once
+    for each in hours:
+        ends[ends.index(min(ends))] += each
+    return max(ends)

@@ -1,0 +1,277 @@
+"""Making a study's runs: train.py, then a door for each score, as processes that go on where they were stopped.
+
+A run's folder holds train/ (train.py's), score-<key>/ (what the door wrote), networks/ (the weights alone of what was
+scored, so that later studies can score them when train/ is gone), result.json and log.txt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from export_checkpoint import export
+from study import ROOT, Planned, Score, Training
+from tqdm import tqdm
+
+from tread.checkpoints.checkpoint import find
+from tread.runtime.files import Lock, explain_failure, write_whole
+from tread.runtime.versions import git_revision
+from tread.training.run_folder import RunLog
+
+KEPT = ("step", "loss", "eval_loss", "flops", "seconds")  # of a record of metrics.jsonl
+WRITES = {"fid.py": "fid.json", "scripts/similarity.py": "similarity.json"}  # door → what it leaves in its `out`
+LEFT_OUT = ("checkpoint", "command", "settings", "versions", "reference", "warnings", "weak_network")  # of that file
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training and all its scores that are wanted."""
+
+    training: Training
+    scores: tuple[Score, ...]
+    folder: Path
+
+
+def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
+    """One for each training, where another study has begun it, else below `place`."""
+    found: dict[str, Job] = {}
+    for run in runs:
+        key = run.training.key
+        if key in found:
+            both = dict.fromkeys((*found[key].scores, *run.scores))
+            found[key] = Job(run.training, tuple(both), found[key].folder)
+        else:
+            there = sorted(results.glob(f"*/{place.name}/*-{key}"))
+            found[key] = Job(run.training, run.scores, there[0] if there else place / run.folder)
+    return list(found.values())
+
+
+def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None] = lambda: None) -> list[str]:
+    """Do jobs, so many at once with an equal share of the cores. Returns what failed, a line each.
+
+    after  called, in one thread, whenever a job has ended.
+    """
+    cores, problems, children = cores_of(at_once), [], Children()
+    with ThreadPoolExecutor(at_once) as pool:
+        waiting = [pool.submit(make_one, job, data, cores, children) for job in jobs]
+        try:
+            for one in tqdm(as_completed(waiting), total=len(waiting), unit="run"):
+                problems += [one.result()] if one.result() else []
+                after()
+        except BaseException:
+            for one in waiting:
+                one.cancel()
+            children.stop()
+            raise
+    return problems
+
+
+def make_one(job: Job, data: Path, cores: int, children: Children) -> str | None:
+    """Train and score, and write result.json after each part; what is there is kept. Returns what went wrong."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    lock = Lock(job.folder / ".lock", None)  # waits for what a killed study left running, as its processes inherit it
+    try:
+        for command in commands(job, data):
+            children.run(command, cores, job.folder / "log.txt", lock)
+            write_result(job)
+        keep_networks(job)
+    except (ValueError, OSError) as error:
+        return f"{job.folder}: {error}"
+    finally:
+        lock.release()
+    write_result(job)
+    return None
+
+
+def keep_networks(job: Job) -> None:
+    """Copy the EMA weights of what is scored out of the training's folder. Raises ValueError or OSError."""
+    for step in {score.step for score in job.scores}:
+        if not network(job, step).exists():
+            network(job, step).parent.mkdir(exist_ok=True)
+            export(find(checkpoint(job, step)), "ema", network(job, step))
+
+
+def cores_of(at_once: int) -> int:
+    """The cores that each of so many jobs at once gets."""
+    return max(1, (os.cpu_count() or 1) // at_once)
+
+
+class Children:
+    """The processes under way, to be stopped with the study."""
+
+    def __init__(self) -> None:
+        self.running: set[subprocess.Popen] = set()
+        self.stopping = threading.Event()
+
+    def stop(self) -> None:
+        """Ask all of them to save and end, and start no more."""
+        self.stopping.set()
+        for child in [*self.running]:
+            child.terminate()
+
+    def run(self, command: Sequence[str], cores: int, log: Path, lock: Lock | None = None) -> None:
+        """Run a Python command, its output to the end of a log. Raises ValueError, saying why it failed.
+
+        lock  held for as long as the process lives, though this one be killed.
+        """
+        environment = {**os.environ, "OMP_NUM_THREADS": str(cores)}
+        with log.open("ab") as file:
+            began = file.seek(0, os.SEEK_END)
+            child = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                pass_fds=[lock.fileno()] if lock else [],
+                start_new_session=True,  # Ctrl-C is for the study, which hands it on once
+            )
+            self.running.add(child)
+            if self.stopping.is_set():
+                child.terminate()
+            code = child.wait()
+            self.running.discard(child)
+        if code:
+            raise ValueError(f"{command[0]} ended with {code}: {_tail(log, began)} (all of it: {log})")
+
+
+def _tail(log: Path, start: int) -> str:
+    with log.open("rb") as file:
+        file.seek(start)
+        lines = re.split(r"[\r\n]+", file.read().decode(errors="replace").strip())
+    return next((line for line in reversed(lines) if line.startswith("error")), lines[-1])
+
+
+def commands(job: Job, data: Path) -> list[list[str]]:
+    """What is left to be run, in order."""
+    made = [] if trained(job) or networks_there(job) else [training_command(job, data)]
+    return made + [scoring_command(job, score, data) for score in job.scores if read_score(job, score) is None]
+
+
+def trained(job: Job) -> bool:
+    """Whether train.py has done all steps."""
+    return RunLog(job.folder / "train").read_status().get("state") == "finished"
+
+
+def networks_there(job: Job) -> bool:
+    """Whether all that is to be scored is kept as weights alone."""
+    return bool(job.scores) and all(network(job, score.step).exists() for score in job.scores)
+
+
+def network(job: Job, step: int) -> Path:
+    return job.folder / "networks" / f"step_{step:07d}"
+
+
+def checkpoint(job: Job, step: int) -> Path:
+    """The training's own, or the weights that were kept of it."""
+    own = job.folder / "train" / f"step_{step:07d}"
+    return network(job, step) if network(job, step).exists() and not own.exists() else own
+
+
+def training_command(job: Job, data: Path) -> list[str]:
+    """Of train.py: its folder is `train` in the job's."""
+    place = [f"results={job.folder.resolve()}", "name=train", f"seed={job.training.seed}"]
+    return ["train.py", *(_with_data(word, data) for word in job.training.overrides), *place]
+
+
+def scoring_command(job: Job, score: Score, data: Path) -> list[str]:
+    """Of the door that scores: its folder is score-<key> in the job's."""
+    words = [
+        re.sub(r"\{step (\d+)\}", lambda found: str(checkpoint(job, int(found[1])).resolve()), _with_data(word, data))
+        for word in score.words
+    ]
+    place = [f"checkpoint={checkpoint(job, score.step).resolve()}", f"out={score_folder(job, score).resolve()}"]
+    return [score.door, *place, *words]
+
+
+def _with_data(word: str, data: Path) -> str:
+    return word.replace("{data}", str(data.resolve()))
+
+
+def score_folder(job: Job, score: Score) -> Path:
+    return job.folder / f"score-{score.key}"
+
+
+def read_score(job: Job, score: Score) -> dict | None:
+    """What the door wrote, if it has, without what is of this machine."""
+    path = score_folder(job, score) / WRITES[score.door]
+    if not path.exists():
+        return None
+    read = json.loads(path.read_text())
+    return {"words": list(score.words), **{key: value for key, value in read.items() if key not in LEFT_OUT}}
+
+
+def write_result(job: Job) -> None:
+    if (found := result(job)) is not None:
+        with explain_failure(job.folder):
+            write_whole(job.folder / "result.json", json.dumps(found, indent=1) + "\n")
+
+
+def result(job: Job) -> dict | None:
+    """What a job is kept as, as far as it has come; None if it has not begun.
+
+    points  over training; scores: by their keys, of all studies that wanted some.
+    """
+    path, log = job.folder / "result.json", RunLog(job.folder / "train")
+    before = json.loads(path.read_text()) if path.exists() else {}
+    scores = before.get("scores", {})
+    scores |= {score.key: read for score in job.scores if (read := read_score(job, score)) is not None}
+    if not log.starts():
+        return before | {"scores": scores} if before else None
+    start, batch = log.starts()[-1], job.training.cfg.train.batch_size
+    points: dict[int, dict] = {}
+    for record in log.records():
+        point = points.setdefault(record["step"], {"images": record["step"] * batch})
+        point |= {key: record[key] for key in KEPT if key in record}
+    said: Mapping = start.get("versions", {})
+    return {
+        "key": job.training.key,
+        "seed": job.training.seed,
+        "overrides": list(job.training.overrides),
+        "trained": trained(job),
+        "points": [points[step] for step in sorted(points)],
+        "scores": scores,
+        "device": start.get("device"),
+        "torch": said.get("torch"),
+        "commit": said.get("git") or git_revision(),
+        "started": log.starts()[0].get("time"),
+        "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()) if not before.get("ended") else before["ended"],
+    }
+
+
+def submit(jobs: Sequence[Job], data: Path) -> None:
+    """Hand what is left of each job to Slurm, its scores to begin when its training has ended. Raises ValueError."""
+    for job in jobs:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        before = ""
+        for command in commands(job, data):
+            words = [f"--dependency=afterok:{before}"] if before else []
+            place = [f"--job-name={job.folder.name}", f"--output={job.folder.resolve()}/slurm-%j.out"]
+            line = [
+                "sbatch",
+                "--parsable",
+                *words,
+                *place,
+                f"--export=ALL,DOOR={command[0]}",
+                "scripts/slurm.sh",
+                *command[1:],
+            ]
+            try:
+                sent = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
+            except FileNotFoundError:
+                raise ValueError("submit=slurm needs sbatch, which is not on this machine's PATH") from None
+            except subprocess.CalledProcessError as error:
+                raise ValueError(f"sbatch refused {job.folder.name}: {error.stderr.strip()}") from None
+            number = sent.stdout.strip().partition(";")[0]
+            before = before if command[0] != "train.py" else number
+            print(f"  submitted {number:<10}{command[0]:<10}{job.folder}")

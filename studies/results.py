@@ -1,0 +1,256 @@
+"""What a study's runs came to: results found by their keys, the table, the figure, and what is published."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+from jobs import Job, result
+from study import HERE, Planned, Study
+
+from tread.evaluation.curves import Line, Panel, save_panels
+from tread.runtime.files import explain_failure, write_whole
+
+LOWER, HIGHER = "lower is better", "higher is better"
+METRICS = {
+    "loss": ("training loss", LOWER),
+    "eval_loss": ("evaluation loss", LOWER),
+    "kid": ("KID", LOWER),
+    "fid": ("FID", LOWER),
+    "label_agreement": ("label agreement", HIGHER),
+    "frechet_pixels": ("Fréchet distance in pixels", LOWER),
+}
+
+
+class Made(TypedDict):
+    """An arm by a seed, as far as it has come: points over training, each with images, FLOPs and what was measured."""
+
+    seed: int
+    points: list[dict]
+    scores: list[dict]
+
+
+def finished(results: Path) -> dict[str, dict]:
+    """What is known of trainings, by key: published results, and those below a folder of results."""
+    found: dict[str, dict] = {}
+    published = (json.loads(path.read_text())["runs"] for path in sorted(HERE.glob("*/results.json")))
+    here = (json.loads(path.read_text()) for path in sorted(results.glob("*/*/*/result.json")))
+    for one in (*(run for runs in published for run in runs.values()), *here):
+        before = found.get(one["key"], {"scores": {}, "trained": False})
+        newer = before if before["trained"] and not one["trained"] else one
+        found[one["key"]] = newer | {"scores": before["scores"] | one["scores"]}
+    return found
+
+
+def is_made(run: Planned, made: Mapping[str, dict]) -> bool:
+    """Whether it is trained, and scored in all ways that are wanted."""
+    one = made.get(run.training.key)
+    return one is not None and one["trained"] and all(score.key in one["scores"] for score in run.scores)
+
+
+def gather(runs: Sequence[Planned], jobs: Sequence[Job], made: Mapping[str, dict]) -> dict[str, list[Made]]:
+    """Results by arm: its whole runs, or, while there is none, the one that has come furthest."""
+    whole: dict[str, list[Made]] = {run.arm: [] for run in runs}
+    begun: dict[str, list[Made]] = {run.arm: [] for run in runs}
+    under_way = {job.training.key: job for job in jobs}
+    for run in runs:
+        key = run.training.key
+        one = made.get(key)
+        if (one is None or not one["trained"]) and key in under_way:
+            one = result(under_way[key]) or one
+        if one is not None:
+            (whole if is_made(run, made) else begun)[run.arm].append(_made(run, one))
+    return {
+        arm: found or sorted(begun[arm], key=lambda run: -run["points"][-1]["images"] if run["points"] else 0)[:1]
+        for arm, found in whole.items()
+    }
+
+
+def _made(run: Planned, one: dict) -> Made:
+    points = {point["step"]: dict(point) for point in one["points"]}
+    scores = [one["scores"][score.key] for score in run.scores if score.key in one["scores"]]
+    batch = run.training.cfg.train.batch_size
+    for score in scores:
+        values = {name: score[name] for name in (*METRICS, "count") if score.get(name) is not None}
+        points.setdefault(score["step"], {"images": score["step"] * batch, "step": score["step"]}).update(values)
+    return Made(seed=one["seed"], points=[points[step] for step in sorted(points)], scores=scores)
+
+
+def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
+    """What is not made yet, in words; "" if nothing."""
+    seeds: dict[str, list[str]] = {}
+    for run in runs:
+        if not is_made(run, made):
+            seeds.setdefault(run.arm, []).append(str(run.training.seed))
+    return "; ".join(f"{arm} (seed {', '.join(each)})" for arm, each in seeds.items())
+
+
+def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
+    """The points that all runs have with a metric: (the first run's point, the values)."""
+    each = [{point["images"]: point for point in run["points"] if metric in point} for run in runs]
+    shared = [images for images in (each[0] if each else ()) if all(images in points for points in each)]
+    return [(each[0][images], [points[images][metric] for points in each]) for images in shared]
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Of the mean; None of a single value."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def at_equal_images(one: Made, other: Made, metric: str) -> float | None:
+    """How much more one run's metric is than another's, at the last number of images that both have it of."""
+    values = [{point["images"]: point[metric] for point in run["points"] if metric in point} for run in (one, other)]
+    shared = values[0].keys() & values[1].keys()
+    return values[0][max(shared)] - values[1][max(shared)] if shared else None
+
+
+def at_equal_flops(one: Made, other: Made, metric: str) -> float | None:
+    """… at the last training FLOPs that both reach; between points, a line is drawn over the logarithm of FLOPs."""
+    curves = [
+        [(math.log(point["flops"]), point[metric]) for point in run["points"] if metric in point and point.get("flops")]
+        for run in (one, other)
+    ]
+    if min(map(len, curves)) < 2:
+        return None
+    place = min(curve[-1][0] for curve in curves)
+    if place < max(curve[0][0] for curve in curves):
+        return None
+    here, there = (float(np.interp(place, *zip(*curve))) for curve in curves)
+    return here - there
+
+
+def differences(
+    study: Study, results: Mapping[str, list[Made]], arm: str, metric: str, by=at_equal_images
+) -> list[float]:
+    """An arm's metric less that of the arm it is compared with, seed by seed: same data order, same noise."""
+    others = {run["seed"]: run for run in results[study.against[arm]]} if arm in study.against else {}
+    pairs = [(run, others[run["seed"]]) for run in results[arm] if run["seed"] in others]
+    return [less for one, other in pairs if (less := by(one, other, metric)) is not None]
+
+
+def table(study: Study, results: Mapping[str, list[Made]]) -> str:
+    """Markdown: a line an arm; means ± standard errors over the seeds, and paired differences."""
+    metrics = [m for m in (*study.figure.metrics, *METRICS) if any(series(runs, m) for runs in results.values())]
+    metrics = [metric for metric in dict.fromkeys(metrics) if metric != "loss" or "loss" in study.figure.metrics]
+    compared = [metric for metric in metrics if metric != "loss"][:1] if study.against else []
+    head = ["arm", "seeds", "images", "training FLOPs", *(METRICS[metric][0] for metric in metrics)]
+    head += [
+        f"{METRICS[metric][0]} against its pair, at equal {what}" for metric in compared for what in ("images", "FLOPs")
+    ]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for arm, runs in results.items():
+        ends = [run["points"][-1] for run in runs if run["points"]]
+        if not ends:
+            lines.append(f"| {arm} | 0 |" + " – |" * (len(head) - 2))
+            continue
+        images = min(point["images"] for point in ends)
+        flops = next((f"{point['flops']:.3g}" for point in ends if "flops" in point), "–")
+        cells = [arm, str(len(runs)), f"{images:,}", flops]
+        cells += [_cell(series(runs, metric), metric) for metric in metrics]
+        for metric in compared:
+            for by in (at_equal_images, at_equal_flops):
+                cells.append(shown(differences(study, results, arm, metric, by), sign=True))
+        lines.append(f"| {' | '.join(cells)} |")
+    counts = sorted(
+        {score["count"] for runs in results.values() for run in runs for score in run["scores"] if "count" in score}
+    )
+    notes = ["± one standard error over the seeds; – is not measured."]
+    if counts:
+        notes.append(
+            f"KID and FID are of {' or '.join(f'{count:,}' for count in counts)} samples."
+            if "kid" in metrics
+            else f"Scores are of {' or '.join(f'{count:,}' for count in counts)} samples."
+        )
+    return "\n".join([*lines, "", " ".join(notes)]) + "\n"
+
+
+def _cell(found: Sequence[tuple[dict, list[float]]], metric: str) -> str:
+    """The last values, and the best mean where it came earlier."""
+    if not found:
+        return "–"
+    means = [statistics.mean(values) for _, values in found]
+    best = (max if METRICS[metric][1] == HIGHER else min)(range(len(means)), key=means.__getitem__)
+    said = shown(found[-1][1])
+    if metric == "eval_loss" and best < len(means) - 1:
+        said += f" (best {means[best]:.4g} at {found[best][0]['images']:,})"
+    return said
+
+
+def shown(values: Sequence[float], sign: bool = False) -> str:
+    """A mean, with its standard error where there are several."""
+    if not values:
+        return "–"
+    mean, error = statistics.mean(values), standard_error(values)
+    plus = "+" if sign else ""
+    if error is None:
+        return f"{mean:{plus}.4g}"
+    places = max(0, 1 - math.floor(math.log10(error))) if error > 0 else 4
+    return f"{mean:{plus}.{places}f} ± {error:.{places}f}"
+
+
+def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
+    """The figure: means over the seeds, bands of a standard error. Raises OSError."""
+    if study.figure.kind == "own":
+        importlib.import_module(study.name).draw(study, results, path)
+        return
+    metrics = [metric for metric in study.figure.metrics if any(series(runs, metric) for runs in results.values())]
+    curves = study.figure.kind == "curves"
+    panels = [panel for metric in metrics for panel in (_curves if curves else _ends)(results, metric)]
+    if panels:
+        save_panels(path, panels, columns=2 if curves else len(panels))
+
+
+def _curves(results: Mapping[str, list[Made]], metric: str) -> list[Panel]:
+    """A metric against images and against FLOPs, a line an arm."""
+    panels = []
+    for axis, label, unit in (("images", "images, thousands", 1e3), ("flops", "training FLOPs, 10^15", 1e15)):
+        lines = []
+        for arm, runs in results.items():
+            points = [(point[axis] / unit, values) for point, values in series(runs, metric) if axis in point]
+            lines.append(_line(arm, [x for x, _ in points], [values for _, values in points]))
+        panels.append(Panel("", label, ", ".join(METRICS[metric]), lines))
+    return panels
+
+
+def _ends(results: Mapping[str, list[Made]], metric: str) -> list[Panel]:
+    """A metric at the end of training, a point an arm."""
+    ends = {arm: found[-1][1] for arm, runs in results.items() if (found := series(runs, metric))}
+    line = _line("at the end", range(len(ends)), list(ends.values()))
+    return [Panel("", "", ", ".join(METRICS[metric]), [line], names=tuple(ends))]
+
+
+def _line(name: str, x: Sequence[float], values: Sequence[Sequence[float]]) -> Line:
+    errors = [standard_error(one) for one in values]
+    return Line(name, x, [statistics.mean(one) for one in values], errors if errors and None not in errors else None)
+
+
+def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
+    """results.json (a line a training), figure.png and table.md of what is made of a study, beside its YAML."""
+    wanted = [run for run in runs if is_made(run, made)]
+    scores = {run.training.key: set[str]() for run in wanted}
+    for run in wanted:
+        scores[run.training.key] |= {score.key for score in run.scores}
+    kept = {
+        key: made[key] | {"scores": {one: score for one, score in made[key]["scores"].items() if one in own}}
+        for key, own in scores.items()
+    }
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(run)}" for key, run in kept.items())
+    head = json.dumps({"study": study.name, "scale": study.scale_name, "title": study.title})
+    with explain_failure(folder):
+        folder.mkdir(exist_ok=True)
+        write_whole(folder / "results.json", head[:-1] + f',\n "runs": {{\n{lines}\n }}}}\n')
+    write(study, wanted, gather(wanted, [], made), folder)
+
+
+def write(study: Study, runs: Sequence[Planned], results: Mapping[str, list[Made]], folder: Path) -> None:
+    """table.md and figure.png of what there is, if anything. Raises OSError."""
+    with explain_failure(folder):
+        write_whole(folder / "table.md", table(study, results))
+        if any(run["points"] for made in results.values() for run in made):
+            draw(study, results, folder / "figure.png")

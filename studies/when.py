@@ -1,0 +1,50 @@
+"""The figure of studies/when.yaml: how far a routed run is ahead of, or behind, the dense one by the same FLOPs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from results import METRICS, Made, series, standard_error
+from study import Study
+
+from tread.evaluation.curves import Line, Panel, save_panels
+
+
+def gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
+    """Routed less dense by seeds, at the points of the routed run whose FLOPs the dense one has passed too.
+
+    Between its points the dense one's metric is taken from a line over the logarithm of FLOPs.
+    """
+    others = {run["seed"]: [p for p in run["points"] if metric in p and p.get("flops")] for run in dense}
+    routed = [run for run in routed if len(others.get(run["seed"], ())) > 1]
+    found = []
+    for point, values in series(routed, metric):
+        curves = [others[run["seed"]] for run in routed]
+        if point.get("flops") and all(c[0]["flops"] <= point["flops"] <= c[-1]["flops"] for c in curves):
+            place = math.log(point["flops"])
+            levels = [np.interp(place, [math.log(p["flops"]) for p in c], [p[metric] for p in c]) for c in curves]
+            found.append((point, [float(value - level) for value, level in zip(values, levels)]))
+    return found
+
+
+def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
+    """A panel a metric: a line a condition, below 0 where routing is ahead."""
+    panels = []
+    for metric in study.figure.metrics:
+        lines = []
+        for routed, dense in study.against.items():
+            found = gap(results[dense], results[routed], metric)
+            errors = [standard_error(values) for _, values in found]
+            if found:
+                means = [statistics.mean(values) for _, values in found]
+                x = [point["images"] / 1e3 for point, _ in found]
+                lines.append(Line(routed.partition(",")[0], x, means, None if None in errors else errors))
+        if lines:
+            label = f"{METRICS[metric][0]}: routed less dense, at equal FLOPs"
+            panels.append(Panel("", "images the routed run has seen, thousands", label, lines, levels={"even": 0.0}))
+    if panels:
+        save_panels(path, panels, columns=len(panels))
