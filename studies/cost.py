@@ -12,9 +12,9 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-from jobs import Children, Job, cores_of, read_score, score_folder, scoring_command, trained, training_command
-from study import Score, Study, Training, build_on_meta
 
+from studies.jobs import Children, Job, cores_of, read_score, score_folder, scoring_command, trained, training_command
+from studies.study import Score, Study, Training, build_on_meta
 from tread.training.objective import active_routes
 from tread.training.run_folder import RunLog
 

@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from export_checkpoint import export
-from study import ROOT, Planned, Score, Training
 from tqdm import tqdm
 
+from scripts.export_checkpoint import export
+from studies.study import ROOT, Planned, Score, Training
 from tread.checkpoints.checkpoint import find
 from tread.runtime.files import Lock, explain_failure, write_whole
 from tread.runtime.versions import git_revision

@@ -7,15 +7,14 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from results import METRICS, series
-from study import Study
-
+from studies.results import METRICS, Made, series, shown
+from studies.study import Study
 from tread.evaluation.curves import Line, Panel, save_panels
 
 LAST = 0.2  # share of the training over whose end a training loss is averaged
 
 
-def training_loss(runs: list[dict]) -> float | None:
+def training_loss(runs: list[Made]) -> float | None:
     """The mean over the seeds and the last fifth of the training."""
     found = series(runs, "loss")
     end = found[-1][0]["images"] if found else 0
@@ -23,26 +22,39 @@ def training_loss(runs: list[dict]) -> float | None:
     return statistics.mean(values) if values else None
 
 
-def draw(study: Study, results: Mapping[str, list[dict]], path: Path) -> None:
-    """The gap against the blocks of the route, and each metric at the end against the gap."""
-    dense = training_loss(results["dense"])
-    routed = {}
+def gaps(results: Mapping[str, list[Made]]) -> dict[str, tuple[int, list[float]]]:
+    """By arm: the blocks of its route, and how far its training loss lies above the dense one's, seed by seed."""
+    dense = {run["seed"]: training_loss([run]) for run in results["dense"]}
+    found = {}
     for arm, runs in results.items():
-        found, loss = re.fullmatch(r"r\((\d+)→(\d+)\)", arm), training_loss(runs)
-        if found and loss is not None and dense is not None:
-            routed[arm] = int(found[2]) - int(found[1]) + 1, loss - dense
+        route = re.fullmatch(r"r\((\d+)→(\d+)\)", arm)
+        pairs = [(training_loss([run]), dense.get(run["seed"])) for run in runs]
+        less = [own - other for own, other in pairs if own is not None and other is not None]
+        if route and less:
+            found[arm] = int(route[2]) - int(route[1]) + 1, less
+    return found
+
+
+def columns(study: Study, results: Mapping[str, list[Made]]) -> dict[str, dict[str, str]]:
+    """The gap, for the table."""
+    return {
+        "training loss above the dense one's": {arm: shown(less, sign=True) for arm, (_, less) in gaps(results).items()}
+    }
+
+
+def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
+    """The gap against the blocks of the route, and each metric at the end against the gap."""
+    found = {arm: (blocks, statistics.mean(less)) for arm, (blocks, less) in gaps(results).items()}
+    if not found:
+        return
     label = "training loss above the dense one's"
-    panels = (
-        [Panel("", "blocks of the route", label, [Line("routes", *map(list, zip(*routed.values())))])] if routed else []
-    )
+    panels = [Panel("", "blocks of the route", label, [Line("routes", *map(list, zip(*found.values())))])]
     for metric in study.figure.metrics[1:]:
-        ends = [(gap, series(results[arm], metric)) for arm, (_, gap) in routed.items()]
-        points = [(gap, statistics.mean(found[-1][1])) for gap, found in ends if found]
+        ends = [(gap, series(results[arm], metric)) for arm, (_, gap) in found.items()]
+        points = sorted((gap, statistics.mean(values[-1][1])) for gap, values in ends if values)
         other = series(results["dense"], metric)
         if points and other:
             levels = {"dense": statistics.mean(other[-1][1])}
-            panels.append(
-                Panel("", label, METRICS[metric][0], [Line("routes", *map(list, zip(*points)))], levels=levels)
-            )
-    if panels:
-        save_panels(path, panels, columns=2)
+            line = Line("routes", *map(list, zip(*points)))
+            panels.append(Panel("", label, METRICS[metric][0], [line], levels=levels))
+    save_panels(path, panels, columns=2)

@@ -8,13 +8,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from results import METRICS, series
-from study import Study
 
+from studies.results import METRICS, Made, series
+from studies.study import Study
 from tread.evaluation.figures import save_heat_maps
 
 
-def draw(study: Study, results: Mapping[str, list[dict]], path: Path) -> None:
+def columns(study: Study, results: Mapping[str, list[Made]]) -> dict[str, dict[str, str]]:
+    """None beside those that all tables have."""
+    return {}
+
+
+def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
     """A heat map for each metric of the difference to the dense arm, and one of training FLOPs over its."""
     places = {
         arm: tuple(map(int, found.groups())) for arm in results if (found := re.fullmatch(r"r\((\d+)→(\d+)\)", arm))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TypedDict
 
 import numpy as np
-from jobs import Job, result
-from study import HERE, Planned, Study
 
+from studies.jobs import Job, result
+from studies.study import HERE, Planned, Study
 from tread.evaluation.curves import Line, Panel, save_panels
 from tread.runtime.files import explain_failure, write_whole
 
@@ -143,6 +144,8 @@ def table(study: Study, results: Mapping[str, list[Made]]) -> str:
     head += [
         f"{METRICS[metric][0]} against its pair, at equal {what}" for metric in compared for what in ("images", "FLOPs")
     ]
+    own = own_module(study).columns(study, results) if study.figure.kind == "own" else {}
+    head += own
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for arm, runs in results.items():
         ends = [run["points"][-1] for run in runs if run["points"]]
@@ -156,6 +159,7 @@ def table(study: Study, results: Mapping[str, list[Made]]) -> str:
         for metric in compared:
             for by in (at_equal_images, at_equal_flops):
                 cells.append(shown(differences(study, results, arm, metric, by), sign=True))
+        cells += [column.get(arm, "–") for column in own.values()]
         lines.append(f"| {' | '.join(cells)} |")
     counts = sorted(
         {score["count"] for runs in results.values() for run in runs for score in run["scores"] if "count" in score}
@@ -194,10 +198,18 @@ def shown(values: Sequence[float], sign: bool = False) -> str:
     return f"{mean:{plus}.{places}f} ± {error:.{places}f}"
 
 
+def own_module(study: Study) -> ModuleType:
+    """studies/<name>.py of a study with a figure of its own: `draw`, and `columns` that its table has more."""
+    spec = importlib.util.spec_from_file_location(f"study_{study.name}", HERE / f"{study.name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
     """The figure: means over the seeds, bands of a standard error. Raises OSError."""
     if study.figure.kind == "own":
-        importlib.import_module(study.name).draw(study, results, path)
+        own_module(study).draw(study, results, path)
         return
     metrics = [metric for metric in study.figure.metrics if any(series(runs, metric) for runs in results.values())]
     curves = study.figure.kind == "curves"

@@ -22,15 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cost import estimate
-from jobs import jobs_of, make, submit
 from omegaconf import OmegaConf
-from results import finished, gather, is_made, missing, publish, write
-from study import HERE, ScaleName, Study, names, plan, read_study
 
+from studies.cost import estimate
+from studies.jobs import jobs_of, make, submit
+from studies.results import finished, gather, is_made, missing, publish, write
+from studies.study import HERE, ScaleName, Study, names, plan, read_study
 from tread.runtime import schema
 from tread.runtime.cli import explained
 from tread.runtime.files import check_place

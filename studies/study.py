@@ -6,11 +6,12 @@ by folders: studies that say the same share them, and a published result counts 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tread.checkpoints.network import build_network
+from tread.evaluation.plan import Options as ScoringOptions
 from tread.models.backbone import Backbone
 from tread.runtime import schema
 from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore
@@ -28,6 +30,7 @@ from tread.training.objective import active_routes
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+DOORS = {"fid.py": schema.known_keys(ScoringOptions), "scripts/similarity.py": []}  # door → its keys
 COUNTED = {"fid.py": "num_samples", "scripts/similarity.py": "samples"}  # door → how it calls the count
 ScaleName = Literal["demo", "small", "paper"]
 
@@ -242,14 +245,16 @@ def _planned(study: Study, name: str, seed: int) -> Planned:
         )
     score = between // scale.save * save or last
     chosen = [_shares(word, lambda share: str(round(last * share))) for word in chosen]
+    cfg = replace(settings_of(chosen), seed=seed)
+    cfg = replace(cfg, train=replace(cfg.train, steps=last), every=replace(cfg.every, evaluate=evaluate, save=save))
     chosen += [f"train.steps={last}", f"every.evaluate={evaluate}", f"every.save={save}", f"every.sample={last}"]
-    chosen += ["eval.demo_samples=0"]
-    training = Training(tuple(chosen), seed, save, settings_of(chosen))
+    training = Training((*chosen, "eval.demo_samples=0"), seed, save, cfg)
 
     samples = scale.samples if arm.samples is None else arm.samples
     counts = dict.fromkeys(range(score, last, score), samples)
     counts[last] = arm.last_samples or (scale.last_samples if arm.samples is None else None) or samples
     words = list({word.partition("=")[0]: word for word in (*scale.scoring, *arm.scoring)}.values())
+    schema.check_overrides(words, DOORS[study.scored_by])
     words = [_shares(word, lambda share: f"{{step {round(last * share / save) * save}}}") for word in words]
     scores = [
         Score(step, study.scored_by, (*words, f"{COUNTED[study.scored_by]}={count}"))
@@ -270,8 +275,13 @@ def build_on_meta(cfg: settings.Settings) -> Backbone:
         return build_network(cfg)
 
 
-def settings_of(overrides: list[str]) -> settings.Settings:
+def settings_of(overrides: Sequence[str]) -> settings.Settings:
     """What train.py reads from overrides. Raises ValueError."""
+    return _settings_of(tuple(overrides))
+
+
+@functools.cache
+def _settings_of(overrides: tuple[str, ...]) -> settings.Settings:
     schema.check_overrides(overrides, [*settings.known_keys(), "experiment"], settings.MOVED)
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
         composed = compose("config", overrides=[override.replace("{data}", "data") for override in overrides])

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from results import METRICS, Made, series, standard_error
-from study import Study
 
+from studies.results import METRICS, Made, series, standard_error
+from studies.study import Study
 from tread.evaluation.curves import Line, Panel, save_panels
 
 
@@ -29,6 +29,18 @@ def gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> list[tupl
             levels = [np.interp(place, [math.log(p["flops"]) for p in c], [p[metric] for p in c]) for c in curves]
             found.append((point, [float(value - level) for value, level in zip(values, levels)]))
     return found
+
+
+def columns(study: Study, results: Mapping[str, list[Made]]) -> dict[str, dict[str, str]]:
+    """From how many images on the routed run is ahead at equal FLOPs in the evaluation loss, for the table."""
+    found = {}
+    for routed, dense in study.against.items():
+        points = gap(results[dense], results[routed], "eval_loss")
+        behind = [number for number, (_, values) in enumerate(points) if statistics.mean(values) >= 0]
+        first = behind[-1] + 1 if behind else 0
+        if points:
+            found[routed] = "not yet" if first == len(points) else f"{points[first][0]['images']:,} images"
+    return {"ahead at equal FLOPs from": found}
 
 
 def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
