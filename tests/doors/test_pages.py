@@ -20,6 +20,7 @@ import import_latents
 import prepare_latents
 import pytest
 import reconstruct_ema
+import similarity
 import yaml
 from conftest import ROOT, TINY
 from forked import run_python
@@ -58,6 +59,7 @@ SMALL = {  # what is appended so that a command takes a second
     "sample.py": ["steps=4", "seeds=0-1", "classes=[0,1]"],
     "fid.py": ["num_samples=20", "steps=2", "cache=cache"],
     "scripts/guidance_sweep.py": ["num_samples=20", "steps=2", "cache=cache", "sweep.scale=[2]"],
+    "scripts/similarity.py": ["samples=16"],
 }
 RATIOS = ["sweep.strong=[0]", "sweep.weak=[0.5]"]  # of the sweep's kinds that have them
 EARLIER = {"step_0050000": "step_0000003"}  # a checkpoint of a long run → one of TINY's
@@ -155,6 +157,7 @@ DOORS = {  # script → its config, the keys it knows, and how it reads them
         [*schema.known_keys(plan.Options), *schema.known_keys(guidance_sweep.Sweep, "sweep.")],
         read_sweep,
     ),
+    "scripts/similarity.py": ("similarity", *read_as(similarity.Options)),
 }
 
 

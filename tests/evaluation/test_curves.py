@@ -1,12 +1,14 @@
-"""Curves for people, as matplotlib holds them: which numbers stand at the ticks, and what a single point looks like."""
+"""Curves and heat maps for people, as matplotlib holds them: which numbers stand at ticks and in cells, and what a
+single point looks like."""
 
 from __future__ import annotations
 
 import matplotlib.figure
+import numpy as np
 import pytest
 
 from tread.evaluation.curves import Line, Panel, save_panels
-from tread.evaluation.figures import save_curve
+from tread.evaluation.figures import save_curve, save_heat_maps
 
 
 @pytest.fixture
@@ -56,3 +58,18 @@ def test_a_loss_curve_of_one_point_shows_it(figures, tmp_path):
     assert figures[1].axes[0].lines[0].get_marker() != "o"  # a hundred points are a line
     save_curve(tmp_path / "loss.png", [], routed=False)
     assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("size", [3, 29])
+def test_heat_maps_have_numbers_where_they_can_be_read_else_a_colour_bar(figures, tmp_path, size):
+    """And labels that do not touch: at most 16 on an axis; both panels are on one scale."""
+    matrix, names = np.linspace(0, 1, size * size).reshape(size, size), ["in", *range(size - 1)]
+    save_heat_maps(tmp_path / "map.png", {"a": matrix, "b": matrix / 2}, {}, names, names, ("x", "y"))
+    axes = figures[-1].axes
+    assert len(axes) == (2 if size == 3 else 4)
+    for axis in axes[:2]:
+        assert len(axis.texts) == (9 if size == 3 else 0)
+        assert axis.images[0].get_clim() == (0, 1)
+        shown = [label.get_text() for label in axis.get_yticklabels()]
+        assert shown[:2] == ["in", "0" if size == 3 else "1"] and len(shown) <= 16
+    assert [path.name for path in tmp_path.iterdir()] == ["map.png"]

@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from tread.evaluation.curves import Line, Panel, save_panels
+from tread.runtime.files import whole_file
+
+NUMBERED = 14  # rows or columns: in a heat map of more, the numbers could not be read
 
 
 def save_curve(path: Path, records: Sequence[dict], routed: bool) -> None:
@@ -27,11 +30,13 @@ def save_heat_maps(
     path: Path,
     panels: Mapping[str, np.ndarray],
     others: Mapping[str, np.ndarray],
-    columns: Sequence[float],
-    rows: Sequence[float],
+    columns: Sequence[float | str],
+    rows: Sequence[float | str],
     labels: tuple[str, str],
 ) -> None:
     """Draw matrices (rows, columns) side by side, with their numbers in the cells; NaN stays empty.
+
+    Large ones have small cells, a colour bar in the place of the numbers, and not all of their ticks.
 
     panels  title → matrix; they share one colour scale. others have one each.
     labels  of the axes, x and y.
@@ -41,18 +46,25 @@ def save_heat_maps(
     everything = np.concatenate([matrix.ravel() for matrix in panels.values()])
     shared = {"vmin": np.nanmin(everything), "vmax": np.nanmax(everything)}
     count = len(panels) + len(others)
-    size = (count * max(2.6, 0.75 * len(columns) + 1.4), 0.55 * len(rows) + 1.9)
+    longest = max(len(columns), len(rows))
+    numbered = longest <= NUMBERED
+    width, height, every = (0.75, 0.55, 1) if numbered else (0.15, 0.15, -(-longest // 15))
+    size = (count * max(2.6, width * len(columns) + 1.4), height * len(rows) + 1.9)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(1, count, squeeze=False)
     for number, (axis, (title, matrix)) in enumerate(zip(axes[0], [*panels.items(), *others.items()])):
         image = axis.imshow(matrix, cmap="viridis", aspect="auto", **(shared if number < len(panels) else {}))
-        for row, column in zip(*np.nonzero(~np.isnan(matrix))):
+        for row, column in zip(*np.nonzero(~np.isnan(matrix))) if numbered else ():
             dark = image.norm(matrix[row, column]) < 0.6
             text = f"{matrix[row, column]:.3g}"
             axis.text(column, row, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
-        axis.set_xticks(range(len(columns)), [f"{value:g}" for value in columns])
-        axis.set_yticks(range(len(rows)), [f"{value:g}" for value in rows])
+        for names, set_ticks in ((columns, axis.set_xticks), (rows, axis.set_yticks)):
+            shown = [value if isinstance(value, str) else f"{value:g}" for value in names]
+            set_ticks(range(0, len(names), every), shown[::every])
         axis.set_title(title, fontsize=9)
         axis.set_xlabel(labels[0], fontsize=8)
+        if not numbered:
+            figure.colorbar(image, ax=axis)
     axes[0, 0].set_ylabel(labels[1], fontsize=8)
-    figure.savefig(path, dpi=130)
+    with whole_file(path) as partial:
+        figure.savefig(partial, dpi=130, format="png")

@@ -26,6 +26,28 @@ def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tupl
     return numbers % samples, (numbers % samples + numbers // samples) % noise_levels
 
 
+def read_points(
+    process: Process,
+    data: LatentDataset,
+    numbers: Tensor,
+    points: int,
+    noise_levels: int,
+    device: torch.device,
+    stream: str = "evaluation",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Latents (n, C, S, S), labels (n,), noise levels (n,) and noise (n, C, S, S) of evaluation points, on a device.
+
+    Arguments as in `heldout_loss`; stream is what the noise is drawn for. Moments are represented by their mean,
+    labels are kept.
+    """
+    sample, level = point(numbers, points, len(data), noise_levels)
+    batch = data.read(sample.numpy())
+    x = to_network(batch.stored.to(device), data.latents)
+    noise = seeded_normal(numbers.tolist(), data.latents.shape, stream).to(device)
+    quantiles = process.quantiles(noise_levels).float()[level].to(device)
+    return x, batch.labels.to(device), quantiles, noise
+
+
 @torch.no_grad()
 def heldout_loss(
     process: Process, network: nn.Module, data: LatentDataset, numbers: Tensor, points: int, noise_levels: int
@@ -36,12 +58,7 @@ def heldout_loss(
     points        how many there are in all.
     noise_levels  how many mid-quantiles of the training noise distribution are used.
 
-    Each point has noise of its own. Moments are represented by their mean, labels are kept.
+    Each point has noise of its own.
     """
     device = next(network.parameters()).device
-    sample, level = point(numbers, points, len(data), noise_levels)
-    batch = data.read(sample.numpy())
-    x = to_network(batch.stored.to(device), data.latents)
-    noise = seeded_normal(numbers.tolist(), data.latents.shape, "evaluation").to(device)
-    quantiles = process.quantiles(noise_levels).float()[level].to(device)
-    return process.loss(network, x, batch.labels.to(device), quantiles, noise)
+    return process.loss(network, *read_points(process, data, numbers, points, noise_levels, device))

@@ -104,7 +104,7 @@ checkpoint weights init_from run
     ckpt ckpt_path checkpoint checkpoint_path pretrained pretrained_path pretrained_model load load_from load_path
     finetune finetune_from init_checkpoint init_ckpt transfer pretrained_model_name_or_path model_path network
     network_pkl restore_from weights_path
-dataset.path source samples
+dataset.path source samples data
     data data_path data_dir data_root datadir dataset_path dataset_dir train_data_dir train_dir train_path root_dir
     feature_path latents latents_path input input_dir input_path images image_dir image_folder src folder path
 dataset.heldout

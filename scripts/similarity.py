@@ -1,0 +1,149 @@
+"""How alike the tokens between a network's blocks are: python scripts/similarity.py checkpoint=results/my-run
+
+The cosine similarity of each block's output with each other's, once with all tokens and once under routes: the
+checkpoint's own, or routes=…. Writes similarity.json, and similarity.png, a heat map each; files of these names that
+are there are replaced. What is compared within a route: tread/evaluation/similarity.py. All options:
+configs/similarity.yaml.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    from tread.runtime.early import guard_imports
+
+    guard_imports(globals())
+
+import json
+from dataclasses import asdict, dataclass, replace
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+from tqdm import tqdm
+
+from routing_module import Route
+from tread.checkpoints import checkpoint
+from tread.checkpoints.origin import KINDS
+from tread.checkpoints.trained import Trained, open_trained
+from tread.data.dataset import LatentDataset
+from tread.evaluation.figures import save_heat_maps
+from tread.evaluation.similarity import (
+    adjacent,
+    describe_routes,
+    noised_states,
+    open_latents,
+    settle_routes,
+    similarity,
+)
+from tread.runtime import schema
+from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.device import device_name, use_cores, use_precision
+from tread.runtime.files import check_place, explain_failure, write_whole
+from tread.runtime.schema import Count, CountOrZero
+from tread.runtime.tensor_files import Weights
+from tread.runtime.versions import versions
+
+
+@dataclass(frozen=True)
+class Options:
+    """configs/similarity.yaml."""
+
+    checkpoint: str
+    routes: tuple[Route, ...] | None
+    samples: Count
+    noise_levels: Count
+    seed: CountOrZero
+    batch_size: Count
+    cpu_threads: Count | None
+    weights: Weights
+    data: str | None
+    out: str | None
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="similarity")
+def main(composed: DictConfig) -> None:
+    with explained("stopped; nothing was written"):
+        tree = plain(composed)
+        tree |= {key: str(Path(tree[key]).expanduser()) for key in ("checkpoint", "data", "out") if tree[key]}
+        run(schema.read(tree, Options))
+
+
+def run(options: Options) -> None:
+    """Check, compare, write. Raises ValueError or OSError."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    use_precision("fp32", device)
+    use_cores(options.cpu_threads, processes=1)
+    trained = open_trained(checkpoint.find(Path(options.checkpoint)), options.weights)
+    routes = settle_routes(trained, options.routes)
+    data = open_latents(trained, options.data)
+    folder = Path(options.out) if options.out else trained.found.folder
+    check_place(folder, 0)
+    model = trained.load(device)
+    words = describe_routes(routes, model.network)
+    announce(trained, data, options)
+
+    def measured(name: str, routes: tuple[Route, ...]) -> Tensor:
+        batches = noised_states(
+            replace(model, routes=routes), data, options.samples, options.noise_levels, options.seed, options.batch_size
+        )
+        count = -(-options.samples // options.batch_size)
+        matrix = similarity(tqdm(batches, desc=name, total=count, unit="batch", leave=False))
+        if matrix.diagonal().isnan().any():
+            raise ValueError(f"the tokens of {name} are not finite: the network's weights are broken")
+        return matrix
+
+    found = {"dense": measured("all tokens", ())}
+    if routes:
+        found["routed"] = measured("routed", routes)
+    for name, matrix, how in zip(("all tokens", "routed"), found.values(), ("", f"; {words}")):
+        ends = f"{matrix[0, -1]:.4f} from the embedding to the end"
+        print(f"  {name:<10}  {adjacent(matrix):.4f} from a block to the next, {ends}{how}")
+    if not routes:
+        print("  routed      no: the network has no route; 'routes=[{start: 2, end: -4}]' compares under this one")
+    record = {
+        "checkpoint": str(trained.found.folder),
+        "step": trained.found.step,
+        "sha256": trained.sha256,
+        "weights": options.weights,
+        "data": str(data.folder),
+        "samples": options.samples,
+        "noise_levels": options.noise_levels,
+        "seed": options.seed,
+        "routes": [asdict(route) for route in routes],
+        "route": words or None,
+        "adjacent": {name: round(adjacent(matrix), 6) for name, matrix in found.items()},
+        **{name: as_json(found[name]) if name in found else None for name in ("dense", "routed")},
+        "device": device_name(device),
+        "versions": versions(),
+    }
+    titles = dict(zip(("all tokens", words.replace(", ", "\n")), found.values()))
+    files = [folder / "similarity.json", folder / "similarity.png"]
+    with explain_failure(folder):
+        write_whole(files[0], json.dumps(record, indent=1) + "\n")
+        names = ["in", *range(len(model.network.blocks))]
+        label = "behind block (in: the embedding)"
+        save_heat_maps(files[1], {title: m.numpy() for title, m in titles.items()}, {}, names, names, (label, label))
+    print(f"  written     {', '.join(map(str, files))}")
+
+
+def announce(trained: Trained, data: LatentDataset, options: Options) -> None:
+    """What is compared, before the work."""
+    levels = trained.process.quantiles(options.noise_levels)
+    weights = f"{KINDS[trained.weights]} weights of step {trained.found.step:,}, {trained.cfg.model.depth} blocks"
+    print(f"  checkpoint  {trained.found.folder}: {weights}")
+    at = f"{len(levels)} noise levels, {trained.process.level_name} {levels[0]:.3g} to {levels[-1]:.3g}"
+    print(f"  samples     {options.samples:,} pairs of the {len(data):,} samples in {data.folder} and {at}")
+
+
+def as_json(matrix: Tensor) -> list[list[float | None]]:
+    """Rows; null where two states have no token in common."""
+    return [[None if value != value else round(value, 6) for value in row] for row in matrix.tolist()]
+
+
+if __name__ == "__main__":
+    open_door(main, schema.known_keys(Options))

@@ -1,0 +1,182 @@
+"""How alike the tokens between a network's blocks are: the cosine similarity of each state with each other.
+
+A state is the whole sequence as somebody finds it who looks between two blocks: state 0 behind the embedding, state k
+behind block k − 1, where a route that ends there has put its tokens back. Within a route the sequence holds the kept
+tokens alone, so two states are compared in the tokens that both hold, matched by their place in the grid: tokens
+routed around count where they are back, as what they were before the route.
+
+Shapes: B samples, N tokens, K kept tokens, D channels, L blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from routing_module import Route, check_routes, scatter_tokens
+from tread.checkpoints.trained import Trained
+from tread.data import digits
+from tread.data.dataset import LatentDataset
+from tread.diffusion.guidance import Routes
+from tread.diffusion.sampling import Model
+from tread.evaluation.heldout_loss import read_points
+from tread.models.backbone import Backbone
+from tread.routing.ids import check_ratio, choose_ids, count_kept
+from tread.runtime.randomness import seeded_uniform
+
+
+class States(NamedTuple):
+    """The tokens between the blocks in one forward pass.
+
+    tokens  (L + 1, B, N, D) fp32, at their places in the grid; 0 where a state does not hold one.
+    held    (L + 1, B, N) bool: which tokens a state holds.
+    """
+
+    tokens: Tensor
+    held: Tensor
+
+
+def block_states(network: Backbone, x: Tensor, t: Tensor, y: Tensor, routes: Routes = ()) -> tuple[Tensor, States]:
+    """What a network returns for these inputs (see Backbone.forward), and the states that it went through."""
+    outputs: list[Tensor] = []
+    watched = (network.x_embedder, *network.blocks)
+    hooks = [module.register_forward_hook(lambda _, given, output: outputs.append(output)) for module in watched]
+    try:
+        result = network(x, t, y, routes=routes)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    resolved = [(route.resolve(len(network.blocks)), ids_keep) for route, ids_keep in routes]
+    ids_of = {block: ids for route, ids in resolved for block in range(route.start, route.end + 1)}
+    ends = {route.end for route, _ in resolved}
+    whole = (outputs[0] + network.pos_embed).float()
+    all_held = torch.ones(whole.shape[:2], dtype=torch.bool, device=whole.device)
+    states = [(whole, all_held)]
+    for block, output in enumerate(outputs[1:]):
+        ids = ids_of.get(block)
+        if ids is None:
+            whole = output.float()
+        elif block in ends:
+            whole = scatter_tokens(whole, output, ids)
+        else:
+            kept = scatter_tokens(torch.zeros_like(whole), output, ids)
+            states.append((kept, torch.zeros_like(all_held).scatter(1, ids, True)))
+            continue
+        states.append((whole, all_held))
+    return result, States(*map(torch.stack, zip(*states)))
+
+
+def similarity(batches: Iterable[States]) -> Tensor:
+    """Mean cosine similarity of each state with each other over the tokens that both hold: (L + 1, L + 1) fp64, on the
+    CPU. Every token of every sample counts alike; NaN where two states never hold the same token.
+
+    One batch is in memory at a time. A token whose channels are all 0 is like no other, nor like itself.
+    """
+    total = count = 0.0
+    for states in batches:
+        units = F.normalize(states.tokens, dim=-1).flatten(1)  # (L + 1, B·N·D)
+        held = states.held.flatten(1).double()
+        total, count = total + (units @ units.T).double().cpu(), count + (held @ held.T).cpu()
+    return total / count
+
+
+@torch.no_grad()
+def noised_states(
+    model: Model, data: LatentDataset, samples: int, noise_levels: int, seed: int, batch_size: int
+) -> Iterator[States]:
+    """States of the model under its routes, a batch at a time, for evaluation points (see heldout_loss.py).
+
+    The noise of a point and the tokens that its routes keep follow from the seed and the point's number, whatever the
+    batch; of a route whose ids a training batch shared, each point has its own.
+    """
+    network, device = model.network, next(model.network.parameters()).device
+    own = [replace(route, select="token") if route.select == "shared" else route for route in model.routes]
+    for numbers in torch.arange(samples).split(batch_size):
+        x, y, level, noise = read_points(
+            model.process, data, numbers, samples, noise_levels, device, f"similarity {seed}"
+        )
+        routes = []
+        for place, route in enumerate(own):
+            uniform = seeded_uniform(numbers.tolist(), (network.num_tokens,), f"similarity route {place} {seed}")
+            routes.append((route, choose_ids(route, uniform.to(device), network.grid)))
+        seen: list[States] = []
+        model.process.errors(partial(_watched, network, seen), x, y, level, noise, routes)
+        yield seen.pop()
+
+
+def _watched(network: Backbone, seen: list[States], x: Tensor, t: Tensor, y: Tensor, routes: Routes = ()) -> Tensor:
+    """The network as a process calls it, which leaves its states."""
+    output, states = block_states(network, x, t, y, routes)
+    seen.append(states)
+    return output
+
+
+def adjacent(matrix: Tensor) -> float:
+    """The mean similarity of each state with the next: what a block leaves as it was, on average."""
+    return matrix.diagonal(1).mean().item()
+
+
+# ----------------------------------------------------------------------------------- of a checkpoint
+
+
+def settle_routes(trained: Trained, asked: Sequence[Route] | None) -> tuple[Route, ...]:
+    """The routes asked for, or a network's own where these are None, with ends that count from 0, sorted.
+
+    Raises ValueError for routes that the network can't run, or that route nothing around or keep a single token.
+    """
+    model, size = trained.cfg.model, trained.latents.shape[1]
+    try:
+        replace(model, routes=model.routes if asked is None else tuple(asked))
+    except ValueError as error:
+        raise ValueError(f"routes do not fit this network: {error}") from error
+    grid = (size // model.patch_size,) * 2
+    for number, route in enumerate(asked or ()):
+        check_ratio(route, grid, f"routes.{number}.selection_ratio")
+    return check_routes(model.routes if asked is None else asked, model.depth)
+
+
+def describe_routes(routes: Sequence[Route], network: Backbone) -> str:
+    """In words; routes are resolved."""
+    tokens = network.num_tokens
+    kept = [f"keeps {count_kept(route, tokens, network.grid)} of {tokens} tokens" for route in routes]
+    return ", ".join(f"r({route.start}→{route.end}) {words}" for route, words in zip(routes, kept))
+
+
+def open_latents(trained: Trained, folder: str | None = None) -> LatentDataset:
+    """The held-out latents that a network was evaluated on, else those it was trained on, as it sees them.
+
+    folder  where such latents lie now, if not where the checkpoint says.
+
+    The embedded digits are written first if they are not there. Raises FileNotFoundError, or ValueError for latents
+    that mean something else than the network's.
+    """
+    dataset = trained.cfg.dataset
+    place = Path(folder or dataset.heldout or dataset.path)
+    if folder is None and dataset.embedded == "digits":
+        digits.prepare(place, "heldout" if dataset.heldout else "train")
+    try:
+        data = LatentDataset(place)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{error}; if the latents that {trained.found.folder} was trained on have moved: data=<folder>"
+        ) from error
+    data.steps_per_epoch(1)
+    names = ("shape", "classes", "scale", "shift")
+    known = None not in (data.latents.fingerprint, trained.latents.fingerprint)
+    for name in (*names, "fingerprint" if known else "autoencoder"):
+        there, here = getattr(trained.latents, name), getattr(data.latents, name)
+        if there != here:
+            raise ValueError(
+                f"{place} holds latents of another {name} than the network was trained on: {str(here)[:100]} in the "
+                f"place of {str(there)[:100]}; data=<folder> names others"
+            )
+    normalization = {name: getattr(trained.latents, name) for name in ("channel_shift", "channel_scale")}
+    data.latents = replace(data.latents, **normalization)
+    return data
