@@ -29,7 +29,16 @@ from tread.training.run_folder import RunLog
 
 KEPT = ("step", "loss", "eval_loss", "flops", "seconds")  # of a record of metrics.jsonl
 WRITES = {"fid.py": "fid.json", "scripts/similarity.py": "similarity.json"}  # door → what it leaves in its `out`
-LEFT_OUT = ("checkpoint", "command", "settings", "versions", "reference", "warnings", "weak_network")  # of that file
+LEFT_OUT = (
+    "checkpoint",
+    "command",
+    "settings",
+    "versions",
+    "reference",
+    "warnings",
+    "weak_network",
+    "data",
+)  # of that file
 
 
 @dataclass(frozen=True)
@@ -180,22 +189,34 @@ def checkpoint(job: Job, step: int) -> Path:
 
 def training_command(job: Job, data: Path) -> list[str]:
     """Of train.py: its folder is `train` in the job's."""
-    place = [f"results={job.folder.resolve()}", "name=train", f"seed={job.training.seed}"]
-    return ["train.py", *(_with_data(word, data) for word in job.training.overrides), *place]
+    words = [_filled(word, {"data": data}) for word in job.training.overrides]
+    return [
+        "train.py",
+        *words,
+        _filled("results={folder}", {"folder": job.folder}),
+        "name=train",
+        f"seed={job.training.seed}",
+    ]
 
 
 def scoring_command(job: Job, score: Score, data: Path) -> list[str]:
     """Of the door that scores: its folder is score-<key> in the job's."""
-    words = [
-        re.sub(r"\{step (\d+)\}", lambda found: str(checkpoint(job, int(found[1])).resolve()), _with_data(word, data))
-        for word in score.words
-    ]
-    place = [f"checkpoint={checkpoint(job, score.step).resolve()}", f"out={score_folder(job, score).resolve()}"]
-    return [score.door, *place, *words]
+    places = {"data": data, "checkpoint": checkpoint(job, score.step), "out": score_folder(job, score)}
+    for word in score.words:
+        for step in re.findall(r"\{step (\d+)\}", word):
+            places[f"step {step}"] = checkpoint(job, int(step))
+    return [score.door, *(_filled(word, places) for word in ("checkpoint={checkpoint}", "out={out}", *score.words))]
 
 
-def _with_data(word: str, data: Path) -> str:
-    return word.replace("{data}", str(data.resolve()))
+def _filled(word: str, places: Mapping[str, Path]) -> str:
+    """An override with its {…} replaced by absolute paths, quoted for Hydra where they need it."""
+    key, _, value = word.partition("=")
+    filled = value
+    for name, path in places.items():
+        filled = filled.replace(f"{{{name}}}", str(path.expanduser().resolve()))
+    if filled != value and not re.fullmatch(r"[\w./-]+", filled, re.ASCII):
+        filled = "'" + re.sub(r"(\\*)'", r"\1\1\\'", filled) + "'"
+    return f"{key}={filled}"
 
 
 def score_folder(job: Job, score: Score) -> Path:

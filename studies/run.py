@@ -100,7 +100,7 @@ def run(options: Options) -> None:
         left = missing(runs, finished(results))
         print((place / "table.md").read_text().rstrip())
         print(f"  missing   {left}" if left else "  nothing is missing")
-        print(f"  written   {place}/table.md, figure.png" + f"; {HERE / study.name}" * options.publish)
+        print(f"  written   {', '.join(map(str, [*place.glob('*.*')] + [HERE / study.name] * options.publish))}")
     if problems:
         sys.exit("error: " + "\n".join(problems))
 

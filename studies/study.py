@@ -20,6 +20,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from scripts.similarity import Options as SimilarityOptions
 from tread.checkpoints.network import build_network
 from tread.evaluation.plan import Options as ScoringOptions
 from tread.models.backbone import Backbone
@@ -30,7 +31,10 @@ from tread.training.objective import active_routes
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-DOORS = {"fid.py": schema.known_keys(ScoringOptions), "scripts/similarity.py": []}  # door → its keys
+DOORS = {
+    "fid.py": schema.known_keys(ScoringOptions),
+    "scripts/similarity.py": schema.known_keys(SimilarityOptions),
+}  # door → its keys
 COUNTED = {"fid.py": "num_samples", "scripts/similarity.py": "samples"}  # door → how it calls the count
 ScaleName = Literal["demo", "small", "paper"]
 
@@ -168,8 +172,8 @@ class Planned:
 
     @property
     def folder(self) -> str:
-        name = re.sub(r"[^\w.→()-]+", "_", self.arm)
-        return f"{name}-{self.training.seed}-{self.training.key}"
+        name = re.sub(r"[^\w.]|→", "_", self.arm)
+        return f"{re.sub('__+', '_', name).strip('_')}-{self.training.seed}-{self.training.key}"
 
 
 def _hash(content: object) -> str:
