@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from studies.results import METRICS, Made, series, standard_error
@@ -39,15 +39,14 @@ def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
                 line = kinds.setdefault(f"{found[1]}, {found[2]}", {})
                 line |= {1.0: ends[found[1]]} if found[1] in ends else {}
                 line[float(found[3])] = values
-        over_scale = [_line(name, points) for name, points in kinds.items()]
+        over_scale = [_line(name, points.items()) for name, points in kinds.items()]
         over_flops = [
-            _line(name, {sampling_flops(results[arm]): values for arm, values in ends.items() if _kind(arm) == name})
+            _line(name, [(sampling_flops(results[arm]) / 1e9, ends[arm]) for arm in ends if _kind(arm) == name])
             for name in dict.fromkeys(map(_kind, ends))
         ]
-        levels = {arm: statistics.mean(values) for arm, values in ends.items() if "twice" in arm}
         label = ", ".join(METRICS[metric])
-        panels.append(Panel("", "guidance scale ω (1: none)", label, over_scale, levels=levels))
-        panels.append(Panel("", "FLOPs of the networks, a sample", label, over_flops))
+        panels.append(Panel("", "guidance scale ω (1: none)", label, over_scale))
+        panels.append(Panel("", "FLOPs of the networks a sample, 10^9", label, over_flops))
     if panels:
         save_panels(path, panels, columns=2)
 
@@ -58,7 +57,8 @@ def _kind(arm: str) -> str:
     return f"{network}, {'no guidance' if not guidance or 'steps' in guidance else guidance.rpartition(' ')[0]}"
 
 
-def _line(name: str, points: Mapping[float, list[float]]) -> Line:
-    x = sorted(points)
-    errors = [standard_error(points[place]) for place in x]
-    return Line(name, x, [statistics.mean(points[place]) for place in x], None if None in errors else errors)
+def _line(name: str, points: Iterable[tuple[float, list[float]]]) -> Line:
+    points = sorted(points)
+    errors = [standard_error(values) for _, values in points]
+    means = [statistics.mean(values) for _, values in points]
+    return Line(name, [place for place, _ in points], means, None if None in errors else errors)

@@ -56,7 +56,7 @@ def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
                 x = [point["images"] / 1e3 for point, _ in found]
                 lines.append(Line(routed.partition(",")[0], x, means, None if None in errors else errors))
         if lines:
-            label = f"{METRICS[metric][0]}: routed less dense, at equal FLOPs"
-            panels.append(Panel("", "images the routed run has seen, thousands", label, lines, levels={"even": 0.0}))
+            title = f"{METRICS[metric][0]}: routed less dense, by the same FLOPs"
+            panels.append(Panel(title, "images the routed run has seen, thousands", "", lines, levels={"even": 0.0}))
     if panels:
         save_panels(path, panels, columns=len(panels))

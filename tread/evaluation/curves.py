@@ -75,8 +75,10 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
     for axis in axes.flat[len(panels) :]:
         axis.remove()
     if names:
-        handles, labels = axes.flat[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(2, columns), fontsize="small")
+        found = {}
+        for axis in figure.axes:
+            found |= dict(zip(*reversed(axis.get_legend_handles_labels())))
+        figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=min(2, columns), fontsize="small")
     with explain_failure(path):
         figure.savefig(path, dpi=110)
 
