@@ -5,7 +5,7 @@
     dry=true       only say what would be run: images, FLOPs, hours on this device
     publish=true   copy results.json, figure.png and table.md to studies/<name>/ (scale=small), as each run ends
     submit=slurm   hand each run to scripts/slurm.sh, and end; start the study again when they are done
-    data=data      where the data of scale=small and paper lies
+    data=data      where imagenette/ (scale=small) or imagenet256/ (paper) lies
     results=results/studies   where runs are kept
 
 A study is studies/<name>.yaml. Its runs are ordinary runs of train.py and fid.py below results/studies/<name>/<scale>/:

@@ -258,7 +258,7 @@ def test_slurm_gets_each_training_and_scores_that_wait_for_it(tmp_path, monkeypa
         (["scale=small"], "study"),
         (
             ["study=convergence", "scale=small", "data=nowhere"],
-            "nowhere/train, nowhere/val, nowhere/reference not found",
+            "nowhere/imagenette/train, nowhere/imagenette/val, nowhere/imagenette/reference not found",
         ),
         (["study=convergence", "submit=slurm"], "needs sbatch"),
     ],
