@@ -1,7 +1,7 @@
 """What scores of scale=small can come down to: python studies/floor.py
 
-Scores the held-out photos themselves, and what the autoencoder makes of their latents, against the same reference. Writes
-studies/floor.json, which the tables of the studies quote.
+Scores the held-out photos themselves, and what the autoencoder makes of their latents, against the same reference.
+Writes studies/floor.json.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def make_one(job: Job, data: Path, cores: int, children: Children) -> str | None
             write_result(job)
         keep_networks(job)
     except (ValueError, OSError) as error:
-        return f"{job.folder}: {error}"
+        return f"{job.folder}: {error} (its log.txt has all of it)"
     finally:
         lock.release()
     write_result(job)
@@ -151,7 +151,7 @@ class Children:
             code = child.wait()
             self.running.discard(child)
         if code:
-            raise ValueError(f"{command[0]} ended with {code}: {_tail(log, began)} (all of it: {log})")
+            raise ValueError(f"{command[0]} ended with {code}: {_tail(log, began)}")
 
 
 def _tail(log: Path, start: int) -> str:

@@ -30,6 +30,7 @@ from studies.cost import estimate
 from studies.jobs import jobs_of, make, submit
 from studies.results import finished, gather, is_made, missing, publish, write
 from studies.study import HERE, ScaleName, Study, names, plan, read_study
+from tread.evaluation.inception import find_weights
 from tread.runtime import schema
 from tread.runtime.cli import explained
 from tread.runtime.files import check_place
@@ -81,6 +82,8 @@ def run(options: Options) -> None:
         return
     if lacking:
         raise ValueError(lacking)
+    if any(word.startswith("reference=") for word in study.scale.scoring) and jobs:
+        find_weights()  # now rather than after hours of training
     check_place(place, 0)
     place.mkdir(parents=True, exist_ok=True)
     if options.submit == "slurm":

@@ -141,8 +141,7 @@ class Training:
     @property
     def key(self) -> str:
         """Of the last word on each key, in any order."""
-        words = {word.partition("=")[0]: word for word in self.overrides}
-        return _hash([sorted(words.values()), self.seed])
+        return _hash([sorted(_last_words(self.overrides)), self.seed])
 
 
 @dataclass(frozen=True)
@@ -235,7 +234,7 @@ def plan(study: Study, seeds: int | None = None) -> list[Planned]:
 
 def _planned(study: Study, name: str, seed: int) -> Planned:
     scale, arm = study.scale, study.arms[name]
-    chosen = [*scale.overrides, *arm.overrides]
+    chosen = _last_words(scale.overrides, arm.overrides)
     cfg = settings_of([word for word in chosen if "%}" not in word])
     batch, images = cfg.train.batch_size, arm.images or scale.images
     if arm.flops:
@@ -257,7 +256,7 @@ def _planned(study: Study, name: str, seed: int) -> Planned:
     samples = scale.samples if arm.samples is None else arm.samples
     counts = dict.fromkeys(range(score, last, score), samples)
     counts[last] = arm.last_samples or (scale.last_samples if arm.samples is None else None) or samples
-    words = list({word.partition("=")[0]: word for word in (*scale.scoring, *arm.scoring)}.values())
+    words = _last_words(scale.scoring, arm.scoring)
     schema.check_overrides(words, DOORS[study.scored_by])
     words = [_shares(word, lambda share: f"{{step {round(last * share / save) * save}}}") for word in words]
     scores = [
@@ -266,6 +265,11 @@ def _planned(study: Study, name: str, seed: int) -> Planned:
         if count
     ]
     return Planned(name, training, tuple(scores))
+
+
+def _last_words(*overrides: Sequence[str]) -> list[str]:
+    """Overrides one after the other, without those that a later one of the same key replaces."""
+    return list({word.partition("=")[0]: word for words in overrides for word in words}.values())
 
 
 def _shares(word: str, written: Callable[[float], str]) -> str:

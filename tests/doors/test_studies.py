@@ -283,7 +283,7 @@ def test_a_failed_run_says_why_and_the_others_are_made(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "keep_networks", lambda job: None)
     ended = []
     assert jobs.make([one, other], tmp_path, 2, lambda: ended.append(1)) == [
-        f"{tmp_path}/other: train.py ended with 1: error: no room"
+        f"{tmp_path}/other: train.py ended with 1: error: no room (its log.txt has all of it)"
     ]
     assert len(ended) == 2
 
