@@ -14,11 +14,6 @@ from studies.study import Study
 from tread.evaluation.figures import save_heat_maps
 
 
-def columns(study: Study, results: Mapping[str, list[Made]]) -> dict[str, dict[str, str]]:
-    """None beside those that all tables have."""
-    return {}
-
-
 def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
     """A heat map for each metric of the difference to the dense arm, and one of training FLOPs over its."""
     places = {

@@ -14,7 +14,7 @@ from typing import TypedDict
 import numpy as np
 
 from studies.jobs import Job, result
-from studies.study import HERE, Planned, Study
+from studies.study import HERE, Planned, Study, plan
 from tread.evaluation.curves import Line, Panel, save_panels
 from tread.runtime.files import explain_failure, write_whole
 
@@ -144,7 +144,8 @@ def table(study: Study, results: Mapping[str, list[Made]]) -> str:
     head += [
         f"{METRICS[metric][0]} against its pair, at equal {what}" for metric in compared for what in ("images", "FLOPs")
     ]
-    own = own_module(study).columns(study, results) if study.figure.kind == "own" else {}
+    more = getattr(own_module(study), "columns", None) if study.figure.kind == "own" else None
+    own = more(study, results) if more else {}
     head += own
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for arm, runs in results.items():
@@ -182,7 +183,7 @@ def _cell(found: Sequence[tuple[dict, list[float]]], metric: str) -> str:
     best = (max if METRICS[metric][1] == HIGHER else min)(range(len(means)), key=means.__getitem__)
     said = shown(found[-1][1])
     if metric == "eval_loss" and best < len(means) - 1:
-        said += f" (best {means[best]:.4g} at {found[best][0]['images']:,})"
+        said += f" (best {means[best]:.5g} at {found[best][0]['images']:,})"
     return said
 
 
@@ -193,13 +194,13 @@ def shown(values: Sequence[float], sign: bool = False) -> str:
     mean, error = statistics.mean(values), standard_error(values)
     plus = "+" if sign else ""
     if error is None:
-        return f"{mean:{plus}.4g}"
+        return f"{mean:{plus}.5g}"
     places = max(0, 1 - math.floor(math.log10(error))) if error > 0 else 4
     return f"{mean:{plus}.{places}f} ± {error:.{places}f}"
 
 
 def own_module(study: Study) -> ModuleType:
-    """studies/<name>.py of a study with a figure of its own: `draw`, and `columns` that its table has more."""
+    """studies/<name>.py of a study with a figure of its own: `draw`, and maybe `columns` that its table has more."""
     spec = importlib.util.spec_from_file_location(f"study_{study.name}", HERE / f"{study.name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -243,8 +244,15 @@ def _line(name: str, x: Sequence[float], values: Sequence[Sequence[float]]) -> L
 
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
-    """results.json (a line a training), figure.png and table.md of what is made of a study, beside its YAML."""
-    wanted = [run for run in runs if is_made(run, made)]
+    """results.json (a line a training), figure.png and table.md of what is made of a study, beside its YAML.
+
+    runs  those that were asked for now; the study's other seeds are kept.
+    """
+    wanted = [
+        run
+        for run in {(run.arm, run.training.seed): run for run in (*plan(study), *runs)}.values()
+        if is_made(run, made)
+    ]
     scores = {run.training.key: set[str]() for run in wanted}
     for run in wanted:
         scores[run.training.key] |= {score.key for score in run.scores}

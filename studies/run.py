@@ -32,7 +32,7 @@ from studies.results import finished, gather, is_made, missing, publish, write
 from studies.study import HERE, ScaleName, Study, names, plan, read_study
 from tread.evaluation.inception import find_weights
 from tread.runtime import schema
-from tread.runtime.cli import explained
+from tread.runtime.cli import answer_help, explained
 from tread.runtime.files import check_place
 from tread.runtime.schema import Count
 
@@ -55,9 +55,9 @@ class Options:
 
 
 def main() -> None:
-    words = sys.argv[1:]
-    if not words or {"-h", "--help"} & {*words}:
-        sys.exit(__doc__.strip() + "\n\nstudies: " + ", ".join(names()))
+    if not (words := sys.argv[1:]):
+        sys.argv.append("--help")
+    answer_help(f"{__doc__.strip()}\n\nstudies: {', '.join(names())}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with explained("stopped; start it again to go on"):
         schema.check_overrides(words, schema.known_keys(Options))

@@ -42,6 +42,7 @@ NOT_RUN = {  # how a command starts → why it is neither run nor composed
     "pip install": "installs",
     "pytest": "a slow test of its own",
     "python scripts/compare_runs.py results/seeds-": "of runs that are composed alone",
+    "python studies/": "trains for minutes to days (tests/doors/test_studies.py reads their words)",
     "python benchmarks/": "measures for minutes (step_time.py, which takes train.py's options, is composed)",
 }
 COMPOSED = {  # what a command has → why it can't be run here
