@@ -134,7 +134,7 @@ def estimate(study: Study, jobs: Sequence[Job], data: Path, at_once: int, measur
         elif samples:
             hours[key] = seconds_of(job, samples[key]) / 3600
         drawn = sum(_count(score) for score in job.scores)
-        took = f", {hours[key]:.2f} h" if key in hours else ""
+        took = f", {_said(hours[key])}" if key in hours else ""
         lines.append(
             f"  {job.folder.name:<40}{job.training.images:>12,} images, {flops[key]:.4e} FLOPs, {drawn:,} samples{took}"
         )
@@ -143,11 +143,15 @@ def estimate(study: Study, jobs: Sequence[Job], data: Path, at_once: int, measur
         where = (
             f"8×H100 at {MFU:.0%} of {H100 / 1e12:.0f} TFLOP/s: training alone; a score of 50,000 samples comes on top"
         )
-        whole += f", {sum(hours.values()):.1f} h on {where}"
+        whole += f", {_said(sum(hours.values()))} on {where}"
     elif samples:
         once = max(one.reference for each in samples.values() for one in each)
-        whole += f", {_spread(list(hours.values()), at_once) + once / 3600:.2f} h on this device, {at_once} at once"
+        whole += f", {_said(_spread(list(hours.values()), at_once) + once / 3600)} on this device, {at_once} at once"
     return "\n".join([*lines, whole])
+
+
+def _said(hours: float) -> str:
+    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min"
 
 
 def _spread(hours: Sequence[float], at_once: int) -> float:
