@@ -92,17 +92,24 @@ def open_groups(patterns: Sequence[str]) -> list[Group]:
             raise FileNotFoundError(f"{pattern} names no run that has logged anything yet")
     if not folders:
         raise FileNotFoundError("name at least one run's folder, such as results/digits-tread or 'results/*'")
-    groups: dict[str, list[Compared]] = {}
+    runs = []
     for folder in folders:
         log = RunLog(folder)
         starts, records = log.starts(), log.records()
         if not starts or not records:
             what = "has logged nothing yet" if starts else "is no run's folder"
             raise FileNotFoundError(f"{folder} {what}")
-        config = migrate(starts[-1]["config"])
-        key = json.dumps({name: value for name, value in config.items() if name not in APART}, sort_keys=True)
-        groups.setdefault(key, []).append(Compared(folder, config, records))
-    return [Group(name, runs) for name, runs in zip(_names(list(groups.values())), groups.values())]
+        runs.append(Compared(folder, migrate(starts[-1]["config"]), records))
+    return group_runs(runs)
+
+
+def group_runs(runs: Sequence[Compared]) -> list[Group]:
+    """Runs that differ by their seed alone put together, in their order, with names."""
+    groups: dict[str, list[Compared]] = {}
+    for run in runs:
+        key = json.dumps({name: value for name, value in run.config.items() if name not in APART}, sort_keys=True)
+        groups.setdefault(key, []).append(run)
+    return [Group(name, those) for name, those in zip(_names(list(groups.values())), groups.values())]
 
 
 def _names(groups: list[list[Compared]]) -> list[str]:
