@@ -57,7 +57,7 @@
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: css("--ink") },
       xaxis: { ...axis, title: { text: plain(panel.x_label), standoff: 8 }, exponentformat: "power", separatethousands: true },
-      yaxis: { ...axis, type: logarithmic ? "log" : "linear", exponentformat: "power", nticks: 6 },
+      yaxis: { ...axis, type: logarithmic ? "log" : "linear", exponentformat: "power", nticks: 6, tickformat: logarithmic ? "~g" : "" },
       hovermode: "x unified", hoverlabel: { bgcolor: css("--paper"), font: { color: css("--ink"), size: 12 } },
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", // a finger scrolls the page
       modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--faint"), activecolor: css("--ink") },

@@ -19,7 +19,7 @@ from tread.evaluation.curves import Line, Panel
 from tread.runtime.files import explain_failure, whole_file
 
 POINTS = 2000  # of a curve; of longer ones each second, third, … is drawn
-NUMBER = re.compile(r"[-–+]?[\d.,]*\d(e[-+]?\d+)?( ?(%|s|±.*))?|–")
+NUMBER = re.compile(r"[-–+]?[\d.,]*\d(e[-+]?\d+)?( ?(%|s|±.*|of [\d,/]+))?|–")
 Chart = Mapping[str, Panel]  # by the name of what it is drawn against, "" where there is no choice
 
 
@@ -62,14 +62,19 @@ class Page:
         )
         self.add(f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>')
 
-    def shares(self, parts: Mapping[str, tuple[str, float]]) -> None:
-        """name → what it is, and its share of the whole in [0, 1], which is drawn as a bar."""
-        lines = "".join(
-            f"<tr><th>{escape(name)}</th><td class=number>{escape(text)}</td><td class=number>{share:.1%}</td>"
-            f'<td><span class="share"><i style="width:{share:.1%}"></i></span></td></tr>'
-            for name, (text, share) in parts.items()
-        )
-        self.add(f'<div class="wide"><table><tbody>{lines}</tbody></table></div>')
+    def shares(self, each: Mapping[str, tuple[Mapping[str, tuple[str, float]], str]]) -> None:
+        """Side by side under their titles: name → what it is, and its share of the whole in [0, 1], drawn as a bar; and a
+        note below."""
+        blocks = []
+        for title, (parts, note) in each.items():
+            lines = "".join(
+                f"<tr><th>{escape(name)}</th><td class=number>{escape(text)}</td><td class=number>{share:.1%}</td>"
+                f'<td><span class="share"><i style="width:{share:.1%}"></i></span></td></tr>'
+                for name, (text, share) in parts.items()
+            )
+            table = f'<div class="wide"><table><tbody>{lines}</tbody></table></div>'
+            blocks.append(f'<div><h3>{escape(title)}</h3>{table}<p class="note">{escape(note)}</p></div>')
+        self.add(f'<div class="blocks">{"".join(blocks)}</div>')
 
     def folded(self, summary: str, text: str) -> None:
         self.add(f"<details><summary>{escape(summary)}</summary><pre>{escape(text)}</pre></details>")

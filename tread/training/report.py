@@ -28,9 +28,12 @@ def write_report(folders: Sequence[Path | str]) -> Path:
     runs = [find_run(folder) for folder in (first, *others) if folder not in sweeps]
     check_place(first, 0)
     subject = subject_of(runs, sweeps)
-    name, more = first.resolve().name, len(runs) - 1
+    named = [run.folder.resolve().name for run in runs]
     now = datetime.datetime.now().astimezone()
-    page = Page(f"{name} and {more} more" if more else name, f"Report of {now:%d %B %Y, %H:%M %Z}")
+    page = Page(
+        " and ".join(named) if len(runs) < 3 else f"{named[0]} and {len(runs) - 1} more",
+        f"Report of {now:%d %B %Y, %H:%M %Z}",
+    )
     sections = report_sections
     for section in (sections.results, sections.troubles, sections.samples, sections.curves, sections.scores):
         section(page, subject)

@@ -42,8 +42,8 @@ def facts_of(run: Found) -> dict[str, str]:
         "device": _device(last),
         "commit": _short(versions.get("git")),
         "versions": ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "numpy") if name in versions),
-        "started": first.get("time"),
-        "last heard of": run.status.get("time"),
+        "started": _time(first.get("time")),
+        "last heard of": _time(run.status.get("time")),
         "command": _command(last.get("command")),
     }
     return {name: ABSENT if value in (None, "") else str(value) for name, value in facts.items()}
@@ -59,7 +59,7 @@ def _network(config: dict) -> str | None:
         return None
     sizes = [f"{key.replace('_', ' ')} {model[key]}" for key in ("hidden_size", "depth", "patch_size") if key in model]
     routes = [
-        f"r({route.get('start')}→{route.get('end')}) {route.get('selection_ratio')}"
+        f"r({route.get('start')}→{route.get('end')}) at ratio {route.get('selection_ratio')}"
         for route in model.get("routes") or ()
     ]
     return ", ".join([str(model["name"]), *sizes, "; ".join(routes) or "no route"])
@@ -69,6 +69,11 @@ def _device(start: dict) -> str:
     count = start.get("processes")
     processes = f"{count} processes on " if isinstance(count, int) and count > 1 else ""
     return processes + ", ".join(str(start[key]) for key in ("device", "precision") if start.get(key))
+
+
+def _time(stated: object) -> str | None:
+    """A time of run.json for people."""
+    return stated and str(stated).replace("T", " ").replace("+00:00", " UTC")
 
 
 def _short(commit: object) -> str | None:
@@ -161,7 +166,10 @@ def settings_apart(runs: Sequence[Found]) -> dict[str, list[str]]:
     """Dotted keys that differ between runs → the value of each; those of a launch left out."""
     configs = [run.config for run in runs]
     keys = {key: None for config in configs for key in differences(configs[0], config) if key not in LAUNCH}
-    return {key: [written(value_at(config, key)) if config else "not known" for config in configs] for key in keys}
+    return {
+        key: ["–" if value_at(config, key) is None else written(value_at(config, key)) for config in configs]
+        for key in keys
+    }
 
 
 def place_of(path: object, run: Path) -> str:

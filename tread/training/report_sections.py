@@ -228,16 +228,14 @@ def sweeps(page: Page, subject: Subject) -> None:
 
 def time(page: Page, subject: Subject) -> None:
     page.section("Where the time went")
+    each = {}
     for run in subject.runs:
         spent = time_of(run)
-        if len(subject.runs) > 1:
-            page.heading(subject.names[run.folder])
-        if not spent:
-            page.text("Nothing was logged.")
-            continue
         total = sum(spent.values())
-        page.shares({name: (duration(seconds), seconds / total) for name, seconds in spent.items()})
-        page.text(f"{duration(total)} in all, of steps up to {run.step:,}; steps that were done again count once.")
+        shares = {name: (duration(seconds), seconds / total) for name, seconds in spent.items()}
+        note = f"{duration(total)} up to step {run.step:,}; what was done twice counts once" if spent else "not known"
+        each[subject.names[run.folder]] = shares, note
+    page.shares(each)
 
 
 def settings(page: Page, subject: Subject) -> None:
