@@ -63,7 +63,7 @@ class Page:
         self.add(f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>')
 
     def shares(self, each: Mapping[str, tuple[Mapping[str, tuple[str, float]], str]]) -> None:
-        """Side by side, title → parts and a note. A part: name → what it is, and its share in [0, 1], drawn as a bar."""
+        """Side by side, title → parts and a note. A part: name → what it is, and its share in [0, 1], drawn as bar."""
         blocks = []
         for title, (parts, note) in each.items():
             lines = "".join(
