@@ -88,7 +88,15 @@ def test_two_runs_and_what_tells_them_apart(tmp_path):
     write_run(routed, [3.0, 1.9, 1.8], flops=5.0, model__routes=[{"start": 2, "end": 4, "selection_ratio": 0.5}])
     write_run(dense, [4.0, 3.0, 2.0], model__name="dit")
     versions = {"git": "0123456789abcdef0123456789abcdef01234567+changes", "torch": "2.9"}
-    write_start(routed, versions=versions, device="cuda:0", precision="bf16", processes=8, command=["train.py", "a b"])
+    write_start(
+        routed,
+        versions=versions,
+        device="cuda:0",
+        precision="bf16",
+        processes=8,
+        command=["train.py", "a b"],
+        time="2026-01-01T21:30:00+00:00",
+    )
     found = read(routed, dense)
     assert (routed / "report.html").is_file() and not (dense / "report.html").exists()
     assert ["tread", "300", "1.800", "52.00", "10.00", "1500"] in found.rows
@@ -98,6 +106,7 @@ def test_two_runs_and_what_tells_them_apart(tmp_path):
     assert facts["commit"] == ["0123456789ab+changes", "–"] and facts["device"][0] == "8 processes on cuda:0, bf16"
     assert facts["command"][0] == "python train.py 'a b'" and facts["state"] == ["finished", "not known"]
     assert facts["images"] == ["2,400 in batches of 8"] * 2 and facts["training time"][0] == "10 minutes"
+    assert facts["between these"] == ["2.5 hours", "–"] and facts["started"][0] == "2026-01-01 21:30:00 UTC"
     assert facts["model.name"] == ["tread", "dit"] and "results" not in facts and "name" not in facts
     assert found.says("tread: its code differed from the commit that is stated")
 
@@ -277,8 +286,9 @@ def test_a_killed_run_is_told_from_one_that_runs(tmp_path):
     assert reading.find_run(run).state() == "running"  # by this process
     status = json.loads((run / "status.json").read_text())
     (run / "status.json").write_text(json.dumps(status | {"pid": 2**22 + 1}))  # above the most that Linux gives
+    when = f"{status['time'][:10]} {status['time'][11:19]} UTC"
     assert read(run).says(
-        f"killed: process {2**22 + 1} is gone without a word; it last wrote at {status['time']}, at step 200 of 300"
+        f"killed: process {2**22 + 1} is gone without a word; it last wrote at {when}, at step 200 of 300"
     )
     (run / "status.json").write_text(json.dumps(status | {"host": "elsewhere"}))
     assert reading.find_run(run).state().startswith("running on elsewhere")

@@ -43,10 +43,15 @@ class Found(Compared):
         state, reason = self.status.get("state"), self.status.get("reason")
         if state != "running":
             return " – ".join(str(part) for part in (state or "not known", reason) if part)
-        host, pid, time = (self.status.get(key) for key in ("host", "pid", "time"))
+        host, pid, time = self.status.get("host"), self.status.get("pid"), told_time(self.status.get("time"))
         if host != platform.node() or not isinstance(pid, int):
             return f"running on {host}, by what it wrote last at {time}"
         return "running" if _alive(pid) else f"killed: process {pid} is gone without a word; it last wrote at {time}"
+
+
+def told_time(stated: object) -> str | None:
+    """A time of run.json or status.json for people."""
+    return str(stated).replace("T", " ").replace("+00:00", " UTC") if stated else None
 
 
 def find_run(folder: Path) -> Found:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from tread.runtime.schema import written
 from tread.training.comparison_text import unit
-from tread.training.reading import Found
+from tread.training.reading import Found, told_time
 from tread.training.run_folder import LAUNCH, differences, value_at
 
 ABSENT = "–"
@@ -42,8 +43,9 @@ def facts_of(run: Found) -> dict[str, str]:
         "device": _device(last),
         "commit": _short(versions.get("git")),
         "versions": ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "numpy") if name in versions),
-        "started": _time(first.get("time")),
-        "last heard of": _time(run.status.get("time")),
+        "started": told_time(first.get("time")),
+        "last heard of": told_time(run.status.get("time")),
+        "between these": _wall(run),
         "command": _command(last.get("command")),
     }
     return {name: ABSENT if value in (None, "") else str(value) for name, value in facts.items()}
@@ -71,9 +73,14 @@ def _device(start: dict) -> str:
     return processes + ", ".join(str(start[key]) for key in ("device", "precision") if start.get(key))
 
 
-def _time(stated: object) -> str | None:
-    """A time of run.json for people."""
-    return stated and str(stated).replace("T", " ").replace("+00:00", " UTC")
+def _wall(run: Found) -> str | None:
+    """From the start to the last that was heard, of a run that was started once."""
+    try:
+        (start,) = run.starts
+        began, ended = (datetime.datetime.fromisoformat(one["time"]) for one in (start, run.status))
+        return duration((ended - began).total_seconds())
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _short(commit: object) -> str | None:

@@ -233,7 +233,8 @@ def time(page: Page, subject: Subject) -> None:
         spent = time_of(run)
         total = sum(spent.values())
         shares = {name: (duration(seconds), seconds / total) for name, seconds in spent.items()}
-        note = f"{duration(total)} up to step {run.step:,}; what was done twice counts once" if spent else "not known"
+        note = f"{duration(total)} in all" if spent else "not known"
+        note += "; what was done twice, after a restart, counts once" * (len(run.starts) > 1)
         each[subject.names[run.folder]] = shares, note
     page.shares(each)
 
