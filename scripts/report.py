@@ -27,7 +27,10 @@ def main() -> None:
     if not sys.argv[1:]:
         sys.exit("error: name the runs to report on: their folders; --help says more")
     with explained("stopped"):
-        print(f"written: {write_report(folders_of(sys.argv[1:]))}")
+        try:
+            print(f"written: {write_report(folders_of(sys.argv[1:]))}")
+        except ImportError as error:
+            sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

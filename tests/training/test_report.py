@@ -106,7 +106,7 @@ def test_two_runs_and_what_tells_them_apart(tmp_path):
     assert facts["commit"] == ["0123456789ab+changes", "–"] and facts["device"][0] == "8 processes on cuda:0, bf16"
     assert facts["command"][0] == "python train.py 'a b'" and facts["state"] == ["finished", "not known"]
     assert facts["images"] == ["2,400 in batches of 8"] * 2 and facts["training time"][0] == "10 minutes"
-    assert facts["between these"] == ["2.5 hours", "–"] and facts["started"][0] == "2026-01-01 21:30:00 UTC"
+    assert facts["from start to end"] == ["2.5 hours", "–"] and facts["started"][0] == "2026-01-01 21:30:00 UTC"
     assert facts["model.name"] == ["tread", "dit"] and "results" not in facts and "name" not in facts
     assert found.says("tread: its code differed from the commit that is stated")
 
@@ -338,6 +338,14 @@ def test_what_is_no_run_is_an_error_in_a_line(tmp_path, monkeypatch, capsys, wor
     with pytest.raises(SystemExit, match=f"^error: .*{said}[^\n]*$"):
         report.main()
     assert not list(tmp_path.rglob("*.html"))
+
+
+def test_without_plotly_the_error_says_what_to_install(tmp_path, monkeypatch):
+    write_run(tmp_path / "run", [3.0])
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    monkeypatch.setattr(sys, "argv", ["report.py", str(tmp_path / "run")])
+    with pytest.raises(SystemExit, match="error: the page needs plotly: pip install -r requirements.txt"):
+        report.main()
 
 
 def test_text_of_runs_is_text(tmp_path):

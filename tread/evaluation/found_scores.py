@@ -110,11 +110,14 @@ def curves_of(sweep: Sweep) -> list[Panel]:
 
 
 def _setting(row: dict, rows: list[dict]) -> str:
-    """What tells a line of a sweep from the others: ratios if it has any, interval, and its cost."""
+    """What tells a line of a sweep from the others: ratios if it has any, and interval; and its cost."""
     routed = any(_number(other.get(key)) for other in rows for key in ("strong", "weak"))
+    same = [other for other in rows if all(other.get(key) == row.get(key) for key in ("strong", "weak", "interval"))]
+    cost = max((_number(other.get("flops_relative")) or 0.0 for other in same), default=0.0)
     ratios = f"ratios {row.get('strong')} and {row.get('weak')}" if routed else ""
     interval = f"within {row['interval']}" if row.get("interval") else ""
-    return ", ".join(filter(None, (ratios, interval))) or "all noise levels"
+    times = f"{cost:.2f} times the FLOPs" if cost else ""
+    return ", ".join(filter(None, (ratios, interval, times))) or "all noise levels"
 
 
 def _is_of(path: Path, run: Path) -> bool:

@@ -72,7 +72,8 @@ class Page:
                 for name, (text, share) in parts.items()
             )
             table = f'<div class="wide"><table><tbody>{lines}</tbody></table></div>'
-            blocks.append(f'<div><h3>{escape(title)}</h3>{table}<p class="note">{escape(note)}</p></div>')
+            heading = f"<h3>{escape(title)}</h3>" if title else ""
+            blocks.append(f'<div>{heading}{table}<p class="note">{escape(note)}</p></div>')
         self.add(f'<div class="blocks">{"".join(blocks)}</div>')
 
     def folded(self, summary: str, text: str) -> None:
@@ -103,8 +104,10 @@ class Page:
 
     def write(self, path: Path) -> None:
         """Raises OSError if it can't be written, ImportError without plotly."""
-        from plotly.offline import get_plotlyjs  # imported here because only the main process draws, at the end
-
+        try:
+            from plotly.offline import get_plotlyjs  # imported here because only the main process draws, at the end
+        except ImportError as error:
+            raise ImportError(f"the page needs plotly: pip install -r requirements.txt ({error})") from error
         here = Path(__file__).resolve().parent
         titles = [title for title, _ in self.sections]
         parts = {

@@ -45,7 +45,7 @@ def facts_of(run: Found) -> dict[str, str]:
         "versions": ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "numpy") if name in versions),
         "started": told_time(first.get("time")),
         "last heard of": told_time(run.status.get("time")),
-        "between these": _wall(run),
+        "from start to end": _wall(run),
         "command": _command(last.get("command")),
     }
     return {name: ABSENT if value in (None, "") else str(value) for name, value in facts.items()}
@@ -74,7 +74,9 @@ def _device(start: dict) -> str:
 
 
 def _wall(run: Found) -> str | None:
-    """From the start to the last that was heard, of a run that was started once."""
+    """From the start to the end, of a run that was started once and says when it ended."""
+    if run.status.get("state") == "running":
+        return None
     try:
         (start,) = run.starts
         began, ended = (datetime.datetime.fromisoformat(one["time"]) for one in (start, run.status))

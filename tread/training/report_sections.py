@@ -170,7 +170,8 @@ def scores(page: Page, subject: Subject) -> None:
             continue
         if not any(title == "Scores" for title, _ in page.sections):
             page.section("Scores")
-        page.heading(subject.names[run.folder])
+        if len(subject.runs) > 1:
+            page.heading(subject.names[run.folder])
         if found:
             _score_table(page, found, run)
         if problems:
@@ -191,7 +192,8 @@ def _score_table(page: Page, found: Sequence[Score], run: Found) -> None:
             f"step {_cell(step)}" if step not in (None, "") else place_of(score.values.get("samples", ""), run.folder)
         )
         rows.append([where, *cells, *(_cell(score.values.get(key)) for key in about)])
-    called = [f"{CALLED.get(name, name.replace('_', ' '))}, {METRICS[name]} is better" for name in metrics]
+    arrows = {"lower": "↓", "higher": "↑"}  # where better values lie
+    called = [f"{CALLED.get(name, name.replace('_', ' '))} {arrows[METRICS[name]]}" for name in metrics]
     page.table(["of", *called, *(ABOUT[key] for key in about)], rows)
     if notes := list(dict.fromkeys(note for score in found for note in score.notes)):
         page.points(notes)
@@ -235,7 +237,7 @@ def time(page: Page, subject: Subject) -> None:
         shares = {name: (duration(seconds), seconds / total) for name, seconds in spent.items()}
         note = f"{duration(total)} in all" if spent else "not known"
         note += "; what was done twice, after a restart, counts once" * (len(run.starts) > 1)
-        each[subject.names[run.folder]] = shares, note
+        each[subject.names[run.folder] if len(subject.runs) > 1 else ""] = shares, note
     page.shares(each)
 
 
