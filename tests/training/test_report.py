@@ -240,6 +240,8 @@ def test_where_the_time_went(tmp_path):
         ("metrics.jsonl", None, "metrics.jsonl is missing"),
         ("run.json", None, "run.json is missing"),
         ("run.json", "[{", "run.json is damaged"),
+        ("run.json", '[{"config": {"model": {"name": "dit"}, "train": {"steps": []}}}]', "its settings are not known"),
+        ("step_0000100/fid.json", '{"counts": {"fid": {}}, "warnings": 3, "settings": 1, "fid": 5.0}', "FID ↓"),
         ("run.json", '[{"config": 3}]', "its settings are not known"),
         ("run.json", '[{"config": {}, "warnings": 4, "versions": 5}]', "its settings are not known"),
         ("status.json", "[1]", "status.json is damaged"),

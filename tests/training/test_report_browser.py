@@ -68,6 +68,7 @@ def page(browser, report, request):
     """The report as it is opened, and all that the browser complains about or asks for."""
     width, scheme = request.param
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
+    context.set_default_timeout(120_000)  # for busy machines
     page, heard = context.new_page(), []
     page.on("console", lambda message: heard.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: heard.append(str(error)))

@@ -56,8 +56,9 @@ def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
         if counts:
             values = {**settings, **record}
             notes = [f"{name} is unavailable: {why}" for name, why in lacks.items()]
-            others = {name: count for name, count in counts.items() if count != record.get("count")}
-            found[_key(values)] = Score(values, others, [*notes, *map(str, record.get("warnings") or ())])
+            others = {name: n for name, n in counts.items() if isinstance(n, int) and n != record.get("count")}
+            warnings = record["warnings"] if isinstance(record.get("warnings"), list) else []
+            found[_key(values)] = Score(values, others, [*notes, *map(str, warnings)])
     for path in filter(new, _below(folder, "fid*.csv")):
         for row in _read_csv(path, problems):
             found.setdefault(_key(row), Score(row, {}, []))

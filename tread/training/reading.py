@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from tread.checkpoints import checkpoint
 from tread.training.comparison import Compared
-from tread.training.run_folder import RunLog, migrate
+from tread.training.run_folder import RunLog, migrate, value_at
 
 T = TypeVar("T")
 
@@ -123,12 +123,13 @@ def _lines(path: Path) -> int:
 
 
 def _config_of(config: object) -> dict:
-    """A config by today's keys, if it has the sections that everything reads; else {}."""
+    """A config by today's keys, if it holds what everything reads, of the kind that it should be; else {}."""
     try:
         known = migrate(config)
-        return known if known["model"]["name"] and known["train"]["steps"] and known["train"]["batch_size"] else {}
-    except (KeyError, TypeError, AttributeError):
+    except (TypeError, AttributeError):
         return {}
+    needed = {"model.name": str, "train.steps": int, "train.batch_size": int, "dataset.name": str}
+    return known if all(isinstance(value_at(known, key), kind) for key, kind in needed.items()) else {}
 
 
 def _look_at_checkpoint(folder: Path) -> tuple[dict, str | None]:

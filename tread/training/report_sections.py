@@ -83,7 +83,7 @@ def results(page: Page, subject: Subject) -> None:
         rows,
     )
     if any(column in COUNTS for column in columns):
-        page.text("“of 1,000”: so many samples were scored for it.")
+        page.text("“of n”: so many samples were scored for it.")
     if said := verdicts(subject.comparable):
         page.points(said)
         if all(len(group.runs) == 1 for group in subject.comparable):

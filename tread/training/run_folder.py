@@ -199,6 +199,7 @@ class RunLog:
         except (
             FileNotFoundError,
             NotADirectoryError,
+            IsADirectoryError,
             ValueError,
         ):  # a damaged one stops nothing: what decides stands in the checkpoints
             return None
