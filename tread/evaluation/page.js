@@ -85,7 +85,9 @@
       charts.forEach((chart, number) => {
         const panel = chart[axis] ?? chart[axes[0]];
         const log = panel.log.includes("y") && scale === "log";
-        Plotly.react(drawings[number], traces(panel, names, hidden), layout(panel, log), CONFIG);
+        Plotly.react(drawings[number], traces(panel, names, hidden), layout(panel, log), {
+          ...CONFIG, toImageButtonOptions: { filename: panel.title, scale: 2 },
+        });
       });
     }
     const controls = element("div", { className: "controls" });

@@ -60,7 +60,9 @@ class Page:
             f"<tr>{cell('th', row[0], False)}{''.join(map(cell, ['td'] * len(row), row[1:], right[1:]))}</tr>"
             for row in rows
         )
-        self.add(f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>')
+        self.add(
+            f'<div class="wide" tabindex="0"><table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
+        )
 
     def shares(self, each: Mapping[str, tuple[Mapping[str, tuple[str, float]], str]]) -> None:
         """Side by side, title → parts and a note. A part: name → what it is, and its share in [0, 1], drawn as bar."""
@@ -71,7 +73,7 @@ class Page:
                 f'<td><span class="share"><i style="width:{share:.1%}"></i></span></td></tr>'
                 for name, (text, share) in parts.items()
             )
-            table = f'<div class="wide"><table><tbody>{lines}</tbody></table></div>'
+            table = f'<div class="wide" tabindex="0"><table><tbody>{lines}</tbody></table></div>'
             heading = f"<h3>{escape(title)}</h3>" if title else ""
             blocks.append(f'<div>{heading}{table}<p class="note">{escape(note)}</p></div>')
         self.add(f'<div class="blocks">{"".join(blocks)}</div>')
