@@ -35,6 +35,7 @@ from tread.training.objective import step_draws, training_loss
 from tread.training.optimizer import backward, learning_rate, optimizer_step
 from tread.training.periodic import done_before, draw_samples, evaluate_and_draw, interrupts, save, save_snapshot
 from tread.training.progress import Clock, log
+from tread.training.report import write_report
 from tread.training.resuming import settle
 from tread.training.run import Failure, Run, first_line, leave, note_failure
 from tread.training.setup import complete, start
@@ -53,6 +54,8 @@ def main(composed: DictConfig) -> None:
         if finished:
             finish(run)
         leave(run, finished)
+        if finished:
+            report(run)
     except (ValueError, OSError, Failure, torch.OutOfMemoryError) as error:
         reason = "its output was closed (a broken pipe)" if isinstance(error, BrokenPipeError) else str(error)
         if isinstance(error, torch.OutOfMemoryError):
@@ -155,8 +158,19 @@ def finish(run: Run) -> None:
         count = run.cfg.eval.demo_samples
         if count and not any(r["step"] == run.step and "demo_samples" in r for r in run.log.records()):
             labels = torch.arange(count) % run.cfg.dataset.num_classes
-            run.record(**judge_digits(draw_samples(run, labels).numpy(), labels.numpy()), demo_samples=count)
+            with run.beside("judge"):
+                judged = judge_digits(draw_samples(run, labels).numpy(), labels.numpy())
+            run.record(**judged, demo_samples=count)
         run.processes.say(describe_outcome(run, run.log.records()))
+
+
+def report(run: Run) -> None:
+    """The page for a browser. What keeps it from being made does not make a finished run fail."""
+    if run.cfg.report and run.processes.main:
+        try:
+            run.processes.say(f"  {'report':<21} {write_report([run.folder])}")
+        except (ImportError, OSError, ValueError) as error:
+            run.processes.say(f"warning: no report: {error}")
 
 
 if __name__ == "__main__":

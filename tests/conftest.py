@@ -77,6 +77,7 @@ TINY = [
     "every.save=3",
     "eval.points=64",
     "eval.demo_samples=0",
+    "report=false",
     "sampling.steps=2",
     "sampling.per_class=1",
 ]

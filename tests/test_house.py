@@ -22,6 +22,7 @@ KNOWS = {  # library → who may import it; a package means all of its files
     "hydra": {"doors"},
     "omegaconf": {"doors", "tread/runtime/cli.py", "tread/training/setup.py", "tread/training/resuming.py"},
     "tensorboard": {"tread/training/tracking.py"},
+    "plotly": {"tread/evaluation/page.py"},
     "diffusers": {"tread/data/autoencoder.py"},
 }
 

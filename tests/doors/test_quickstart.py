@@ -37,6 +37,8 @@ def test_quickstart_from_nothing_reaches_label_agreement(tmp_path):
     assert judged["frechet_pixels_real"] < judged["frechet_pixels"] < 3 * judged["frechet_pixels_real"]
     for shown in ("samples/step_", "loss.png", "latest", "label_agreement", "frechet_pixels_real"):
         assert shown in text
+    assert "results/digits-tread/report.html" in "\n".join(text.splitlines()[-3:])
+    assert (run / "report.html").stat().st_size < 10e6
     before = {path: path.stat().st_mtime for path in run.glob("step_*/*")}
     assert "is finished" in quickstart()
     assert {path: path.stat().st_mtime for path in run.glob("step_*/*")} == before

@@ -13,6 +13,7 @@ from conftest import launch
 from PIL import Image
 
 from tread.training.comparison import COMPARABLE, FAIR, open_groups, reached, unlike, write_table
+from tread.training.comparison_text import reach, unit
 
 CONFIG = {
     "name": "a",
@@ -90,12 +91,12 @@ def test_when_one_run_is_as_far_as_another(tmp_path):
     one, other = open_groups([routed, dense])
     point = reached(one, "eval_loss", 2.0)
     assert (point.step, point.flops, point.seconds) == (200, 1000.0, 400.0) and reached(one, "eval_loss", 1.0) is None
-    text = compare_runs.reach(one, other, "eval_loss", "evaluation loss")
+    text = reach(one, other, "eval_loss", "evaluation loss")
     assert text == (
         "tread reaches the evaluation loss 2 of dit by step 200 (of 300), with 1e+03 FLOPs, "
         "0.33 times the other's 3e+03, in 6.67 minutes, 0.67 times the other's 10"
     )
-    assert compare_runs.reach(other, one, "eval_loss", "evaluation loss") == (
+    assert reach(other, one, "eval_loss", "evaluation loss") == (
         "dit does not reach the evaluation loss 1.8 of tread: its best is 2"
     )
 
@@ -107,7 +108,7 @@ def test_records_of_before_times_were_kept_are_compared_by_steps_alone(tmp_path)
     (tmp_path / "old" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in old))
     one, other = open_groups([folder, write_run(tmp_path / "new", [2.0, 1.0], model__name="dit")])
     assert [(point.flops, point.seconds) for point in one.curve("eval_loss")] == [(None, None)] * 2
-    text = compare_runs.reach(one, other, "eval_loss", "evaluation loss")
+    text = reach(one, other, "eval_loss", "evaluation loss")
     assert "by step 200" in text and "FLOPs" not in text and "minutes" not in text
 
 
@@ -155,7 +156,7 @@ def test_the_table_holds_each_evaluation(tmp_path):
     ],
 )
 def test_axes_have_units_that_leave_readable_numbers(axis, most, told):
-    assert compare_runs.unit(axis, most) == told
+    assert unit(axis, most) == told
 
 
 def test_two_runs_end_in_a_picture_of_three_panels_without_a_training_loss(tmp_path, monkeypatch, capsys):

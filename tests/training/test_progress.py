@@ -180,6 +180,27 @@ def test_seconds_count_training_alone_and_all_launches(tmp_path, monkeypatch):
     assert found == [(step, 9.0 + step) for step in (2, 3, 4, 4, 6, 6, 8, 8)]
     assert checkpoint.find(tmp_path / RUN).info["seconds"] == 17.0
 
+    def beside(record):
+        return {key: record[key] for key in ("eval_seconds", "draw_seconds", "save_seconds") if key in record}
+
+    log, evaluated, drawn = (
+        RunLog(tmp_path / RUN),
+        {"eval_seconds": 100.0},
+        {"draw_seconds": 100.0, "save_seconds": 100.0},
+    )
+    assert [beside(record) for record in log.records()] == [
+        {},
+        evaluated,
+        drawn,
+        evaluated,
+        {},
+        evaluated,
+        drawn,
+        evaluated,
+    ]
+    assert log.read_status()["spent"] == drawn
+    assert [r["first_step_seconds"] for r in log.records() if "first_step_seconds" in r] == [10.0, 1.0]
+
 
 def test_every_record_says_what_training_took_and_never_goes_back(tmp_path):
     launch(tmp_path, "train.steps=3", "eval.demo_samples=10")

@@ -14,12 +14,14 @@ class Line:
     """Points (x, y) under a name, in one colour in all panels.
 
     spread  of y, drawn as a band y ± spread; None: none.
+    dashed  not to be compared with those that are not.
     """
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     spread: Sequence[float] | None = None
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
     for axis, panel in zip(axes.flat, panels):
         for line in panel.lines:
             colour = f"C{names.index(line.name) % 10}"
-            marker = "o" if panel.names else "o-" if len(line.x) <= 30 else "-"
+            style = "" if panel.names else "--" if line.dashed else "-"
+            marker = "o" + style if len(line.x) <= 30 else style
             axis.plot(line.x, line.y, marker, color=colour, label=line.name, markersize=4, linewidth=1.2)
             if line.spread is not None and panel.names:
                 axis.errorbar(line.x, line.y, line.spread, fmt="none", color=colour, capsize=3)

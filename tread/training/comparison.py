@@ -14,7 +14,7 @@ from pathlib import Path
 from tread.runtime.files import explain_failure
 from tread.training.run_folder import LAUNCH, RunLog, differences, migrate, value_at
 
-APART = ("seed", "tracker", "wandb", *LAUNCH)  # what the runs of one group may differ in
+APART = ("seed", "report", "tracker", "wandb", *LAUNCH)  # what the runs of one group may differ in
 UNSAID = ("every", "sampling", "checkpoints", "tags")  # sections that no name of a group tells
 # what evaluation losses and FIDs must share to mean the same; the other keys of these sections have no effect on them
 COMPARABLE = ("dataset.name", "dataset.size", "dataset.heldout", "dataset.normalize", "objective", "edm", "rf")
@@ -69,18 +69,21 @@ class Group:
 
 
 def _point(step: int, metric: str, records: list[dict]) -> Point:
+    if len(records) == 1:  # of one there is no mean, which is slow
+        (record,) = records
+        return Point(step, record[metric], None, record.get("flops"), record.get("seconds"))
     values = [record[metric] for record in records]
     spent = {
         key: statistics.mean(r[key] for r in records) if all(key in r for r in records) else None
         for key in ("flops", "seconds")
     }
-    return Point(step, statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None, **spent)
+    return Point(step, statistics.mean(values), statistics.stdev(values), **spent)
 
 
-def open_groups(patterns: Sequence[str]) -> list[Group]:
-    """Runs by folders or globs of them (what is no run's folder is passed over in a glob), grouped, in that order.
+def folders_of(patterns: Sequence[str]) -> list[Path]:
+    """Folders by their names or globs of them (what is no run's folder is passed over in a glob), each once.
 
-    Raises FileNotFoundError for a folder without a run, or if nothing is named.
+    Raises FileNotFoundError for a glob without a run, or if nothing is named.
     """
     folders: dict[Path, None] = {}
     for pattern in patterns:
@@ -92,17 +95,29 @@ def open_groups(patterns: Sequence[str]) -> list[Group]:
             raise FileNotFoundError(f"{pattern} names no run that has logged anything yet")
     if not folders:
         raise FileNotFoundError("name at least one run's folder, such as results/digits-tread or 'results/*'")
-    groups: dict[str, list[Compared]] = {}
-    for folder in folders:
+    return [*folders]
+
+
+def open_groups(patterns: Sequence[str]) -> list[Group]:
+    """Runs by folders or globs of them, grouped, in that order. Raises FileNotFoundError for a folder without a run."""
+    runs = []
+    for folder in folders_of(patterns):
         log = RunLog(folder)
         starts, records = log.starts(), log.records()
         if not starts or not records:
             what = "has logged nothing yet" if starts else "is no run's folder"
             raise FileNotFoundError(f"{folder} {what}")
-        config = migrate(starts[-1]["config"])
-        key = json.dumps({name: value for name, value in config.items() if name not in APART}, sort_keys=True)
-        groups.setdefault(key, []).append(Compared(folder, config, records))
-    return [Group(name, runs) for name, runs in zip(_names(list(groups.values())), groups.values())]
+        runs.append(Compared(folder, migrate(starts[-1]["config"]), records))
+    return group_runs(runs)
+
+
+def group_runs(runs: Sequence[Compared]) -> list[Group]:
+    """Runs that differ by their seed alone put together, in their order, with names."""
+    groups: dict[str, list[Compared]] = {}
+    for run in runs:
+        key = json.dumps({name: value for name, value in run.config.items() if name not in APART}, sort_keys=True)
+        groups.setdefault(key, []).append(run)
+    return [Group(name, those) for name, those in zip(_names(list(groups.values())), groups.values())]
 
 
 def _names(groups: list[list[Compared]]) -> list[str]:

@@ -47,7 +47,8 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
         return interval is not None and run.step > 0 and (run.step % interval == 0 or last) and name not in done
 
     if run.heldout is not None and due(every.evaluate, "eval_loss"):
-        loss = evaluate(run)
+        with run.beside("eval"):
+            loss = evaluate(run)
         if run.stop.agreed():
             return False
         if not math.isfinite(loss):
@@ -58,7 +59,8 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
     if run.online_fid is not None and due(cfg.eval.fid_every, "fid") and not log_fid(run):
         return False
     if due(every.sample, "grid"):
-        draw_grid(run)
+        with run.beside("draw"):
+            draw_grid(run)
     return True
 
 
@@ -171,7 +173,8 @@ def save(run: Run) -> bool:
                 checkpoint.prune(run.folder, run.cfg.checkpoints.keep_last, run.cfg.checkpoints.keep_every)
             run.log.status("running", run.step)
 
-    run.processes.from_main(write)
+    with run.beside("save"):
+        run.processes.from_main(write)
     run.saved = run.step
     return True
 

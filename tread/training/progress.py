@@ -83,7 +83,11 @@ def log(run: Run, clock: Clock) -> str:
         values["mfu"] = round(flops / (peak * run.processes.count), 4)
     values["data_wait"] = round(waited / seconds, 5)
     if clock.cold_start is not None:  # once a start
-        values["cold_start_seconds"], clock.cold_start = round(clock.cold_start, 2), None
+        values["cold_start_seconds"], values["first_step_seconds"] = (
+            round(clock.cold_start, 2),
+            round(clock.first_step, 3),
+        )
+        clock.cold_start = None
     run.record(**values)
     if found["bad"] and run.processes.main:
         with clock.paused():

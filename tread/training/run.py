@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -61,16 +62,29 @@ class Run:
     flops: int  # of the training up to what Clock has counted
     seconds: float | None  # likewise; None: not known of a run that began before they were counted
     tracker: Tracker | None = None
+    spent: dict[str, float] = field(default_factory=dict)  # seconds beside training since the last record, by what
 
     @property
     def model(self) -> Model:
         """What is sampled and evaluated: the EMA weights, by the run's process."""
         return Model(process_of(self.cfg), self.ema.network)
 
+    @contextlib.contextmanager
+    def beside(self, what: str) -> Iterator[None]:
+        """A context whose seconds the next record states as <what>_seconds."""
+        began = time.perf_counter()
+        yield
+        self.spent[what] = self.spent.get(what, 0.0) + time.perf_counter() - began
+
+    def take_spent(self) -> dict[str, float]:
+        """What was spent beside training since this was last asked for, as records state it."""
+        spent, self.spent = self.spent, {}
+        return {f"{what}_seconds": round(seconds, 3) for what, seconds in spent.items()}
+
     def record(self, **values: float) -> None:
-        """Write a line of metrics.jsonl, which also says what the training took up to here."""
+        """Write a line of metrics.jsonl, which also says what the training took up to here, and what else took time."""
         if self.processes.main:
-            values |= {"flops": self.flops}
+            values |= {"flops": self.flops, **self.take_spent()}
             if self.seconds is not None:
                 values["seconds"] = round(self.seconds, 3)
             with explain_failure(self.log.metrics):
@@ -88,7 +102,7 @@ def leave(run: Run, finished: bool) -> None:
             run.processes.say(
                 f"{run.folder}: stopped by {reason} after step {run.step}; {saved}; start it again to go on"
             )
-        run.log.status("finished" if finished else "interrupted", run.step, reason)
+        run.log.status("finished" if finished else "interrupted", run.step, reason, spent=run.take_spent())
         run.log.close()
     if run.tracker is not None:
         run.tracker.close(0 if finished else INTERRUPTED)

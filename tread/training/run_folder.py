@@ -171,8 +171,10 @@ class RunLog:
             leftover.unlink(missing_ok=True)
         self.status("running", step)
 
-    def status(self, state: str, step: int, reason: str | None = None) -> None:
+    def status(self, state: str, step: int, reason: str | None = None, **facts: object) -> None:
         """Write status.json: running, interrupted, finished or failed, after so many steps.
+
+        facts  more of it, such as what the last records do not say any more.
 
         What failed first is the reason: another process's failure that follows from it changes nothing.
         """
@@ -180,7 +182,7 @@ class RunLog:
         if state == "running" or before.get("state") != "failed":
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             who = {"host": platform.node(), "pid": os.getpid()}
-            content = {"state": state, "step": step, "reason": reason, "time": now, **who}
+            content = {"state": state, "step": step, "reason": reason, "time": now, **who, **facts}
             text = json.dumps(content, indent=1) + "\n"
             try:
                 write_whole(self.folder / "status.json", text)
@@ -197,6 +199,7 @@ class RunLog:
         except (
             FileNotFoundError,
             NotADirectoryError,
+            IsADirectoryError,
             ValueError,
         ):  # a damaged one stops nothing: what decides stands in the checkpoints
             return None

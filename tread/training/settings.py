@@ -164,6 +164,7 @@ class Settings:
     checkpoints: Checkpoints
     eval: Evaluation
     sampling: Sampling
+    report: bool
     tracker: Literal["none", "wandb", "tensorboard"]
     wandb: Wandb
     tags: Tags

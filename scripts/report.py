@@ -1,0 +1,37 @@
+"""A page on runs, for a browser: python scripts/report.py results/my-run [results/other results/sweep …]
+
+Writes report.html into the first folder: results, samples over training, curves that zoom and toggle, scores,
+guidance sweeps, where the time went, warnings, what ran. It holds all it needs, and asks nothing of the network.
+Patterns such as 'results/seeds-*' are taken too; runs that differ by their seed alone are put together. Damaged and
+killed runs are reported with what is there. A sweep in a run's folder or beside it is found; others can be named.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    from tread.runtime.early import guard_imports
+
+    guard_imports(globals())
+
+from tread.runtime.cli import answer_help, explained
+from tread.training.comparison import folders_of
+from tread.training.report import write_report
+
+
+def main() -> None:
+    answer_help(__doc__)
+    if not sys.argv[1:]:
+        sys.exit("error: name the runs to report on: their folders; --help says more")
+    with explained("stopped"):
+        try:
+            print(f"written: {write_report(folders_of(sys.argv[1:]))}")
+        except ImportError as error:
+            sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
