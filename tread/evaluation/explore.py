@@ -53,8 +53,7 @@ def controls(kind: str) -> dict[str, bool]:
     row = KINDS[kind]
     return {
         "scale": row.weak_class is not None,
-        "lowest": row.weak_class is not None,
-        "highest": row.weak_class is not None,
+        "interval": row.weak_class is not None,
         "strong": row.routed,
         "weak": row.routed,
         "checkpoint": row.weak_network != "never",
@@ -68,31 +67,29 @@ def branches(kind: str) -> str:
     row = KINDS[kind]
     if row.weak_class is None:
         return "one pass a call: the class, all tokens"
-    told = []
-    for name, sees_class in (("strong", row.strong_class), ("weak", row.weak_class)):
-        parts = ["class" if sees_class else "no class"]
-        parts += [f"{name} ratio of the tokens routed around"] if row.routed else []
-        second = {"never": [], "may": ["maybe a second network"], "must": ["a second, weaker network"]}
-        parts += second[row.weak_network] if name == "weak" else []
-        told.append(f"{name} branch: {', '.join(parts)}")
-    return "; ".join(told) + ("; the class has no effect" if not (row.strong_class or row.weak_class) else "")
+    second = {"never": "", "may": ", or a second network", "must": ", a second, weaker network"}[row.weak_network]
+    strong, weak = (
+        ("class" if sees_class else "no class") + ", routed" * row.routed
+        for sees_class in (row.strong_class, row.weak_class)
+    )
+    no_effect = "" if row.strong_class or row.weak_class else "; classes have no effect"
+    return f"strong branch: {strong}; weak branch: {weak}{second}{no_effect}"
 
 
 @dataclass(frozen=True)
 class Side:
     """What the controls of one side say. Those without an effect for the kind (`controls`) say nothing.
 
-    lowest, highest  the guidance's interval; both None: all noise levels.
-    checkpoint       of the weak network; empty: the strong one serves.
-    steps, solver    None: the process's own.
+    interval       lowest and highest noise level as text, "0.3, 5"; empty: all of them.
+    checkpoint     of the weak network; empty: the strong one serves.
+    steps, solver  None: the process's own.
     """
 
     kind: str
     scale: float = 1.5
     strong: float = 0.3
     weak: float = 0.7
-    lowest: float | None = None
-    highest: float | None = None
+    interval: str = ""
     checkpoint: str | None = None
     same_ids: bool = False
     force: bool = False
@@ -105,9 +102,8 @@ class Side:
         given = {name: getattr(self, name) for name in names if shown[name]}
         for name, value in given.items():
             check(f"guidance.{name}", value, type(getattr(NO_GUIDANCE, name)))
-        ends = tuple(float(end) for end in (self.lowest, self.highest) if end is not None)
-        if shown["lowest"] and ends:
-            given["interval"] = ends
+        if shown["interval"] and self.interval.strip():
+            given["interval"] = _read_interval(self.interval)
         if shown["checkpoint"] and (self.checkpoint or "").strip():
             given["checkpoint"] = self.checkpoint.strip()
         return Guidance(self.kind, **given)
@@ -140,7 +136,7 @@ class Explorer:
         self._decoder = autoencoder.preview
         if options.decode:
             self._decoder = autoencoder.load_decoder(self.trained.latents, device, options.autoencoder)
-        warm_up = Sampler(steps=1, batch_size=1, precision=self.precision)  # a first call is slower than the others
+        warm_up = Sampler(steps=2, batch_size=1, precision=self.precision)  # a first call is slower than the others
         self._draw(self.trained, None, (0,), (0,), warm_up)
 
     @property
@@ -282,6 +278,16 @@ def _read_seeds(text: str) -> list[int]:
     if re.fullmatch(r"\d+( *,? +\d+|,\d+)*", text):
         return [int(number) for number in re.findall(r"\d+", text)]
     return parse_seeds(text)
+
+
+def _read_interval(text: str) -> tuple[float, ...]:
+    """Raises ValueError for what is no numbers; how many they are is the guidance's matter."""
+    try:
+        return tuple(float(word) for word in text.strip(" []").split(","))
+    except ValueError as error:
+        raise ValueError(
+            f"guidance.interval is {text!r}, but must be the lowest and the highest noise level, such as 0.3, 5"
+        ) from error
 
 
 def _keep(kept: dict, key: object, value: object, count: int) -> None:

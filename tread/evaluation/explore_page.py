@@ -6,6 +6,7 @@ What its controls mean and do is explore.py's; this file alone knows gradio.
 from __future__ import annotations
 
 import html
+import logging
 import os
 import socket
 import threading
@@ -24,10 +25,12 @@ from tread.evaluation.explore import Explorer, Side, branches, controls
 
 HOST = "127.0.0.1"
 NEEDED = 6  # the first version of gradio that this is written for
+DAY = (86400, 86400)  # seconds: how often pictures that the page showed are looked through, and how long they are kept
 STYLE = """
-.told {margin: 0; min-height: 3em}
-.refused {margin: 0; min-height: 3em; color: var(--error-text-color, #b91c1c); font-weight: 600}
-.branches {margin: 0; color: var(--body-text-color-subdued)}
+.told {margin: 0; line-height: 1.5; min-height: 3em}
+.refused {color: #b91c1c; font-weight: 600}
+.dark .refused {color: #f87171}
+.grid img {width: 100%; height: 100%; object-fit: contain; padding-top: 30px}
 .command textarea {font-family: var(--font-mono); font-size: 0.85em}
 """
 
@@ -63,7 +66,9 @@ def serve(explorer: Explorer, port: int, ready: Callable[[str], None]) -> None:
     """
     gradio = import_gradio()
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, (os.environ.get("no_proxy"), HOST)))
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # by which gradio asks itself whether it is there
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
+    theme = gradio.themes.Default(**fonts).set(block_info_text_color="*neutral_500")
     page = _build(gradio, explorer)
     try:
         page.launch(
@@ -76,7 +81,7 @@ def serve(explorer: Explorer, port: int, ready: Callable[[str], None]) -> None:
             mcp_server=False,
             enable_monitoring=False,
             footer_links=[],
-            theme=gradio.themes.Default(**fonts),
+            theme=theme,
             css=STYLE,
         )
         ready(f"http://{HOST}:{port}")
@@ -87,40 +92,33 @@ def serve(explorer: Explorer, port: int, ready: Callable[[str], None]) -> None:
 
 def _build(gr: ModuleType, explorer: Explorer):
     names = explorer.class_names
-    with gr.Blocks(title=explorer.title, analytics_enabled=False, delete_cache=(3600, 3600)) as page:
-        gr.Markdown(f"### {explorer.title}\n{explorer.about}")
-        with gr.Row(equal_height=True):
+    with gr.Blocks(title=f"{explorer.title}: guidance by hand", analytics_enabled=False, delete_cache=DAY) as page:
+        gr.Markdown(f"### Guidance by hand: {explorer.title}\n{explorer.about}")
+        with gr.Row():
             first = [list(names.values())[n] for n in spread_classes(len(explorer.trained.latents.classes), 4)]
             classes = gr.Dropdown(
-                list(names.items()), value=first, multiselect=True, label="Classes, a row each", scale=3
+                [*names.items()], value=first, multiselect=True, label="classes, a row each", scale=2, elem_id="classes"
             )
-            seeds = gr.Textbox("0-5", label="Seeds, a column each", info="0-5, or 3, or 1, 4, 9", scale=1)
-            button = gr.Button("Draw A and B", variant="primary", scale=1)
+            seeds = gr.Textbox("0-5", label="seeds, a column each: 0-5, or 1, 4, 9", elem_id="seeds")
         with gr.Row():
-            sides = [_controls(gr, explorer, name, kind) for name, kind in (("A", "none"), ("B", _guided(explorer)))]
+            sides = [_controls(gr, explorer, "A", "none"), _controls(gr, explorer, "B", _guided(explorer))]
+        button = gr.Button("Draw A and B", variant="primary")
         with gr.Row():
             results = [_results(gr, name) for name in ("A", "B")]
 
         def draw(labels: list[int], seeds: str, *values) -> tuple[Image.Image | None, str, str]:
             return _answer(explorer, Side(*values), labels, seeds)
 
+        one_at_a_time = {"concurrency_id": "draw", "concurrency_limit": 1, "api_visibility": "private"}
         for start in (button.click, seeds.submit):
-            step = None
+            then = start
             for side, result in zip(sides, results):
-                step = (step.then if step else start)(
-                    draw,
-                    [classes, seeds, *side],
-                    result,
-                    concurrency_id="draw",
-                    concurrency_limit=1,
-                    api_visibility="private",
-                    show_progress_on=result[0],
-                )
+                then = then(draw, [classes, seeds, *side], result, show_progress_on=result[0], **one_at_a_time).then
     return page
 
 
 def _guided(explorer: Explorer) -> str:
-    """The kind that side B starts with: the first that the network takes."""
+    """The kind that side B starts with."""
     return "cfg" if explorer.trained.label_drop else "sparse"
 
 
@@ -130,87 +128,78 @@ def _answer(explorer: Explorer, side: Side, labels: list[int], seeds: str) -> tu
         shown = explorer.draw(side, labels, seeds)
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
         line = " ".join(str(error).split())
-        return None, f'<p class="refused" role="alert">{html.escape(line)}</p>', ""
+        return None, f'<p class="told refused" role="alert">{html.escape(line)}</p>', ""
     return shown.grid, f'<p class="told">{html.escape(shown.told)}</p>', shown.command
 
 
 def _results(gr: ModuleType, name: str) -> list:
     with gr.Column():
         told = gr.HTML('<p class="told">Not drawn yet.</p>', elem_id=f"told-{name}")
+        buttons = ["download", "fullscreen"]
         grid = gr.Image(
-            label=name, format="png", type="pil", height=400, buttons=["download", "fullscreen"], elem_id=f"grid-{name}"
+            label=name,
+            format="png",
+            type="pil",
+            height=400,
+            buttons=buttons,
+            elem_id=f"grid-{name}",
+            elem_classes="grid",
         )
-        command = gr.Textbox(
-            label=f"{name} as a command",
-            lines=2,
-            interactive=False,
-            buttons=["copy"],
-            elem_id=f"command-{name}",
-            elem_classes="command",
-        )
+        said = {"label": f"the command that draws {name}", "elem_id": f"command-{name}", "elem_classes": "command"}
+        command = gr.Textbox(lines=2, interactive=False, buttons=["copy"], **said)
     return [grid, told, command]
 
 
 def _controls(gr: ModuleType, explorer: Explorer, name: str, kind: str) -> list:
     """The controls of one side, in the order of the fields of Side; those without an effect for its kind are hidden."""
-    process, shown, level = explorer.trained.process, controls(kind), explorer.trained.process.level_name
-    start = Side(kind)
+    process, shown, start, own = explorer.trained.process, controls(kind), Side(kind), {}
+    levels = process.schedule(process.default_steps)[:-1].tolist()
+
+    def place(of: str, **more) -> dict:
+        return {"visible": shown.get(of, True), "elem_id": f"{of}-{name}", **more}
+
+    def slider(of: str, most: float, label: str, info: str, **more) -> None:
+        value = getattr(start, of)
+        own[of] = gr.Slider(0, most, value=value, step=0.05, label=label, info=info, **place(of, **more))
+
     with gr.Column(), gr.Group():
-        own = {"kind": gr.Dropdown(list(KINDS), value=kind, label=f"{name}: guidance", elem_id=f"kind-{name}")}
-        about = gr.HTML(_about(kind), padding=True)
-        own["scale"] = gr.Slider(
-            0,
-            10,
-            value=start.scale,
-            step=0.05,
-            label="ω",
-            info="1 is the strong branch alone, at its cost; above 1, away from the weak branch",
-            visible=shown["scale"],
-        )
         with gr.Row():
-            for ratio, of in (("strong", "strong"), ("weak", "weak")):
-                own[ratio] = gr.Slider(
-                    0,
-                    0.95,
-                    value=getattr(start, ratio),
-                    step=0.05,
-                    label=f"{ratio} ratio",
-                    info=f"share of tokens routed around in the {of} branch",
-                    visible=shown[ratio],
-                )
-        with gr.Row():
-            own["lowest"] = gr.Number(None, label=f"guided from {level}", visible=shown["lowest"], min_width=80)
-            own["highest"] = gr.Number(None, label=f"to {level}", visible=shown["highest"], min_width=80)
-            own["steps"] = gr.Number(process.default_steps, label="steps", precision=0, min_width=80)
-            own["solver"] = gr.Dropdown(
-                list(get_args(Solver)), value=process.default_solver, label="solver", min_width=80
+            own["kind"] = gr.Dropdown(
+                list(KINDS), value=kind, label=f"{name}: guidance", info=branches(kind), **place("kind", scale=3)
             )
-        own["checkpoint"] = gr.Dropdown(
-            ["", *explorer.others],
-            value="",
-            label="second checkpoint, of the weak branch",
-            info="one of this run, or any path; empty: the weak branch is the same network",
-            allow_custom_value=True,
-            visible=shown["checkpoint"],
-        )
+            small, solvers = {"scale": 1, "min_width": 90}, list(get_args(Solver))
+            steps = process.default_steps
+            own["steps"] = gr.Number(steps, label="steps", precision=0, minimum=1, **place("steps", **small))
+            solver = process.default_solver
+            own["solver"] = gr.Dropdown(solvers, value=solver, label="solver", **place("solver", **small))
         with gr.Row():
-            own["same_ids"] = gr.Checkbox(label="same tokens in both branches", visible=shown["same_ids"])
-            own["force"] = gr.Checkbox(label="run likely mistakes too (force)", visible=shown["force"])
-    listed = [own[item.name] for item in fields(Side)]
-    changing = [name for name in shown if name in own]
+            slider("scale", 10, "scale ω", "D_weak + ω·(D_strong − D_weak); 1: the strong branch alone", scale=3)
+            own["interval"] = gr.Textbox(
+                label=f"guided {process.level_name}: from, to",
+                info="empty: everywhere",
+                placeholder=f"{levels[-1]:.3g}, {levels[0]:.3g}",
+                max_lines=1,
+                **place("interval", scale=2, min_width=120),
+            )
+        with gr.Row():
+            slider("strong", 0.95, "strong ratio", "tokens routed around, strong branch")
+            slider("weak", 0.95, "weak ratio", "tokens routed around, weak branch")
+        with gr.Row():
+            own["checkpoint"] = gr.Dropdown(
+                ["", *explorer.others],
+                value="",
+                label="second checkpoint, the weak branch's",
+                info="of this run, or type a path; empty: the same network",
+                allow_custom_value=True,
+                **place("checkpoint", scale=3),
+            )
+            with gr.Column(scale=2, min_width=120):
+                own["same_ids"] = gr.Checkbox(label="both route the same tokens", **place("same_ids"))
+                own["force"] = gr.Checkbox(label="force likely mistakes", **place("force"))
 
     def choose(kind: str) -> list:
-        return [_about(kind), *(gr.update(visible=controls(kind)[name]) for name in changing)]
+        return [gr.update(info=branches(kind)), *(gr.update(visible=one) for one in controls(kind).values())]
 
-    own["kind"].change(
-        choose,
-        own["kind"],
-        [about, *(own[name] for name in changing)],
-        api_visibility="private",
-        show_progress="hidden",
-    )
-    return listed
-
-
-def _about(kind: str) -> str:
-    return f'<p class="branches">{html.escape(branches(kind))}</p>'
+    outputs = [own[of] for of in ("kind", *shown)]
+    own["kind"].input(choose, own["kind"], outputs, api_visibility="private", show_progress="hidden")
+    return [own[item.name] for item in fields(Side)]

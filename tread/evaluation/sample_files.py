@@ -140,7 +140,7 @@ class SampleFiles:
         return [{"class": n, "class_name": self._name(n), "seeds": list(self.seeds)} for n in self.labels]
 
     def grid(self, pictures: np.ndarray) -> Image.Image:
-        """Pictures (n, 1 or 3, H, W) uint8 with the rows' numbers and names, unless names are but numbers, as digits'."""
+        """Pictures (n, 1 or 3, H, W) uint8, and the rows' names, unless all are but numbers, as digits' are."""
         grid, names = draw_grid(pictures, len(self.seeds)), [self._name(label) for label in self.labels]
         if names == [str(label) for label in self.labels]:
             return grid
