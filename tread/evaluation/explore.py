@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from routing_module import check_routes
 from tread.checkpoints import checkpoint
 from tread.checkpoints.trained import Trained, open_trained, open_weak
 from tread.data import autoencoder
@@ -138,6 +139,7 @@ class Explorer:
             self._decoder = autoencoder.load_decoder(self.trained.latents, device, options.autoencoder)
         warm_up = Sampler(steps=2, batch_size=1, precision=self.precision)  # a first call is slower than the others
         self._draw(self.trained, None, (0,), (0,), warm_up)
+        self._drawn.clear()
 
     @property
     def title(self) -> str:
@@ -148,7 +150,8 @@ class Explorer:
     def about(self) -> str:
         """What is drawn from, in a line."""
         network = self._model(self.trained, NO_GUIDANCE).network
-        routes = [f"r({route.start}→{route.end})" for route in self.trained.cfg.model.routes]
+        model = self.trained.cfg.model
+        routes = [f"r({route.start}→{route.end})" for route in check_routes(model.routes, model.depth)]
         facts = [
             f"{self.trained.weights} weights of {_told(self.trained.found.folder)}",
             f"{sum(one.numel() for one in network.parameters()):,} parameters",

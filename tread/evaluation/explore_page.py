@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import fields
+from errno import EADDRINUSE
 from types import ModuleType
 from typing import get_args
 
@@ -25,9 +26,10 @@ from tread.evaluation.explore import Explorer, Side, branches, controls
 
 HOST = "127.0.0.1"
 NEEDED = 6  # the first version of gradio that this is written for
+SAME = "none: the same network"
 DAY = (86400, 86400)  # seconds: how often pictures that the page showed are looked through, and how long they are kept
 STYLE = """
-.told {margin: 0; line-height: 1.5; min-height: 3em}
+.told {margin: 0; line-height: 1.5; min-height: 4.5em}
 .refused {color: #b91c1c; font-weight: 600}
 .dark .refused {color: #f87171}
 .grid img {width: 100%; height: 100%; object-fit: contain; padding-top: 30px}
@@ -55,8 +57,10 @@ def check_port(port: int) -> None:
         try:
             free.bind((HOST, port))
         except OSError as error:
-            why = "another program, maybe another page, listens there" if error.errno == 98 else error.strerror
-            raise OSError(f"port {port} of {HOST} can't be used: {why}; port={port + 1} takes another") from error
+            why = (
+                "is taken, maybe by another page" if error.errno == EADDRINUSE else f"can't be used ({error.strerror})"
+            )
+            raise OSError(f"port {port} of {HOST} {why}: port={port + 1} or any other that is free") from error
 
 
 def serve(explorer: Explorer, port: int, ready: Callable[[str], None]) -> None:
@@ -113,7 +117,7 @@ def _build(gr: ModuleType, explorer: Explorer):
         for start in (button.click, seeds.submit):
             then = start
             for side, result in zip(sides, results):
-                then = then(draw, [classes, seeds, *side], result, show_progress_on=result[0], **one_at_a_time).then
+                then = then(draw, [classes, seeds, *side], result, **one_at_a_time).then
     return page
 
 
@@ -186,10 +190,10 @@ def _controls(gr: ModuleType, explorer: Explorer, name: str, kind: str) -> list:
             slider("weak", 0.95, "weak ratio", "tokens routed around, weak branch")
         with gr.Row():
             own["checkpoint"] = gr.Dropdown(
-                ["", *explorer.others],
+                [(SAME, ""), *((one, one) for one in explorer.others)],
                 value="",
                 label="second checkpoint, the weak branch's",
-                info="of this run, or type a path; empty: the same network",
+                info="one of this run, or any path that you type",
                 allow_custom_value=True,
                 **place("checkpoint", scale=3),
             )
