@@ -93,8 +93,10 @@ def page(tmp_path):
     port = free_port()
     command = [sys.executable, ROOT / "scripts" / "explore.py", "checkpoint=results/digits", f"port={port}"]
     log = tmp_path / "log.txt"
+    (tmp_path / "temporary").mkdir()
     with log.open("w") as file:
-        door = subprocess.Popen([*command, "cpu_threads=1"], cwd=tmp_path, stdout=file, stderr=file)
+        place = os.environ | {"TMPDIR": str(tmp_path / "temporary")}
+        door = subprocess.Popen([*command, "cpu_threads=1"], cwd=tmp_path, env=place, stdout=file, stderr=file)
     try:
         wait_for(lambda: FIRST in log.read_text() or door.poll() is not None)
         assert log.read_text() == f"{FIRST}:{port}  digits-tread, step 20; Ctrl-C closes it\n"
@@ -170,6 +172,7 @@ def test_all_kinds_are_clicked_through_once(page, tmp_path):
         side[name].locator("input[type=number]").fill(ratio)
     draw(r"^guidance.strong 0.7 is larger than guidance.weak 0.3: .*\)$")
     assert side["grid"].locator("img").count() == 0 and not side["command"].locator("textarea").input_value()
+    choose("cfg")
     (tmp_path / "results" / "digits").rename(tmp_path / "results" / "gone")
     draw("^no checkpoint at .*/step_0000020: it is not there$")
     assert "no checkpoint at" in opened.locator("#told-A [role=alert]").inner_text()
@@ -179,6 +182,6 @@ def test_all_kinds_are_clicked_through_once(page, tmp_path):
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", int(start.split(":")[2].strip("/"))), timeout=5)
     door.send_signal(signal.SIGINT)
-    assert door.wait(30) == 130
+    assert door.wait(30) == 130 and not any((tmp_path / "temporary").rglob("*.png"))
     (_, last) = (tmp_path / "log.txt").read_text().splitlines()
     assert last == "closed"

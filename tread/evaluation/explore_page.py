@@ -9,6 +9,7 @@ import html
 import logging
 import os
 import socket
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import fields
@@ -73,25 +74,27 @@ def serve(explorer: Explorer, port: int, ready: Callable[[str], None]) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # by which gradio asks itself whether it is there
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
     theme = gradio.themes.Default(**fonts).set(block_info_text_color="*neutral_500")
-    page = _build(gradio, explorer)
-    try:
-        page.launch(
-            server_name=HOST,
-            server_port=port,
-            share=False,
-            quiet=True,
-            prevent_thread_lock=True,
-            ssr_mode=False,
-            mcp_server=False,
-            enable_monitoring=False,
-            footer_links=[],
-            theme=theme,
-            css=STYLE,
-        )
-        ready(f"http://{HOST}:{port}")
-        threading.Event().wait()
-    finally:
-        page.close(verbose=False)
+    with tempfile.TemporaryDirectory(prefix="tread-explore-") as pictures:
+        os.environ["GRADIO_TEMP_DIR"] = pictures
+        page = _build(gradio, explorer)
+        try:
+            page.launch(
+                server_name=HOST,
+                server_port=port,
+                share=False,
+                quiet=True,
+                prevent_thread_lock=True,
+                ssr_mode=False,
+                mcp_server=False,
+                enable_monitoring=False,
+                footer_links=[],
+                theme=theme,
+                css=STYLE,
+            )
+            ready(f"http://{HOST}:{port}")
+            threading.Event().wait()
+        finally:
+            page.close(verbose=False)
 
 
 def _build(gr: ModuleType, explorer: Explorer):
