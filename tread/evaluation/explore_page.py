@@ -176,7 +176,7 @@ def _controls(gr: ModuleType, explorer: Explorer, name: str, kind: str) -> list:
             )
             small, solvers = {"scale": 1, "min_width": 90}, list(get_args(Solver))
             steps = process.default_steps
-            own["steps"] = gr.Number(steps, label="steps", precision=0, minimum=1, **place("steps", **small))
+            own["steps"] = gr.Number(steps, label="steps", precision=0, **place("steps", **small))
             solver = process.default_solver
             own["solver"] = gr.Dropdown(solvers, value=solver, label="solver", **place("solver", **small))
         with gr.Row():
