@@ -11,8 +11,6 @@ if __name__ == "__main__":
     guard_imports(globals())
 
 import json
-import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,22 +32,12 @@ from tread.diffusion.sampling import (
     spread_classes,
 )
 from tread.diffusion.solvers import Churn, Solver
-from tread.evaluation.sample_files import SampleFiles, check_name, facts_of
+from tread.evaluation.sample_files import SampleFiles, check_name, facts_of, parse_seeds
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import Precision, device_name, use_cores, use_precision
 from tread.runtime.schema import Count
 from tread.runtime.tensor_files import Weights
-
-
-def parse_seeds(seeds: str | int | Sequence[int]) -> list[int]:
-    """ "0-15" → 0..15, both included; a number or a list of numbers as it is."""
-    if isinstance(seeds, str) and (match := re.fullmatch(r"(\d+)-(\d+)", seeds)) and int(match[1]) <= int(match[2]):
-        return list(range(int(match[1]), int(match[2]) + 1))
-    seeds = [seeds] if isinstance(seeds, int) else seeds
-    if isinstance(seeds, str) or not seeds:
-        raise ValueError(f"seeds is {seeds!r}, but must be a-b with a at most b, a number or a list of numbers")
-    return list(seeds)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import explore
 import export_checkpoint
 import guidance_sweep
 import import_checkpoint
@@ -43,6 +44,7 @@ NOT_RUN = {  # how a command starts → why it is neither run nor composed
     "pytest": "a slow test of its own",
     "python scripts/compare_runs.py results/seeds-": "of runs that are composed alone",
     "python studies/": "trains for minutes to days (tests/doors/test_studies.py reads their words)",
+    "python scripts/explore.py": "serves a page",
     "python benchmarks/": "measures for minutes (step_time.py, which takes train.py's options, is composed)",
 }
 COMPOSED = {  # what a command has → why it can't be run here
@@ -153,6 +155,7 @@ DOORS = {  # script → its config, the keys it knows, and how it reads them
     ),
     "scripts/export_checkpoint.py": ("export_checkpoint", *read_as(export_checkpoint.Options)),
     "scripts/reconstruct_ema.py": ("reconstruct_ema", *read_as(reconstruct_ema.Options)),
+    "scripts/explore.py": ("explore", *read_as(explore.Options)),
     "scripts/guidance_sweep.py": (
         "guidance_sweep",
         [*schema.known_keys(plan.Options), *schema.known_keys(guidance_sweep.Sweep, "sweep.")],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,16 @@ from tread.runtime.files import check_place, explain_failure
 from tread.runtime.versions import versions
 
 DEFAULT = "samples.png"
+
+
+def parse_seeds(seeds: str | int | Sequence[int]) -> list[int]:
+    """ "0-15" → 0..15, both included; a number or a list of numbers as it is."""
+    if isinstance(seeds, str) and (match := re.fullmatch(r"(\d+)-(\d+)", seeds)) and int(match[1]) <= int(match[2]):
+        return list(range(int(match[1]), int(match[2]) + 1))
+    seeds = [seeds] if isinstance(seeds, int) else seeds
+    if isinstance(seeds, str) or not seeds:
+        raise ValueError(f"seeds is {seeds!r}, but must be a-b with a at most b, a number or a list of numbers")
+    return list(seeds)
 
 
 def check_name(out: str | None) -> None:
@@ -106,7 +117,7 @@ class SampleFiles:
         path = self._free() if self.out is None else self.out
         with explain_failure(path):
             if self.form == "grid":
-                save_png(path, self._grid(np.concatenate(list(batches))), {**facts, "rows": self._rows()})
+                save_png(path, self.grid(np.concatenate(list(batches))), {**facts, "rows": self._rows()})
             elif self.form == "npz":
                 save_npz(path, rgb(), np.array([label for label, _ in self.pairs]))
             else:
@@ -128,8 +139,8 @@ class SampleFiles:
     def _rows(self) -> list[dict]:
         return [{"class": n, "class_name": self._name(n), "seeds": list(self.seeds)} for n in self.labels]
 
-    def _grid(self, pictures: np.ndarray) -> Image.Image:
-        """With the rows' numbers and names, unless all names are but the numbers, as digits' are."""
+    def grid(self, pictures: np.ndarray) -> Image.Image:
+        """Pictures (n, 1 or 3, H, W) uint8, and the rows' names, unless all are but numbers, as digits' are."""
         grid, names = draw_grid(pictures, len(self.seeds)), [self._name(label) for label in self.labels]
         if names == [str(label) for label in self.labels]:
             return grid

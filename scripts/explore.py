@@ -1,0 +1,47 @@
+"""A page to try guidance by hand: python scripts/explore.py checkpoint=results/digits-tread
+
+Two settings side by side with the same classes and seeds, what each costs, and the sample.py command that draws it.
+Only this machine sees the page. It needs gradio: pip install -r requirements-explore.txt. All options:
+configs/explore.yaml.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    from tread.runtime.early import guard_imports
+
+    guard_imports(globals())
+
+import hydra
+import torch
+from omegaconf import DictConfig
+
+from tread.evaluation import explore_page
+from tread.evaluation.explore import Explorer, Options
+from tread.runtime import schema
+from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.device import use_cores
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="explore")
+def main(composed: DictConfig) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with explained("closed"):
+        options = schema.read(plain(composed), Options)
+        explore_page.import_gradio()
+        explore_page.check_port(options.port)
+        use_cores(options.cpu_threads, processes=1)
+        explorer = Explorer(options, device, os.path.relpath(ROOT / "sample.py"))
+        explore_page.serve(
+            explorer, options.port, lambda address: print(f"{address}  {explorer.title}; Ctrl-C closes it", flush=True)
+        )
+
+
+if __name__ == "__main__":
+    open_door(main, schema.known_keys(Options))
