@@ -3,7 +3,8 @@
 python scripts/export_checkpoint.py checkpoint=results/my-run out=exports/my-run
 
 The folder holds ema.safetensors (a DiT's in public DiT's parameter names), info.json and config.yaml, and is a
-checkpoint itself: sample.py, fid.py and init_from take it. All options: configs/export_checkpoint.yaml.
+checkpoint itself: sample.py, fid.py and init_from take it. To give away: dtype=fp16 is half as large, paths=short
+leaves no path of this machine in the record. All options: configs/export_checkpoint.yaml.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from tread.checkpoints import checkpoint
+from tread.checkpoints.exporting import Dtype, Paths, as_dtype, record, stored_dtype
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
-from tread.runtime.files import check_place, explain_failure, size_text, whole_folder
-from tread.runtime.tensor_files import Weights
+from tread.runtime.files import check_place, explain_failure, sha256, size_text, whole_folder
+from tread.runtime.tensor_files import Weights, save_tensors
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class Options:
     checkpoint: str
     out: str
     weights: Weights
+    dtype: Dtype
+    paths: Paths
+    autoencoder: str | None
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="export_checkpoint")
@@ -45,24 +50,46 @@ def main(composed: DictConfig) -> None:
     with explained():
         options = schema.read(plain(composed), Options)
         found = export(
-            checkpoint.find(Path(options.checkpoint).expanduser()), options.weights, Path(options.out).expanduser()
+            checkpoint.find(Path(options.checkpoint).expanduser()),
+            options.weights,
+            Path(options.out).expanduser(),
+            options.dtype,
+            options.paths,
+            options.autoencoder,
         )
         print(account(found, options))
 
 
-def export(found: checkpoint.Checkpoint, weights: str, out: Path) -> checkpoint.Checkpoint:
-    """Write a checkpoint with one part, whole or not at all, and open it. Raises ValueError or OSError."""
+def export(
+    found: checkpoint.Checkpoint,
+    weights: str,
+    out: Path,
+    dtype: Dtype = "fp32",
+    paths: Paths = "full",
+    autoencoder: str | None = None,
+) -> checkpoint.Checkpoint:
+    """Write a checkpoint with one part, whole or not at all, and open it. Raises ValueError or OSError.
+
+    paths, autoencoder  see `record`.
+    """
     if out.exists() or out.is_symlink():
         raise FileExistsError(f"out={out} is there already; choose another folder")
     found.verify(weights)
     name = f"{weights}.safetensors"
-    stated = found.info["files"][name]
-    check_place(out.parent, stated["bytes"])
+    info, stated = record(found.info, paths, autoencoder), found.info["files"][name]
+    rounded = None if dtype == stored_dtype(info) else as_dtype(found.tensors(weights), dtype)
+    check_place(out.parent, sum(value.nbytes for value in rounded.values()) if rounded else stated["bytes"])
     with explain_failure(out), whole_folder(out) as partial:
-        shutil.copyfile(found.folder / name, partial / name)
-        content = {**found.info, "files": {name: stated}}
+        path = partial / name
+        if rounded is None:
+            shutil.copyfile(found.folder / name, path)
+        else:
+            save_tensors(path, rounded)
+            info |= {"dtype": dtype, "made_from": stated["sha256"]}
+            stated = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        content = {**info, "files": {name: stated}}
         (partial / "info.json").write_text(json.dumps(content, indent=1) + "\n")
-        (partial / "config.yaml").write_text(OmegaConf.to_yaml(found.info["config"]))
+        (partial / "config.yaml").write_text(OmegaConf.to_yaml(info["config"]))
     return checkpoint.find(out)
 
 
@@ -70,7 +97,8 @@ def account(found: checkpoint.Checkpoint, options: Options) -> str:
     """What was written, and the commands that take it."""
     size = found.info["files"][f"{options.weights}.safetensors"]["bytes"]
     raw = options.weights == "model"
-    lines = [f"{options.out}: {options.weights} weights of step {found.step}, {size_text(size)}"]
+    stored = stored_dtype(found.info)
+    lines = [f"{options.out}: {options.weights} weights of step {found.step} in {stored}, {size_text(size)}"]
     if found.info.get("predicts", "objective") == "objective":
         lines += [f"  python sample.py checkpoint={options.out}{' weights=model' * raw}"]
         lines += [f"  python fid.py checkpoint={options.out}{' weights=model' * raw} reference=…"]

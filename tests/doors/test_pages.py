@@ -35,6 +35,7 @@ from tread.training import settings
 from tread.training.run_folder import RunLog
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "models").glob("*/README.md"))
 TRAIN = [*settings.known_keys(), "experiment"]
 
 NOT_RUN = {  # how a command starts → why it is neither run nor composed
@@ -203,7 +204,8 @@ def test_commands_for_other_machines_compose(page):
 
 
 def test_commands_run_in_small(tmp_path):
-    """In one folder, in the order of the pages: what train.py makes is there for sample.py and fid.py."""
+    """In one folder, in the order of the pages: what train.py makes is there for sample.py and fid.py; models/, too."""
+    shutil.copytree(ROOT / "models", tmp_path / "models")
     seen = {}  # what runs → the page where it stands first
     for command in COMMANDS:
         if command.kind != "run" or seen.setdefault(command.text, command.page) != command.page:
