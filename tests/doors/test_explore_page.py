@@ -106,6 +106,7 @@ def page(tmp_path):
             context = browser.new_context(viewport={"width": 1280, "height": 900})
             context.grant_permissions(["clipboard-read", "clipboard-write"])
             opened, foreign = context.new_page(), []
+            opened.set_default_timeout(120_000)
             opened.on("request", lambda asked: foreign.append(asked.url))
             opened.on("pageerror", lambda error: foreign.append(str(error)))
             opened.goto(f"{FIRST}:{port}")
@@ -117,7 +118,7 @@ def page(tmp_path):
         door.wait()
 
 
-def wait_for(happened, seconds: float = 120) -> None:
+def wait_for(happened, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end, "it did not happen in time"

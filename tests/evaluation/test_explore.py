@@ -175,6 +175,7 @@ def test_what_can_not_be_is_refused(explorer):
         (Side("cfg", interval="5, 1"), [0], "0", "guidance.interval is [5.0, 1.0]"),
         (Side("cfg", interval="5"), [0], "0", "guidance.interval is [5.0], but must be [lowest, highest]"),
         (Side("cfg", interval="from 5"), [0], "0", "guidance.interval is 'from 5', but must be the lowest"),
+        (Side("cfg", interval="0.1, inf"), [0], "0", "guidance.interval.1 is inf, but must be a finite number"),
         (Side("cfg", interval="500, 600"), [0], "0", "none of the sampling's noise levels lies in it"),
         (Side("cfg", scale=None), [0], "0", "guidance.scale is None, but must be float"),
         (Side("none", steps=0), [0], "0", "steps is 0, but must be positive"),

@@ -286,11 +286,13 @@ def _read_seeds(text: str) -> list[int]:
 def _read_interval(text: str) -> tuple[float, ...]:
     """Raises ValueError for what is no numbers; how many they are is the guidance's matter."""
     try:
-        return tuple(float(word) for word in text.strip(" []").split(","))
+        ends = tuple(float(word) for word in text.strip(" []").split(","))
     except ValueError as error:
         raise ValueError(
             f"guidance.interval is {text!r}, but must be the lowest and the highest noise level, such as 0.3, 5"
         ) from error
+    check("guidance.interval", ends, tuple[float, ...])
+    return ends
 
 
 def _keep(kept: dict, key: object, value: object, count: int) -> None:

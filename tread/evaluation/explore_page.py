@@ -98,13 +98,17 @@ def serve(explorer: Explorer, port: int, ready: Callable[[str], None]) -> None:
 
 
 def _build(gr: ModuleType, explorer: Explorer):
-    names = explorer.class_names
     with gr.Blocks(title=f"{explorer.title}: guidance by hand", analytics_enabled=False, delete_cache=DAY) as page:
         gr.Markdown(f"### Guidance by hand: {explorer.title}\n{explorer.about}")
         with gr.Row():
-            first = [list(names.values())[n] for n in spread_classes(len(explorer.trained.latents.classes), 4)]
+            first = spread_classes(len(explorer.trained.latents.classes), 4)
             classes = gr.Dropdown(
-                [*names.items()], value=first, multiselect=True, label="classes, a row each", scale=2, elem_id="classes"
+                [*explorer.class_names.items()],
+                value=first,
+                multiselect=True,
+                label="classes, a row each",
+                scale=2,
+                elem_id="classes",
             )
             seeds = gr.Textbox("0-5", label="seeds, a column each: 0-5, or 1, 4, 9", elem_id="seeds")
         with gr.Row():
