@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,6 +82,15 @@ def _made(run: Planned, one: dict) -> Made:
         values = {name: score[name] for name in (*METRICS, "count") if score.get(name) is not None}
         points.setdefault(score["step"], {"images": score["step"] * batch, "step": score["step"]}).update(values)
     return Made(seed=one["seed"], points=[points[step] for step in sorted(points)], scores=scores)
+
+
+def reports(runs: Sequence[Planned], place: Path) -> str:
+    """Links from a study's folder to the pages that train.py wrote on its runs, wherever they were made."""
+    found = []
+    for run in runs:
+        for page in place.parent.parent.glob(f"*/{place.name}/*-{run.training.key}/train/report.html"):
+            found.append(f"[{run.arm}, seed {run.training.seed}]({os.path.relpath(page, place)})")
+    return f"\nReports: {', '.join(dict.fromkeys(found))}\n" if found else ""
 
 
 def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
@@ -244,15 +254,12 @@ def _line(name: str, x: Sequence[float], values: Sequence[Sequence[float]]) -> L
 
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
-    """results.json (a line a training), figure.png and table.md of what is made of a study, beside its YAML.
+    """results.json (a line a training), figure.png and table.md of what is trained of a study, beside its YAML.
 
-    runs  those that were asked for now; the study's other seeds are kept.
+    runs  those that were asked for now; the study's other seeds are kept, and what is missing of all is said.
     """
-    wanted = [
-        run
-        for run in {(run.arm, run.training.seed): run for run in (*plan(study), *runs)}.values()
-        if is_made(run, made)
-    ]
+    whole = [*{(run.arm, run.training.seed): run for run in (*plan(study), *runs)}.values()]
+    wanted = [run for run in whole if made.get(run.training.key, {}).get("trained")]
     scores = {run.training.key: set[str]() for run in wanted}
     for run in wanted:
         scores[run.training.key] |= {score.key for score in run.scores}
@@ -265,12 +272,13 @@ def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], fol
     with explain_failure(folder):
         folder.mkdir(exist_ok=True)
         write_whole(folder / "results.json", head[:-1] + f',\n "runs": {{\n{lines}\n }}}}\n')
-    write(study, wanted, gather(wanted, [], made), folder)
+    left = missing(whole, made)
+    write(study, gather(whole, [], made), folder, f"\nMissing: {left}.\n" if left else "")
 
 
-def write(study: Study, runs: Sequence[Planned], results: Mapping[str, list[Made]], folder: Path) -> None:
-    """table.md and figure.png of what there is, if anything. Raises OSError."""
+def write(study: Study, results: Mapping[str, list[Made]], folder: Path, below: str = "") -> None:
+    """table.md, with a text below it, and figure.png of what there is, if anything. Raises OSError."""
     with explain_failure(folder):
-        write_whole(folder / "table.md", table(study, results))
+        write_whole(folder / "table.md", table(study, results) + below)
         if any(run["points"] for made in results.values() for run in made):
             draw(study, results, folder / "figure.png")

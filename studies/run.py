@@ -28,7 +28,7 @@ from omegaconf import OmegaConf
 
 from studies.cost import estimate
 from studies.jobs import jobs_of, make, submit
-from studies.results import finished, gather, is_made, missing, publish, write
+from studies.results import finished, gather, is_made, missing, publish, reports, write
 from studies.study import HERE, ScaleName, Study, names, plan, read_study
 from tread.evaluation.inception import find_weights
 from tread.runtime import schema
@@ -92,7 +92,7 @@ def run(options: Options) -> None:
 
     def after() -> None:
         made = finished(results)
-        write(study, runs, gather(runs, jobs, made), place)
+        write(study, gather(runs, jobs, made), place, reports(runs, place))
         if options.publish:
             publish(study, runs, made, HERE / study.name)
 
@@ -101,7 +101,7 @@ def run(options: Options) -> None:
     finally:
         after()
         left = missing(runs, finished(results))
-        print((place / "table.md").read_text().rstrip())
+        print((place / "table.md").read_text().partition("\nReports: ")[0].rstrip())
         print(f"  missing   {left}" if left else "  nothing is missing")
         print(f"  written   {', '.join(map(str, [*place.glob('*.*')] + [HERE / study.name] * options.publish))}")
     if problems:

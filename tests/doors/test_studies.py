@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -147,7 +148,8 @@ def test_what_is_published_counts_as_made_though_its_folder_is_gone(tmp_path, mo
     assert again[whole.training.key]["scores"].keys() == {score.key for score in whole.scores}
     assert results.is_made(whole, again) and not results.is_made(begun, found) and not results.is_made(unscored, found)
     assert results.missing([*runs.values()], again) == "routed (seed 0, 1, 2); dense (seed 1, 2)"
-    assert "| dense | 1 |" in (tmp_path / "convergence" / "table.md").read_text()
+    table = (tmp_path / "convergence" / "table.md").read_text()
+    assert "| dense | 1 |" in table and "Missing: routed (seed 0, 1, 2); dense (seed 1, 2)." in table
     found |= {unscored.training.key: made(unscored, {4688: 1.0}, kid=0.1)}
     results.publish(read, [whole], found, tmp_path / "convergence")  # seeds=1 now: the other seed is kept
     assert [*results.finished(tmp_path / "nothing")] == [whole.training.key, unscored.training.key]
@@ -166,11 +168,21 @@ def test_own_figures_draw_what_is_there(tmp_path, name):
             )
             found[one.training.key]["scores"] |= made(one, {}, kid=0.1 + number / 100)["scores"]
     by_arm = results.gather([*runs.values()], [], found)
-    results.write(read, [*runs.values()], by_arm, tmp_path)
+    results.write(read, by_arm, tmp_path)
     assert (tmp_path / "figure.png").stat().st_size > 10_000
     absent = [one for one in runs.values()][3]
     if name != "guidance":  # whose arms share a training
         assert f"| {absent.arm} | 0 |" in (tmp_path / "table.md").read_text()
+
+
+def test_a_study_links_the_reports_of_its_runs(tmp_path):
+    one, other = planned("convergence")["dense", 0], planned("when")["depth 12, dense", 0]
+    page = tmp_path / "convergence" / "small" / one.folder / "train" / "report.html"
+    page.parent.mkdir(parents=True)
+    page.touch()
+    (tmp_path / "when" / "small").mkdir(parents=True)
+    (link,) = re.findall(r"\]\((.*?)\)", results.reports([other], tmp_path / "when" / "small"))
+    assert (tmp_path / "when" / "small" / link).samefile(page)
 
 
 def test_when_finds_where_routing_begins_to_pay():
