@@ -98,7 +98,8 @@ def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
     seeds: dict[str, list[str]] = {}
     for run in runs:
         if not is_made(run, made):
-            seeds.setdefault(run.arm, []).append(str(run.training.seed))
+            only = " (scores alone)" if made.get(run.training.key, {}).get("trained") else ""
+            seeds.setdefault(run.arm, []).append(f"{run.training.seed}{only}")
     return "; ".join(f"{arm} (seed {', '.join(each)})" for arm, each in seeds.items())
 
 
@@ -231,8 +232,15 @@ def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
 
 def _curves(results: Mapping[str, list[Made]], metric: str) -> list[Panel]:
     """A metric against images and against FLOPs, a line an arm."""
-    panels = []
-    for axis, label, unit in (("images", "images, thousands", 1e3), ("flops", "training FLOPs, 10^15", 1e15)):
+    panels, most = (
+        [],
+        max(point.get("flops", 1) for runs in results.values() for run in runs for point in run["points"]),
+    )
+    power = 3 * int(math.log10(most) // 3)
+    for axis, label, unit in (
+        ("images", "images, thousands", 1e3),
+        ("flops", f"training FLOPs, 10^{power}", 10**power),
+    ):
         lines = []
         for arm, runs in results.items():
             points = [(point[axis] / unit, values) for point, values in series(runs, metric) if axis in point]

@@ -142,14 +142,13 @@ def test_what_is_published_counts_as_made_though_its_folder_is_gone(tmp_path, mo
     monkeypatch.setattr(results, "HERE", tmp_path)
     results.publish(read, [*runs.values()], found, tmp_path / "convergence")
     again = results.finished(tmp_path / "nothing")
-    assert [*again] == [whole.training.key] and again[whole.training.key]["points"] == found[whole.training.key][
-        "points"
-    ]
+    assert [*again] == [whole.training.key, unscored.training.key]  # the latter is trained: only scores are missing
+    assert again[whole.training.key]["points"] == found[whole.training.key]["points"]
     assert again[whole.training.key]["scores"].keys() == {score.key for score in whole.scores}
     assert results.is_made(whole, again) and not results.is_made(begun, found) and not results.is_made(unscored, found)
-    assert results.missing([*runs.values()], again) == "routed (seed 0, 1, 2); dense (seed 1, 2)"
+    assert results.missing([*runs.values()], again) == "routed (seed 0, 1, 2); dense (seed 1 (scores alone), 2)"
     table = (tmp_path / "convergence" / "table.md").read_text()
-    assert "| dense | 1 |" in table and "Missing: routed (seed 0, 1, 2); dense (seed 1, 2)." in table
+    assert "| dense | 1 |" in table and "Missing: routed (seed 0, 1, 2); dense (seed 1 (scores alone), 2)." in table
     found |= {unscored.training.key: made(unscored, {4688: 1.0}, kid=0.1)}
     results.publish(read, [whole], found, tmp_path / "convergence")  # seeds=1 now: the other seed is kept
     assert [*results.finished(tmp_path / "nothing")] == [whole.training.key, unscored.training.key]
