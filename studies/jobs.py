@@ -162,9 +162,10 @@ def _tail(log: Path, start: int) -> str:
 
 
 def commands(job: Job, data: Path) -> list[list[str]]:
-    """What is left to be run, in order."""
+    """What is left to be run, in order: the training, the score of its end, those on the way."""
     made = [] if trained(job) or networks_there(job) else [training_command(job, data)]
-    return made + [scoring_command(job, score, data) for score in job.scores if read_score(job, score) is None]
+    scores = sorted(job.scores, key=lambda score: -score.step)
+    return made + [scoring_command(job, score, data) for score in scores if read_score(job, score) is None]
 
 
 def trained(job: Job) -> bool:

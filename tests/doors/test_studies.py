@@ -218,7 +218,7 @@ def test_commands_are_those_that_are_left(tmp_path):
     train, *scoring = jobs.commands(one, data)
     assert train[0] == "train.py" and f"results={tmp_path}/run" in train and "seed=0" in train
     assert [words[:2] for words in scoring] == [
-        ["fid.py", f"checkpoint={tmp_path}/run/train/step_00000{step}"] for step in (10, 20)
+        ["fid.py", f"checkpoint={tmp_path}/run/train/step_00000{step}"] for step in (20, 10)
     ]
     jobs.score_folder(one, one.scores[0]).mkdir(parents=True)
     written = {"kid": 0.1, "step": 10, "command": ["/home/me/fid.py"], "checkpoint": "/home/me/run"}
