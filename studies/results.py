@@ -78,9 +78,11 @@ def _made(run: Planned, one: dict) -> Made:
     points = {point["step"]: dict(point) for point in one["points"]}
     scores = [one["scores"][score.key] for score in run.scores if score.key in one["scores"]]
     batch = run.training.cfg.train.batch_size
+    counted = [(0, 0), *((step, point["flops"]) for step, point in sorted(points.items()) if "flops" in point)]
     for score in scores:
-        values = {name: score[name] for name in (*METRICS, "count") if score.get(name) is not None}
-        points.setdefault(score["step"], {"images": score["step"] * batch, "step": score["step"]}).update(values)
+        step, values = score["step"], {name: score[name] for name in METRICS if score.get(name) is not None}
+        flops = {"flops": round(float(np.interp(step, *zip(*counted))))} if counted[1:] else {}
+        points[step] = {"step": step, "images": step * batch, **flops, **points.get(step, {}), **values}
     return Made(seed=one["seed"], points=[points[step] for step in sorted(points)], scores=scores)
 
 

@@ -85,7 +85,7 @@ def test_budgets_become_steps():
     convergence = planned("convergence")["routed", 2]
     assert convergence.training.steps == round(300_000 / 64) and convergence.training.save == round(25_000 / 64)
     assert [score.step for score in convergence.scores] == [1564, 3128, 4688]  # each 4 checkpoints, and the end
-    assert [score.words[-1] for score in convergence.scores] == [f"num_samples={n}" for n in (500, 500, 1000)]
+    assert [score.words[-1] for score in convergence.scores] == ["num_samples=1000"] * 3
     assert planned("finetune")["last 10% dense", 0].training.cfg.train.routes_until == round(625 * 0.9)
     words = planned("guidance")["routed, autoguidance 2", 0].scores[-1].words
     assert "guidance.checkpoint={step 1564}" in words  # a checkpoint that is there, near to a third of 4,688
@@ -117,6 +117,8 @@ def test_the_table_has_means_errors_and_paired_differences():
         less = (seed + 1) / 100
         found[routed.training.key] = made(routed, {1172: 1.3, 4688: 1.0 + seed / 10 + less}, kid=0.2, flops=0.5e9)
     by_arm = results.gather([*runs.values()], [], found)
+    scored = next(point for point in by_arm["routed"][0]["points"] if point["step"] == 1564)  # between two evaluations
+    assert scored == {"step": 1564, "images": 1564 * 64, "flops": 1564 * 0.5e9, "kid": 0.2}
     assert results.differences(read, by_arm, "routed", "eval_loss") == pytest.approx([0.01, 0.02, 0.03])
     between = [(1.2 + 1.0 + seed / 10) / 2 for seed in range(3)]
     ends = [1.01, 1.12, 1.23]
