@@ -28,7 +28,7 @@ def test_quickstart_from_nothing_reaches_label_agreement(tmp_path):
         command = ["bash", str(home / "scripts" / "quickstart.sh")]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        return done.stderr + done.stdout
 
     text = quickstart()
     run = home / "results" / "digits-tread"
