@@ -119,7 +119,7 @@ def account(saved: checkpoint.Checkpoint, options: Options) -> str:
         use = f"python train.py init_from={saved.folder}{' init_weights=model' * raw} name=… and its sizes"
         trained = "trained to predict noise, so that they start runs and are not sampled"
     found = sizes(saved.tensors(parts[0]))
-    if found.get("model.architecture") == "dit":
+    if found.get("model.architecture") != "rwkv" and "model.num_heads" not in found:
         trained += f", with num_heads {config['model']['num_heads']}"
     step = saved.info["weights_step"]
     when = "at a step that is not recorded" if step is None else f"step {step:,}"

@@ -67,18 +67,19 @@ def test_every_setting_of_a_network_is_compared(saved, cfg, monkeypatch):
     left_out = {"model.name", "model.routes", "model.init"}
     names = {f"model.{item.name}" for item in fields(Model)}
     assert set(cfg().model.decisive) == names - left_out
-    assert set(cfg("model=rwkv").model.decisive) == names - left_out - {"model.num_heads"}  # it has none
+    foreign = {f"model.{name}" for name in ("num_heads", "norm", "mlp", "positions", "qk_norm")}  # it has none
+    assert set(cfg("model=rwkv").model.decisive) == names - left_out - foreign
 
     @dataclass(frozen=True)
     class Coming(Model):
-        norm: str = "layer"
+        coming: str = "layer"
 
     monkeypatch.setattr(origin, "Model", Coming)
     values = {item.name: getattr(cfg().model, item.name) for item in fields(Model)}
     folder, network = saved(), build_network(cfg())
     load_weights(network, str(folder), model=Coming(**values))
-    with pytest.raises(ValueError, match="model.norm layer instead of rms"):
-        load_weights(network, str(folder), model=Coming(**values, norm="rms"))
+    with pytest.raises(ValueError, match="model.coming layer instead of rms"):
+        load_weights(network, str(folder), model=Coming(**values, coming="rms"))
 
 
 def test_rwkv_has_no_heads_to_compare(tmp_path, composed):
@@ -140,7 +141,12 @@ def test_a_file_without_a_record_says_what_can_not_be_known(cfg, tmp_path):
     save_file(build_network(settings).state_dict(), tmp_path / "a.safetensors")
     found = load_weights(build_network(settings), str(tmp_path / "a.safetensors"), model=settings.model)
     unknown, heads = found.warnings(settings, LATENTS)
-    for part in ("no record", "model.num_heads=2, objective=edm, edm.sigma_data=0.5,", "scale", "classes"):
+    for part in (
+        "no record",
+        "model.num_heads=2, model.positions=sincos, objective=edm, edm.sigma_data=0.5,",
+        "scale",
+        "classes",
+    ):
         assert part in unknown
     assert heads == "model.num_heads is 2, but networks of hidden_size 64 usually have 1"
     assert len(found.warnings(cfg("model.hidden_size=64", "model.num_heads=1"), LATENTS)) == 1

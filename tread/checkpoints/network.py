@@ -12,16 +12,18 @@ from tread.data.dataset import Placement, Verify
 from tread.diffusion.edm import EDM
 from tread.diffusion.process import Process
 from tread.models.backbone import Backbone, Init
+from tread.models.lightning import LightningDiT, MlpKind, Norm, Positions
 from tread.models.rwkv import RWKV
 from tread.runtime.schema import Count, Positive, read
 
 Objective = Annotated[Literal["edm", "rf"], "rectified flow"]
+LIGHTNING = ("norm", "mlp", "positions", "qk_norm")  # settings of architecture=lightning alone
 
 
 @dataclass(frozen=True)
 class Model:
     name: str
-    architecture: Literal["dit", "rwkv"]
+    architecture: Literal["dit", "lightning", "rwkv"]
     routes: tuple[Route, ...]
     hidden_size: Count
     depth: Count
@@ -30,8 +32,18 @@ class Model:
     mlp_ratio: Positive
     learn_sigma: bool
     init: Init
+    norm: Norm = "layer"
+    mlp: MlpKind = "gelu"
+    positions: Positions = "sincos"
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
+        for name in () if self.architecture == "lightning" else LIGHTNING:
+            if (value := getattr(self, name)) != getattr(Model, name):
+                raise ValueError(
+                    f"model.{name} is {value!r}, but {self.architecture} has no such choice: model=lightning and "
+                    "model=tread_lightning have it"
+                )
         for number, route in enumerate(self.routes):
             if route.select not in self.selects:
                 raise ValueError(
@@ -48,7 +60,8 @@ class Model:
     @property
     def decisive(self) -> dict[str, object]:
         """What decides which function weights are, by dotted name: all but its name, its routes and how it starts."""
-        left_out = {"name", "routes", "init"} | ({"num_heads"} if self.architecture == "rwkv" else set())
+        left_out = {"name", "routes", "init"}
+        left_out |= {"num_heads", *LIGHTNING} if self.architecture == "rwkv" else set()
         return {f"model.{item.name}": getattr(self, item.name) for item in fields(self) if item.name not in left_out}
 
 
@@ -107,4 +120,15 @@ def build_network(cfg: Network) -> Backbone:
         "learn_sigma": cfg.model.learn_sigma,
         "init": cfg.model.init,
     }
-    return RWKV(**sizes) if cfg.model.architecture == "rwkv" else DiT(num_heads=cfg.model.num_heads, **sizes)
+    if cfg.model.architecture == "rwkv":
+        return RWKV(**sizes)
+    if cfg.model.architecture == "lightning":
+        return LightningDiT(
+            num_heads=cfg.model.num_heads,
+            norm=cfg.model.norm,
+            mlp=cfg.model.mlp,
+            positions=cfg.model.positions,
+            qk_norm=cfg.model.qk_norm,
+            **sizes,
+        )
+    return DiT(num_heads=cfg.model.num_heads, **sizes)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 
 from torch import Tensor
 
+from tread.checkpoints.network import Model
+from tread.models.rotary import TABLES, check_tables
 from tread.runtime.tensor_files import FIRST, listed
 
 USUAL_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by hidden size: DiT-S, B, L, XL
+PLAIN = {f"model.{item.name}": item.default for item in fields(Model) if item.default is not MISSING}  # what DiT has
 ROUNDING = 0.01  # of positions: bf16 rounds by half as much, also in files that are fp32 again
 
 
@@ -26,15 +30,17 @@ def fit(
     ours      the network's settings by dotted name, for those that shapes do not tell.
     recorded  the same of the weights, as their own record has it; None without one.
 
-    The positions pos_embed are fixed numbers: the network's own serve where the file has none, and others than
-    these are refused. Raises ValueError unless all other names and shapes are the network's, and what is recorded;
-    it says which settings the file is of.
+    The positions pos_embed and rotary tables are fixed numbers: the network's own serve where the file has none, and
+    others than these are refused. Raises ValueError unless all other names and shapes are the network's, and what is
+    recorded; it says which settings the file is of.
     """
-    ours = ours or {}
+    ours, theirs = ours or {}, sizes(state)
+    tables = {name: state[name] for name in TABLES if name in state}
     refusal = f"the weights of {where} do not fit this network: "
     if FIRST not in state:
         raise ValueError(f"{refusal}there is no {FIRST}, as in public DiT's parameter names, but {listed(state)}")
     whole = {"pos_embed": expected["pos_embed"], **state} if "pos_embed" in expected else dict(state)
+    whole = {name: value for name, value in whole.items() if name not in tables}
     problems = []
     if missing := [name for name in expected if name not in whole]:
         problems.append(f"missing: {listed(missing)}")
@@ -51,7 +57,10 @@ def fit(
         problems.append(f"no floating-point numbers: {listed(coarse)}")
     elif broken := [name for name in shared if not whole[name].isfinite().all()]:
         raise ValueError(f"the weights of {where} are broken: not all numbers are finite in {listed(broken)}")
-    theirs, ours = sizes(state), {**ours, **sizes(expected)}
+    turned = {key: theirs[key] for key in ("model.positions", "model.num_heads") if tables and key in theirs}
+    if any(ours.get(key, value) != value for key, value in turned.items()):
+        problems.append(f"rotary tables of other settings: {describe(turned)}")
+    ours = {**ours, **sizes(expected)}
     if unlike := {
         key: value
         for key, value in (recorded or {}).items()
@@ -63,16 +72,17 @@ def fit(
         problems.append(f"trained with other settings, which its info.json records: {listing}")
     if not problems:
         _check_positions(whole, expected, where)
+        check_tables(tables, expected["pos_embed"].shape[1], where)
         return {name: whole[name].to(expected[name].dtype) for name in expected}
     problems.append(f"the file is of {describe(theirs)}")
     theirs |= unlike
-    if recorded is None and theirs.get("model.architecture") == "dit" and "model.num_heads" in ours:
+    if recorded is None and "model.num_heads" in ours and "model.num_heads" not in theirs:
         heads = usual_heads(theirs["model.hidden_size"])
         advised = f"model.num_heads={heads} is usual for its size" if heads else "model.num_heads must be known"
         problems.append(f"no file tells the number of heads: {advised}")
         if heads and theirs["model.hidden_size"] != ours.get("model.hidden_size"):
             theirs["model.num_heads"] = heads
-    if fitting := {key: value for key, value in theirs.items() if ours.get(key) != value}:
+    if fitting := {key: value for key, value in theirs.items() if ours.get(key, PLAIN.get(key)) != value}:
         settings = " ".join(f"{key}={_written(value)}" for key, value in fitting.items())
         problems.append(f"settings that fit it: {settings}")
     raise ValueError("\n  ".join([refusal.rstrip(), *problems]))
@@ -99,17 +109,27 @@ def usual_heads(hidden_size: int) -> int | None:
 
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
-    """The settings that a network's names and shapes tell; model.num_heads is not among them."""
+    """The settings that a network's names and shapes tell: the heads and rotary positions only where it has tables."""
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     if len(shapes.get(FIRST, ())) != 4:
         return {}
     hidden_size, channels, patch_size, _ = shapes[FIRST]
     blocks = {match[1] for name in shapes if (match := re.match(r"blocks\.(\d+)\.", name))}
-    rwkv = "blocks.0.channel_mix.key.weight" in shapes
-    found = {"model.architecture": "rwkv" if rwkv else "dit"}
+    lightning = {f"blocks.0.{name}.weight" for name in ("norm1", "mlp.w12", "attn.q_norm")} | {TABLES[0]}
+    found = {"model.architecture": "lightning" if lightning & shapes.keys() else "dit"}
     found |= {"model.hidden_size": hidden_size, "model.depth": len(blocks), "model.patch_size": patch_size}
-    if width := shapes.get("blocks.0.channel_mix.key.weight" if rwkv else "blocks.0.mlp.fc1.weight"):
+    if width := shapes.get("blocks.0.mlp.fc1.weight"):
         found["model.mlp_ratio"] = width[0] / hidden_size
+    elif width := shapes.get("blocks.0.channel_mix.key.weight"):
+        found |= {"model.architecture": "rwkv", "model.mlp_ratio": width[0] / hidden_size}
+    elif width := shapes.get("blocks.0.mlp.w12.weight"):
+        found["model.mlp_ratio"] = _swiglu_ratio(width[0] // 2, hidden_size)
+    if found["model.architecture"] != "rwkv":
+        found["model.norm"] = "rms" if "blocks.0.norm1.weight" in shapes else "layer"
+        found["model.mlp"] = "swiglu" if "blocks.0.mlp.w12.weight" in shapes else "gelu"
+        found["model.qk_norm"] = "blocks.0.attn.q_norm.weight" in shapes
+    if len(rows := shapes.get(TABLES[0], ())) == 2:
+        found |= {"model.positions": "rope", "model.num_heads": hidden_size // max(1, rows[1])}
     if rows := shapes.get("final_layer.linear.weight"):
         found["model.learn_sigma"] = rows[0] == 2 * patch_size**2 * channels
     if rows := shapes.get("y_embedder.embedding_table.weight"):
@@ -120,9 +140,17 @@ def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
     return found
 
 
+def _swiglu_ratio(width: int, hidden_size: int) -> float:
+    """The mlp_ratio that gives a SwiGLU of this width: a round number where one does."""
+    exact = 1.5 * width / hidden_size
+    likely = (round(4 * exact) / 4, exact, exact + 1 / hidden_size)
+    return next((ratio for ratio in likely if int(2 / 3 * int(hidden_size * ratio)) == width), exact)
+
+
 def describe(found: Mapping[str, int | float | bool]) -> str:
-    """Sizes in words: "hidden_size 384, depth 12, …"."""
-    return ", ".join(f"{key.partition('.')[2]} {_written(value)}" for key, value in found.items())
+    """Sizes in words: "hidden_size 384, depth 12, …", without those that DiT has, too."""
+    told = {key: value for key, value in found.items() if PLAIN.get(key) != value or key not in PLAIN}
+    return ", ".join(f"{key.partition('.')[2]} {_written(value)}" for key, value in told.items())
 
 
 def _written(value: object) -> str:

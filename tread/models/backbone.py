@@ -1,7 +1,7 @@
-"""What DiT and Diffusion-RWKV have in common: latents → tokens → blocks under routes → latents.
+"""What DiT, LightningDiT and Diffusion-RWKV have in common: latents → tokens → blocks under routes → latents.
 
 Embedders, last layer, their names and their start are public DiT's (Peebles & Xie, ICCV 2023, arXiv
-2212.09748); the blocks are dit.py's and rwkv.py's. The network draws nothing: routes come in with
+2212.09748); the blocks are dit.py's, lightning.py's and rwkv.py's. The network draws nothing: routes come in with
 their token ids drawn, and dropping labels is the training loop's business (a dropped label is the
 null class, number num_classes).
 
@@ -102,9 +102,10 @@ class FinalLayer(nn.Module):
 class Backbone(nn.Module):
     """The network F(x; t, y) around blocks of one kind. Argument names are public DiT's.
 
-    make_block   makes a block, called depth times: (tokens (B, N, D), conditioning (B, D)) → (B, N, D), and
-                 grid=(rows, columns) of the tokens where the class sets needs_grid; its modulation's last
-                 layer is adaLN_modulation[1], and its multiply_adds(tokens, attention) says what it costs.
+    make_block   makes a block, called depth times: (tokens (B, N, D), what `along` gives, conditioning (B, D)) →
+                 (B, N, D), and grid=(rows, columns) of the tokens where the class sets needs_grid; its
+                 modulation's last layer is adaLN_modulation[1], and its multiply_adds(tokens, attention) says what
+                 it costs.
     input_size   height and width of the latents; a multiple of patch_size.
     num_classes  labels are 0..num_classes−1; num_classes itself is the null class.
     learn_sigma  twice the output channels (public checkpoints); the second half is unused here.
@@ -166,6 +167,10 @@ class Backbone(nn.Module):
                 nn.init.zeros_(module.adaLN_modulation[1].weight)
             nn.init.zeros_(self.final_layer.linear.weight)
 
+    def along(self, batch: int) -> Sequence[Tensor]:
+        """What travels with the tokens into the blocks, each (B, N, …): nothing, unless a class says so."""
+        return ()
+
     def unpatchify(self, x: Tensor) -> Tensor:
         """(B, N, p·p·C) → (B, C, S, S)."""
         (rows, columns), p = self.grid, self.patch_size
@@ -210,5 +215,6 @@ class Backbone(nn.Module):
         blocks = self.blocks
         if self.activation_checkpointing:  # nothing in the blocks is random, so no generator is kept
             blocks = [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
-        x = run_blocks(blocks, x, c, routes=routes, grid=self.grid if self.needs_grid else None)
+        grid = self.grid if self.needs_grid else None
+        x = run_blocks(blocks, x, c, routes=routes, along=self.along(len(x)), grid=grid)
         return self.unpatchify(self.final_layer(x, c))

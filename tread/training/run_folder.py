@@ -11,8 +11,11 @@ from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
+from rf import RF
 from routing_module import Route
 from tread.checkpoints.checkpoint import Checkpoint, find_whole, newest, sweep
+from tread.checkpoints.network import Model
+from tread.diffusion.edm import EDM
 from tread.runtime.files import Lock, write_whole
 from tread.runtime.schema import written
 from tread.runtime.versions import versions
@@ -33,6 +36,11 @@ FIXED = (
     "ema.power",
     "init_from",
 )
+YOUNGER = {
+    "model": Model,
+    "edm": EDM,
+    "rf": RF,
+}  # fixed sections that gain keys, whose defaults are what was there before
 LAUNCH = ("name", "results", "resume", "run")  # what is of a launch, not of a run
 NOTHING = "nothing"  # said of a key that is not there
 
@@ -121,14 +129,19 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
 
 
 def migrate(config: dict) -> dict:
-    """A run's config by today's keys: `recipe` and wandb.enabled are gone, and routes have their defaults filled in."""
-    plain = {item.name: item.default for item in fields(Route) if item.default is not MISSING}
-    routes = [plain | route for route in config.get("model", {}).get("routes", ())]
+    """A run's config by today's keys: `recipe` and wandb.enabled are gone, and younger keys have their defaults."""
+
+    def filled(kind: type, section: dict) -> dict:
+        return {item.name: item.default for item in fields(kind) if item.default is not MISSING} | section
+
     kept = {key: value for key, value in config.items() if key != "recipe"}
+    kept |= {name: filled(kind, config[name]) for name, kind in YOUNGER.items() if name in config}
     if "enabled" in config.get("wandb", {}):
         kept["tracker"] = "wandb" if config["wandb"]["enabled"] else "none"
         kept["wandb"] = {key: value for key, value in config["wandb"].items() if key != "enabled"}
-    return kept | ({"model": {**config["model"], "routes": routes}} if routes else {})
+    if routes := [filled(Route, route) for route in config.get("model", {}).get("routes", ())]:
+        kept["model"]["routes"] = routes
+    return kept
 
 
 class RunLog:

@@ -1,0 +1,164 @@
+"""LightningDiT (Yao et al. 2025, arXiv 2501.01423): DiT with RMSNorm, SwiGLU and rotary positions, each an option.
+
+With norm="layer", mlp="gelu", positions="sincos" this is dit.py's DiT, by its names. Parameter names and shapes are
+those of public LightningDiT checkpoints. A token's rotary row is its position in the full grid and travels with it,
+so that a route changes which tokens meet in attention, and not where they are.
+
+Shapes: B samples, N tokens of a grid in raster order, D hidden size, H heads of d = D/H channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dit import Mlp
+from tread.models.backbone import Backbone, modulate
+from tread.models.rotary import TABLES, check_tables, rotary_angles, rotate
+from tread.runtime.schema import check
+
+Norm = Literal["layer", "rms"]
+MlpKind = Literal["gelu", "swiglu"]
+Positions = Literal["sincos", "rope"]
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with rotary positions and normalised queries and keys. (B, N, D) → (B, N, D)."""
+
+    def __init__(self, dim: int, num_heads: int, qk_norm: bool) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(dim // num_heads, eps=1e-6) if qk_norm else nn.Identity() for _ in range(2)
+        )
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
+        """table (B, N, d), see `rotate`; None: no rotary positions."""
+        q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)  # (B, N, H, d)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if table is not None:
+            q, k = rotate(q, table), rotate(k, table)  # in fp32, as the table is
+        q, k, v = (one.to(v.dtype).transpose(1, 2) for one in (q, k, v))
+        x = F.scaled_dot_product_attention(q, k, v)  # (B, H, N, d)
+        return self.proj(x.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """Token-wise MLP w3(silu(gate) ⊙ value) (Shazeer 2020, arXiv 2002.05202); w12 holds both. (B, N, D) → (B, N, D)."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w12 = nn.Linear(dim, 2 * hidden_dim)
+        self.w3 = nn.Linear(hidden_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.w12(x).chunk(2, dim=2)
+        return self.w3(F.silu(gate) * value)
+
+
+class LightningBlock(nn.Module):
+    """DiT's block (adaLN-Zero) with a choice of norms, MLP and positions."""
+
+    def __init__(self, dim: int, num_heads: int, mlp_ratio: float, norm: Norm, mlp: MlpKind, qk_norm: bool) -> None:
+        super().__init__()
+        self.norm1 = make_norm(norm, dim)
+        self.attn = Attention(dim, num_heads, qk_norm)
+        self.norm2 = make_norm(norm, dim)
+        hidden = int(dim * mlp_ratio)
+        self.mlp = SwiGLU(dim, int(2 / 3 * hidden)) if mlp == "swiglu" else Mlp(dim, hidden)  # of as many weights
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+        """x (B, N, D) tokens; given: their rotary rows (B, N, d), where there are, and conditioning c (B, D)."""
+        *table, c = given
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
+        x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1), *table)
+        x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
+        return x
+
+    def multiply_adds(self, tokens: int, attention: bool = True) -> int:
+        """Of a forward pass for one sample of so many tokens; attention false: of the linear layers alone."""
+        D = self.attn.proj.out_features
+        mlp = sum(layer.weight.numel() for layer in self.mlp.children())
+        products = 2 * tokens * tokens * D if attention else 0
+        return tokens * (4 * D * D + mlp) + products + 6 * D * D
+
+
+def make_norm(norm: Norm, dim: int) -> nn.Module:
+    """RMSNorm with a weight for each channel, or LayerNorm without, both over the last dimension."""
+    return nn.RMSNorm(dim, eps=1e-6) if norm == "rms" else nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+
+
+class LightningDiT(Backbone):
+    """The network F(x; t, y) of LightningDiT's blocks; sizes, labels and start: see Backbone.
+
+    norm       "rms": RMSNorm with weights, in the last layer too; "layer": LayerNorm without, as DiT's.
+    mlp        "swiglu", of 2/3 of the width mlp_ratio·D; "gelu", as DiT's.
+    positions  "rope": queries and keys turn by their token's place, and the fixed sines and cosines are added to the
+               tokens besides, as public checkpoints have both; "sincos": these alone.
+    qk_norm    True: RMSNorm of each head's queries and keys, before they turn.
+
+    Raises ValueError for sizes that do not fit one another.
+    """
+
+    def __init__(
+        self,
+        input_size: int = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        hidden_size: int = 1152,
+        depth: int = 28,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        num_classes: int = 1000,
+        learn_sigma: bool = False,
+        init: str = "adaln_zero",
+        *,
+        norm: Norm = "rms",
+        mlp: MlpKind = "swiglu",
+        positions: Positions = "rope",
+        qk_norm: bool = False,
+    ) -> None:
+        if hidden_size % num_heads:
+            raise ValueError(f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}")
+        for name, value, kind in (("norm", norm, Norm), ("mlp", mlp, MlpKind), ("positions", positions, Positions)):
+            check(name, value, kind)
+        super().__init__(
+            lambda: LightningBlock(hidden_size, num_heads, mlp_ratio, norm, mlp, qk_norm),
+            input_size,
+            patch_size,
+            in_channels,
+            hidden_size,
+            depth,
+            num_classes,
+            learn_sigma,
+            init,
+        )
+        self.final_layer.norm_final = make_norm(norm, hidden_size)
+        self.head_dim = hidden_size // num_heads if positions == "rope" else None
+        if self.head_dim:
+            angles = rotary_angles(self.head_dim, self.grid[0])
+            table = torch.cat([angles.cos(), angles.sin()], dim=1).float()
+            self.register_buffer("rotary", table[None], persistent=False)  # (1, N, d)
+
+    def along(self, batch: int) -> Sequence[Tensor]:
+        return [self.rotary.expand(batch, -1, -1)] if self.head_dim else []
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As nn.Module's, also of public files, whose rotary tables are compared and left out. Raises ValueError."""
+        check_tables(state_dict, self.num_tokens, "the state dict")
+        kept = state_dict
+        if TABLES[0] in state_dict:
+            turned = state_dict[TABLES[0]].shape[1]
+            if turned != self.head_dim:
+                raise ValueError(
+                    f"the state dict's heads have {turned} channels that turn, this network's {self.head_dim or 0}"
+                )
+            kept = {name: value for name, value in state_dict.items() if name not in TABLES}
+        return super().load_state_dict(kept, strict, assign)
