@@ -33,15 +33,14 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim)
-        self.q_norm, self.k_norm = (
-            nn.RMSNorm(dim // num_heads, eps=1e-6) if qk_norm else nn.Identity() for _ in range(2)
-        )
+        self.q_norm, self.k_norm = (nn.RMSNorm(dim // num_heads, eps=1e-6) if qk_norm else None for _ in range(2))
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
         """table (B, N, d), see `rotate`; None: no rotary positions."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)  # (B, N, H, d)
-        q, k = self.q_norm(q), self.k_norm(k)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q.float()), self.k_norm(k.float())
         if table is not None:
             q, k = rotate(q, table), rotate(k, table)  # in fp32, as the table is
         q, k, v = (one.to(v.dtype).transpose(1, 2) for one in (q, k, v))

@@ -1,4 +1,4 @@
-"""Rotary positions (RoFormer; Su et al. 2021, arXiv 2104.09864) in two dimensions, as LightningDiT (2501.01423) has them.
+"""Rotary positions (RoFormer; Su et al. 2021, arXiv 2104.09864) in two dimensions, as LightningDiT has them.
 
 Shapes: B samples, N tokens of a square grid in raster order, H heads of d channels.
 """
