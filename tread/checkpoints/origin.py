@@ -91,7 +91,7 @@ class Origin:
                 f"{self.where} has no record: nobody can know here whether it was trained with {taken}, latents of "
                 "this scale and classes in this order"
             )
-            if heads and usual and heads != usual:
+            if "model.num_heads" in hidden and usual and heads != usual:
                 width = f"networks of hidden_size {cfg.model.hidden_size}"
                 lines.append(f"model.num_heads is {heads}, but {width} usually have {usual}")
         elif _numbered(self._latents.get("classes", ())) and not _numbered(latents.classes):
