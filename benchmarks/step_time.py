@@ -4,11 +4,13 @@ Runs train.py's own steps on random latents, dense and routed ones taking turns 
 each kind the median time, images/s, FLOP/s, MFU, peak memory, the ratio dense/routed with its spread, and that
 ratio over what the FLOPs allow; then the share of each stage. Overrides are those of train.py, and
 
+    beside=dit    another model without routes, of the same overrides, that takes turns as well
     pairs=24      turns that are measured, of a step each (5 on a GPU, where single ones show the first kernels' launch)
     out=…         a JSON file to write as well
 
 python benchmarks/step_time.py experiment=imagenet256_s2 train.batch_size=16       # CPU
 python benchmarks/step_time.py experiment=imagenet256_xl2 train.batch_size=256     # GPU
+python benchmarks/step_time.py experiment=imagenet256_lightning_b2 model=tread_lightning beside=dit train.batch_size=16
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ WARMUP, STAGED = 3, 5  # turns between the first and the measurement, and steps 
 
 
 def main() -> None:
-    own = {"pairs": "24", "out": None}
+    own = {"pairs": "24", "out": None, "beside": None}
     overrides = []
     for argument in sys.argv[1:]:
         key, _, value = argument.partition("=")
@@ -58,8 +60,12 @@ def main() -> None:
         if pairs < 6:
             raise ValueError(f"pairs is {pairs}, but an interval of the median needs 6")
         with tempfile.TemporaryDirectory() as folder:
-            run = open_run(Path(folder), overrides)
-            result = measure(run, kinds_of(run), pairs)
+            kinds = kinds_of(open_run(Path(folder), overrides))
+            if own["beside"]:
+                same = [override for override in overrides if not override.startswith("model=")]
+                other = open_run(Path(folder) / "beside", [*same, f"model={own['beside']}"])
+                kinds[own["beside"]] = other, replace(other.cfg, train=replace(other.cfg.train, routes_until=0))
+            result = measure(kinds, pairs)
     show(result)
     if own["out"]:
         Path(own["out"]).parent.mkdir(parents=True, exist_ok=True)
@@ -82,8 +88,10 @@ def open_run(folder: Path, overrides: list[str]) -> Run:
     return run
 
 
-def kinds_of(run: Run) -> dict[str, settings.Settings]:
-    """Kinds of steps by name: without routes, with them, and with the route's last block in fp32 where that differs."""
+def kinds_of(run: Run) -> dict[str, tuple[Run, settings.Settings]]:
+    """Kinds of steps by name, each as a run and its settings: without routes, with them, and with the route's last
+    block in fp32 where that differs.
+    """
     cfg = run.cfg
     if not cfg.model.routes:
         raise ValueError(
@@ -95,23 +103,25 @@ def kinds_of(run: Run) -> dict[str, settings.Settings]:
         return replace(cfg, model=replace(cfg.model, routes=routes), train=replace(cfg.train, routes_until=None))
 
     kinds = {"dense": replace(cfg, train=replace(cfg.train, routes_until=0)), "routed": routed("off")}
-    return kinds | ({"routed, fp32: end": routed("end")} if run.precision == "bf16" else {})
+    kinds |= {"routed, fp32: end": routed("end")} if run.precision == "bf16" else {}
+    return {name: (run, kind) for name, kind in kinds.items()}
 
 
-def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int) -> dict:
+def measure(kinds: dict[str, tuple[Run, settings.Settings]], pairs: int) -> dict:
     """All numbers of the table."""
+    run = kinds["dense"][0]
     block = 5 if run.processes.device.type == "cuda" else 1
     commit = git_revision()  # of the code that runs, whatever is changed while it does
 
-    def turn(cfg: settings.Settings) -> float:
+    def turn(kind: tuple[Run, settings.Settings]) -> float:
         """Milliseconds of a step."""
-        run.cfg = cfg
-        return 1000 * take_steps(run, block) / block
+        kind[0].cfg = kind[1]
+        return 1000 * take_steps(kind[0], block) / block
 
-    cold, peaks = {name: turn(cfg) * block / 1000 for name, cfg in kinds.items()}, {}
+    cold, peaks = {name: turn(kind) * block / 1000 for name, kind in kinds.items()}, {}
     for _ in range(WARMUP):
-        for name, cfg in kinds.items():
-            peaks[name] = peak_memory(run, lambda cfg=cfg: turn(cfg))
+        for name, kind in kinds.items():
+            peaks[name] = peak_memory(run, lambda kind=kind: turn(kind))
     times = {name: [] for name in kinds}
     for number in range(pairs):
         order = list(kinds) if number % 2 == 0 else list(kinds)[::-1]
@@ -119,9 +129,9 @@ def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int) -> dict:
             times[name].append(turn(kinds[name]))
     batch, peak = run.cfg.train.batch_size, peak_flops(run.processes.device, run.precision)
     dense_flops, rows = run.network.forward_flops(), {}
-    for name, cfg in kinds.items():
-        routes = () if name == "dense" else cfg.model.routes
-        ms, flops = statistics.median(times[name]), run.network.forward_flops(routes)
+    for name, (one, cfg) in kinds.items():
+        routes = () if cfg.train.routes_until == 0 else cfg.model.routes
+        ms, flops = statistics.median(times[name]), one.network.forward_flops(routes)
         row = {"ms": ms, "images_per_s": 1000 * batch / ms, "flops_per_s": 3000 * flops * batch / ms}
         row |= {"mfu": peak and row["flops_per_s"] / peak, "peak_gb": peaks[name], "first_turn_s": cold[name]}
         if name != "dense":
@@ -129,8 +139,8 @@ def measure(run: Run, kinds: dict[str, settings.Settings], pairs: int) -> dict:
             low, high = interval(ratios)
             row |= {"ratio": statistics.median(ratios), "ratio_95": [low, high], "ideal": ideal}
             row |= {"of_ideal": row["ratio"] / ideal, "of_ideal_95": [low / ideal, high / ideal]}
-        run.cfg = cfg
-        rows[name] = row | {"stages": stages(run)}
+        one.cfg = cfg
+        rows[name] = row | {"stages": stages(one)}
     return {
         "name": run.cfg.name,
         "parameters": sum(parameter.numel() for parameter in run.network.parameters()),

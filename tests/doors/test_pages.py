@@ -96,7 +96,7 @@ class Command:
         given = list(self.words[self.place + 1 :])
         if self.words[self.place] == "scripts/quickstart.sh":
             return ["model=tread", *given]
-        own = ("pairs=", "out=") if self.words[self.place] == "benchmarks/step_time.py" else ()
+        own = ("pairs=", "out=", "beside=") if self.words[self.place] == "benchmarks/step_time.py" else ()
         return [word for word in given if not (own and word.startswith(own))]
 
     @property
