@@ -1,7 +1,7 @@
 """Autoencoders in LDM's parameter names (Stable Diffusion's, VA-VAE's), loaded into diffusers' class.
 
 The reference is written here from the layout as described: residual blocks of GroupNorm (32 groups, eps 1e-6), swish
-and convolutions, attention of one head by 1×1 convolutions, halving after one row and column of zeros, doubling by nearest.
+and convolutions, attention of one head by 1×1 convolutions, halving after zeros below and right, nearest doubling.
 """
 
 from __future__ import annotations
