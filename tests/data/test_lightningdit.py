@@ -248,8 +248,8 @@ def test_what_is_not_as_it_should_be_is_refused(source, bring, tmp_path, fault):
 def test_the_command_line_says_how_to_go_on_without_an_autoencoder(source, tmp_path):
     given = ("kind=lightningdit", "source=source")
     shown = launch_door(import_latents.main, "import_latents", tmp_path, *given, "out=data")
-    assert "nobody has seen whether the scale is right: autoencoder 'unknown' could not be loaded" in shown
-    assert "did not say which autoencoder made them" in shown and LatentDataset(tmp_path / "data").latents.views == 2
+    assert "nobody has seen whether the scale is right: the source of these latents did not say" in shown
+    assert LatentDataset(tmp_path / "data").latents.views == 2
     edit(LAST, latents_flip=None)(source)
     with pytest.raises(SystemExit, match=f"^error: source/{LAST} holds"):
         launch_door(import_latents.main, "import_latents", tmp_path, *given, "out=other")

@@ -33,6 +33,10 @@ HUB_FILES = ("config.json", "diffusion_pytorch_model.safetensors", "diffusion_py
 WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
 KINDS = ("AutoencoderKL", "AutoencoderTiny")
 UNKNOWN = "unknown"
+INSTEAD = (
+    "as autoencoder=… (in training sampling.autoencoder=…), or draw the latents themselves with decode=false "
+    "(sampling.decode=false); sample.py save_latents=true writes them into a file"
+)
 Store = Literal["auto", "moments", "latents"]
 PIXELS_UP_TO = 128  # pixels along the side of pictures that are stored without an autoencoder
 # Stable Diffusion 1's autoencoder, for weight files in diffusers' names that come without a config
@@ -73,8 +77,6 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
     these or can't be had; without a network after some seconds.
     """
     try:
-        if name == UNKNOWN:
-            raise ValueError("the source of these latents did not say which autoencoder made them")
         local = Path(name).exists() or _cached(name)
         import diffusers  # imported here because it takes seconds and "pixels" does not need it
 
@@ -168,7 +170,16 @@ def decoder_hash(latents: LatentSpec, autoencoder: str | None = None) -> str:
         return "pixels"
     if autoencoder is None and latents.fingerprint is not None:
         return latents.fingerprint  # load_decoder takes no other
-    return fingerprint(load_autoencoder(autoencoder or latents.autoencoder))
+    return fingerprint(load_autoencoder(_chosen(latents, autoencoder)))
+
+
+def _chosen(latents: LatentSpec, autoencoder: str | None) -> str:
+    if (name := autoencoder or latents.autoencoder) == UNKNOWN:
+        raise ValueError(
+            "the source of these latents did not say which autoencoder made them. Name it, by hub id, folder or weight "
+            f"file, {INSTEAD}"
+        )
+    return name
 
 
 def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ...], store: Store, **kept) -> LatentSpec:
@@ -266,14 +277,11 @@ def load_decoder(latents: LatentSpec, device: torch.device | str = "cpu", autoen
     """
     if latents.autoencoder == "pixels":
         return lambda x: to_uint8(from_network(x, latents))
-    name = autoencoder or latents.autoencoder
+    name = _chosen(latents, autoencoder)
     try:
         model = load_autoencoder(name, device)
     except ValueError as error:
-        raise ValueError(
-            f"{error}, as autoencoder=… (in training sampling.autoencoder=…), or draw the latents themselves with "
-            "decode=false (sampling.decode=false); sample.py save_latents=true writes them into a file"
-        ) from error
+        raise ValueError(f"{error}, {INSTEAD}") from error
     if (channels := model.config.latent_channels) != latents.shape[0]:
         raise ValueError(
             f"{name} decodes latents of {channels} channels, but these have {latents.shape[0]}: name the autoencoder "

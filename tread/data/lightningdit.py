@@ -66,7 +66,8 @@ def open_shards(source: Path, flipped: bool) -> tuple[np.ndarray, Callable, Call
         number, row = locate(index)
         return f"{paths[number].name}, row {row},"
 
-    return np.concatenate(labels), read, name, _statistics(source / STATISTICS, shape[0])
+    statistics = source / STATISTICS
+    return np.concatenate(labels), read, name, read_statistics(statistics, shape[0]) if statistics.exists() else None
 
 
 def _opened(path: Path):
@@ -114,9 +115,11 @@ def _check_header(path: Path, names: tuple[str, ...]) -> tuple[int, tuple[int, .
     return shape[0], shape[1:]
 
 
-def _statistics(path: Path, channels: int) -> dict | None:
-    if not path.exists():
-        return None
+def read_statistics(path: Path, channels: int) -> dict[str, list[float]]:
+    """{"mean", "std"} of z by channel, from latents_stats.pt; no object but tensors is made of it.
+
+    Raises ValueError for other channels, or numbers that latents can't be normalised by.
+    """
     found = read_state_dict(path, "any")
     if missing := [key for key in ("mean", "std") if key not in found]:
         raise ValueError(f"{path} holds {listed(found)}, but no {listed(missing)}")
