@@ -11,7 +11,8 @@ if __name__ == "__main__":
     guard_imports(globals())
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -22,6 +23,7 @@ from tqdm import tqdm
 from tread.checkpoints import checkpoint
 from tread.checkpoints.trained import open_trained, open_weak
 from tread.data import autoencoder
+from tread.data.latents import from_network
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import (
     Sampler,
@@ -56,12 +58,15 @@ class Options:
     weights: Weights
     guidance: Guidance
     decode: bool
+    save_latents: bool
     autoencoder: str | None
     out: str | None
     overwrite: bool
 
     def __post_init__(self) -> None:
-        check_name(self.out)
+        check_name(self.out, self.save_latents)
+        if self.save_latents and self.autoencoder is not None:
+            raise ValueError("save_latents=true writes latents and decodes none: leave it out, or autoencoder=…")
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="sample")
@@ -87,18 +92,23 @@ def main(composed: DictConfig) -> None:
         cost = relative_cost(sampler, *outlines)
         relative = "" if options.guidance.kind == "none" else f"{cost:.3f} times the FLOPs of no guidance, "
         out = options.out and Path(options.out).expanduser()
-        files = SampleFiles(out, options.overwrite, seeds, labels[:: len(seeds)].tolist(), trained.latents.classes)
+        rows = labels[:: len(seeds)].tolist()
+        files = SampleFiles(out, options.overwrite, seeds, rows, trained.latents.classes, options.save_latents)
         files.check()
         facts = facts_of(asdict(options), sampler, trained, weaker) | {"device": device_name(device)}
         model, weak = trained.load(device, options.guidance), weaker and weaker.load(device, options.guidance)
         decoder = autoencoder.preview
-        if options.decode:
+        if options.save_latents:
+            facts["latents"] = asdict(replace(trained.latents, classes=()))
+            decoder = partial(from_network, latents=trained.latents)
+        elif options.decode:
             decoder = autoencoder.load_decoder(trained.latents, device, options.autoencoder)
         stream = draw_pictures(model, decoder, all_seeds, labels, sampler, weak, check=True)
         batches = -(-len(all_seeds) // sampler.batch_size)
         pictures = (part.numpy() for part in tqdm(stream, desc="sampling", total=batches, unit="batch"))
         written, grey = files.write(pictures, facts)
-        rows, columns = ("rows are", "columns ") if files.form == "grid" else (f"{len(labels)} pictures of", "")
+        kind = "latents" if options.save_latents else "pictures"
+        rows, columns = ("rows are", "columns ") if files.form == "grid" else (f"{len(labels)} {kind} of", "")
         print(
             f"{written}: {rows} classes {json.dumps(classes)}, {columns}seeds {options.seeds}"
             f"{', grey as RGB of three equal channels' if grey else ''}; step {trained.found.step}, "

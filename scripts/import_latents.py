@@ -24,11 +24,12 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from tread.data import autoencoder, dataset_report
+from tread.data import dataset_report
 from tread.data.dataset import LatentDataset
 from tread.data.grids import save_grid
-from tread.data.importers import Kind, open_foreign
+from tread.data.importers import ForeignLatents, Kind, open_foreign
 from tread.data.latents import Dtype
+from tread.data.lightningdit import STATISTICS
 from tread.data.prepare import shard_ranges
 from tread.data.writer import DatasetWriter
 from tread.runtime import schema
@@ -43,8 +44,8 @@ class Options:
     kind: Kind
     source: str
     out: str
-    autoencoder: str
-    scale: float
+    autoencoder: str | None
+    scale: float | None
     scale_applied: bool | None
     flipped: bool
     num_classes: int | None
@@ -70,8 +71,8 @@ def import_all(options: Options) -> None:
         options.scale,
         options.scale_applied,
         options.num_classes,
-        autoencoder=autoencoder.located(options.autoencoder),
-        dtype=options.dtype,
+        options.autoencoder,
+        options.dtype,
     )
     latents = foreign.latents
     if options.classes is not None:
@@ -82,6 +83,8 @@ def import_all(options: Options) -> None:
     ranges = shard_ranges(len(foreign.labels), options.shard_size)
     plan = {"kind": options.kind, "source": str(Path(options.source).resolve()), "shard_size": options.shard_size}
     plan["labels_sha256"] = hashlib.sha256(foreign.labels.tobytes()).hexdigest()
+    if foreign.normalize:
+        plan["normalize_by"] = foreign.normalize
     writer = DatasetWriter(Path(options.out), latents, plan)
     if writer.is_finished():
         print(f"{options.out} is finished")
@@ -94,6 +97,9 @@ def import_all(options: Options) -> None:
     print(f"  holds     {latents.meaning}")
     guessed = options.num_classes is None and options.classes is None
     print(f"  classes   {len(latents.classes)}{', from the largest label' * guessed}")
+    if options.kind == "lightningdit":
+        by = STATISTICS if foreign.normalize else f"what is measured here, for there is no {STATISTICS}"
+        print(f"  normal    dataset.normalize=true takes {by}")
     print(f"  work      {len(missing)} of {len(ranges)} shards")
     pace = 0.5 if sys.stderr.isatty() else 20  # seconds between updates of the bar
     with tqdm(total=sum(len(ranges[n]) for n in missing), unit="sample", mininterval=pace) as bar:
@@ -105,12 +111,12 @@ def import_all(options: Options) -> None:
                     raise ValueError(f"{foreign.name(index)} has shape {shape}, but the first sample has {first}")
                 bar.update()
             writer.write(number, np.stack(stored), foreign.labels[ranges[number]])
-    finish(writer, len(ranges), options)
+    finish(writer, len(ranges), options, foreign)
 
 
-def finish(writer: DatasetWriter, shards: int, options: Options) -> None:
+def finish(writer: DatasetWriter, shards: int, options: Options, foreign: ForeignLatents) -> None:
     """Assemble the dataset, look at it, write its report, and give it its name."""
-    writer.assemble(shards)
+    writer.assemble(shards, **({"normalize_by": foreign.normalize} if foreign.normalize else {}))
     data = LatentDataset(writer.data)
     made = dataset_report.numbers(data)
     pictures = f"  pictures  {writer.folder / 'report.png'}: decoded samples; look whether they are whole"
@@ -123,14 +129,21 @@ def finish(writer: DatasetWriter, shards: int, options: Options) -> None:
             pictures = f"  pictures  none, so nobody has seen whether the scale is right: {error}"
     writer.publish(made)
     print(dataset_report.text(made))
-    if not 0.2 < np.mean(made["channel_std"]) < 2.5:
+    if options.kind == "lightningdit":
+        if foreign.normalize and (far := dataset_report.disagreement(data)) > 0.2:
+            print(
+                f"warning: {STATISTICS} is off by {far:.2f} standard deviations from these latents: right to go on "
+                "with a network of other data, else these are statistics of other latents"
+            )
+    elif not 0.2 < np.mean(made["channel_std"]) < 2.5:
         print(
             f"warning: network latents of standard deviation {np.mean(made['channel_std']):.2f} are unusual (Stable "
             "Diffusion's have 0.6 to 1.1): are scale and scale_applied right?"
         )
     if options.decode:
         print(pictures)
-    print(f"  dataset   {writer.folder}: train with dataset=folder dataset.path={writer.folder}")
+    normalised = " dataset.normalize=true" if options.kind == "lightningdit" else ""
+    print(f"  dataset   {writer.folder}: train with dataset=folder dataset.path={writer.folder}{normalised}")
 
 
 if __name__ == "__main__":

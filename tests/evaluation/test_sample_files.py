@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,13 +11,14 @@ import torch
 from conftest import RGB, ROOT, launch_door, open_pictures, save_checkpoint
 from conftest import score as launch_fid
 from PIL import Image
+from safetensors import safe_open
 
 import sample
 from tread.checkpoints import checkpoint
 from tread.checkpoints.trained import open_trained
-from tread.data.autoencoder import load_decoder
+from tread.data.autoencoder import load_decoder, to_uint8
 from tread.data.grids import FACTS, GAP, draw_grid, name_rows
-from tread.diffusion.sampling import Sampler, draw_pictures
+from tread.diffusion.sampling import Sampler, draw, draw_pictures
 
 DIGITS = ROOT / "tests" / "recorded" / "run"
 OPTIONS = ("checkpoint=results/a", "classes=[1,4]", "seeds=0-2", "steps=2")
@@ -143,6 +145,62 @@ def test_the_default_name_gets_a_number_and_another_is_refused_before_any_work(t
     assert "could not be written" in refusal(tmp_path, "out=x.npz/single")
     for bad in ("out=x.jpg", "out="):
         assert "must be a grid's name" in refusal(tmp_path, bad)
+
+
+def read_latents(path):
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+
+
+def test_latents_are_the_autoencoders_own_and_need_none(tmp_path, composed):
+    """z = x / scale + shift behind x / channel_scale + channel_shift; nobody has the autoencoder."""
+    normalised = {"channel_shift": (1.0, 2.0, 3.0), "channel_scale": (0.5, 2.0, 4.0)}
+    latents = replace(RGB, autoencoder="unknown", scale=0.25, shift=5.0, **normalised)
+    save_checkpoint(tmp_path / "results" / "a", composed, latents)
+    model = open_trained(checkpoint.find(tmp_path / "results" / "a"), "ema").load(torch.device("cpu"))
+    labels = torch.tensor([1, 1, 1, 4, 4, 4])
+    (x,) = draw(model, [0, 1, 2] * 2, labels, Sampler(steps=2, batch_size=6))
+    for name in ("samples.safetensors", "samples-1.safetensors"):
+        assert f"{name}: 6 latents of classes [1, 4], seeds 0-2; step 3" in launch(tmp_path, "save_latents=true")
+        found, metadata = read_latents(tmp_path / name)
+        shift, scale = (torch.tensor(value).view(3, 1, 1) for value in normalised.values())
+        torch.testing.assert_close(found["latents"], (x / scale + shift) / 0.25 + 5)
+        assert found["seeds"].tolist() == [0, 1, 2] * 2 and torch.equal(found["labels"], labels)
+        facts = json.loads(metadata[FACTS])
+        assert "decoder takes" in metadata["meaning"] and facts["rows"][1]["class_name"] == "e"
+        assert facts["latents"]["autoencoder"] == "unknown" and facts["latents"]["channel_scale"] == [0.5, 2.0, 4.0]
+        assert facts["network"]["step"] == 3 and facts["settings"]["steps"] == 2
+    assert not list(tmp_path.glob("*.png"))
+    assert "did not say which autoencoder made them" in (said := refusal(tmp_path)) and "save_latents=true" in said
+
+
+def test_latents_are_those_of_the_pictures_and_have_their_address(tmp_path, drawn):
+    launch(tmp_path, "save_latents=true", "out=new/z.safetensors")
+    found, _ = read_latents(tmp_path / "new" / "z.safetensors")
+    assert np.array_equal(to_uint8(found["latents"]).permute(0, 2, 3, 1), drawn)  # pixels: z is the picture
+    launch(tmp_path, "save_latents=true", "out=one.safetensors", "classes=[4]", "seeds=[1]")
+    one = read_latents(tmp_path / "one.safetensors")[0]["latents"][0]
+    torch.testing.assert_close(one, found["latents"][4], rtol=1e-3, atol=1e-2)  # of a batch of another shape
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (["save_latents=true", "out=x.png"], "must be the name of a .safetensors file"),
+        (["save_latents=true", "out=folder"], "must be the name of a .safetensors file"),
+        (["save_latents=true", "out="], "must be the name of a .safetensors file"),
+        (["out=x.safetensors"], "written by save_latents=true"),
+        (["save_latents=true", "autoencoder=vae.pt"], "decodes none: leave it out, or autoencoder=…"),
+        (["save_latents=true", "seeds=[9223372036854775808]"], "seed 9223372036854775808 does not fit into the 64"),
+        (["save_latents=true", "out=there.safetensors"], "there.safetensors is there already"),
+        (["save_latents=3"], "save_latents"),
+    ],
+)
+def test_latents_that_can_not_be_written_are_refused_before_any_work(tmp_path, drawn, monkeypatch, given, shown):
+    (tmp_path / "there.safetensors").touch()
+    monkeypatch.setattr(sample, "draw_pictures", lambda *_, **__: pytest.fail("it sampled"))
+    assert shown in refusal(tmp_path, *given)
+    assert (tmp_path / "there.safetensors").stat().st_size == 0
 
 
 def test_long_names_are_cut_and_no_class_is_named(tmp_path):

@@ -1,15 +1,14 @@
 """From pixels to what is stored of them, and from network latents to pixels, by a diffusers autoencoder.
 
 The autoencoder "pixels" is the identity: its z is the picture itself, with 0..255 mapped to −1..1. The setting that
-chooses it is autoencoder=none.
+chooses it is autoencoder=none. "unknown" is that of imported latents whose source does not say it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import logging
 import re
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +20,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from tread.data import ldm_names
 from tread.data.latents import LatentSpec, from_network
 from tread.runtime.device import exact
 from tread.runtime.network import check_answer
-from tread.runtime.tensor_files import read_state_dict
+from tread.runtime.tensor_files import listed, read_state_dict
 
 Decoder = Callable[[Tensor], Tensor]
 Encoder = Callable[[Tensor], np.ndarray]
@@ -32,9 +32,14 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 HUB_FILES = ("config.json", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
 WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
 KINDS = ("AutoencoderKL", "AutoencoderTiny")
+UNKNOWN = "unknown"
+INSTEAD = (
+    "as autoencoder=… (in training sampling.autoencoder=…), or draw the latents themselves with decode=false "
+    "(sampling.decode=false); sample.py save_latents=true writes them into a file"
+)
 Store = Literal["auto", "moments", "latents"]
 PIXELS_UP_TO = 128  # pixels along the side of pictures that are stored without an autoencoder
-# Stable Diffusion 1's autoencoder, for weight files that come without a config
+# Stable Diffusion 1's autoencoder, for weight files in diffusers' names that come without a config
 SD_CONFIG = {
     "_class_name": "AutoencoderKL",
     "down_block_types": ["DownEncoderBlock2D"] * 4,
@@ -64,9 +69,9 @@ def preview(x: Tensor) -> Tensor:
 def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module:
     """A diffusers AutoencoderKL or AutoencoderTiny in fp32 and eval mode.
 
-    name  a hub id, a folder with config.json and weights, or a weight file in diffusers' or in Stable
-          Diffusion's own parameter names. A file has no config: its autoencoder must be Stable
-          Diffusion 1's or TAESD's, the last in diffusers' names.
+    name  a hub id, a folder with config.json and weights, or a weight file. A file has no config: it is
+          an AutoencoderKL in LDM's parameter names (Stable Diffusion's, VA-VAE's), whose sizes are its
+          tensors', or Stable Diffusion 1's or TAESD's in diffusers' names. What else is in it is set aside.
 
     A hub id that was fetched once is taken from its cache without asking the hub. Raises ValueError if it is none of
     these or can't be had; without a network after some seconds.
@@ -90,6 +95,8 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
 
 def located(name: str) -> str:
     """The name of an autoencoder that holds from any folder: hub ids as they are, paths in full."""
+    if name == UNKNOWN:
+        return name
     return str(Path(name).resolve()) if Path(name).exists() else name
 
 
@@ -123,10 +130,28 @@ def _from_file(path: Path, diffusers) -> nn.Module:
     elif any(key.startswith("encoder.down_blocks.") for key in state):
         model = diffusers.AutoencoderKL.from_config(SD_CONFIG)
     else:
-        with tempfile.TemporaryDirectory() as folder:  # diffusers converts the names, and asks for a config on disk
-            (Path(folder) / "config.json").write_text(json.dumps(SD_CONFIG))
-            return diffusers.AutoencoderKL.from_single_file(str(path), config=folder, torch_dtype=torch.float32)
+        return _from_ldm(path, state, diffusers)
     model.load_state_dict({key: value.float() for key, value in state.items()})
+    return model
+
+
+def _from_ldm(path: Path, state: dict[str, Tensor], diffusers) -> nn.Module:
+    own, aside = ldm_names.own_part(state)
+    config, found = ldm_names.config_of(own), ldm_names.renamed(own)
+    as_sd = all(config[key] == SD_CONFIG[key] for key in ("block_out_channels", "latent_channels"))
+    config["scaling_factor"] = SD_CONFIG["scaling_factor"] if as_sd else 1.0
+    model = diffusers.AutoencoderKL.from_config(config)
+    needed = {name: value.shape for name, value in model.state_dict().items()}
+    odd = [name for new, (name, value) in found.items() if needed.get(new) != value.shape]
+    if odd or (missing := sorted(needed.keys() - found.keys())):
+        why = f"{listed(odd)} are of other names or shapes" if odd else f"it has nothing for {listed(missing)}"
+        raise ValueError(f"it has names of LDM's AutoencoderKL, but does not fit diffusers': {why}")
+    model.load_state_dict({new: value.float() for new, (_, value) in found.items()})
+    if aside:
+        kinds = sorted({name.partition(".")[0] for name in aside})
+        logging.getLogger(__name__).warning(  # on stderr, where nobody set up anything else
+            "%s: %s tensors beside the autoencoder's are set aside: %s", path, len(aside), listed(kinds)
+        )
     return model
 
 
@@ -145,7 +170,16 @@ def decoder_hash(latents: LatentSpec, autoencoder: str | None = None) -> str:
         return "pixels"
     if autoencoder is None and latents.fingerprint is not None:
         return latents.fingerprint  # load_decoder takes no other
-    return fingerprint(load_autoencoder(autoencoder or latents.autoencoder))
+    return fingerprint(load_autoencoder(_chosen(latents, autoencoder)))
+
+
+def _chosen(latents: LatentSpec, autoencoder: str | None) -> str:
+    if (name := autoencoder or latents.autoencoder) == UNKNOWN:
+        raise ValueError(
+            "the source of these latents did not say which autoencoder made them. Name it, by hub id, folder or weight "
+            f"file, {INSTEAD}"
+        )
+    return name
 
 
 def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ...], store: Store, **kept) -> LatentSpec:
@@ -243,14 +277,16 @@ def load_decoder(latents: LatentSpec, device: torch.device | str = "cpu", autoen
     """
     if latents.autoencoder == "pixels":
         return lambda x: to_uint8(from_network(x, latents))
-    name = autoencoder or latents.autoencoder
+    name = _chosen(latents, autoencoder)
     try:
         model = load_autoencoder(name, device)
     except ValueError as error:
+        raise ValueError(f"{error}, {INSTEAD}") from error
+    if (channels := model.config.latent_channels) != latents.shape[0]:
         raise ValueError(
-            f"{error}, as autoencoder=… (in training sampling.autoencoder=…), or draw the latents themselves with "
-            "decode=false (sampling.decode=false)"
-        ) from error
+            f"{name} decodes latents of {channels} channels, but these have {latents.shape[0]}: name the autoencoder "
+            "that made them as autoencoder=… (in training sampling.autoencoder=…)"
+        )
     if autoencoder is None and latents.fingerprint not in (None, fingerprint(model)):
         raise ValueError(
             f"{name} holds another autoencoder than the one that made the latents: its weights have another hash. "

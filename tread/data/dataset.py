@@ -77,6 +77,7 @@ class LatentDataset:
     latents: LatentSpec = field(init=False)
     labels: np.ndarray = field(init=False, repr=False)
     statistics: tuple[tuple[float, ...], tuple[float, ...]] | None = field(init=False)  # mean, std of each channel
+    normal: tuple[tuple[float, ...], tuple[float, ...]] | None = field(init=False)  # those that `normalize` takes
 
     def __post_init__(self) -> None:
         check("verify", self.verify, Verify)
@@ -90,6 +91,8 @@ class LatentDataset:
             shards = [{key: shard[key] for key in SHARD_KEYS} for shard in index["shards"]]
             known = "channel_mean" in index
             self.statistics = (tuple(index["channel_mean"]), tuple(index["channel_std"])) if known else None
+            given = index.get("normalize_by")  # an import's source may have said it
+            self.normal = (tuple(given["mean"]), tuple(given["std"])) if given else self.statistics
         except (ValueError, KeyError, TypeError) as error:
             raise _damaged(path, error) from error
         self._shards = []
@@ -160,14 +163,15 @@ class LatentDataset:
     def normalize(self, std: float) -> None:
         """Let the network see each channel with mean 0 and this standard deviation (`LatentSpec.channel_scale`).
 
-        Raises ValueError if the dataset's statistics are not known or a channel is constant.
+        By the numbers that an import's source gave, where it did, else by measured ones. Raises ValueError
+        if the dataset's statistics are not known or a channel is constant.
         """
-        if self.statistics is None or min(self.statistics[1]) <= 0:
+        if self.normal is None or min(self.normal[1]) <= 0:
             raise ValueError(
                 f"{self.folder} can't be normalised: its index.json has no channel_mean and channel_std above 0. "
                 "Prepare it again, or set dataset.normalize=false"
             )
-        mean, found = self.statistics
+        mean, found = self.normal
         self.latents = replace(self.latents, channel_shift=mean, channel_scale=tuple(std / s for s in found))
 
     def steps_per_epoch(self, batch_size: int) -> int:

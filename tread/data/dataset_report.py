@@ -23,6 +23,12 @@ def numbers(data: LatentDataset) -> dict:
     }
 
 
+def disagreement(data: LatentDataset) -> float:
+    """How far what data.normalize takes is from what was measured, at most: of means and deviations, in the latter."""
+    (mean, std), (taken, by) = np.array(data.statistics), np.array(data.normal)
+    return float(np.abs([(mean - taken) / by, std / by - 1]).max())
+
+
 def spread(count: int, pictures: int) -> np.ndarray:
     """Some indices in 0..count−1, spread over all."""
     return np.unique(np.linspace(0, count - 1, pictures).round().astype(int))

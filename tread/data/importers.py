@@ -7,6 +7,9 @@
                   cls: the label. Whether they are scaled can't be seen: whoever imports them says so.
     repa_npy      REPA's folders. .npy files float32 (8, S, S), mean and standard deviation, unscaled;
                   dataset.json: {"labels": [[file, label], …]}.
+    lightningdit  LightningDiT's folders. *.safetensors: latents and latents_flip float32 (n, C, S, S), samples
+                  of the posterior, unscaled, and labels (n,); latents_stats.pt: mean and std by channel,
+                  which dataset.normalize takes. The autoencoder is not said.
 
 A kind's meaning is fixed here and goes into the dataset's index; nothing is guessed from the numbers.
 """
@@ -23,51 +26,61 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from tread.data.latents import LatentSpec
+from tread.data import lightningdit
+from tread.data.autoencoder import UNKNOWN, located
+from tread.data.latents import Dtype, LatentSpec
 from tread.data.photos import MOST_CLASSES, Folder, check_table, label_table
 from tread.data.tars import Tar
 
-Kind = Annotated[Literal["maskdit_lmdb", "tread_tar", "repa_npy"], "pictures: prepare_latents.py"]
+Kind = Annotated[Literal["maskdit_lmdb", "tread_tar", "repa_npy", "lightningdit"], "pictures: prepare_latents.py"]
+SCALE, AUTOENCODER = 0.18215, "stabilityai/sd-vae-ft-ema"  # of all kinds but lightningdit, unless set
 
 
 @dataclass
 class ForeignLatents:
     """Latents of someone else, in the source's order.
 
-    latents  what they mean.
-    labels   (n,) int64.
-    read     index → (views, C or 2C, S, S), as stored in the source.
-    name     index → what to call a sample in a message.
+    latents     what they mean.
+    labels      (n,) int64.
+    read        index → (views, C or 2C, S, S), as stored in the source.
+    name        index → what to call a sample in a message.
+    normalize   {"mean", "std"} by channel of network latents that the source says to normalise by; None: it says none.
     """
 
     latents: LatentSpec
     labels: np.ndarray
     read: Callable[[int], np.ndarray]
     name: Callable[[int], str]
+    normalize: dict[str, list[float]] | None = None
 
 
 def open_foreign(
     kind: Kind,
     source: Path,
     flipped: bool,
-    scale: float,
+    scale: float | None,
     scale_applied: bool | None,
     num_classes: int | None,
-    **kept,
+    autoencoder: str | None,
+    dtype: Dtype,
 ) -> ForeignLatents:
     """Open a source of a kind.
 
-    flipped        maskdit_lmdb: whether the second half are flipped copies.
-    scale          network latents = z·scale.
+    flipped        maskdit_lmdb: whether the second half are flipped copies; lightningdit: whether to take them.
+    scale          network latents = z·scale; None: Stable Diffusion's, of lightningdit 1.
     scale_applied  tread_tar: whether the stored numbers already are z·scale; must be said.
     num_classes    None: the largest label + 1.
-    kept           autoencoder (which decodes the latents) and dtype of the dataset.
+    autoencoder    which decodes the latents; None: Stable Diffusion's, of lightningdit "unknown".
+    dtype          of the dataset.
 
     Raises FileNotFoundError, or ValueError for a source that is not what its kind says.
     """
-    source = Path(source)
+    source, statistics = Path(source), None
+    theirs = (1.0, UNKNOWN) if kind == "lightningdit" else (SCALE, AUTOENCODER)
+    scale, autoencoder = (own if given is None else given for own, given in zip(theirs, (scale, autoencoder)))
     if kind != "tread_tar" and scale_applied:
-        raise ValueError(f"scale_applied=true, but {kind} holds unscaled moments; leave scale_applied out")
+        held = "latents" if kind == "lightningdit" else "moments"
+        raise ValueError(f"scale_applied=true, but {kind} holds unscaled {held}; leave scale_applied out")
     if kind == "tread_tar" and scale_applied is None:
         raise ValueError(
             "tread_tar holds samples whose scale can't be seen: say scale_applied=true if they were multiplied by "
@@ -77,6 +90,8 @@ def open_foreign(
         labels, read, name = _maskdit(source, flipped)
     elif kind == "tread_tar":
         labels, read, name = _tread(source)
+    elif kind == "lightningdit":
+        labels, read, name, statistics = lightningdit.open_shards(source, flipped)
     else:
         labels, read, name = _repa(source)
     if not len(labels):
@@ -85,7 +100,7 @@ def open_foreign(
     if not 0 <= labels.min() <= labels.max() < classes <= MOST_CLASSES:
         raise ValueError(f"{source}: labels lie in {labels.min()}..{labels.max()}, but num_classes is {classes}")
     views, channels, *size = read(0).shape
-    spread = {"maskdit_lmdb": "logvar", "repa_npy": "std", "tread_tar": None}[kind]
+    spread = {"maskdit_lmdb": "logvar", "repa_npy": "std"}.get(kind)
     latents = LatentSpec(
         shape=(channels // 2 if spread else channels, *size),
         classes=tuple(str(number) for number in range(classes)),
@@ -94,9 +109,12 @@ def open_foreign(
         scale=scale,
         scale_applied=bool(scale_applied),
         views=views,
-        **kept,
+        autoencoder=located(autoencoder),
+        dtype=dtype,
     )
-    return ForeignLatents(latents, labels, read, name)
+    factors = {"mean": scale, "std": abs(scale)}
+    normalize = statistics and {key: [factor * value for value in statistics[key]] for key, factor in factors.items()}
+    return ForeignLatents(latents, labels, read, name, normalize)
 
 
 def _maskdit(source: Path, flipped: bool):

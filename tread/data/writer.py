@@ -159,10 +159,11 @@ class DatasetWriter:
         for number in numbers:
             self._note(number).unlink()
 
-    def assemble(self, shards: int, **beside: str) -> list[dict]:
+    def assemble(self, shards: int, **beside: object) -> list[dict]:
         """Write index.json into `data`, once all shards are there; returns what was noted of each.
 
-        beside  what else index.json is to say: where the dataset is that belongs to this one.
+        beside  what else index.json is to say: where the dataset is that belongs to this one (heldout, train), or by
+                which mean and std each channel is to be normalised, where not by measured ones (normalize_by).
 
         Raises ValueError if the dataset would be empty.
         """

@@ -1,8 +1,9 @@
-"""What sample.py leaves: a grid, single files, or a batch in ADM's format, and how a PNG says what made it."""
+"""What sample.py leaves: a grid, single files, a batch in ADM's format, or latents, and how they say what made them."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,16 +11,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
 from tread.checkpoints.trained import Trained
-from tread.data.grids import draw_grid, name_rows, save_png
+from tread.data.grids import FACTS, draw_grid, name_rows, save_png
 from tread.diffusion.sampling import Sampler
 from tread.evaluation.image_sets import save_npz
-from tread.runtime.files import check_place, explain_failure
+from tread.runtime.files import check_place, explain_failure, whole_file
+from tread.runtime.tensor_files import save_tensors
 from tread.runtime.versions import versions
 
-DEFAULT = "samples.png"
+DEFAULTS = {False: "samples.png", True: "samples.safetensors"}  # of pictures, of latents
+MEANING = (
+    "the autoencoder's z, which its decoder takes: the network's latents with their scale and normalisation undone"
+)
 
 
 def parse_seeds(seeds: str | int | Sequence[int]) -> list[int]:
@@ -32,9 +38,14 @@ def parse_seeds(seeds: str | int | Sequence[int]) -> list[int]:
     return list(seeds)
 
 
-def check_name(out: str | None) -> None:
-    """Raise ValueError for a file name that `SampleFiles` would take for a folder's."""
-    if out is not None and (not out or Path(out).suffix.lower() in (".jpg", ".jpeg", ".webp", ".gif", ".npy")):
+def check_name(out: str | None, latents: bool) -> None:
+    """Raise ValueError for a file name that `SampleFiles` would take for a folder's, or for the other kind's."""
+    suffix = None if out is None else Path(out).suffix.lower()
+    if latents and suffix not in (None, ".safetensors"):
+        raise ValueError(f"out is {out!r}, but with save_latents=true must be the name of a .safetensors file")
+    if not latents and suffix == ".safetensors":
+        raise ValueError(f"out is {out!r}, a file of latents: they are written by save_latents=true, without pictures")
+    if out is not None and (not out or suffix in (".jpg", ".jpeg", ".webp", ".gif", ".npy")):
         raise ValueError(f"out is {out!r}, but must be a grid's name in .png, a batch's in .npz, or a folder")
 
 
@@ -61,11 +72,15 @@ def facts_of(settings: Mapping, sampler: Sampler, trained: Trained, weak: Traine
 class SampleFiles:
     """Where samples go, and as what: a grid (x.png), ADM's format (x.npz), or single files in a folder (other names).
 
-    out        None: samples.png, or samples-1.png, … where that is there.
+    Latents are written in their place as one file: `latents` (n, C, S, S) fp32, `seeds` and `labels` (n,), and as
+    metadata their `meaning` and what made them.
+
+    out        None: samples.png (of latents samples.safetensors), or samples-1.png, … where that is there.
     overwrite  whether files that are there are replaced.
     seeds      of the columns.
     labels     of the rows.
     classes    the dataset's class names; a label beyond them is no class.
+    latents    whether latents are written, and no pictures.
     """
 
     out: Path | None
@@ -73,11 +88,13 @@ class SampleFiles:
     seeds: Sequence[int]
     labels: Sequence[int]
     classes: Sequence[str]
+    latents: bool = False
 
     @property
     def form(self) -> str:
-        """ "grid", "npz" or "folder"."""
-        return {".png": "grid", ".npz": "npz"}.get((self.out or Path(DEFAULT)).suffix.lower(), "folder")
+        """ "grid", "npz", "latents" or "folder"."""
+        suffix = (self.out or Path(DEFAULTS[self.latents])).suffix.lower()
+        return {".png": "grid", ".npz": "npz", ".safetensors": "latents"}.get(suffix, "folder")
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -86,6 +103,8 @@ class SampleFiles:
 
     def check(self) -> None:
         """Make the folder. Raises OSError if it can't be written in, ValueError rather than replace what is there."""
+        if self.latents and (large := [seed for seed in self.seeds if not -(2**63) <= seed < 2**63]):
+            raise ValueError(f"seed {large[0]} does not fit into the 64 bits that a file of latents has for it")
         if self.out is None:
             return check_place(Path(), 0)
         paths = [self._single(*pair) for pair in self.pairs] if self.form == "folder" else [self.out]
@@ -102,7 +121,7 @@ class SampleFiles:
         check_place(self.out if self.form == "folder" else self.out.parent, 0)
 
     def write(self, batches: Iterable[np.ndarray], facts: Mapping) -> tuple[Path, bool]:
-        """Write pictures, given in batches (b, 1 or 3, H, W) uint8, a row of all seeds after the other.
+        """Write pictures, given in batches (b, 1 or 3, H, W) uint8, or latents, a row of all seeds after the other.
 
         Returns where they are, and whether grey ones became RGB, as single files and ADM's format are.
         """
@@ -120,14 +139,25 @@ class SampleFiles:
                 save_png(path, self.grid(np.concatenate(list(batches))), {**facts, "rows": self._rows()})
             elif self.form == "npz":
                 save_npz(path, rgb(), np.array([label for label, _ in self.pairs]))
+            elif self.form == "latents":
+                self._save_latents(path, batches, facts)
             else:
                 for (label, seed), picture in zip(self.pairs, itertools.chain.from_iterable(rgb())):
                     own = {"seed": seed, "class": label, "class_name": self._name(label)}
                     save_png(self._single(label, seed), Image.fromarray(picture.transpose(1, 2, 0)), {**facts, **own})
         return path, channels == 1
 
+    def _save_latents(self, path: Path, batches: Iterable[np.ndarray], facts: Mapping) -> None:
+        labels, seeds = torch.tensor(self.pairs).unbind(1)
+        drawn = torch.from_numpy(np.concatenate(list(batches)))
+        metadata = {"meaning": MEANING, FACTS: json.dumps({**facts, "rows": self._rows()})}
+        with whole_file(path) as partial:
+            tensors = {"latents": drawn, "seeds": seeds.contiguous(), "labels": labels.contiguous()}
+            save_tensors(partial, tensors, metadata)
+
     def _free(self) -> Path:
-        names = itertools.chain([DEFAULT], (f"{Path(DEFAULT).stem}-{number}.png" for number in itertools.count(1)))
+        first = Path(DEFAULTS[self.latents])
+        names = itertools.chain([first], (f"{first.stem}-{number}{first.suffix}" for number in itertools.count(1)))
         return next(path for path in map(Path, names) if self.overwrite or not path.exists())
 
     def _single(self, label: int, seed: int) -> Path:
