@@ -19,17 +19,20 @@ if __name__ == "__main__":
 
     guard_imports(globals())
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.network import build_network
+from tread.checkpoints.network import build_network, process_of
 from tread.checkpoints.origin import KINDS, Origin, read_origin
 from tread.checkpoints.state_dicts import describe, sizes
+from tread.data.autoencoder import UNKNOWN
+from tread.data.importers import AUTOENCODER, SCALE
 from tread.data.latents import LatentSpec
+from tread.data.lightningdit import read_statistics
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.files import explain_failure, write_whole
@@ -46,8 +49,9 @@ class Options:
     weights: str
     take: Literal["all", "ema", "model"]
     predicts: Literal["objective", "noise"]
-    autoencoder: str
-    scale: float
+    autoencoder: str | None
+    scale: float | None
+    statistics: str | None
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="import_checkpoint")
@@ -74,12 +78,7 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> tuple
     origins, expected = chosen(options), build_network(cfg).state_dict()
     first = next(iter(origins.values()))
     parts = {kind: origin.fit(expected, cfg.model) for kind, origin in origins.items()}
-    latents = LatentSpec(
-        shape=(cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size),
-        classes=tuple(map(str, range(cfg.dataset.num_classes))),
-        autoencoder=options.autoencoder,
-        scale=options.scale,
-    )
+    latents = latents_of(options, cfg)
     info = {
         "config": config,
         "latents": asdict(latents),
@@ -91,7 +90,36 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> tuple
     with explain_failure(folder):
         saved = checkpoint.save(folder, 0, parts, info)
         write_whole(folder / "config.yaml", OmegaConf.to_yaml(config))
-    return saved, first.warnings(cfg, latents, options.predicts)
+    doubts = first.warnings(cfg, latents, options.predicts)
+    if cfg.dataset.normalize and options.statistics is None:
+        doubts.append(
+            "dataset.normalize is true, but there are no statistics=…: samples are decoded as if the latents had not "
+            "been normalised"
+        )
+    return saved, doubts
+
+
+def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
+    """What the network was trained to see, as the options say it. Raises ValueError for statistics that do not fit."""
+    usual = (AUTOENCODER, SCALE) if options.statistics is None else (UNKNOWN, 1.0)
+    told = (options.autoencoder, options.scale)
+    autoencoder, scale = (own if given is None else given for own, given in zip(usual, told))
+    latents = LatentSpec(
+        shape=(cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size),
+        classes=tuple(map(str, range(cfg.dataset.num_classes))),
+        autoencoder=autoencoder,
+        scale=scale,
+    )
+    if options.statistics is None:
+        return latents
+    if not cfg.dataset.normalize:
+        raise ValueError("statistics are of normalised latents: dataset.normalize=true says that they were")
+    path = Path(options.statistics).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"statistics={options.statistics} is no file")
+    found, std = read_statistics(path, cfg.dataset.channels), process_of(cfg).data_std
+    mean = tuple(scale * value for value in found["mean"])
+    return replace(latents, channel_shift=mean, channel_scale=tuple(std / (abs(scale) * s) for s in found["std"]))
 
 
 def chosen(options: Options) -> dict[str, Origin]:

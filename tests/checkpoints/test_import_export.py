@@ -24,15 +24,17 @@ from tread.checkpoints.origin import load_weights, read_origin
 from tread.checkpoints.trained import open_trained
 from tread.data import autoencoder, digits
 from tread.data.grids import save_grid
+from tread.data.latents import LatentSpec, from_network
 from tread.diffusion import sampling
+from tread.models.rotary import TABLES, rotary_angles
 
 SIZES = ["model.hidden_size=16", "model.depth=2", "model.num_heads=2", "model=dit"]
 CPU = torch.device("cpu")
 
 
-def random_state(composed, seed, *overrides):
+def random_state(composed, seed, *overrides, sizes=SIZES):
     """The state dict of a network with SIZES whose parameters are random."""
-    cfg = read_network(composed(*SIZES, *overrides))
+    cfg = read_network(composed(*sizes, *overrides))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         network = build_network(cfg)
@@ -41,8 +43,8 @@ def random_state(composed, seed, *overrides):
     return network.state_dict()
 
 
-def bring_in(folder, *overrides):
-    options = ["autoencoder=pixels", "scale=1.0", "name=mine", *SIZES, *overrides]
+def bring_in(folder, *overrides, sizes=SIZES):
+    options = ["autoencoder=pixels", "scale=1.0", "name=mine", *sizes, *overrides]
     return launch_door(import_checkpoint.main, "import_checkpoint", folder, *options)
 
 
@@ -294,3 +296,32 @@ def test_exports_that_can_not_be_leave_nothing(tmp_path, run):
     with pytest.raises(SystemExit, match="damaged: 100 bytes"):
         hand_out(tmp_path, f"checkpoint={run}", "out=a")
     assert sorted(found.name for found in tmp_path.iterdir()) == ["run", "there"]
+
+
+def test_a_public_lightningdit_comes_in_with_what_normalised_its_latents(tmp_path, composed):
+    """A dict with "ema" under DDP's names, rotary tables in it; z = latents·std + mean by the statistics."""
+    sizes = [*SIZES[:3], "model=lightning", "objective=rf", "rf.reverse=true"]
+    state = random_state(composed, 2, sizes=sizes)
+    turned = rotary_angles(8, 4).repeat_interleave(2, dim=1).float()
+    public = {**state, **dict(zip(TABLES, (turned.cos(), turned.sin())))}
+    torch.save({"ema": wrapped(public)}, tmp_path / "public.pt")
+    mean, std = torch.randn(1, 1, 1, 1), torch.rand(1, 1, 1, 1) + 0.5
+    torch.save({"mean": mean, "std": std}, tmp_path / "latents_stats.pt")
+    normal = ["dataset.normalize=true", "statistics=latents_stats.pt"]
+    text = bring_in(tmp_path, "weights=public.pt", *normal, sizes=sizes)
+    assert "architecture lightning" in text and "not been normalised" not in text
+    found = checkpoint.find(tmp_path / "results" / "mine")
+    same(found.tensors("ema"), state)
+    latents = LatentSpec.from_json(found.info["latents"])
+    x = torch.randn(2, 1, 8, 8)
+    torch.testing.assert_close(from_network(x, latents), x * std + mean)
+    for overrides, message in (
+        (["model.num_heads=4", *normal], "rotary tables of other settings.*settings that fit it: model.num_heads=2"),
+        (normal[1:], "statistics are of normalised latents: dataset.normalize=true"),
+        ([*normal[:1], "statistics=none.pt"], "statistics=none.pt is no file"),
+        (["model.positions=sincos"], "rotary tables of other settings.*settings that fit it: model.positions=rope"),
+    ):
+        with pytest.raises(SystemExit, match="(?s)" + message):
+            bring_in(tmp_path, "weights=public.pt", *overrides, "name=other", sizes=sizes)
+    assert not (tmp_path / "results" / "other").exists()
+    assert "not been normalised" in bring_in(tmp_path, "weights=public.pt", normal[0], "name=other", sizes=sizes)
