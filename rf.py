@@ -58,6 +58,10 @@ class RF(Process):
             return torch.special.ndtr(normal)
         return torch.sigmoid(normal * self.time_std + self.time_mean)
 
+    def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
+        """Times that lie by `step` below the training ones of the same standard normal numbers, at least 0."""
+        return (self.noise_level(normal) - step).clamp(min=0)
+
     def weight(self, t: Tensor) -> Tensor:
         """Loss weight of each time: 1."""
         return torch.ones_like(t)

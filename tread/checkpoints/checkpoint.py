@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -259,21 +259,35 @@ def newest(run: Path) -> Path | None:
     return run / "latest" if (run / "latest" / "info.json").is_file() else (steps[-1] if steps else None)
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, network: nn.Module) -> dict[str, Tensor]:
+def trained_parameters(network: nn.Module, projector: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
+    """What a run's optimizer holds, by name and in its order: the network's, and then the projector's if there is one."""
+    yield from network.named_parameters()
+    if projector is not None:
+        yield from projector.named_parameters(prefix="projector")
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, network: nn.Module, projector: nn.Module | None = None
+) -> dict[str, Tensor]:
     """The optimizer's state by parameter name: <state>/<parameter>."""
     return {
         f"{key}/{name}": value
-        for name, parameter in network.named_parameters()
+        for name, parameter in trained_parameters(network, projector)
         for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    network: nn.Module,
+    tensors: Mapping[str, Tensor],
+    projector: nn.Module | None = None,
+) -> None:
     """Put back what optimizer_tensors returned; settings such as the learning rate stay the optimizer's own.
 
-    optimizer  one of network.parameters(), in their order.
+    optimizer  one of trained_parameters, in their order.
     """
-    position = {name: index for index, (name, _) in enumerate(network.named_parameters())}
+    position = {name: index for index, (name, _) in enumerate(trained_parameters(network, projector))}
     state = defaultdict(dict)
     for key, value in tensors.items():
         kind, name = key.split("/", 1)
@@ -282,14 +296,24 @@ def load_optimizer(optimizer: torch.optim.Optimizer, network: nn.Module, tensors
 
 
 def parts(
-    network: nn.Module, averaged: nn.Module, optimizer: torch.optim.Optimizer, powers: Mapping[float, nn.Module]
+    network: nn.Module,
+    averaged: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    powers: Mapping[float, nn.Module],
+    projector: nn.Module | None = None,
 ) -> dict[str, dict[str, Tensor]]:
-    """What a training run saves. powers: averages by power functions, by width; without any there is no such part."""
+    """What a training run saves.
+
+    powers     averages by power functions, by width; without any there is no such part.
+    projector  alignment's; without one there is no such part.
+    """
     found = {
         "model": network.state_dict(),
         "ema": averaged.state_dict(),
-        "optimizer": optimizer_tensors(optimizer, network),
+        "optimizer": optimizer_tensors(optimizer, network, projector),
     }
+    if projector is not None:
+        found["projector"] = projector.state_dict()
     if powers:
         named = ((width, power.named_parameters()) for width, power in powers.items())
         found["powers"] = {f"{width}/{name}": value for width, parameters in named for name, value in parameters}
@@ -302,11 +326,14 @@ def restore(
     averaged: nn.Module,
     optimizer: torch.optim.Optimizer,
     powers: Mapping[float, nn.Module],
+    projector: nn.Module | None = None,
 ) -> None:
     """Put back what `parts` gave, in place, on the devices the networks are on."""
     network.load_state_dict(found.tensors("model"))
     averaged.load_state_dict(found.tensors("ema"))
-    load_optimizer(optimizer, network, found.tensors("optimizer"))
+    load_optimizer(optimizer, network, found.tensors("optimizer"), projector)
+    if projector is not None:
+        projector.load_state_dict(found.tensors("projector"))
     kept = found.tensors("powers") if powers else {}
     for width, power in powers.items():
         for name, parameter in power.named_parameters():

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tread.diffusion.guidance import Routes
 
+CLEANEST = 0.001  # the lowest quantile of the training's noise levels that `cleaner` goes to
+
 
 class Process(Protocol):
     """A way from data x to noise and back, of noise level l (EDM's σ, rectified flow's t).
@@ -41,6 +43,14 @@ class Process(Protocol):
         """
         quantile = (torch.arange(count, dtype=torch.float64) + 0.5) / count
         return self.noise_level(math.sqrt(2) * torch.erfinv(2 * quantile - 1))
+
+    def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
+        """Noise levels that lie below the training ones of the same standard normal numbers, elementwise.
+
+        step  in [0, 1): by so much of the training distribution, whose first thousandth is the end.
+        """
+        quantile = (torch.special.ndtr(normal) - step).clamp(min=CLEANEST)
+        return self.noise_level(torch.special.ndtri(quantile))
 
     def weight(self, level: Tensor) -> Tensor:
         """Loss weight of each noise level."""

@@ -11,7 +11,7 @@ Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -188,33 +188,60 @@ class Backbone(nn.Module):
                 f"0..{self.num_classes - 1} and the null class {self.num_classes}"
             )
 
-    def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True) -> int:
+    def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None) -> int:
         """FLOPs of one forward pass for one sample, two a multiply-add: matrix products and token mixing.
 
         attention  false leaves out what mixes tokens (DiT: the products of queries, keys and values): linear
                    layers alone.
+        upto       the last block that counts, as in `output_of`; None: all, and the last layer.
         """
         D, depth = self.hidden_size, len(self.blocks)
         tokens = [self.num_tokens] * depth
         for route in check_routes(routes, depth):
             kept = count_kept(route, self.num_tokens, self.grid)
             tokens[route.start : route.end + 1] = [kept] * (route.end + 1 - route.start)
-        blocks = sum(block.multiply_adds(K, attention) for block, K in zip(self.blocks, tokens))
-        patches = self.num_tokens * D * self.patch_size**2 * (self.in_channels + self.out_channels)
-        time = (self.t_embedder.frequency_size + D) * D
-        return int(2 * (blocks + patches + 2 * D * D + time))
+        last = depth if upto is None else upto + 1
+        blocks = sum(block.multiply_adds(K, attention) for block, K in zip(self.blocks[:last], tokens))
+        values = self.patch_size**2 * (self.in_channels + (self.out_channels if upto is None else 0))
+        time, final = (self.t_embedder.frequency_size + D) * D, 2 * D * D if upto is None else 0
+        return int(2 * (blocks + self.num_tokens * D * values + final + time))
 
-    def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Sequence[tuple[Route, Tensor]] = ()) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        y: Tensor,
+        routes: Sequence[tuple[Route, Tensor]] = (),
+        outputs: MutableMapping[int, Tensor | None] | None = None,
+    ) -> Tensor:
         """x (B, C, S, S), t (B,) noise input, y (B,) int64 labels → (B, out_channels, S, S).
 
-        routes: pairs (Route, ids_keep (B, K)), see routing_module.run_blocks; () runs all tokens.
+        routes   pairs (Route, ids_keep (B, K)), see routing_module.run_blocks; () runs all tokens.
+        outputs  its keys are blocks whose outputs the caller wants; each is put there as the block leaves it,
+                 (B, N, D), or (B, K, D) of a block on a route.
         """
-        self.check_inputs(x, y)
-        x = self.x_embedder(x) + self.pos_embed  # (B, N, D)
-        c = self.t_embedder(t) + self.y_embedder(y)  # (B, D)
-        blocks = self.blocks
+        x, c = self.embed(x, t, y)
+        blocks = list(self.blocks)
         if self.activation_checkpointing:  # nothing in the blocks is random, so no generator is kept
             blocks = [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
+        for index in outputs or ():
+            blocks[index] = partial(_noted, blocks[index], outputs, index)
         grid = self.grid if self.needs_grid else None
         x = run_blocks(blocks, x, c, routes=routes, along=self.along(len(x)), grid=grid)
         return self.unpatchify(self.final_layer(x, c))
+
+    def output_of(self, block: int, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        """The output of block number `block` with all tokens, (B, N, D); what lies behind it is not computed."""
+        x, c = self.embed(x, t, y)
+        grid = self.grid if self.needs_grid else None
+        return run_blocks(self.blocks[: block + 1], x, c, along=self.along(len(x)), grid=grid)
+
+    def embed(self, x: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """forward's inputs → tokens (B, N, D) and conditioning (B, D). Raises ValueError for what does not fit."""
+        self.check_inputs(x, y)
+        return self.x_embedder(x) + self.pos_embed, self.t_embedder(t) + self.y_embedder(y)
+
+
+def _noted(block: Callable[..., Tensor], outputs: MutableMapping, index: int, *inputs: Tensor, **more: object) -> Tensor:
+    outputs[index] = block(*inputs, **more)
+    return outputs[index]

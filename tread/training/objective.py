@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +12,12 @@ from torch import Tensor
 
 from routing_module import Route
 from tread.checkpoints.network import process_of
+from tread.data.dataset import Batch
 from tread.data.latents import LatentSpec, to_network
 from tread.models.backbone import Backbone
 from tread.routing.ids import choose_ids
 from tread.runtime.randomness import generator
+from tread.training.alignment import Aligner, alignment_loss, ids_at, self_loss
 from tread.training.settings import Settings
 from tread.training.token_losses import kept_loss, reconstruction_loss
 
@@ -29,6 +31,7 @@ class Draws:
     drop       (B,) uniform, to drop labels.
     routes     pairs (Route, ids_keep (B, K)), the tokens that each route keeps.
     posterior  (B, C, S, S) standard normal, to sample latents from moments; None if they are plain.
+    back       (B,) uniform, by which share of alignment.step self's teacher sees less noise; None without it.
     """
 
     level: Tensor
@@ -36,12 +39,13 @@ class Draws:
     drop: Tensor
     routes: tuple[tuple[Route, Tensor], ...]
     posterior: Tensor | None
+    back: Tensor | None = None
 
     def rows(self, rows: slice) -> Draws:
         """The draws of some samples of the batch."""
-        posterior = None if self.posterior is None else self.posterior[rows]
+        posterior, back = (None if one is None else one[rows] for one in (self.posterior, self.back))
         routes = tuple((route, ids_keep[rows]) for route, ids_keep in self.routes)
-        return Draws(self.level[rows], self.noise[rows], self.drop[rows], routes, posterior)
+        return Draws(self.level[rows], self.noise[rows], self.drop[rows], routes, posterior, back)
 
 
 def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | None) -> list[slice]:
@@ -74,11 +78,16 @@ def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
     return schedule.apply(cfg.model.routes, step) if schedule else cfg.model.routes
 
 
-def training_flops(cfg: Settings, network: Backbone, steps: range) -> int:
-    """FLOPs of training steps: forward and backward pass (twice the forward one) of whole batches, by their routes."""
+def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Aligner | None = None) -> int:
+    """FLOPs of training steps, of whole batches, by their routes."""
     alike = itertools.groupby(active_routes(cfg, step) for step in steps)
-    passes = sum(network.forward_flops(routes) * sum(1 for _ in group) for routes, group in alike)
-    return 3 * passes * cfg.train.batch_size
+    each = sum(sample_flops(network, routes, aligner) * sum(1 for _ in group) for routes, group in alike)
+    return each * cfg.train.batch_size
+
+
+def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | None = None) -> int:
+    """FLOPs of training on one sample: forward and backward pass (twice the forward one), and what alignment adds."""
+    return 3 * network.forward_flops(routes) + (aligner.flops(routes) if aligner else 0)
 
 
 def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.device | str) -> Draws:
@@ -105,6 +114,7 @@ def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.devi
             for i, route in enumerate(active_routes(cfg, step))
         ),
         posterior=normal("posterior", batch_size, *latents.shape) if latents.content == "moments" else None,
+        back=uniform("back", batch_size) if cfg.alignment.kind == "self" else None,
     )
 
 
@@ -128,3 +138,70 @@ def training_loss(
     if cfg.train.reconstruction:
         loss = loss + cfg.train.reconstruction * reconstruction_loss(denoised, noisy, ids, cfg.model.patch_size)
     return loss
+
+
+def losses(
+    cfg: Settings,
+    network: Callable[..., Tensor],
+    aligner: Aligner | None,
+    latents: LatentSpec,
+    batch: Batch,
+    draws: Draws,
+) -> tuple[Tensor, Tensor | None]:
+    """training_loss of a batch, and the loss of its alignment where there is one: each (B,) fp32.
+
+    network  the run's network, or its aligner's module, as processes share it.
+    """
+    if aligner is None:
+        return training_loss(cfg, network, latents, batch.stored, batch.labels, draws), None
+    if aligner.teacher is not None:
+        targets = teacher_tokens(cfg, aligner.teacher, latents, batch.stored, batch.labels, draws)
+    else:
+        targets = aligner.encoder.encode(batch.pictures) if aligner.encoder else batch.features
+    return aligned_losses(cfg, network, latents, batch.stored, batch.labels, draws, targets)
+
+
+def aligned_losses(
+    cfg: Settings,
+    aligned: Callable[..., tuple[Tensor, Tensor]],
+    latents: LatentSpec,
+    stored: Tensor,
+    labels: Tensor,
+    draws: Draws,
+    targets: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The loss of each sample as training_loss, and that of its alignment, which cfg.alignment.weight is yet to weigh.
+
+    aligned  as alignment.Aligned: network's arguments → output, projected tokens of the aligned block.
+    targets  (B, N, z), what these meet.
+    """
+    projected = []
+
+    def network(*given: Tensor, **more: object) -> Tensor:
+        output, tokens = aligned(*given, **more)
+        projected.append(tokens)
+        return output
+
+    denoising = training_loss(cfg, network, latents, stored, labels, draws)
+    depth = cfg.model.depth
+    ids_keep = ids_at(cfg.alignment.blocks(depth)[0], draws.routes, depth)
+    loss = self_loss if cfg.alignment.kind == "self" else alignment_loss
+    return denoising, loss(projected[0], targets, ids_keep)
+
+
+@torch.no_grad()
+def teacher_tokens(
+    cfg: Settings, teacher: Backbone, latents: LatentSpec, stored: Tensor, labels: Tensor, draws: Draws
+) -> Tensor:
+    """The targets of alignment.kind=self, (B, N, D): what the teacher's block makes of all tokens of the same samples,
+    with the same noise and labels, at the cleaner level that draws.back says.
+    """
+    x, process, found = to_network(stored, latents, draws.posterior), process_of(cfg), []
+    y = drop_labels(labels, draws.drop, cfg.train.label_drop, cfg.dataset.num_classes)
+
+    def network(x: Tensor, t: Tensor, y: Tensor, routes: object = ()) -> Tensor:
+        found.append(teacher.output_of(cfg.alignment.blocks(cfg.model.depth)[1], x, t, y))
+        return x  # of which nothing is used: the process has preconditioned the input, which is all that is wanted
+
+    process.errors(network, x, y, process.cleaner(draws.level, cfg.alignment.step * draws.back), draws.noise)
+    return found[0]

@@ -55,12 +55,12 @@ def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, clip_norm: float
 class StepStatistics:
     """Sums over the steps since the last log, on the device: loss, norm of the gradients, good and bad steps.
 
-    Beside them the bad steps in a row up to now, the longest such row since the last log, and how many steps ago
-    that ended. `sums` (7,) fp32 has them in the order of NAMES. `recent` (LAST,) fp32 has 1 for a bad and 0 for a
+    Beside them the bad steps in a row up to now, the longest such row since the last log, how many steps ago that
+    ended, and the sum of the alignment. `sums` (8,) fp32 has them in the order of NAMES. `recent` (LAST,) fp32 has 1 for a bad and 0 for a
     good one of the last steps, the newest last, and 0.5 for those that are not known.
     """
 
-    NAMES = ("loss", "grad_norm", "good", "bad", "in_a_row", "longest", "ago")
+    NAMES = ("loss", "grad_norm", "good", "bad", "in_a_row", "longest", "ago", "alignment")
     LAST = 100
 
     def __init__(self, device: torch.device | str, values: dict[str, float | str] | None = None) -> None:
@@ -69,14 +69,16 @@ class StepStatistics:
         recent = [float(flag) for flag in values.get("recent", "")]
         self.recent = torch.tensor([0.5] * (self.LAST - len(recent)) + recent, device=device)
 
-    def add(self, loss: Tensor, norm: Tensor, skip: Tensor) -> None:
-        """Count a step: its mean loss, and what optimizer_step returned."""
+    def add(self, loss: Tensor, norm: Tensor, skip: Tensor, alignment: Tensor | None = None) -> None:
+        """Count a step: its mean loss, what optimizer_step returned, and its mean alignment."""
         good = 1 - skip
         step = torch.stack([loss.float().where(good > 0, 0.0), norm.where(good > 0, 0.0), good, skip])
-        in_a_row, longest, ago = self.sums[4:].unbind()
+        in_a_row, longest, ago, aligned = self.sums[4:].unbind()
+        if alignment is not None:
+            aligned = aligned + alignment.float().where(good > 0, 0.0)
         in_a_row = (in_a_row + 1) * skip
         longer = in_a_row > longest
-        rows = torch.stack([in_a_row, torch.where(longer, in_a_row, longest), torch.where(longer, 0.0, ago + 1)])
+        rows = torch.stack([in_a_row, torch.where(longer, in_a_row, longest), torch.where(longer, 0.0, ago + 1), aligned])
         self.sums = torch.cat([self.sums[:4] + step, rows])
         self.recent = torch.cat([self.recent[1:], skip[None]])
 

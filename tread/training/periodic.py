@@ -21,6 +21,7 @@ from tread.evaluation.metrics import Moments
 from tread.runtime.device import autocast
 from tread.runtime.files import explain_failure
 from tread.training import posthoc_ema
+from tread.training.optimizer import StepStatistics
 from tread.training.progress import mostly_bad, read_statistics
 from tread.training.run import Failure, Run
 
@@ -147,7 +148,9 @@ def save(run: Run) -> bool:
     skipped = counted["in_a_row"] > 0 or mostly_bad(counted)
     if skipped and run.step < run.cfg.train.steps:
         return False
-    counted["loss"] = run.processes.gather(run.statistics.sums[:1].clone()).tolist()  # of each process
+    for name in ("loss", "alignment") if run.aligner else ("loss",):  # of each process
+        own = run.statistics.sums[StepStatistics.NAMES.index(name)]
+        counted[name] = run.processes.gather(own.clone()[None]).tolist()
     norms = torch._foreach_norm(list(run.network.parameters()))
     if not torch.stack(norms).isfinite().all():
         raise Failure(
@@ -166,7 +169,8 @@ def save(run: Run) -> bool:
     }
 
     def write() -> None:
-        parts = checkpoint.parts(run.network, run.ema.network, run.optimizer, networks)
+        projector = run.aligner and run.aligner.projector
+        parts = checkpoint.parts(run.network, run.ema.network, run.optimizer, networks, projector)
         with explain_failure(run.folder / f"step_{run.step:07d}"):
             checkpoint.save(run.folder, run.step, parts, info)
             if run.cfg.checkpoints.keep_last is not None and not skipped:

@@ -10,7 +10,7 @@ import torch
 
 from tread.checkpoints.network import process_of
 from tread.runtime.device import peak_flops, wait_for
-from tread.training.objective import active_routes, step_draws, training_flops
+from tread.training.objective import active_routes, sample_flops, step_draws, training_flops
 from tread.training.optimizer import StepStatistics, learning_rate
 from tread.training.run import Failure, Run
 
@@ -52,7 +52,7 @@ class Clock:
         """Count what the run took up to here; for when the device has done what it was given."""
         run, (step, since) = self.run, self.counted
         self.counted = run.step, time.perf_counter()
-        run.flops += training_flops(run.cfg, run.network, range(step, run.step))
+        run.flops += training_flops(run.cfg, run.network, range(step, run.step), run.aligner)
         if run.seconds is not None:
             run.seconds += self.counted[1] - since
 
@@ -74,9 +74,12 @@ def log(run: Run, clock: Clock) -> str:
     values = {"lr": learning_rate(run.cfg, run.step - 1), "bad_steps": int(found["bad"])}
     if found["good"]:
         values |= {name: found[name] / found["good"] for name in ("loss", "grad_norm")}
+        if run.aligner:
+            values["alignment"] = found["alignment"] / found["good"]
+            values["total"] = values["loss"] + run.cfg.alignment.weight * values["alignment"]
     seconds, steps, waited = time.perf_counter() - clock.since, run.step - clock.first, run.loader.waited
     speed = steps * run.cfg.train.batch_size / seconds
-    flops = 3 * run.network.forward_flops(active_routes(run.cfg, run.step - 1)) * speed
+    flops = sample_flops(run.network, active_routes(run.cfg, run.step - 1), run.aligner) * speed
     values |= {"images_per_s": round(speed, 1), "flops_per_s": float(f"{flops:.4g}")}
     peak = peak_flops(run.processes.device, run.precision)
     if peak is not None:
@@ -104,7 +107,9 @@ def read_statistics(run: Run) -> dict[str, float | str]:
     a row of them, or more than half of the last ones.
     """
     found, most = run.statistics.read(), run.cfg.train.max_bad_steps
-    found["loss"] = (run.processes.sum(run.statistics.sums[0].clone()) / run.processes.count).item()
+    for name in ("loss", "alignment") if run.aligner else ("loss",):
+        own = run.statistics.sums[StepStatistics.NAMES.index(name)]
+        found[name] = (run.processes.sum(own.clone()) / run.processes.count).item()
     if found["longest"] > most:
         end = run.step - int(found["ago"])
         row = range(end - int(found["longest"]), end)

@@ -20,6 +20,7 @@ from tread.evaluation.online_fid import OnlineFID
 from tread.runtime.distributed import Processes
 from tread.runtime.files import explain_failure
 from tread.runtime.signals import INTERRUPTED, Stop
+from tread.training.alignment import Aligner
 from tread.training.ema import EMA
 from tread.training.optimizer import StepStatistics
 from tread.training.run_folder import RunLog
@@ -33,7 +34,7 @@ class Failure(Exception):
 
 @dataclass
 class Run:
-    """What a run carries from step to step. `wrapped` is `network`, in DDP where there are several processes."""
+    """What a run carries from step to step. `wrapped` is `network`, or the aligner's module around it, in DDP where there are several processes."""
 
     cfg: Settings
     config: dict
@@ -48,6 +49,7 @@ class Run:
     wrapped: nn.Module
     ema: EMA
     averages: dict[float, EMA]  # of ema.power, by width
+    aligner: Aligner | None  # of alignment=repa and alignment=self
     optimizer: torch.optim.Optimizer
     decoder: Decoder
     online_fid: OnlineFID | None  # of eval.fid_every

@@ -19,12 +19,14 @@ from tread.diffusion.edm import EDM
 from tread.runtime.files import Lock, write_whole
 from tread.runtime.schema import written
 from tread.runtime.versions import versions
+from tread.training.alignment import Alignment
 
 # What a resumed run must share with its checkpoint, beside the section of its objective: else it were another run.
 FIXED = (
     "seed",
     "objective",
     "model",
+    "alignment",
     "dataset.name",
     "dataset.channels",
     "dataset.size",
@@ -36,11 +38,8 @@ FIXED = (
     "ema.power",
     "init_from",
 )
-YOUNGER = {
-    "model": Model,
-    "edm": EDM,
-    "rf": RF,
-}  # fixed sections that gain keys, whose defaults are what was there before
+# fixed sections that gain keys, whose defaults are what was there before
+YOUNGER = {"model": Model, "edm": EDM, "rf": RF, "alignment": Alignment}
 LAUNCH = ("name", "results", "resume", "run")  # what is of a launch, not of a run
 NOTHING = "nothing"  # said of a key that is not there
 
@@ -135,7 +134,7 @@ def migrate(config: dict) -> dict:
         return {item.name: item.default for item in fields(kind) if item.default is not MISSING} | section
 
     kept = {key: value for key, value in config.items() if key != "recipe"}
-    kept |= {name: filled(kind, config[name]) for name, kind in YOUNGER.items() if name in config}
+    kept |= {name: filled(kind, config.get(name, {})) for name, kind in YOUNGER.items()}
     if "enabled" in config.get("wandb", {}):
         kept["tracker"] = "wandb" if config["wandb"]["enabled"] else "none"
         kept["wandb"] = {key: value for key, value in config["wandb"].items() if key != "enabled"}

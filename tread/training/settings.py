@@ -15,6 +15,7 @@ from tread.runtime.compiling import Compile
 from tread.runtime.device import Precision
 from tread.runtime.schema import Count, CountOrZero, Positive, Range, Share, TwoOrMore
 from tread.runtime.tensor_files import Weights
+from tread.training.alignment import Alignment
 from tread.training.ema import Width
 
 BelowOne = Annotated[float, Range("lie in [0, 1)", lambda number: 0 <= number < 1)]
@@ -137,10 +138,13 @@ class Wandb:
 
 @dataclass(frozen=True)
 class Tags:
-    """How a run's default name ends, by objective."""
+    """How a run's default name ends, by objective and alignment."""
 
     edm: str
     rf: str
+    none: str = ""
+    repa: str = "-repa"
+    self: str = "-self"
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,7 @@ class Settings:
     tracker: Literal["none", "wandb", "tensorboard"]
     wandb: Wandb
     tags: Tags
+    alignment: Alignment = Alignment()
 
     def __post_init__(self) -> None:
         fits = self.dataset.size and self.dataset.size % self.model.patch_size == 0  # else the network says so
@@ -176,6 +181,7 @@ class Settings:
             ratio = max(schedule.start, schedule.end) if schedule else route.selection_ratio
             key = "train.ratio_schedule" if schedule else f"model.routes.{number}.selection_ratio"
             check_ratio(replace(route, selection_ratio=ratio), (side, side), key)
+        self.alignment.blocks(self.model.depth)  # raises ValueError for blocks that the network has not
         for key, unset in (("ratio_schedule", None), ("loss_tokens", "all")):
             if getattr(self.train, key) != unset and not self.model.routes:
                 raise ValueError(f"train.{key} is of routes, but model={self.model.name} has none")

@@ -28,6 +28,7 @@ from tread.runtime.randomness import generator
 from tread.runtime.schema import written
 from tread.runtime.signals import Stop
 from tread.training import posthoc_ema
+from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.ema import EMA, exponential, power
 from tread.training.objective import split_batch, training_flops
 from tread.training.optimizer import StepStatistics, learning_rate
@@ -70,12 +71,14 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     origin, doubts = bring_weights(cfg, network, found, data.latents)
     doubts = [*doubts, *read_otherwise(cfg, data, heldout)]
     network.to(device)
-    optimizer = build_optimizer(cfg, network)
     ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
+    aligner = open_aligner(cfg, network, ema, data, device)
+    projector = aligner and aligner.projector
+    optimizer = build_optimizer(cfg, network, projector)
     averages = {width: EMA(network, power(width)) for width in cfg.ema.power}
     if found:
         networks = {width: average.network for width, average in averages.items()}
-        checkpoint.restore(found, network, ema.network, optimizer, networks)
+        checkpoint.restore(found, network, ema.network, optimizer, networks, projector)
     network.activation_checkpointing = cfg.train.activation_checkpointing
     compiled, reason = settle_compile(cfg.train.compile, device)
     if compiled:
@@ -91,9 +94,10 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         heldout=heldout,
         loader=Loader(data, cfg.seed, cfg.train.batch_size, micro_batches, device, steps=cfg.train.steps),
         network=network,
-        wrapped=processes.distribute(network),
+        wrapped=processes.distribute(aligner.module if aligner else network),
         ema=ema,
         averages=averages,
+        aligner=aligner,
         optimizer=optimizer,
         decoder=real if cfg.sampling.decode and real else autoencoder.preview,
         online_fid=online_fid,
@@ -105,7 +109,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         statistics=StepStatistics(device, found and statistics_of(found.info, processes.rank, processes.count)),
         step=found.step if found else 0,
         saved=found.step if found else None,
-        **(spent_before(found, cfg, network) if found else {"flops": 0, "seconds": 0.0}),
+        **(spent_before(found, cfg, network, aligner) if found else {"flops": 0, "seconds": 0.0}),
     )
     processes.from_main(lambda: take_folder(run, claimed))
     for warning in warnings:
@@ -117,16 +121,16 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
 
 def statistics_of(info: dict, process: int, processes: int) -> dict[str, float]:
     """What a checkpoint says of the steps since the last log: this process's own loss, or else the mean."""
-    losses = info["tally"]["loss"]
-    loss = losses[process] if len(losses) == processes else statistics.mean(losses)
-    return {**info["tally"], "loss": loss}
+    shared = {name: values for name, values in info["tally"].items() if isinstance(values, list)}
+    own = {name: v[process] if len(v) == processes else statistics.mean(v) for name, v in shared.items()}
+    return {**info["tally"], **own}
 
 
-def spent_before(found: checkpoint.Checkpoint, cfg: Settings, network: Backbone) -> dict:
+def spent_before(found: checkpoint.Checkpoint, cfg: Settings, network: Backbone, aligner: Aligner | None) -> dict:
     """What the training up to a checkpoint took; of one that does not say so FLOPs as the settings have them."""
     if "flops" in found.info:
         return {key: found.info[key] for key in ("flops", "seconds")}
-    return {"flops": training_flops(cfg, network, range(found.step)), "seconds": None}
+    return {"flops": training_flops(cfg, network, range(found.step), aligner), "seconds": None}
 
 
 def take_folder(run: Run, claimed: Claim) -> None:
@@ -134,6 +138,8 @@ def take_folder(run: Run, claimed: Claim) -> None:
     cfg = run.cfg
     copies = 4 + len(run.averages)  # weights, EMA, two moments of AdamW
     checkpoint_bytes = copies * sum(4 * parameter.numel() for parameter in run.network.parameters())
+    if run.aligner:  # weights and two moments
+        checkpoint_bytes += 3 * sum(4 * parameter.numel() for parameter in run.aligner.projector.parameters())
     check_place(run.folder, checkpoint_bytes if run.step < cfg.train.steps else 0)
     facts = {"processes": run.processes.count, "device": str(run.processes.device), "precision": run.precision}
     run.log.start(run.step, run.config, **facts, weights=run.origin, warnings=run.doubts)
@@ -189,10 +195,29 @@ def bring_weights(
     return origin.describe(), origin.warnings(cfg, latents)
 
 
-def build_optimizer(cfg: Settings, network: nn.Module) -> torch.optim.AdamW:
-    """AdamW over all parameters of a network, fused; build it after moving the network."""
+def open_aligner(
+    cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset, device: torch.device
+) -> Aligner | None:
+    """What the run aligns with, its projector drawn by the seed; None without alignment. Raises ValueError."""
+    alignment, encoder = cfg.alignment, None
+    if alignment.kind == "none":
+        return None
+    width = network.hidden_size
+    if alignment.kind == "repa":
+        if alignment.source == "live":
+            encoder = open_encoder(alignment.encoder, device, grid=network.grid[0], inception=cfg.eval.inception)
+        width = encoder.width if encoder else data.features_width
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(cfg.seed, "projector").initial_seed())
+        projector = build_projector(alignment, network.hidden_size, width)
+    module = Aligned(network, projector.to(device), alignment.blocks(cfg.model.depth)[0])
+    return Aligner(alignment, module, ema.network if alignment.kind == "self" else None, encoder)
+
+
+def build_optimizer(cfg: Settings, network: nn.Module, projector: nn.Module | None = None) -> torch.optim.AdamW:
+    """AdamW over all parameters of a network and of alignment's projector, fused; build it after moving them."""
     return torch.optim.AdamW(
-        network.parameters(),
+        [parameter for _, parameter in checkpoint.trained_parameters(network, projector)],
         lr=cfg.optim.lr,
         betas=cfg.optim.betas,
         eps=cfg.optim.eps,

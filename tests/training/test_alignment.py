@@ -1,0 +1,272 @@
+"""Alignment against golden numbers of REPA's own code, loops over samples and tokens, and other ways to make a run."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from conftest import launch, launch_door, launch_processes, random_network, state
+from safetensors.torch import load_file
+
+import sample
+from rf import RF
+from routing_module import Route, draw_ids
+from tread.checkpoints import checkpoint
+from tread.data.latents import LatentSpec
+from tread.diffusion.edm import EDM
+from tread.diffusion.process import CLEANEST
+from tread.training.alignment import (
+    BETA,
+    Aligned,
+    Aligner,
+    Alignment,
+    alignment_loss,
+    build_projector,
+    ids_at,
+    self_loss,
+)
+from tread.training.objective import Draws, aligned_losses, step_draws, teacher_tokens, training_loss
+
+LATENTS = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
+SIZES = {"patch_size": 2, "hidden_size": 32, "depth": 6, "num_heads": 2}
+SELF = ("alignment=self", "alignment.weight=0.7", "train.label_drop=0.5", "name=run")
+
+
+@pytest.fixture
+def golden(asset):
+    """REPA's projector by our names, its numbers, and its hidden states to take gradients by."""
+    g = load_file(asset("golden/repa_projection.safetensors"))
+    projector = build_projector(Alignment(kind="repa", width=128), 64, 48)
+    projector.load_state_dict({name.removeprefix("state."): v for name, v in g.items() if name.startswith("state.")})
+    return g, projector, g["in.hidden"].clone().requires_grad_()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_golden_loss_and_gradients(golden, kept):
+    g, projector, hidden = golden
+    ids, end = (g["in.ids_keep"], "_kept") if kept else (None, "")
+    projected = projector(hidden)
+    torch.testing.assert_close(projected, g["out.projected"], rtol=0, atol=1e-5)
+    if kept:
+        projected = torch.stack([projected[i, ids[i]] for i in range(2)])
+    losses = alignment_loss(projected, g["in.targets"], ids)
+    torch.testing.assert_close(losses, g[f"out.loss{end}_per_sample"], rtol=0, atol=1e-6)
+    losses.mean().backward()
+    torch.testing.assert_close(losses.mean(), g[f"out.loss{end}"], rtol=0, atol=1e-6)
+    gradients = {"hidden": hidden.grad, "0.weight": projector[0].weight.grad, "4.bias": projector[4].bias.grad}
+    for name, found in gradients.items():
+        expected = g[f"grad{end}.{name}"]
+        assert (found - expected).abs().max() <= 1e-4 * expected.abs().max(), name
+
+
+def test_projectors_have_the_published_sizes():
+    """REPA's of XL to 768 channels: 8,131,328 parameters; SRA's head D → 2D → D."""
+    with torch.device("meta"):
+        repa = build_projector(Alignment(kind="repa"), 1152, 768)
+        own = build_projector(Alignment(kind="self"), 64, 64)
+    assert sum(parameter.numel() for parameter in repa.parameters()) == 8_131_328
+    assert [tuple(layer.weight.shape) for layer in own if hasattr(layer, "weight")] == [(128, 64), (64, 128)]
+    drawn = build_projector(Alignment(kind="repa", width=16), 8, 4)
+    assert not any(layer.bias.any() for layer in drawn if hasattr(layer, "bias"))
+
+
+@pytest.mark.parametrize(("depth", "expected"), [(12, (3, 7)), (24, (7, 15)), (28, (7, 17)), (2, (0, 0)), (1, (0, 0))])
+def test_which_blocks(depth, expected):
+    """Number min(8, depth // 3), and 2·depth // 3, counted from 1."""
+    assert Alignment().blocks(depth) == expected
+    assert Alignment(block=-1, teacher=0).blocks(depth) == (depth - 1, 0)
+    for name in ("block", "teacher"):
+        for value in (depth, -depth - 1):
+            with pytest.raises(ValueError, match=f"alignment.{name} is {value}, but the network has {depth} blocks"):
+                Alignment(**{name: value}).blocks(depth)
+
+
+def naive(kind, projected, targets, ids):
+    """A loop over samples, tokens and channels."""
+    losses = []
+    for b in range(len(projected)):
+        total = 0.0
+        for k in range(projected.shape[1]):
+            p, t = projected[b, k].double(), targets[b, k if ids is None else int(ids[b, k])].double()
+            if kind == "repa":
+                total -= float(p @ t / (p @ p).sqrt() / (t @ t).sqrt())
+            else:
+                off = [abs(float(one - other)) for one, other in zip(p, t)]
+                total += sum(o * o / (2 * BETA) if o < BETA else o - BETA / 2 for o in off) / len(off)
+        losses.append(total / projected.shape[1])
+    return torch.tensor(losses)
+
+
+@pytest.mark.parametrize(("kind", "loss"), [("repa", alignment_loss), ("self", self_loss)])
+def test_losses_equal_loops_and_the_order_of_ids_does_not_matter(kind, loss):
+    targets = torch.randn(3, 16, 5) / 10
+    ids = draw_ids(torch.rand(3, 16), 0.5, sort=False)
+    projected = torch.randn(3, 8, 5) / 10
+    torch.testing.assert_close(loss(projected, targets, ids), naive(kind, projected, targets, ids))
+    order = torch.randperm(8)
+    torch.testing.assert_close(loss(projected[:, order], targets, ids[:, order]), loss(projected, targets, ids))
+    whole = torch.randn(3, 16, 5) / 10
+    torch.testing.assert_close(loss(whole, targets, None), naive(kind, whole, targets, None))
+    with pytest.raises(ValueError, match=r"\(3, 8, 5\) projected tokens for targets of \(3, 16, 5\)"):
+        loss(projected, targets, None)
+
+
+def aligned(block=1, width=7, **more):
+    network = random_network(0, **SIZES)
+    settings = Alignment(kind="repa", block=block, width=12, **more)
+    return network, Aligned(network, build_projector(settings, 32, width), block)
+
+
+@pytest.mark.parametrize("block", [0, 1, 3, 4, 5])
+def test_the_blocks_output_is_taken_as_it_leaves_it(block):
+    """Against the network run block by block: of the kept tokens within r(1→3), of all outside; the output is untouched."""
+    network, module = aligned(block)
+    x, t, y = torch.randn(3, 4, 8, 8), torch.rand(3), torch.arange(3)
+    routes = [(Route(1, 3), draw_ids(torch.rand(3, 16), 0.5))]
+    output, projected = module(x, t, y, routes)
+    assert torch.equal(output, network(x, t, y, routes))
+    tokens, c = network.embed(x, t, y)
+    for i, each in enumerate(network.blocks[: block + 1]):
+        if i == 1:
+            whole, tokens = tokens, torch.stack([tokens[b, routes[0][1][b]] for b in range(3)])
+        tokens = found = each(tokens, c)
+        if i == 3:
+            tokens = whole.clone()
+            for b in range(3):
+                tokens[b, routes[0][1][b]] = found[b]
+    torch.testing.assert_close(projected, module.projector(found))
+    ids = ids_at(block, routes, 6)
+    assert (ids is routes[0][1]) == (1 <= block <= 3)
+    assert projected.shape[1] == (8 if 1 <= block <= 3 else 16)
+
+
+def test_output_of_is_the_output_without_routes():
+    network, _ = aligned()
+    x, t, y = torch.randn(2, 4, 8, 8), torch.rand(2), torch.arange(2)
+    outputs = {2: None, 5: None}
+    network(x, t, y, outputs=outputs)
+    for block, found in outputs.items():
+        assert torch.equal(network.output_of(block, x, t, y), found)
+
+
+@pytest.fixture
+def given(read_config):
+    """A run's settings with self-alignment, a batch, and its draws."""
+
+    def make(*overrides):
+        cfg = read_config("model=tread", "model.depth=6", "alignment=self", "train.batch_size=4", *overrides)
+        spec = LatentSpec((1, 8, 8), LATENTS.classes, "x", scale_applied=True)
+        return cfg, spec, torch.randn(4, 1, 8, 8), torch.arange(4), step_draws(cfg, spec, 3, "cpu")
+
+    return make
+
+
+@pytest.mark.parametrize("objective", ["edm", "rf"])
+def test_denoising_is_the_loss_without_alignment_and_the_teacher_sees_less_noise(given, objective, monkeypatch):
+    """Same samples, labels and noise; its level by the formula of each process; all tokens."""
+    cfg, spec, stored, labels, draws = given(f"objective={objective}", "alignment.step=0.2")
+    from tread.checkpoints.network import build_network, process_of
+
+    network = build_network(cfg)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    module = Aligned(network, build_projector(cfg.alignment, network.hidden_size, network.hidden_size), 1)
+    teacher, seen = copy.deepcopy(network), []
+    original = teacher.output_of
+    monkeypatch.setattr(teacher, "output_of", lambda block, *inputs: seen.append((block, *inputs)) or original(block, *inputs))
+    targets = teacher_tokens(cfg, teacher, spec, stored, labels, draws)
+    assert targets.shape == (4, 16, network.hidden_size) and not targets.requires_grad
+    [(block, x, time, y)] = seen
+    assert block == cfg.alignment.blocks(6)[1] == 3
+    process, back = process_of(cfg), 0.2 * draws.back
+    quantile = torch.special.ndtr(draws.level)
+    if objective == "edm":
+        level = process.noise_level(torch.special.ndtri((quantile - back).clamp(min=CLEANEST)))
+        noisy = stored + level.view(-1, 1, 1, 1) * draws.noise
+        noisy = noisy / (level**2 + process.sigma_data**2).sqrt().view(-1, 1, 1, 1)
+        torch.testing.assert_close(time, level.log() / 4)
+    else:
+        level = (torch.sigmoid(draws.level) - back).clamp(min=0)
+        noisy = (1 - level).view(-1, 1, 1, 1) * stored + level.view(-1, 1, 1, 1) * draws.noise
+        torch.testing.assert_close(time, level)
+    torch.testing.assert_close(x, noisy)
+    assert (level <= process.noise_level(draws.level) + 1e-6).all() and (level < process.noise_level(draws.level)).any()
+    assert torch.equal(y, torch.where(draws.drop < cfg.train.label_drop, 10, labels))
+    denoising, alignment = aligned_losses(cfg, module, spec, stored, labels, draws, targets)
+    assert torch.equal(denoising, training_loss(cfg, network, spec, stored, labels, draws))
+    assert alignment.shape == (4,) and alignment.requires_grad
+
+
+@pytest.mark.parametrize("process", [EDM(), RF(), RF(time="uniform")])
+def test_cleaner_levels_end_at_the_cleanest(process):
+    normal = torch.linspace(-3, 3, 13)
+    torch.testing.assert_close(process.cleaner(normal, torch.zeros(13)), process.noise_level(normal), rtol=1e-3, atol=1e-4)
+    lowest = process.cleaner(normal, torch.full((13,), 0.999))
+    assert lowest.isfinite().all() and (lowest >= 0).all()
+    assert (process.cleaner(normal, torch.full((13,), 0.1)) <= process.noise_level(normal)).all()
+
+
+def test_flops_are_projector_teacher_and_encoder(given):
+    cfg, *_ = given()
+    network, module = aligned(1, width=32)
+    routes = (Route(1, 3, 0.5),)
+    layers = 32 * 12 + 12 * 12 + 12 * 32
+    assert Aligner(Alignment(kind="repa"), module).flops(()) == 6 * 16 * layers
+    assert Aligner(Alignment(kind="repa"), module).flops(routes) == 6 * 8 * layers
+    teacher = Aligner(Alignment(kind="self"), module, teacher=network)
+    forward = network.forward_flops()
+    block = network.blocks[0].multiply_adds(16)
+    last = 16 * 32 * 2 * 2 * 4 + 2 * 32 * 32  # the last layer and its modulation
+    assert teacher.flops(()) == 6 * 16 * layers + forward - 2 * (2 * block + last)  # 4 of 6 blocks
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("aligned")
+    return folder, launch(folder, *SELF)
+
+
+def test_a_run_logs_all_three_and_its_projector_is_a_file_that_nothing_else_needs(straight, tmp_path):
+    folder, text = straight
+    run = folder / "results" / "run"
+    assert "alignment" in text and "block 1" in text
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in (line for line in lines if "loss" in line):
+        assert line["total"] == pytest.approx(line["loss"] + 0.7 * line["alignment"])
+    found = checkpoint.find(run)
+    assert set(found.tensors("projector")) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert not any("projector" in name for kind in ("model", "ema") for name in found.tensors(kind))
+    (found.folder / "projector.safetensors").rename(tmp_path / "away")
+    try:
+        launch_door(sample.main, "sample", folder, f"checkpoint={found.folder}", "seeds=0-1", "steps=2", "out=a.png")
+    finally:
+        (tmp_path / "away").rename(found.folder / "projector.safetensors")
+
+
+def whole(run):
+    found = checkpoint.find(run)
+    return state(run) | {f"projector/{name}": value for name, value in found.tensors("projector").items()}
+
+
+def test_three_and_three_steps_equal_six_bit_for_bit(straight, tmp_path):
+    launch(tmp_path, *SELF, "train.steps=3")
+    launch(tmp_path, *SELF)
+    one, other = whole(tmp_path / "results" / "run"), whole(straight[0] / "results" / "run")
+    assert one.keys() == other.keys() and any("optimizer/exp_avg/projector" in name for name in one)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    with pytest.raises(SystemExit, match="alignment.weight: 0.7 there, 0.6 here"):
+        launch(tmp_path, *SELF, "alignment.weight=0.6")
+
+
+def test_two_processes_and_micro_batches_change_nothing_but_rounding(straight, tmp_path):
+    expected = whole(straight[0] / "results" / "run")
+    launch(tmp_path, *SELF, "train.micro_batch_size=2", "results=small")
+    launch_processes(tmp_path, *SELF, processes=2)
+    for folder in ("small", "results"):
+        found = whole(tmp_path / folder / "run")
+        for name in (n for n in expected if not n.startswith("optimizer")):
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5)
+    lines = [(folder / "run" / "metrics.jsonl").read_text().splitlines()[0] for folder in (tmp_path / "results", straight[0] / "results")]
+    assert json.loads(lines[0])["alignment"] == pytest.approx(json.loads(lines[1])["alignment"], rel=1e-5)

@@ -1,0 +1,168 @@
+"""Alignment of a block's output, token by token, with targets of the clean picture, under routes too.
+
+repa  (Yu et al. 2025, arXiv 2410.06940): −cosine between the projected output and patch features of a frozen encoder.
+self  (SRA; Jiang et al. 2025, arXiv 2505.02831): smooth L1 between the output behind a head and that of a deeper
+      block of the averaged network, which sees the same latents, noise and labels at a lower noise level, all tokens.
+
+The output is taken as the block leaves it: in a route it holds the kept tokens, and the targets are gathered by the
+same ids; elsewhere it holds all. Sampling needs neither projector nor targets.
+
+Shapes: B samples, N tokens, K of them in the aligned block, D hidden size, z channels of the targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from routing_module import Route, check_routes, gather_tokens
+from tread.models.backbone import Backbone
+from tread.routing.ids import count_kept
+from tread.runtime.schema import Count, Positive, Share
+
+BETA = 0.05  # of smooth L1, where it turns from a parabola into a line (SRA)
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """The settings.
+
+    block    the aligned one, 0-based, negative from the end; None: number min(8, depth // 3), counted from 1.
+    weight   of the alignment in the loss.
+    width    of repa's projector.
+    encoder  whose features are repa's targets.
+    source   stored: features that lie beside the latents; live: the encoder runs on pictures that do.
+    teacher  self's deeper block, as `block`; None: number 2·depth // 3, counted from 1.
+    step     self's noise level lies below the training's by up to so much, uniformly: of the time in rectified flow, of
+             the training distribution's quantile in EDM.
+    """
+
+    kind: Literal["none", "repa", "self"] = "none"
+    block: int | None = None
+    weight: Positive = 0.5
+    width: Count = 2048
+    encoder: str | None = None
+    source: Literal["stored", "live"] = "stored"
+    teacher: int | None = None
+    step: Share = 0.2
+
+    def blocks(self, depth: int) -> tuple[int, int]:
+        """The aligned block and self's deeper one of a network of so many, counted from 0. Raises ValueError."""
+        usual = {"block": max(1, min(8, depth // 3)) - 1, "teacher": max(1, 2 * depth // 3) - 1}
+        given = {"block": self.block, "teacher": self.teacher}
+        found = {}
+        for name, value in given.items():
+            index = usual[name] if value is None else value + depth if value < 0 else value
+            if not 0 <= index < depth:
+                raise ValueError(
+                    f"alignment.{name} is {value}, but the network has {depth} blocks: 0..{depth - 1}, or "
+                    f"-{depth}..-1 from the end"
+                )
+            found[name] = index
+        return found["block"], found["teacher"]
+
+
+def alignment_loss(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
+    """REPA's loss of each sample, −cosine averaged over the tokens (its Eq. 8): (B,) fp32.
+
+    projected  (B, K, z), of the tokens ids_keep (B, K), or of all, K = N, where that is None.
+    targets    (B, N, z).
+    """
+    return -F.cosine_similarity(*_met(projected, targets, ids_keep), dim=2).mean(dim=1)
+
+
+def self_loss(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
+    """SRA's loss of each sample, smooth L1 averaged over tokens and channels: (B,) fp32. Arguments as alignment_loss."""
+    return F.smooth_l1_loss(*_met(projected, targets, ids_keep), beta=BETA, reduction="none").mean(dim=(1, 2))
+
+
+def _met(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    if ids_keep is not None:
+        targets = gather_tokens(targets, ids_keep)
+    if projected.shape != targets.shape:
+        raise ValueError(
+            f"{tuple(projected.shape)} projected tokens for targets of {tuple(targets.shape)}: each token needs one of "
+            "as many channels"
+        )
+    return projected.float(), targets.float()
+
+
+def ids_at(block: int, routes: Sequence[tuple[Route, Tensor]], depth: int) -> Tensor | None:
+    """The ids_keep (B, K) of the tokens that a block of `depth` sees under routes; None: all."""
+    for route, ids_keep in routes:
+        resolved = route.resolve(depth)
+        if resolved.start <= block <= resolved.end:
+            return ids_keep
+    return None
+
+
+def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Sequential:
+    """What stands between the aligned block and the targets, tokens (B, K, D) → (B, K, z); Xavier weights, no biases.
+
+    width  z. repa: three layers, two of alignment.width; self: two, the first of 2D.
+    """
+    inner = [alignment.width] * 2 if alignment.kind == "repa" else [2 * hidden_size]
+    sizes = [hidden_size, *inner, width]
+    layers: list[nn.Module] = []
+    for one, other in zip(sizes, sizes[1:]):
+        layers += [nn.Linear(one, other), nn.SiLU()]
+        nn.init.xavier_uniform_(layers[-2].weight)
+        nn.init.zeros_(layers[-2].bias)
+    return nn.Sequential(*layers[:-1])
+
+
+class Aligned(nn.Module):
+    """A network and its projector as one module, as the processes of a run share it.
+
+    forward takes the network's arguments and returns its output and the projected tokens (B, K, z) of its block.
+    """
+
+    def __init__(self, network: Backbone, projector: nn.Module, block: int) -> None:
+        super().__init__()
+        self.network, self.projector, self.block = network, projector, block
+
+    def forward(
+        self, x: Tensor, t: Tensor, y: Tensor, routes: Sequence[tuple[Route, Tensor]] = ()
+    ) -> tuple[Tensor, Tensor]:
+        outputs: dict[int, Tensor | None] = {self.block: None}
+        found = self.network(x, t, y, routes, outputs)
+        return found, self.projector(outputs[self.block])
+
+
+@dataclass(frozen=True)
+class Aligner:
+    """What a run aligns with.
+
+    module   the network with its projector.
+    teacher  self's averaged network, else None.
+    encoder  repa's, of alignment.source=live, else None: the features are stored.
+    """
+
+    settings: Alignment
+    module: Aligned
+    teacher: Backbone | None = None
+    encoder: Encoder | None = None
+
+    @property
+    def projector(self) -> nn.Module:
+        return self.module.projector
+
+    def flops(self, routes: Sequence[Route]) -> int:
+        """What alignment adds to a training step, for one sample: projector forward and backward, teacher, encoder."""
+        network = self.module.network
+        layers = [layer.weight.numel() for layer in self.projector if isinstance(layer, nn.Linear)]
+        found = 3 * 2 * sum(layers) * tokens_at(self.module.block, routes, network)
+        if self.teacher is not None:
+            found += self.teacher.forward_flops(upto=self.settings.blocks(len(network.blocks))[1])
+        return found + (self.encoder.flops if self.encoder else 0)
+
+
+def tokens_at(block: int, routes: Sequence[Route], network: Backbone) -> int:
+    """How many tokens a block sees under routes."""
+    tokens, grid = network.num_tokens, network.grid
+    at = [route for route in check_routes(routes, len(network.blocks)) if route.start <= block <= route.end]
+    return count_kept(at[0], tokens, grid) if at else tokens
