@@ -60,13 +60,14 @@ def test_the_objective_belongs_to_the_run(trained):
 
 
 def test_the_evaluation_is_the_flows_too(trained):
-    """eval_loss: the mean of RF.loss over the held-out points, by the EMA weights."""
-    folder, _ = trained
+    """eval_velocity: the mean over the held-out points of RF.evaluation_loss, by the EMA weights; no eval_loss."""
+    folder, text = trained
     records = [json.loads(line) for line in (folder / RUN / "metrics.jsonl").read_text().splitlines()]
     network = open_trained(checkpoint.find(folder / RUN), "ema").load(torch.device("cpu")).network
     losses = heldout_loss(RF(), network, LatentDataset(folder / "data/digits/heldout"), torch.arange(64), 64, 16)
-    found = [record["eval_loss"] for record in records if "eval_loss" in record]
-    assert found[-1] == pytest.approx(losses.mean().item())
+    found = [record["eval_velocity"] for record in records if "eval_velocity" in record]
+    assert found[-1] == pytest.approx(losses.mean().item()) and f"  eval_velocity         {found[-1]:.4f}\n" in text
+    assert not any("eval_loss" in record for record in records) and len(found) == 2
 
 
 def test_latents_are_normalised_for_the_objective(trained, composed):

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
+from rf import RF
 from routing_module import Route
 from tread.checkpoints.checkpoint import Checkpoint, find_whole, newest, sweep
 from tread.runtime.files import Lock, write_whole
@@ -121,13 +122,15 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
 
 
 def migrate(config: dict) -> dict:
-    """A run's config by today's keys: `recipe` and wandb.enabled are gone, and routes have their defaults filled in."""
+    """A run's config by today's keys: `recipe` and wandb.enabled are gone; routes and rf have their defaults."""
     plain = {item.name: item.default for item in fields(Route) if item.default is not MISSING}
     routes = [plain | route for route in config.get("model", {}).get("routes", ())]
     kept = {key: value for key, value in config.items() if key != "recipe"}
     if "enabled" in config.get("wandb", {}):
         kept["tracker"] = "wandb" if config["wandb"]["enabled"] else "none"
         kept["wandb"] = {key: value for key, value in config["wandb"].items() if key != "enabled"}
+    if "rf" in config:
+        kept["rf"] = {item.name: item.default for item in fields(RF)} | config["rf"]
     return kept | ({"model": {**config["model"], "routes": routes}} if routes else {})
 
 
