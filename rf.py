@@ -25,6 +25,9 @@ from tread.diffusion.solvers import solve
 from tread.runtime.schema import Positive, PositiveOrZero, check
 
 Time = Literal["logit_normal", "uniform"]
+# A velocity shorter than this counts as so long in `direction`. A new network's is 0, where the angle has no slope: by
+# less, Adam's second moments would remember that slope for thousands of steps, in which the last layer stands still.
+SHORTEST = 0.01
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ class RF(Process):
         v, target = self.velocity(network, noisy, t, y, routes), noise - x
         squared = (v - target).square()
         if self.direction:
-            squared = squared + self.direction * (1 - F.cosine_similarity(v, target, dim=1))[:, None]
+            squared = squared + self.direction * (1 - F.cosine_similarity(v, target, dim=1, eps=SHORTEST))[:, None]
         return squared, noisy - level * v, noisy
 
     def evaluation_levels(self, count: int) -> Tensor:

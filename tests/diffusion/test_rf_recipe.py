@@ -104,6 +104,15 @@ def test_the_direction_is_one_less_the_cosine_place_by_place(tiny):
             assert torch.equal(flow.evaluation_loss(tiny, x, y, t, noise), plain[0].mean(dim=(1, 2, 3)))
 
 
+def test_a_new_network_does_not_begin_with_an_endless_slope():
+    """v = 0 is at a right angle to everything; there the slope of each place is that of a velocity of length 0.01."""
+    v, x, noise = torch.zeros(2, 4, 8, 8, requires_grad=True), torch.randn(2, 4, 8, 8), torch.randn(2, 4, 8, 8)
+    loss = RF(direction=1.0).loss(lambda x, t, y, routes: v, x, None, torch.rand(2), noise)
+    torch.testing.assert_close(loss, (noise - x).square().mean(dim=(1, 2, 3)) + 1)
+    (slope,) = torch.autograd.grad(loss.sum() - (v - (noise - x)).square().mean(dim=(1, 2, 3)).sum(), v)
+    torch.testing.assert_close(slope.norm(dim=1), torch.full((2, 8, 8), 100 / 64))
+
+
 def test_the_evaluation_is_the_same_for_all_densities_and_weights():
     """Mid-quantiles of uniform times; EDM's is the loss at those of its density, as it was."""
     for flow in (RF(), RF("uniform"), RF(time_mean=2.0, direction=1.0, reverse=True)):

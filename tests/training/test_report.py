@@ -201,6 +201,17 @@ def test_scores_have_their_counts_and_notes_and_sweeps_their_curves(tmp_path):
     assert read(tmp_path / "other", sweep).says("guidance=cfg")  # unless it is named
 
 
+def test_a_shift_is_a_column_where_it_is_not_1(tmp_path):
+    write_run(tmp_path / "run", [3.0])
+    for number, shift in (("", 1.0), ("-1", None)):
+        record = SCORE | {"shift": shift, "time": f"2026-01-0{1 + len(number)}"}
+        (tmp_path / "run" / f"fid{number}.json").write_text(json.dumps(record))
+    assert not any("shift" in row for row in read(tmp_path / "run").rows)
+    (tmp_path / "run" / "fid.json").write_text(json.dumps(SCORE | {"shift": 0.3}))
+    head, *rows = [row for row in read(tmp_path / "run").rows if "shift" in row or row[:1] == ["step 300"]]
+    assert sorted(row[head.index("shift")] for row in rows) == ["0.3", "–"]
+
+
 def test_where_the_time_went(tmp_path):
     """By hand: of 60 s of training 4 s the first step, 0.25·20 + 0.5·40 s waiting; the rest as stated."""
     write_run(tmp_path / "run", [])

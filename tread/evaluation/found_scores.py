@@ -83,10 +83,16 @@ def find_sweeps(folder: Path, run: Path | None = None) -> tuple[list[Sweep], lis
 def _kind(folder: Path) -> str:
     """guidance=… of a sweep's settings, how many samples each drew and how, of which step."""
     for path in sorted(folder.glob("*scale*/fid.json"))[:1]:
-        settings = _dict((_read_json(path, []) or {}).get("settings"))
+        record = _read_json(path, []) or {}
+        settings = {
+            **_dict(record.get("settings")),
+            **({"shift": s} if (s := record.get("shift")) not in (None, 1) else {}),
+        }
         guidance = str(settings.get("guidance", "")).partition(" ")[0]
         parts = [guidance and f"guidance={guidance}"]
-        parts += [f"{key} {settings[key]}" for key in ("step", "sampler", "steps", "labels") if key in settings]
+        parts += [
+            f"{key} {settings[key]}" for key in ("step", "sampler", "steps", "shift", "labels") if key in settings
+        ]
         return ", ".join(filter(None, parts))
     return ""
 
@@ -134,7 +140,7 @@ def _below(folder: Path, pattern: str) -> Iterable[Path]:
 
 def _key(values: dict) -> tuple[str, ...]:
     """What two descriptions of one scoring share."""
-    return tuple(str(values.get(key) or "") for key in ("time", "step", "count", "guidance", "nfe"))
+    return tuple(str(values.get(key) or "") for key in ("time", "step", "count", "guidance", "nfe", "shift"))
 
 
 def _read_json(path: Path, problems: list[str]) -> dict | None:

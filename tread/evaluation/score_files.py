@@ -14,7 +14,7 @@ from tread.evaluation.scorers import METRICS
 from tread.runtime.files import write_whole
 
 COLUMNS = ("time", "step", "count", *METRICS, "reference", "reference_count")
-COLUMNS += ("sampler", "steps", "nfe", "flops_relative", "guidance", "weak_network")
+COLUMNS += ("sampler", "steps", "shift", "nfe", "flops_relative", "guidance", "weak_network")
 COLUMNS += ("labels", "first_seed", "weights", "dtype", "checkpoint")
 NAMES = ("samples.npz", "fid.png", "fid.json")
 

@@ -21,7 +21,7 @@ COMPARABLE = ("dataset.name", "dataset.size", "dataset.heldout", "dataset.normal
 COMPARABLE += ("eval.points", "eval.noise_levels", "eval.fid_samples", "eval.fid_reference")
 # and what one of them must share beside: the velocity error is the same number for all densities and weights
 OF_METRIC = {"eval_loss": ("edm", "rf"), "fid": ("edm", "rf.shift")}
-FAIR = ("dataset.path", "optim", "ema", "train.batch_size", "train.steps")  # what may make a comparison unfair
+FAIR = ("dataset.path", "optim", "ema", "rf", "train.batch_size", "train.steps")  # what may make a comparison unfair
 
 
 @dataclass(frozen=True)

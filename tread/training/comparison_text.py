@@ -26,18 +26,21 @@ def doubts(groups: Sequence[Group]) -> list[str]:
         if run.config.get("objective") == "rf" and (old := [r["step"] for r in run.records if "eval_loss" in r]):
             found.append(
                 f"{run.folder} has an evaluation loss up to step {old[-1]:,}, of older code: weighted as its training "
-                "was, it is no velocity error"
+                "was, it is neither a velocity error nor the loss of edm"
             )
-    shown = [metric for metric in CURVES if any(group.curve(metric) for group in groups)]
-    apart, each = unlike(groups, COMPARABLE), {metric: unlike(groups, OF_METRIC.get(metric, ())) for metric in shown}
-    differing = {**apart, **{key: values for one in each.values() for key, values in one.items()}}
-    found += [f"{key} differs: {told(values, groups)}" for key, values in (differing | unlike(groups, FAIR)).items()]
-    if apart:
-        found.append("numbers of runs that differ so do not mean the same: none of them is said to reach another")
-    elif differing:
-        those = " and ".join(CURVES[metric] for metric, keys in each.items() if keys)
-        found.append(f"{those} of runs that differ so do not mean the same: none of them is said to reach another")
-    return found
+
+    def tell(those: Sequence[Group], keys: Sequence[str], follows: str | None = None) -> None:
+        if apart := unlike(those, keys):
+            found.extend(f"{key} differs: {told(values, those)}" for key, values in apart.items())
+            found.extend(filter(None, [follows]))
+
+    said = "not mean the same: none of them is said to reach another"
+    tell(groups, COMPARABLE, f"numbers of runs that differ so do {said}")
+    for metric, keys in OF_METRIC.items():
+        if those := [group for group in groups if group.curve(metric)]:
+            tell(those, keys, f"the {CURVES[metric]} of runs that differ so does {said}")
+    tell(groups, FAIR)
+    return list(dict.fromkeys(found))
 
 
 def verdicts(groups: Sequence[Group]) -> list[str]:
