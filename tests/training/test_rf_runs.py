@@ -217,7 +217,21 @@ def test_a_shift_is_the_runs_unless_another_is_asked_for(trained, tmp_path):
     assert not any(np.array_equal(one, pictures[1]) for one in pictures[::2])
     assert "is scored already" in launch_door(fid.main, "fid", tmp_path, *options)
     found, _ = find_scores(scores)
-    assert sorted(score.values["shift"] for score in found) == [0.3, 1.0, 2.5]
+    assert sorted(score.values["sampler"] for score in found) == ["euler", "euler, shift 0.3", "euler, shift 2.5"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rf.direction=-1", "rf.direction is -1, but must be finite and not negative"),
+        ("rf.direction=nan", "rf.direction is nan"),
+        ("rf.shift=0", "rf.shift is 0, but must be positive"),
+        ("rf.shift=1e-20", "shift is 1e-20, so far from 1 that some of the 50 steps have no length"),
+    ],
+)
+def test_settings_that_cant_be_are_refused_before_the_training(read_config, override, said):
+    with pytest.raises(ValueError, match=said):
+        read_config("objective=rf", override)
 
 
 @pytest.mark.parametrize(("door", "config"), [(sample, "sample"), (fid, "fid")])

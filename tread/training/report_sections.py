@@ -34,7 +34,6 @@ ABOUT = {  # a scoring's columns beside its metrics
     "guidance": "guidance",
     "flops_relative": "FLOPs over none",
     "sampler": "solver",
-    "shift": "shift",
     "nfe": "NFE",
     "weights": "weights",
     "labels": "labels",
@@ -181,7 +180,7 @@ def scores(page: Page, subject: Subject) -> None:
 
 def _score_table(page: Page, found: Sequence[Score], run: Found) -> None:
     metrics = [name for name in METRICS if any(score.values.get(name) not in (None, "") for score in found)]
-    about = [key for key in ABOUT if any(_tells(score, key) for score in found)]
+    about = [key for key in ABOUT if any(score.values.get(key) not in (None, "") for score in found)]
     rows = []
     for score in found:
         cells = [_cell(score.values.get(name)) for name in metrics]
@@ -198,11 +197,6 @@ def _score_table(page: Page, found: Sequence[Score], run: Found) -> None:
     page.table(["of", *called, *(ABOUT[key] for key in about)], rows)
     if notes := list(dict.fromkeys(note for score in found for note in score.notes)):
         page.points(notes)
-
-
-def _tells(score: Score, key: str) -> bool:
-    """Whether a scoring says something of it that is worth a column; a shift of 1 is none."""
-    return score.values.get(key) not in (None, "", *([1, "1.0"] if key == "shift" else []))
 
 
 def _cell(value: object) -> str:
