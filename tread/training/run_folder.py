@@ -36,11 +36,8 @@ FIXED = (
     "ema.power",
     "init_from",
 )
-YOUNGER = {
-    "model": Model,
-    "edm": EDM,
-    "rf": RF,
-}  # fixed sections that gain keys, whose defaults are what was there before
+# fixed sections that gain keys, whose defaults are what was there before
+YOUNGER = {"model": Model, "edm": EDM, "rf": RF}
 LAUNCH = ("name", "results", "resume", "run")  # what is of a launch, not of a run
 NOTHING = "nothing"  # said of a key that is not there
 
