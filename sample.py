@@ -38,7 +38,7 @@ from tread.evaluation.sample_files import SampleFiles, check_name, facts_of, par
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import Precision, device_name, use_cores, use_precision
-from tread.runtime.schema import Count
+from tread.runtime.schema import Count, Positive
 from tread.runtime.tensor_files import Weights
 
 
@@ -51,6 +51,7 @@ class Options:
     seeds: str | int | tuple[int, ...]
     steps: Count | None
     solver: Solver | None
+    shift: Positive | None
     churn: float | Churn | None
     batch_size: Count
     precision: Precision
@@ -77,7 +78,8 @@ def main(composed: DictConfig) -> None:
         seeds = parse_seeds(options.seeds)
         precision = use_precision(options.precision, device)
         use_cores(options.cpu_threads, processes=1)
-        trained = open_trained(checkpoint.find(Path(options.checkpoint).expanduser()), options.weights)
+        found = checkpoint.find(Path(options.checkpoint).expanduser())
+        trained = open_trained(found, options.weights, options.shift)
         weaker = open_weak(options.guidance, trained)
         classes = options.classes or spread_classes(trained.cfg.dataset.num_classes, 10)
         numbers = class_labels(classes, trained.cfg.dataset.num_classes, trained.label_drop)
@@ -113,6 +115,7 @@ def main(composed: DictConfig) -> None:
             f"{written}: {rows} classes {json.dumps(classes)}, {columns}seeds {options.seeds}"
             f"{', grey as RGB of three equal channels' if grey else ''}; step {trained.found.step}, "
             f"{options.weights} weights, {sampler.solver} with {sampler.steps} steps"
+            f"{f' and shift {trained.shift:g}' if trained.shift not in (None, 1) else ''}"
             f"{f' and churn {sampler.churn.amount:g}' if sampler.churn.amount else ''}, NFE {nfe}, guidance "
             f"{options.guidance.describe()}, {relative}{precision} on {device.type}"
         )

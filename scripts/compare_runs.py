@@ -5,8 +5,9 @@ curves against steps, FLOPs and time, and comparison.csv, their numbers (out= na
 that name are replaced). Runs that differ by their seed alone are put together: mean ± standard deviation over the
 seeds. Without seeds to average, differences of a few percent are chance.
 
-Evaluation losses of edm and of rf are different things. The training loss is left out on purpose: with routes it is
-not comparable to one without. images/s is the median over the run; measure speed by benchmarks/step_time.py, which
+The evaluation loss of edm and the velocity error of rf are different things, with a column and a curve each; so is an
+evaluation loss that older code wrote for rf. The training loss is left out on purpose: with routes it is not
+comparable to one without. images/s is the median over the run; measure speed by benchmarks/step_time.py, which
 alternates.
 """
 

@@ -133,7 +133,7 @@ def run(options: Options) -> None:
 
 def announce(trained: Trained, data: LatentDataset, options: Options) -> None:
     """What is compared, before the work."""
-    levels = trained.process.quantiles(options.noise_levels)
+    levels = trained.process.evaluation_levels(options.noise_levels)
     weights = f"{KINDS[trained.weights]} weights of step {trained.found.step:,}, {trained.cfg.model.depth} blocks"
     print(f"  checkpoint  {trained.found.folder}: {weights}")
     at = f"{len(levels)} noise levels, {trained.process.level_name} {levels[0]:.3g} to {levels[-1]:.3g}"

@@ -23,11 +23,12 @@ from tqdm import tqdm
 from scripts.export_checkpoint import export
 from studies.study import ROOT, Planned, Score, Training
 from tread.checkpoints.checkpoint import find
+from tread.evaluation.heldout_loss import CALLED
 from tread.runtime.files import Lock, explain_failure, write_whole
 from tread.runtime.versions import git_revision
 from tread.training.run_folder import RunLog
 
-KEPT = ("step", "loss", "eval_loss", "flops", "seconds")  # of a record of metrics.jsonl
+KEPT = ("step", "loss", *CALLED, "flops", "seconds")  # of a record of metrics.jsonl
 WRITES = {"fid.py": "fid.json", "scripts/similarity.py": "similarity.json"}  # door → what it leaves in its `out`
 LEFT_OUT = (
     "checkpoint",

@@ -17,12 +17,13 @@ import numpy as np
 from studies.jobs import Job, result
 from studies.study import HERE, Planned, Study, plan
 from tread.evaluation.curves import Line, Panel, save_panels
+from tread.evaluation.heldout_loss import CALLED
 from tread.runtime.files import explain_failure, write_whole
 
 LOWER, HIGHER = "lower is better", "higher is better"
 METRICS = {
     "loss": ("training loss", LOWER),
-    "eval_loss": ("evaluation loss", LOWER),
+    **{name: (called, LOWER) for name, called in CALLED.items()},
     "kid": ("KID", LOWER),
     "fid": ("FID", LOWER),
     "label_agreement": ("label agreement", HIGHER),
@@ -195,7 +196,7 @@ def _cell(found: Sequence[tuple[dict, list[float]]], metric: str) -> str:
     means = [statistics.mean(values) for _, values in found]
     best = (max if METRICS[metric][1] == HIGHER else min)(range(len(means)), key=means.__getitem__)
     said = shown(found[-1][1])
-    if metric == "eval_loss" and best < len(means) - 1:
+    if metric in CALLED and best < len(means) - 1:
         said += f" (best {means[best]:.5g} at {found[best][0]['images']:,})"
     return said
 

@@ -103,7 +103,7 @@ def state(run):
 
 
 def records(run):
-    fields = ("step", "loss", "eval_loss")
+    fields = ("step", "loss", "eval_loss", "eval_velocity")
     return [{key: record[key] for key in fields if key in record} for record in RunLog(run).records()]
 
 

@@ -13,7 +13,7 @@ from conftest import launch
 from PIL import Image
 
 from tread.training.comparison import COMPARABLE, FAIR, open_groups, reached, unlike, write_table
-from tread.training.comparison_text import reach, unit
+from tread.training.comparison_text import CURVES, reach, unit
 
 CONFIG = {
     "name": "a",
@@ -28,7 +28,7 @@ CONFIG = {
 }
 
 
-def write_run(folder, losses, flops=10.0, seconds=2.0, **changes):
+def write_run(folder, losses, flops=10.0, seconds=2.0, metric="eval_loss", **changes):
     """A run evaluated each 100 steps, of so many FLOPs and seconds a step; changes: dotted key with __ → value."""
     config = copy.deepcopy(CONFIG) | {"name": folder.name}
     for key, value in changes.items():
@@ -39,7 +39,7 @@ def write_run(folder, losses, flops=10.0, seconds=2.0, **changes):
     lines = []
     for number, loss in enumerate(losses, start=1):
         spent = {"step": 100 * number, "flops": flops * 100 * number, "seconds": seconds * 100 * number}
-        lines += [{**spent, "loss": 9.0, "images_per_s": 50.0 + number}, {**spent, "eval_loss": loss}]
+        lines += [{**spent, "loss": 9.0, "images_per_s": 50.0 + number}, {**spent, metric: loss}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(folder)
 
@@ -127,6 +127,52 @@ def test_what_is_not_alike_is_said_and_then_nobody_reaches_anybody(tmp_path, cap
     compare_runs.show(groups)
     text = capsys.readouterr().out
     assert "objective differs: edm" in text and "do not mean the same" in text and " reaches " not in text
+
+
+def test_rectified_flows_compare_by_the_velocity_error_alone(tmp_path, capsys):
+    """Of other densities and weights they do; with EDM's loss or what older code wrote they share no column."""
+    velocity = {"metric": "eval_velocity", "objective": "rf"}
+    young = {"time": "uniform", "direction": 1.0, "shift": 0.3}
+    plain = write_run(tmp_path / "plain", [2.0, 1.0, 0.9], rf={"time": "logit_normal"}, **velocity)
+    other = write_run(tmp_path / "other", [1.9, 0.9, 0.8], rf=young, **velocity)
+    old = write_run(tmp_path / "old", [1.5, 1.4, 1.3], objective="rf", rf={"time": "uniform"})
+    edm = write_run(tmp_path / "edm", [0.5, 0.4, 0.3], rf={})
+
+    def shown(*folders: str) -> str:
+        groups = open_groups(folders)
+        assert all(sum(bool(group.curve(metric)) for metric in CURVES) == 1 for group in groups)
+        compare_runs.show(groups)
+        return capsys.readouterr().out
+
+    text = shown(plain, other)
+    assert text.startswith("| run | seeds | steps | velocity error | images/s |") and "mean the same" not in text
+    assert "reaches the velocity error 0.9 of" in text and "warning: rf.direction differs: 0.0 (" in text
+    for folder, beside, own, said in (
+        (plain, edm, "0.9000", "numbers of runs that differ so do not mean the same"),
+        (other, old, "0.8000", "evaluation loss up to step 300, of older code"),
+    ):
+        text = shown(folder, beside)
+        head, _, first, second, *_ = text.splitlines()
+        assert head.split(" | ")[3:5] == ["evaluation loss", "velocity error"]
+        assert first.split(" | ")[3:5] == ["–", own] and second.split(" | ")[4] == "–"
+        assert said in text and " reaches the " not in text and " reach the " not in text
+    edm_otherwise = write_run(tmp_path / "otherwise", [0.5, 0.4, 0.2], rf={}, edm={"P_mean": 0.0})
+    text = shown(edm, edm_otherwise)
+    assert "the evaluation loss of runs that differ so does not mean the same" in text and " reaches " not in text
+
+
+def test_a_fid_under_another_shift_means_something_else(tmp_path, capsys):
+    """The velocity errors of the same runs mean the same."""
+    folders = []
+    for shift in (1.0, 0.3):
+        folder = tmp_path / f"{shift}"
+        folders.append(write_run(folder, [2.0, 1.0], metric="eval_velocity", objective="rf", rf={"shift": shift}))
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 200, "fid": 10.0, "fid_samples": 50}) + "\n")
+    compare_runs.show(open_groups(folders))
+    text = capsys.readouterr().out
+    assert "rf.shift differs: 1.0 (" in text and "the FID of runs that differ so does not mean the same" in text
+    assert "reaches the velocity error" in text and "reaches the FID" not in text
 
 
 def test_the_table_holds_each_evaluation(tmp_path):

@@ -19,6 +19,7 @@ from test_comparison import write_run
 
 import train
 from tread.evaluation import inlined, page
+from tread.evaluation.score_files import add_line
 from tread.training import reading
 from tread.training.report import write_report
 from tread.training.report_facts import duration, time_of, troubles_of
@@ -199,6 +200,18 @@ def test_scores_have_their_counts_and_notes_and_sweeps_their_curves(tmp_path):
     write_run(tmp_path / "other", [3.0])
     assert not read(tmp_path / "other").says("guidance=cfg")  # another run's sweep
     assert read(tmp_path / "other", sweep).says("guidance=cfg")  # unless it is named
+
+
+def test_a_shift_that_is_not_1_stands_beside_the_solver(tmp_path):
+    """In fid.json and fid.csv alike, whose lines are one scoring; two that differ by their shift alone are two."""
+    write_run(tmp_path / "run", [3.0])
+    for number, shift in enumerate((1.0, None, 0.3)):
+        times = {"shift": shift, "time": f"2026-01-0{min(2, 1 + number)}", "settings": {"sampler": "euler"}}
+        record = SCORE | times | {"nfe": 9}
+        (tmp_path / "run" / f"fid-{number}.json").write_text(json.dumps(record))
+        add_line(tmp_path / "run" / "fid.csv", record)
+    head, *rows = [row for row in read(tmp_path / "run").rows if "solver" in row or row[:1] == ["step 300"]]
+    assert [row[head.index("solver")] for row in rows] == ["euler", "euler", "euler, shift 0.3"]
 
 
 def test_where_the_time_went(tmp_path):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, launch_door, state
+from conftest import TINY, launch_door, records, save_checkpoint, state
+from PIL import Image
 
 import fid
 import sample
@@ -22,10 +25,13 @@ from tread.data.autoencoder import load_decoder
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec, to_network
 from tread.diffusion import sampling
+from tread.evaluation.found_scores import find_scores
 from tread.evaluation.heldout_loss import heldout_loss
 from tread.runtime import device
 from tread.runtime.randomness import generator
 from tread.training import progress, settings
+from tread.training.comparison import open_groups
+from tread.training.comparison_text import CURVES, doubts
 from tread.training.objective import step_draws, training_loss
 from tread.training.setup import open_datasets
 
@@ -60,13 +66,49 @@ def test_the_objective_belongs_to_the_run(trained):
 
 
 def test_the_evaluation_is_the_flows_too(trained):
-    """eval_loss: the mean of RF.loss over the held-out points, by the EMA weights."""
-    folder, _ = trained
+    """eval_velocity: the mean over the held-out points of RF.evaluation_loss, by the EMA weights; no eval_loss."""
+    folder, text = trained
     records = [json.loads(line) for line in (folder / RUN / "metrics.jsonl").read_text().splitlines()]
     network = open_trained(checkpoint.find(folder / RUN), "ema").load(torch.device("cpu")).network
     losses = heldout_loss(RF(), network, LatentDataset(folder / "data/digits/heldout"), torch.arange(64), 64, 16)
-    found = [record["eval_loss"] for record in records if "eval_loss" in record]
-    assert found[-1] == pytest.approx(losses.mean().item())
+    found = [record["eval_velocity"] for record in records if "eval_velocity" in record]
+    assert found[-1] == pytest.approx(losses.mean().item()) and f"  eval_velocity         {found[-1]:.4f}\n" in text
+    assert not any("eval_loss" in record for record in records) and len(found) == 2
+
+
+def test_an_older_run_goes_on_under_the_new_name(trained, tmp_path):
+    """Its settings know neither direction nor shift, its metrics call another number eval_loss: both are kept."""
+    shutil.copytree(trained[0], tmp_path, symlinks=True, dirs_exist_ok=True)
+    run = tmp_path / RUN
+    for path in (run / "run.json", run / "latest" / "info.json"):
+        content = json.loads(path.read_text())
+        for one in content if isinstance(content, list) else [content]:
+            del one["config"]["rf"]["direction"], one["config"]["rf"]["shift"]
+        path.write_text(json.dumps(content))
+    path = run / "metrics.jsonl"
+    path.write_text(path.read_text().replace("eval_velocity", "eval_loss"))
+    with pytest.raises(SystemExit, match="rf.direction: 0.0 there, 1.0 here"):
+        launch(tmp_path, "train.steps=8", "rf.direction=1.0")
+    for _ in range(2):
+        text = launch(tmp_path, "train.steps=8")
+    assert "is finished" in text and "eval_loss" in text and "at step 6\n" in text
+    steps = {name: [r["step"] for r in records(run) if name in r] for name in ("eval_loss", "eval_velocity")}
+    assert steps == {"eval_loss": [3, 6], "eval_velocity": [6, 8]}
+    (old,) = open_groups([str(run)])
+    assert len(doubts([old])) == 1 and "evaluation loss up to step 6, of older code" in doubts([old])[0]
+    assert [len(old.curve(name)) for name in CURVES] == [2, 2, 0]
+
+
+def test_an_evaluation_that_was_done_is_not_done_again(trained, tmp_path):
+    """By what is recorded under its name at the step that the run goes on from."""
+    shutil.copytree(trained[0], tmp_path, symlinks=True, dirs_exist_ok=True)
+    run = tmp_path / RUN
+    before = (run / "metrics.jsonl").read_text()
+    launch(tmp_path)
+    assert (run / "metrics.jsonl").read_text() == before
+    (run / "metrics.jsonl").write_text("".join(line for line in before.splitlines(True) if '"eval_v' not in line))
+    launch(tmp_path)
+    assert [r["step"] for r in records(run) if "eval_velocity" in r] == [6]
 
 
 def test_latents_are_normalised_for_the_objective(trained, composed):
@@ -119,7 +161,9 @@ def test_the_sampler_follows_from_the_checkpoint(trained):
     launch_door(fid.main, "fid", folder, *options)
     record = json.loads((folder / RUN / "latest" / "fid.json").read_text())
     found = {key: record["settings"][key] for key in ("sampler", "steps", "nfe", "guidance")}
-    assert found == {"sampler": "euler", "steps": 5, "nfe": 5, "guidance": "none"} and "rf" in record["settings"]
+    assert found == {"sampler": "euler", "steps": 5, "nfe": 5, "guidance": "none"} and record["shift"] == 1
+    before = {key: value for key, value in asdict(RF()).items() if key not in ("direction", "shift")}
+    assert record["settings"]["rf"] == before  # as scores of older code have it, so that they are found
     model = open_trained(checkpoint.find(folder / RUN), "ema").load(torch.device("cpu"))
     sampler = sampling.Sampler(5, 20, solver="euler")
     assert model.process == RF()
@@ -127,6 +171,85 @@ def test_the_sampler_follows_from_the_checkpoint(trained):
     with np.load(folder / RUN / "latest" / "samples.npz") as samples:
         expected = samples["arr_0"].transpose(0, 3, 1, 2)
     assert np.array_equal(sampling.to_pictures(x, load_decoder(digits.MEANING)), expected)
+
+
+def test_a_shift_is_the_runs_unless_another_is_asked_for(trained, tmp_path):
+    """Of grids, sample.py and fid.py; the reference is a drawing by RF(shift=…), and each score has its own place."""
+    text = launch(tmp_path, "rf.shift=0.3", "rf.direction=1.0", "train.steps=3", "name=shifted")
+    assert "one channel, of whose direction only the sign is left" in text
+    run, drawn = tmp_path / "results/shifted", ("seeds=0-1", "classes=[3]", "steps=2", "overwrite=true", "out=a.png")
+
+    def draw(*words: str) -> tuple[str, dict]:
+        text = launch_door(sample.main, "sample", tmp_path, f"checkpoint={run}", *drawn, *words)
+        return text, json.loads(Image.open(tmp_path / "a.png").text["tread"])["settings"]
+
+    text, settings = draw()
+    assert "euler with 2 steps and shift 0.3, NFE 2" in text and settings["shift"] == 0.3
+    text, settings = draw("shift=1")
+    assert "euler with 2 steps, NFE 2" in text and settings["shift"] == 1.0
+    model = open_trained(checkpoint.find(run), "ema").load(torch.device("cpu"))
+    assert model.process == RF(shift=0.3, direction=1.0)
+    pictures, scores = [], tmp_path / "scores"
+    options = (
+        f"checkpoint={run}",
+        "num_samples=20",
+        "labels=balanced",
+        "save_samples=true",
+        "steps=5",
+        f"out={scores}",
+    )
+    for words, shift in (((), 0.3), (("shift=2.5",), 2.5), (("shift=1",), 1.0)):
+        text = launch_door(fid.main, "fid", tmp_path, *options, *words)
+        record = json.loads((scores / "fid.json").read_text())
+        assert record["shift"] == shift and record["settings"]["rf"].get("shift", 1.0) == shift
+        assert (f"shift {shift:g}, " in text) == (shift != 1)
+        with np.load(scores / "samples.npz") as samples:
+            pictures.append(samples["arr_0"].transpose(0, 3, 1, 2))
+        x = next(
+            sampling.draw(
+                replace(model, process=RF(shift=shift)),
+                range(20),
+                torch.arange(20) % 10,
+                sampling.Sampler(5, 20, solver="euler"),
+            )
+        )
+        assert np.array_equal(sampling.to_pictures(x, load_decoder(digits.MEANING)), pictures[-1])
+    assert not any(np.array_equal(one, pictures[1]) for one in pictures[::2])
+    assert "is scored already" in launch_door(fid.main, "fid", tmp_path, *options)
+    found, _ = find_scores(scores)
+    assert sorted(score.values["sampler"] for score in found) == ["euler", "euler, shift 0.3", "euler, shift 2.5"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rf.direction=-1", "rf.direction is -1, but must be finite and not negative"),
+        ("rf.direction=nan", "rf.direction is nan"),
+        ("rf.shift=0", "rf.shift is 0, but must be positive"),
+        ("rf.shift=1e-20", "shift is 1e-20, so far from 1 that some of the 50 steps have no length"),
+    ],
+)
+def test_settings_that_cant_be_are_refused_before_the_training(read_config, override, said):
+    with pytest.raises(ValueError, match=said):
+        read_config("objective=rf", override)
+
+
+@pytest.mark.parametrize(("door", "config"), [(sample, "sample"), (fid, "fid")])
+def test_a_shift_that_cant_be_is_refused(trained, composed, tmp_path, door, config):
+    folder, _ = trained
+    save_checkpoint(tmp_path / "edm", composed)
+    for of, shift, said in (
+        (
+            tmp_path / "edm",
+            "0.5",
+            "shift=0.5 is of rectified flow, but .*edm/step_0000003 was trained with objective=edm",
+        ),
+        (folder / RUN, "0", "shift is 0, but must be positive"),
+        (folder / RUN, "-1", "shift is -1, but must be positive"),
+        (folder / RUN, "1e-20", "shift is 1e-20, so far from 1 that some of the 50 steps have no length"),
+    ):
+        with pytest.raises(SystemExit, match=f"^error: {said}"):
+            launch_door(door.main, config, tmp_path, f"checkpoint={of}", f"shift={shift}")
 
 
 def test_utilisation_is_logged_where_the_peak_is_known(tmp_path, monkeypatch, composed):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,6 +34,11 @@ class Trained:
         return process_of(self.cfg)
 
     @property
+    def shift(self) -> float | None:
+        """Of the sampler's times; None: its process has none."""
+        return self.cfg.rf.shift if self.cfg.objective == "rf" else None
+
+    @property
     def latents(self) -> LatentSpec:
         return LatentSpec.from_json(self.found.info["latents"])
 
@@ -59,8 +64,10 @@ class Trained:
         return Model(self.process, network.to(device).eval().requires_grad_(False), self.routes(guidance))
 
 
-def open_trained(found: checkpoint.Checkpoint, weights: str) -> Trained:
+def open_trained(found: checkpoint.Checkpoint, weights: str, shift: float | None = None) -> Trained:
     """Read a checkpoint's info.
+
+    shift  of the sampler's times, of rectified flow; None: the run's own (rf.shift).
 
     Raises ValueError or FileNotFoundError, also if the weights are not there whole, or predict something
     that no sampler here takes.
@@ -78,7 +85,15 @@ def open_trained(found: checkpoint.Checkpoint, weights: str) -> Trained:
     except (LookupError, TypeError) as error:
         what = f"{found.folder / 'info.json'} is damaged: {error} is missing, or not what a checkpoint has there"
         raise checkpoint.Damaged(what, found.folder) from error
-    return Trained(found, weights, read_network(config), drop)
+    cfg = read_network(config)
+    if shift is not None and cfg.objective != "rf":
+        raise ValueError(
+            f"shift={shift:g} is of rectified flow, but {found.folder} was trained with objective={cfg.objective}: "
+            "leave it out"
+        )
+    if shift is not None:
+        cfg = replace(cfg, rf=replace(cfg.rf, shift=shift))
+    return Trained(found, weights, cfg, drop)
 
 
 def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:

@@ -30,7 +30,7 @@ class EDM(Process):
     """
 
     default_steps, default_solver, level_name, variance_exploding = 40, "heun", "σ", True
-    conventions = ("sigma_data",)
+    conventions, evaluation = ("sigma_data",), "eval_loss"
 
     P_mean: float = -1.2
     P_std: float = 1.2

@@ -22,6 +22,8 @@ class Process(Protocol):
     variance_exploding             whether x_l = x + l·noise, so that a sampler may add noise on its way.
     data_std                       what dataset.normalize brings latents to.
     conventions                    the settings that decide what a trained network's input and output mean.
+    evaluation                     what the mean of evaluation_loss is called in metrics.jsonl: processes whose numbers
+                                   mean something else have another name.
 
     Shapes: x (B, C, S, S); level (B,) or a scalar; y (B,) int64; network(x, time, y, routes=) → (B, C or 2C, S, S).
     """
@@ -32,6 +34,7 @@ class Process(Protocol):
     variance_exploding: bool
     data_std: float
     conventions: tuple[str, ...]
+    evaluation: str
 
     def noise_level(self, normal: Tensor) -> Tensor:
         """Training noise levels from standard normal numbers, elementwise."""
@@ -74,6 +77,16 @@ class Process(Protocol):
         self, network: Callable[..., Tensor], x: Tensor, y: Tensor, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What `loss` averages and weighs: squared errors, D and the noisy input, each (B, C, S, S) fp32."""
+
+    def evaluation_levels(self, count: int) -> Tensor:
+        """(count,) noise levels of the loss on held-out data, fp64, rising."""
+        return self.quantiles(count)
+
+    def evaluation_loss(
+        self, network: Callable[..., Tensor], x: Tensor, y: Tensor, level: Tensor, noise: Tensor, routes: Routes = ()
+    ) -> Tensor:
+        """What runs are compared by on held-out data, of each sample: (B,) fp32; arguments as in `loss`."""
+        return self.loss(network, x, y, level, noise, routes)
 
     def schedule(self, num_steps: int) -> Tensor:
         """A sampler's noise levels, falling to 0: (num_steps + 1,) fp64."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tread.evaluation.curves import Line, Panel, save_panels
+from tread.evaluation.heldout_loss import CALLED
 from tread.runtime.files import whole_file
 
 NUMBERED = 14  # rows or columns: in a heat map of more, the numbers could not be read
@@ -17,7 +18,7 @@ def save_curve(path: Path, records: Sequence[dict], routed: bool) -> None:
     """Draw training and evaluation loss over the steps, from the records of metrics.jsonl."""
     names = {
         "loss": "training loss" + (", with routes: not comparable to runs without" if routed else ""),
-        "eval_loss": "evaluation loss: EMA weights, all tokens, held-out data",
+        **{name: f"{called}: EMA weights, all tokens, held-out data" for name, called in CALLED.items()},
     }
     lines = []
     for key, name in names.items():

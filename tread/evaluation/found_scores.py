@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tread.evaluation.curves import Line, Panel
+from tread.evaluation.score_files import sampler_told
 from tread.evaluation.scorers import METRICS
 
 DEPTH = ("", "*/", "*/*/")  # how far below a run's folder scores are looked for
@@ -55,6 +56,7 @@ def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
         settings, counts, lacks = ({**_dict(record.get(key))} for key in ("settings", "counts", "unavailable"))
         if counts:
             values = {**settings, **record}
+            values["sampler"] = sampler_told(values)
             notes = [f"{name} is unavailable: {why}" for name, why in lacks.items()]
             others = {name: n for name, n in counts.items() if isinstance(n, int) and n != record.get("count")}
             warnings = record["warnings"] if isinstance(record.get("warnings"), list) else []
@@ -83,7 +85,9 @@ def find_sweeps(folder: Path, run: Path | None = None) -> tuple[list[Sweep], lis
 def _kind(folder: Path) -> str:
     """guidance=… of a sweep's settings, how many samples each drew and how, of which step."""
     for path in sorted(folder.glob("*scale*/fid.json"))[:1]:
-        settings = _dict((_read_json(path, []) or {}).get("settings"))
+        record = _read_json(path, []) or {}
+        settings = _dict(record.get("settings"))
+        settings |= {"sampler": sampler_told({**settings, **record})} if "sampler" in settings else {}
         guidance = str(settings.get("guidance", "")).partition(" ")[0]
         parts = [guidance and f"guidance={guidance}"]
         parts += [f"{key} {settings[key]}" for key in ("step", "sampler", "steps", "labels") if key in settings]
@@ -133,8 +137,9 @@ def _below(folder: Path, pattern: str) -> Iterable[Path]:
 
 
 def _key(values: dict) -> tuple[str, ...]:
-    """What two descriptions of one scoring share."""
-    return tuple(str(values.get(key) or "") for key in ("time", "step", "count", "guidance", "nfe"))
+    """What two descriptions of one scoring share: of the solver its shift alone."""
+    shift = str(values.get("sampler") or "").partition(", ")[2]
+    return (*(str(values.get(key) or "") for key in ("time", "step", "count", "guidance", "nfe")), shift)
 
 
 def _read_json(path: Path, problems: list[str]) -> dict | None:

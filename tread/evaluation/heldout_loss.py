@@ -1,7 +1,9 @@
 """Full-token loss on held-out data, with noise that is the same for all runs.
 
 This is the number to compare runs by: the training loss of a routed network is higher than that of
-a dense one, and says nothing about what it does with all tokens.
+a dense one, and says nothing about what it does with all tokens. What it is and how it is called is the
+process's: of EDM the loss weighted as in training, at its noise levels; of rectified flow the velocity error at
+uniform times.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from tread.data.dataset import LatentDataset
 from tread.data.latents import to_network
 from tread.diffusion.process import Process
 from tread.runtime.randomness import seeded_normal
+
+CALLED = {"eval_loss": "evaluation loss", "eval_velocity": "velocity error"}  # Process.evaluation → for people
 
 
 def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tuple[Tensor, Tensor]:
@@ -44,7 +48,7 @@ def read_points(
     batch = data.read(sample.numpy())
     x = to_network(batch.stored.to(device), data.latents)
     noise = seeded_normal(numbers.tolist(), data.latents.shape, stream).to(device)
-    quantiles = process.quantiles(noise_levels).float()[level].to(device)
+    quantiles = process.evaluation_levels(noise_levels).float()[level].to(device)
     return x, batch.labels.to(device), quantiles, noise
 
 
@@ -56,9 +60,9 @@ def heldout_loss(
 
     numbers       (n,) int64 in 0..points−1: which points. See `point` for what they are.
     points        how many there are in all.
-    noise_levels  how many mid-quantiles of the training noise distribution are used.
+    noise_levels  how many are used, see Process.evaluation_levels.
 
     Each point has noise of its own.
     """
     device = next(network.parameters()).device
-    return process.loss(network, *read_points(process, data, numbers, points, noise_levels, device))
+    return process.evaluation_loss(network, *read_points(process, data, numbers, points, noise_levels, device))

@@ -159,10 +159,11 @@ def score_checkpoint(
             return record
         processes.from_main(parts.begin)
         guidance = plan.sampler.guidance
+        shift = "" if plan.trained.shift in (None, 1) else f"shift {plan.trained.shift:g}, "
         cost = "" if guidance.kind == "none" else f"{plan.flops_relative:.3f} times the FLOPs of none, "
         processes.say(
             f"{plan.found.folder}: {plan.count:,} samples, guidance {guidance.describe()}, "
-            f"NFE {plan.nfe}, {cost}{plan.sampler.precision}"
+            f"NFE {plan.nfe}, {shift}{cost}{plan.sampler.precision}"
         )
         for other in set(folder.glob(".fid-*")) - {parts.folder}:
             processes.say(f"  note: {other} holds unfinished work by other settings; remove it if you do not want it")
@@ -223,6 +224,7 @@ def conclude(
         "seeds": [plan.seeds[0], plan.seeds[-1]],
         "settings": plan.fingerprint,
         "weak_network": plan.weak and str(plan.weak.found.folder),
+        "shift": plan.trained.shift,
         "flops": plan.flops,
         "flops_relative": plan.flops_relative,
         "seconds": {

@@ -12,12 +12,13 @@ from tread.data import autoencoder
 from tread.data.images import Alpha, Crop, Orientation
 from tread.data.latents import LatentSpec
 from tread.diffusion.guidance import Guidance
+from tread.diffusion.process import Process
 from tread.diffusion.sampling import Labels, Sampler, check_ratios, relative_cost
 from tread.diffusion.solvers import Solver
 from tread.runtime import schema
 from tread.runtime.compiling import Compile
 from tread.runtime.device import Precision
-from tread.runtime.schema import Count, CountOrZero, TwoOrMore
+from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore
 from tread.runtime.tensor_files import Weights
 
 COUNT, EMBEDDED_COUNT = 50_000, 1000  # samples, unless a number is asked for
@@ -36,6 +37,7 @@ class Options:
     labels: Labels
     steps: Count | None
     solver: Solver | None
+    shift: Positive | None
     batch_size: Count
     precision: Precision
     cpu_threads: Count | None
@@ -134,17 +136,23 @@ class ScoringPlan:
             "steps": sampler.steps,
             "nfe": self.nfe,
             "guidance": sampler.guidance.describe(),
-            **({"weak_network": weak.sha256, "weak_process": asdict(weak.process)} if weak else {}),
+            **({"weak_network": weak.sha256, "weak_process": _constants(weak.process)} if weak else {}),
             **({"routes": routes} if routes else {}),
             "dtype": sampler.precision,
             "batch_size": sampler.batch_size,
             **({"compiled": True} if self.compiled else {}),
             "decoder": self.decoder,
             "latents": {key: getattr(latents, key) for key in ("scale", "shift", "channel_shift", "channel_scale")},
-            trained.cfg.objective: asdict(trained.process),
+            trained.cfg.objective: _constants(trained.process),
             "reference": self.reference,
             "inception": self.inception,
         }
+
+
+def _constants(process: Process) -> dict:
+    """A process's; those that are younger than the first scores only where they are set, so that these are found."""
+    young = {"direction": 0.0, "shift": 1.0}
+    return {key: value for key, value in asdict(process).items() if key not in young or value != young[key]}
 
 
 def settle_paths(options: Options) -> tuple[Options, list[Path]]:
@@ -188,7 +196,7 @@ def plan_scoring(options: Options, found: checkpoint.Checkpoint, precision: str,
 
     Raises ValueError or FileNotFoundError if it can't be scored so.
     """
-    trained = open_trained(found, options.weights)
+    trained = open_trained(found, options.weights, options.shift)
     weak, cfg, process = open_weak(options.guidance, trained), trained.cfg, trained.process
     embedded = cfg.dataset.embedded if options.reference is None else None
     if not options.save_samples and options.reference is None and embedded is None:

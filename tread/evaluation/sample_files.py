@@ -60,7 +60,12 @@ def facts_of(settings: Mapping, sampler: Sampler, trained: Trained, weak: Traine
 
     churn = {key: value for key, value in asdict(sampler.churn).items() if math.isfinite(value)}  # as JSON must be
     return {
-        "settings": {**settings, **asdict(sampler), "churn": churn if sampler.churn.amount else None},
+        "settings": {
+            **settings,
+            **asdict(sampler),
+            "shift": trained.shift,
+            "churn": churn if sampler.churn.amount else None,
+        },
         "network": network(trained),
         "weak_network": weak and network(weak),
         "nfe": sampler.nfe(trained.process),

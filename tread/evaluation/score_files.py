@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from tread.evaluation.scorers import METRICS
@@ -82,6 +83,12 @@ def table(record: dict) -> str:
     return "\n".join(lines + [f"  note: {text}" for text in record["warnings"]])
 
 
+def sampler_told(values: Mapping) -> str | None:
+    """The solver, with the shift of its times where that is not 1; of a scoring's settings and record in one."""
+    shift = values.get("shift")
+    return values.get("sampler") if shift in (None, 1) else f"{values.get('sampler')}, shift {shift}"
+
+
 def add_line(path: Path, record: dict) -> None:
     """Append a scoring to a .csv with COLUMNS; one with other columns keeps its lines under another name."""
     head = ",".join(COLUMNS)
@@ -93,4 +100,5 @@ def add_line(path: Path, record: dict) -> None:
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
         if new:
             writer.writeheader()
-        writer.writerow(record["settings"] | record)
+        values = record["settings"] | record
+        writer.writerow(values | {"sampler": sampler_told(values)})

@@ -30,6 +30,7 @@ Count = Annotated[int, _ABOVE_0]
 CountOrZero = Annotated[int, Range("not be negative", lambda number: number >= 0)]
 TwoOrMore = Annotated[int, Range("be at least 2", lambda number: number >= 2)]
 Positive = Annotated[float, Range("be positive and finite", lambda number: 0 < number <= sys.float_info.max)]
+PositiveOrZero = Annotated[float, Range("be finite and not negative", lambda number: 0 <= number <= sys.float_info.max)]
 Fraction = Annotated[float, Range("lie between 0 and 1", lambda number: 0 < number < 1)]
 Share = Annotated[float, Range("lie in [0, 1]", lambda number: 0 <= number <= 1)]
 _FINITE = Range("be a finite number", lambda number: abs(number) <= sys.float_info.max)  # nan compares as False

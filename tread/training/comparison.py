@@ -16,10 +16,12 @@ from tread.training.run_folder import LAUNCH, RunLog, differences, migrate, valu
 
 APART = ("seed", "report", "tracker", "wandb", *LAUNCH)  # what the runs of one group may differ in
 UNSAID = ("every", "sampling", "checkpoints", "tags")  # sections that no name of a group tells
-# what evaluation losses and FIDs must share to mean the same; the other keys of these sections have no effect on them
-COMPARABLE = ("dataset.name", "dataset.size", "dataset.heldout", "dataset.normalize", "objective", "edm", "rf")
+# what evaluations and FIDs must share to mean the same; the other keys of these sections have no effect on them
+COMPARABLE = ("dataset.name", "dataset.size", "dataset.heldout", "dataset.normalize", "objective")
 COMPARABLE += ("eval.points", "eval.noise_levels", "eval.fid_samples", "eval.fid_reference")
-FAIR = ("dataset.path", "optim", "ema", "train.batch_size", "train.steps")  # what may make a comparison unfair
+# and what one of them must share beside: the velocity error is the same number for all densities and weights
+OF_METRIC = {"eval_loss": ("edm", "rf"), "fid": ("edm", "rf.shift")}
+FAIR = ("dataset.path", "optim", "ema", "rf", "train.batch_size", "train.steps")  # what may make a comparison unfair
 
 
 @dataclass(frozen=True)

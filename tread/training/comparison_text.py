@@ -7,10 +7,11 @@ import statistics
 from collections.abc import Sequence
 
 from tread.evaluation.curves import Line, Panel
+from tread.evaluation.heldout_loss import CALLED
 from tread.runtime.schema import written
-from tread.training.comparison import COMPARABLE, FAIR, Group, reached, unlike
+from tread.training.comparison import COMPARABLE, FAIR, OF_METRIC, Group, reached, unlike
 
-CURVES = {"eval_loss": "evaluation loss", "fid": "FID"}  # lower is better
+CURVES = {**CALLED, "fid": "FID"}  # lower is better
 COLUMNS = CURVES | {"label_agreement": "label agreement", "frechet_pixels": "Fréchet distance in pixels"}
 AXES = {"step": "steps", "flops": "training FLOPs", "seconds": "training time"}
 TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
@@ -22,11 +23,24 @@ def doubts(groups: Sequence[Group]) -> list[str]:
     for run in (run for group in groups for run in group.runs):
         if (step := run.records[-1]["step"]) < run.config["train"]["steps"]:
             found.append(f"{run.folder} is at step {step:,} of {run.config['train']['steps']:,}")
-    apart = unlike(groups, COMPARABLE)
-    found += [f"{key} differs: {told(values, groups)}" for key, values in {**apart, **unlike(groups, FAIR)}.items()]
-    if apart:
-        found.append("numbers of runs that differ so do not mean the same: none of them is said to reach another")
-    return found
+        if run.config.get("objective") == "rf" and (old := [r["step"] for r in run.records if "eval_loss" in r]):
+            found.append(
+                f"{run.folder} has an evaluation loss up to step {old[-1]:,}, of older code: weighted as its training "
+                "was, it is neither a velocity error nor the loss of edm"
+            )
+
+    def tell(those: Sequence[Group], keys: Sequence[str], follows: str | None = None) -> None:
+        if apart := unlike(those, keys):
+            found.extend(f"{key} differs: {told(values, those)}" for key, values in apart.items())
+            found.extend(filter(None, [follows]))
+
+    said = "not mean the same: none of them is said to reach another"
+    tell(groups, COMPARABLE, f"numbers of runs that differ so do {said}")
+    for metric, keys in OF_METRIC.items():
+        if those := [group for group in groups if group.curve(metric)]:
+            tell(those, keys, f"the {CURVES[metric]} of runs that differ so does {said}")
+    tell(groups, FAIR)
+    return list(dict.fromkeys(found))
 
 
 def verdicts(groups: Sequence[Group]) -> list[str]:
@@ -37,7 +51,8 @@ def verdicts(groups: Sequence[Group]) -> list[str]:
         reach(one, other, metric, called)
         for metric, called in CURVES.items()
         for one, other in pairs
-        if one.curve(metric) and other.curve(metric) and not unlike([one, other], COMPARABLE)
+        if one.curve(metric) and other.curve(metric)
+        if not unlike([one, other], (*COMPARABLE, *OF_METRIC.get(metric, ())))
     ]
 
 

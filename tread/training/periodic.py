@@ -16,7 +16,7 @@ from tread.checkpoints import checkpoint
 from tread.data.grids import save_grid
 from tread.diffusion.sampling import Sampler, draw_pictures, spread_classes
 from tread.evaluation.figures import save_curve
-from tread.evaluation.heldout_loss import heldout_loss
+from tread.evaluation.heldout_loss import CALLED, heldout_loss
 from tread.evaluation.metrics import Moments
 from tread.runtime.device import autocast
 from tread.runtime.files import explain_failure
@@ -25,7 +25,9 @@ from tread.training.optimizer import StepStatistics
 from tread.training.progress import mostly_bad, read_statistics
 from tread.training.run import Failure, Run
 
-ABSURD = 1000  # an evaluation loss; an untrained network's is about 1 on latents of the scale that is assumed
+ABSURD = (
+    1000  # an untrained network's loss is about 1, its velocity error 1 + the data's variance, which is about 1, too
+)
 DIVERGED = "the training has diverged, or the data is of another scale. Try a smaller optim.lr, optim.clip_norm=1"
 
 
@@ -39,7 +41,7 @@ def interrupts(run: Run) -> bool:
 def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
     """Evaluate, score and draw what is due after run.step steps; False if the run was asked to stop meanwhile.
 
-    done  what was done at this step before an interruption: "eval_loss", "fid", "grid".
+    done  what was done at this step before an interruption: the evaluation by its name, "fid", "grid".
     """
     every, cfg = run.cfg.every, run.cfg
     last = run.step == cfg.train.steps
@@ -47,16 +49,17 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
     def due(interval: int | None, name: str) -> bool:
         return interval is not None and run.step > 0 and (run.step % interval == 0 or last) and name not in done
 
-    if run.heldout is not None and due(every.evaluate, "eval_loss"):
+    metric = run.model.process.evaluation
+    if run.heldout is not None and due(every.evaluate, metric):
         with run.beside("eval"):
             loss = evaluate(run)
         if run.stop.agreed():
             return False
         if not math.isfinite(loss):
-            raise Failure(f"the evaluation loss after step {run.step} is {loss}: {DIVERGED}")
-        run.record(eval_loss=loss)
+            raise Failure(f"the {CALLED[metric]} after step {run.step} is {loss}: {DIVERGED}")
+        run.record(**{metric: loss})
         if loss > ABSURD:
-            run.processes.say(f"warning: the evaluation loss after step {run.step} is {loss:.3g}: {DIVERGED}")
+            run.processes.say(f"warning: the {CALLED[metric]} after step {run.step} is {loss:.3g}: {DIVERGED}")
     if run.online_fid is not None and due(cfg.eval.fid_every, "fid") and not log_fid(run):
         return False
     if due(every.sample, "grid"):

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from tread.evaluation.heldout_loss import CALLED
 from tread.runtime.schema import written
 from tread.training.comparison_text import unit
 from tread.training.reading import Found, told_time
@@ -114,9 +115,9 @@ def troubles_of(run: Found) -> list[str]:
             f"{count:,.0f} steps were skipped, since loss or gradient was not finite: between steps "
             f"{_before(run, bad[0]):,} and {bad[-1]['step']:,}"
         )
-    absurd = [record for record in run.records if record.get("eval_loss", 0) > 1000]
-    if absurd:
-        found.append(f"the evaluation loss is {absurd[0]['eval_loss']:.3g} at step {absurd[0]['step']:,}")
+    for name, called in CALLED.items():
+        if absurd := [record for record in run.records if record.get(name, 0) > 1000]:
+            found.append(f"the {called} is {absurd[0][name]:.3g} at step {absurd[0]['step']:,}")
     if run.config and not value_at(run.config, "dataset.heldout"):
         found.append("there is no held-out data, so no evaluation loss")
     found += [str(text) for start in run.starts for text in start["warnings"]]

@@ -146,8 +146,8 @@ def curves(page: Page, subject: Subject) -> None:
         charts.append({AXES[axis]: _drawn(panel(drawn, metric, axis, DRAWN[metric]), metric, drawn) for axis in axes})
     page.curves(charts)
     page.text(
-        "Drag over a plot to zoom, double-click to go back. The evaluation loss is of the EMA weights with all tokens, "
-        "on held-out data; compare runs by it."
+        "Drag over a plot to zoom, double-click to go back. Evaluation loss (edm) and velocity error (rf) are of the "
+        "EMA weights with all tokens, on held-out data; compare runs by them, but not one with the other."
     )
     if any(len(group.runs) > 1 for group in groups):
         page.text("Bands: the standard deviation over the seeds.")

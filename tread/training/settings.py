@@ -185,8 +185,8 @@ class Settings:
         for key, unset in (("ratio_schedule", None), ("loss_tokens", "all")):
             if getattr(self.train, key) != unset and not self.model.routes:
                 raise ValueError(f"train.{key} is of routes, but model={self.model.name} has none")
-        if self.sampling.steps is not None:
-            process_of(self).schedule(self.sampling.steps)  # raises ValueError for too few
+        process, steps = process_of(self), self.sampling.steps
+        process.schedule(process.default_steps if steps is None else steps)  # raises ValueError for what can't be
         if "/" in self.name or self.name in ("", ".", ".."):
             raise ValueError(f"name is {self.name!r}, but must be the name of one folder; see also results=…")
         if self.eval.demo_samples and self.dataset.embedded is None:

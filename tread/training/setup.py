@@ -70,6 +70,11 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         network = build_network(cfg)
     origin, doubts = bring_weights(cfg, network, found, data.latents)
     doubts = [*doubts, *read_otherwise(cfg, data, heldout)]
+    if cfg.objective == "rf" and cfg.rf.direction and cfg.dataset.channels == 1:
+        doubts.append(
+            f"rf.direction is {cfg.rf.direction:g}, but the latents have one channel, of whose direction only the sign "
+            "is left: the term teaches nothing"
+        )
     network.to(device)
     ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
     aligner = open_aligner(cfg, network, ema, data, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from routing_module import check_routes
 from tread.evaluation.digits_judge import VALUES
+from tread.evaluation.heldout_loss import CALLED
 from tread.routing.ids import count_kept
 from tread.runtime.files import size_text
 from tread.training.objective import active_routes
@@ -67,13 +68,13 @@ def describe(run: Run) -> str:
 def describe_outcome(run: Run, records: list[dict]) -> str:
     """The last evaluation and demo metrics, and where everything is: one line each."""
     lines = []
-    for name in ("eval_loss", "fid", *VALUES):
+    for name in (*CALLED, "fid", *VALUES):
         found = [record for record in records if name in record]
         count = f" of {found[-1]['fid_samples']:,} samples" if found and name == "fid" else ""
         if found:
             earlier = "" if found[-1]["step"] == run.step else f", at step {found[-1]['step']:,}"
             lines.append(f"  {name:<21} {found[-1][name]:.4f}{count}{earlier}")
-        elif name == "eval_loss" and run.heldout is None:
+        elif name == run.model.process.evaluation and run.heldout is None:
             lines.append(f"  {name:<21} none: there is no held-out data")
     for name, path in (
         ("samples", f"samples/step_{run.step:07d}.png"),
