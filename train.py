@@ -135,11 +135,11 @@ def training_step(run: Run) -> None:
     cfg, latents = run.cfg, run.data.latents
     draws = step_draws(cfg, latents, run.step, run.processes.device)
     total = 0.0
-    for rows, (stored, labels) in zip(run.micro_batches, run.loader.batches(run.step)):
+    for rows, batch in zip(run.micro_batches, run.loader.batches(run.step)):
         synchronise = rows is run.micro_batches[-1]
         with contextlib.nullcontext() if synchronise else run.processes.no_sync(run.wrapped):
             with autocast(run.processes.device, run.precision):
-                losses = training_loss(cfg, run.wrapped, latents, stored, labels, draws.rows(rows))
+                losses = training_loss(cfg, run.wrapped, latents, batch.stored, batch.labels, draws.rows(rows))
             loss = losses.mean() / len(run.micro_batches)
             backward(loss)
         total = total + loss.detach()

@@ -34,7 +34,7 @@ def explain_memory(run: Run, error: str) -> str:
     share, tried = cfg.train.batch_size // run.processes.count, rows.stop - rows.start
     run.optimizer.zero_grad()
     draws = step_draws(cfg, run.data.latents, run.step, run.processes.device).rows(rows)
-    [(stored, labels), *_] = run.loader.batches(run.step)
+    stored, labels, *_ = run.loader.batches(run.step)[0]
     parameters = list(run.network.parameters())
 
     def attempt(size: int) -> None:
