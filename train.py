@@ -31,7 +31,7 @@ from tread.runtime.device import autocast
 from tread.runtime.signals import INTERRUPTED, Stop, leave_at_once
 from tread.training import settings
 from tread.training.memory import explain_memory
-from tread.training.objective import step_draws, training_loss
+from tread.training.objective import losses, step_draws
 from tread.training.optimizer import backward, learning_rate, optimizer_step
 from tread.training.periodic import done_before, draw_samples, evaluate_and_draw, interrupts, save, save_snapshot
 from tread.training.progress import Clock, log
@@ -134,19 +134,20 @@ def training_step(run: Run) -> None:
     """One optimizer step on global batch number run.step. Nothing in it waits for the device."""
     cfg, latents = run.cfg, run.data.latents
     draws = step_draws(cfg, latents, run.step, run.processes.device)
-    total = 0.0
-    for rows, (stored, labels) in zip(run.micro_batches, run.loader.batches(run.step)):
+    weights = (1.0, cfg.alignment.weight)
+    totals = [0.0, 0.0] if run.aligner else [0.0]
+    for rows, batch in zip(run.micro_batches, run.loader.batches(run.step)):
         synchronise = rows is run.micro_batches[-1]
         with contextlib.nullcontext() if synchronise else run.processes.no_sync(run.wrapped):
             with autocast(run.processes.device, run.precision):
-                losses = training_loss(cfg, run.wrapped, latents, stored, labels, draws.rows(rows))
-            loss = losses.mean() / len(run.micro_batches)
-            backward(loss)
-        total = total + loss.detach()
+                terms = losses(cfg, run.wrapped, run.aligner, latents, batch, draws.rows(rows))
+            means = [term.mean() / len(run.micro_batches) for term in terms]
+            backward(sum(weight * mean for weight, mean in zip(weights, means)))
+        totals = [total + mean.detach() for total, mean in zip(totals, means)]
     norm, skip = optimizer_step(run.optimizer, learning_rate(cfg, run.step), cfg.optim.clip_norm)
     for average in (run.ema, *run.averages.values()):
         average.update(run.network, run.step, skip)
-    run.statistics.add(total, norm, skip)
+    run.statistics.add(norm, skip, *totals)
 
 
 # ----------------------------------------------------------------------------------------- finish

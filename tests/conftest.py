@@ -213,6 +213,21 @@ def random_inception(path: Path, narrow: int = 1) -> Path:
 
 
 @pytest.fixture(scope="session")
+def dinov2(tmp_path_factory):
+    """A folder with a Dinov2Model of width 32 and 4×4 positions, all its parameters random."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("encoder") / "dinov2"
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56, "patch_size": 14}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.Dinov2Model(transformers.Dinov2Config(**sizes, mlp_ratio=2))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def pictures_of():
     """A function (n, size, seed) → smooth random pictures (n, size, size, 3) uint8."""
 

@@ -69,8 +69,8 @@ def test_reading_ahead_gives_the_batches_of_each_step(folder, placement, ahead, 
         whole = LatentDataset(folder).batch(3, step, 8)
         parts = [part for loader in loaders for part in loader.batches(step)]
         assert len(parts) == (1 if micro is None else 4)
-        assert torch.equal(torch.cat([stored for stored, _ in parts]), whole.stored)
-        assert torch.equal(torch.cat([labels for _, labels in parts]), whole.labels)
+        assert torch.equal(torch.cat([part.stored for part in parts]), whole.stored)
+        assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
     for loader in loaders:
         loader.close()
 
@@ -173,7 +173,7 @@ def test_a_gpu_gets_the_batches_of_each_step(folder, placement):
         for _ in range(20):
             busy = busy @ busy / 4096  # a step's work is still queued when the next batch is asked for
         parts = loader.batches(step)
-        assert all(stored.is_cuda for stored, _ in parts)
-        assert torch.equal(torch.cat([stored for stored, _ in parts]).cpu(), expected.stored)
-        assert torch.equal(torch.cat([labels for _, labels in parts]).cpu(), expected.labels)
+        assert all(part.stored.is_cuda for part in parts)
+        assert torch.equal(torch.cat([part.stored for part in parts]).cpu(), expected.stored)
+        assert torch.equal(torch.cat([part.labels for part in parts]).cpu(), expected.labels)
     loader.close()

@@ -30,7 +30,7 @@ from tread.data.heldout import held_out
 from tread.data.images import centre_crop, read_rgb
 from tread.data.latents import to_network
 from tread.data.photos import find_photos
-from tread.data.prepare import _end_with
+from tread.data.prepare import end_with
 from tread.data.tars import Tar
 from tread.data.writer import DatasetWriter
 from tread.runtime import schema
@@ -358,7 +358,7 @@ def test_a_reading_process_ends_with_the_one_it_reads_for(processes, killed):
 
 
 def reading_for(process):
-    _end_with(process, 0)
+    end_with(process, 0)
     time.sleep(60)
 
 

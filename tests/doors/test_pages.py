@@ -18,6 +18,7 @@ import export_checkpoint
 import guidance_sweep
 import import_checkpoint
 import import_latents
+import prepare_features
 import prepare_latents
 import pytest
 import reconstruct_ema
@@ -96,6 +97,8 @@ class Command:
         given = list(self.words[self.place + 1 :])
         if self.words[self.place] == "scripts/quickstart.sh":
             return ["model=tread", *given]
+        if self.words[self.place] == "scripts/prepare_features.py":
+            return [prepare_features.spelt(word) for word in given]
         own = ("pairs=", "out=", "beside=") if self.words[self.place] == "benchmarks/step_time.py" else ()
         return [word for word in given if not (own and word.startswith(own))]
 
@@ -148,6 +151,7 @@ DOORS = {  # script → its config, the keys it knows, and how it reads them
     "sample.py": ("sample", *read_as(sample.Options)),
     "fid.py": ("fid", schema.known_keys(plan.Options), plan.read_options),
     "scripts/prepare_latents.py": ("prepare_latents", *read_as(prepare_latents.Options)),
+    "scripts/prepare_features.py": ("prepare_features", *read_as(prepare_features.Options)),
     "scripts/import_latents.py": ("import_latents", *read_as(import_latents.Options)),
     "scripts/import_checkpoint.py": (
         "import_checkpoint",

@@ -175,7 +175,9 @@ def test_denoising_is_the_loss_without_alignment_and_the_teacher_sees_less_noise
     module = Aligned(network, build_projector(cfg.alignment, network.hidden_size, network.hidden_size), 1)
     teacher, seen = copy.deepcopy(network), []
     original = teacher.output_of
-    monkeypatch.setattr(teacher, "output_of", lambda block, *inputs: seen.append((block, *inputs)) or original(block, *inputs))
+    monkeypatch.setattr(
+        teacher, "output_of", lambda block, *inputs: seen.append((block, *inputs)) or original(block, *inputs)
+    )
     targets = teacher_tokens(cfg, teacher, spec, stored, labels, draws)
     assert targets.shape == (4, 16, network.hidden_size) and not targets.requires_grad
     [(block, x, time, y)] = seen
@@ -202,7 +204,9 @@ def test_denoising_is_the_loss_without_alignment_and_the_teacher_sees_less_noise
 @pytest.mark.parametrize("process", [EDM(), RF(), RF(time="uniform")])
 def test_cleaner_levels_end_at_the_cleanest(process):
     normal = torch.linspace(-3, 3, 13)
-    torch.testing.assert_close(process.cleaner(normal, torch.zeros(13)), process.noise_level(normal), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        process.cleaner(normal, torch.zeros(13)), process.noise_level(normal), rtol=1e-3, atol=1e-4
+    )
     lowest = process.cleaner(normal, torch.full((13,), 0.999))
     assert lowest.isfinite().all() and (lowest >= 0).all()
     assert (process.cleaner(normal, torch.full((13,), 0.1)) <= process.noise_level(normal)).all()
@@ -268,5 +272,8 @@ def test_two_processes_and_micro_batches_change_nothing_but_rounding(straight, t
         found = whole(tmp_path / folder / "run")
         for name in (n for n in expected if not n.startswith("optimizer")):
             torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5)
-    lines = [(folder / "run" / "metrics.jsonl").read_text().splitlines()[0] for folder in (tmp_path / "results", straight[0] / "results")]
+    lines = [
+        (folder / "run" / "metrics.jsonl").read_text().splitlines()[0]
+        for folder in (tmp_path / "results", straight[0] / "results")
+    ]
     assert json.loads(lines[0])["alignment"] == pytest.approx(json.loads(lines[1])["alignment"], rel=1e-5)

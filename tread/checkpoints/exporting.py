@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tread.data.autoencoder import HUB_ID, WEIGHT_FILES
+from tread.runtime.hub import HUB_ID, WEIGHT_FILES
 from tread.runtime.tensor_files import listed
 
 Dtype = Literal["fp32", "fp16"]

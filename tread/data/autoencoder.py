@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,16 +20,14 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from tread.data import ldm_names
-from tread.data.latents import LatentSpec, from_network
+from tread.data.latents import LatentSpec, from_network, to_network
 from tread.runtime.device import exact
-from tread.runtime.network import check_answer
+from tread.runtime.hub import is_cached
 from tread.runtime.tensor_files import listed, read_state_dict
 
 Decoder = Callable[[Tensor], Tensor]
 Encoder = Callable[[Tensor], np.ndarray]
-HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
-HUB_FILES = ("config.json", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
-WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
+HUB_FILES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # of weights
 KINDS = ("AutoencoderKL", "AutoencoderTiny")
 UNKNOWN = "unknown"
 INSTEAD = (
@@ -63,6 +60,16 @@ def preview(x: Tensor) -> Tensor:
     return to_uint8(x[:, :channels] / 3)
 
 
+def holds_pixels(latents: LatentSpec) -> bool:
+    """Whether stored samples are pictures themselves, grey or RGB."""
+    return latents.autoencoder == "pixels" and latents.content == "latents" and latents.shape[0] in (1, 3)
+
+
+def stored_pictures(stored: Tensor, latents: LatentSpec) -> Tensor:
+    """The pictures (B, 3, S, S) uint8 that stored pixels (B, 1 or 3, S, S) are; grey ones have three equal channels."""
+    return to_uint8(from_network(to_network(stored, latents), latents)).expand(-1, 3, -1, -1).contiguous()
+
+
 # ------------------------------------------------------------------------------ loading and running
 
 
@@ -77,7 +84,7 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
     these or can't be had; without a network after some seconds.
     """
     try:
-        local = Path(name).exists() or _cached(name)
+        local = Path(name).exists() or is_cached(name, HUB_FILES)
         import diffusers  # imported here because it takes seconds and "pixels" does not need it
 
         if Path(name).is_file():
@@ -98,20 +105,6 @@ def located(name: str) -> str:
     if name == UNKNOWN:
         return name
     return str(Path(name).resolve()) if Path(name).exists() else name
-
-
-def _cached(name: str) -> bool:
-    """Whether a hub id is in the cache. Raises ValueError if it is none, OSError if it is not and the hub is silent."""
-    from huggingface_hub import constants, try_to_load_from_cache
-    from huggingface_hub.utils import get_session
-
-    if not HUB_ID.fullmatch(name) or name.endswith(WEIGHT_FILES):
-        raise ValueError("there is no such file or folder")
-    there = {file for file in HUB_FILES if isinstance(try_to_load_from_cache(name, file), str)}
-    if "config.json" in there and len(there) > 1:
-        return True
-    check_answer(constants.ENDPOINT, lambda url, seconds: get_session().head(url, timeout=seconds).status_code)
-    return False
 
 
 def _from_folder_or_hub(name: str, diffusers, local: bool) -> nn.Module:

@@ -7,7 +7,8 @@
 `content` says what is stored: "latents", or "moments", a posterior's mean and spread stacked along
 the channels (2C of them), where `spread` is "logvar" or "std". The network sees
 (z − shift)·scale; `scale_applied` says whether the stored numbers already are on that scale.
-A second view, where stored, is the horizontally flipped picture. writer.py writes the format.
+A second view, where stored, is the horizontally flipped picture. writer.py writes the format. Pictures and features
+may lie beside the shards, see beside.py; they are read where they are asked for.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ import psutil
 import torch
 from torch import Tensor
 
+from tread.data.autoencoder import holds_pixels, stored_pictures
+from tread.data.beside import FeatureSpec, open_features, open_pictures
 from tread.data.latents import LatentSpec
-from tread.data.npy import open_array, rows_in_place, torch_dtype
+from tread.data.npy import open_array, rows_in_place, torch_dtype, will_need
 from tread.runtime.files import plain_name, sha256, size_text
 from tread.runtime.randomness import generator
 from tread.runtime.schema import check
@@ -39,11 +42,21 @@ PLACEMENTS = get_args(Placement)
 
 
 class Batch(NamedTuple):
-    """Samples as stored (B, stored channels, S, S), labels (B,) int64, indices into the dataset (B,)."""
+    """Samples as stored (B, stored channels, S, S), labels (B,) int64, indices into the dataset (B,).
+
+    And of the same views, where the dataset was opened with them, features (B, T, z) float16 and pictures
+    (B, 3, H, W) uint8.
+    """
 
     stored: Tensor
     labels: Tensor
     indices: np.ndarray
+    features: Tensor | None = None
+    pictures: Tensor | None = None
+
+    def rows(self, rows: slice) -> Batch:
+        """Some of the samples."""
+        return Batch(*(None if part is None else part[rows] for part in self))
 
 
 def check_labels(labels: np.ndarray, num_classes: int, where: object) -> None:
@@ -66,6 +79,11 @@ class LatentDataset:
                the latents as well.
     placement  "mmap": memory-mapped, the operating system keeps in memory what it can; "ram": read
                into this process's memory at once; "device": read into the memory of `device`.
+    features   the encoder whose features are to be read too; `feature_spec` says more of them.
+    pictures   read the pictures too: those that were kept, or the latents themselves where they are pixels.
+               `picture_size` is their side.
+
+    Features and pictures are memory-mapped, whatever the placement.
 
     Raises FileNotFoundError or ValueError that says which file and why, or what does not fit.
     """
@@ -74,7 +92,11 @@ class LatentDataset:
     verify: Verify = "open"
     placement: Placement = "mmap"
     device: torch.device | str = "cpu"
+    features: str | None = None
+    pictures: bool = False
     latents: LatentSpec = field(init=False)
+    feature_spec: FeatureSpec | None = field(init=False, default=None)
+    picture_size: int | None = field(init=False, default=None)
     labels: np.ndarray = field(init=False, repr=False)
     statistics: tuple[tuple[float, ...], tuple[float, ...]] | None = field(init=False)  # mean, std of each channel
     normal: tuple[tuple[float, ...], tuple[float, ...]] | None = field(init=False)  # those that `normalize` takes
@@ -113,7 +135,26 @@ class LatentDataset:
                 f"{path} says {count} samples, by class {class_counts}, "
                 f"but the shards hold {len(self.labels)}, by class {counted}"
             )
+        try:
+            self._open_beside(index)
+        except (KeyError, TypeError) as error:
+            raise _damaged(path, error) from error
         self._place()
+
+    def _open_beside(self, index: dict) -> None:
+        full, self._features, self._pictures = self.verify == "full", None, None
+        if self.features is not None:
+            found = open_features(self.folder, index, self.features, self.latents.views, full)
+            self.feature_spec, self._features = found
+        if self.pictures and "pictures" in index:
+            self._pictures, self.picture_size = open_pictures(self.folder, index, full), index["pictures"][1]
+        elif self.pictures and holds_pixels(self.latents):
+            self.picture_size = self.latents.shape[1]
+        elif self.pictures:
+            raise ValueError(
+                f"{self.folder} keeps no pictures beside its latents: prepare it again by "
+                "scripts/prepare_latents.py keep_pictures=true"
+            )
 
     def _place(self) -> None:
         """Make `_rows`, a matrix that holds each view of each sample in some row, and `_row_of` (n,), their rows."""
@@ -150,7 +191,8 @@ class LatentDataset:
 
     def __reduce__(self) -> tuple:
         # another process opens the files anew, rather than being sent what they hold
-        return LatentDataset, (self.folder, "open", self.placement, self.device), {"latents": self.latents}
+        how = (self.folder, "open", self.placement, self.device, self.features, self.pictures)
+        return LatentDataset, how, {"latents": self.latents}
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -201,22 +243,24 @@ class LatentDataset:
 
         A gather alone would meet the disk's latency page after page.
         """
+        indices, views = self._chosen(seed, step, batch_size, rows)
+        views = np.broadcast_to(views, indices.shape)
+        for beside in (self._features, self._pictures):
+            if beside is not None:
+                beside.expect(indices, views)
         if self.placement != "mmap":
             return
-        indices, views = self._chosen(seed, step, batch_size, rows)
         size = int(np.prod(self.latents.stored_shape[1:])) * np.dtype(self.latents.dtype).itemsize
         shards = np.searchsorted(self._firsts, indices, side="right") - 1
         samples = indices - self._firsts[shards]
         for shard, start in zip(shards.tolist(), ((samples * self.latents.views + views) * size).tolist()):
-            array = self._shards[shard]
-            first = (array.offset + start) // mmap.PAGESIZE * mmap.PAGESIZE
-            array._mmap.madvise(mmap.MADV_WILLNEED, first, array.offset + start + size - first)
+            will_need(self._shards[shard], start, size)
 
     def read(self, indices: np.ndarray, views: np.ndarray | int = 0, pin: bool = False) -> Batch:
         """Samples by index, in the order given; views chooses the stored view of each.
 
-        They lie in the dataset's device memory (placement "device"), else in CPU memory, page-locked
-        with `pin`. Raises IndexError for an index or view that is not there.
+        They lie in CPU memory, page-locked with `pin`; with placement "device" the stored numbers lie in
+        that device's. Raises IndexError for an index or view that is not there.
         """
         indices, views = np.asarray(indices), np.asarray(views)
         if len(indices) and not (0 <= indices.min() <= indices.max() < len(self) and 0 <= views.min()):
@@ -225,10 +269,16 @@ class LatentDataset:
             raise IndexError(f"view {views.max()}, but {self.folder} holds {self.latents.views} views")
         chosen = self._row_of[torch.from_numpy(indices)] + torch.as_tensor(views * self._next_view)
         device = self._rows.device
-        stored = torch.empty(len(indices), self._rows.shape[1], dtype=self._rows.dtype, device=device, pin_memory=pin)
+        lock = pin and device.type == "cpu"
+        stored = torch.empty(len(indices), self._rows.shape[1], dtype=self._rows.dtype, device=device, pin_memory=lock)
         torch.index_select(self._rows, 0, chosen.to(device), out=stored)
-        labels = torch.from_numpy(self.labels[indices])
-        return Batch(stored.view(-1, *self.latents.stored_shape[1:]), labels, indices)
+        stored = stored.view(-1, *self.latents.stored_shape[1:])
+        views = np.broadcast_to(views, indices.shape)
+        features = self._features and self._features.read(indices, views, pin)
+        pictures = self._pictures and self._pictures.read(indices, views, pin)
+        if self.pictures and pictures is None:
+            pictures = stored_pictures(stored, self.latents)
+        return Batch(stored, torch.from_numpy(self.labels[indices]), indices, features, pictures)
 
 
 def read_index(folder: Path) -> dict:

@@ -11,10 +11,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tread.data.dataset import LatentDataset
+from tread.data.dataset import Batch, LatentDataset
 
 
 class Loader:
@@ -51,36 +52,48 @@ class Loader:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="loader", **start)
         self._coming: dict[int, Future] = {}
 
-    def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """A step's micro-batches: stored (B, C or 2C, S, S) and labels (B,), in the order of micro_batches."""
+    def batches(self, step: int) -> list[Batch]:
+        """A step's micro-batches, in the order of micro_batches, on the device; features and pictures as asked for."""
         began = time.perf_counter()
         if self.ahead:
             stop = step + 1 + self.ahead
             for coming in range(step, stop if self.steps is None else max(step + 1, min(stop, self.steps))):
                 if coming not in self._coming:
                     self._coming[coming] = self._pool.submit(self._read, coming)
-            stored, labels, copied = self._coming.pop(step).result()
+            batch, copied = self._coming.pop(step).result()
         else:
-            stored, labels, copied = self._read(step)
+            batch, copied = self._read(step)
         self.waited += time.perf_counter() - began
         if copied is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(copied)
-            for tensor in (stored, labels):
-                tensor.record_stream(current)  # its memory may be reused only after this step
-        return list(zip(stored.split(self.sizes), labels.split(self.sizes)))
+            for tensor in batch:
+                if isinstance(tensor, Tensor):
+                    tensor.record_stream(current)  # its memory may be reused only after this step
+        return [Batch(*parts) for parts in zip(*map(self._split, batch))]
 
-    def _read(self, step: int) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
+    def _split(self, of_all: Tensor | np.ndarray | None) -> Sequence[Tensor | np.ndarray | None]:
+        """A field of a batch, by micro-batches."""
+        if isinstance(of_all, Tensor):
+            return of_all.split(self.sizes)
+        return [None] * len(self.sizes) if of_all is None else np.split(of_all, np.cumsum(self.sizes)[:-1])
+
+    def _read(self, step: int) -> tuple[Batch, torch.cuda.Event | None]:
         if self.ahead:
             self.data.expect(self.seed, step, self.batch_size, self.rows)
         if self._stream is None:
             batch = self.data.batch(self.seed, step, self.batch_size, self.rows)
-            return batch.stored.to(self.device), batch.labels.to(self.device), None
+            return Batch(*(part.to(self.device) if isinstance(part, Tensor) else part for part in batch)), None
         with torch.cuda.stream(self._stream):  # all of it: the gather, where the dataset lies on the device, too
-            batch = self.data.batch(self.seed, step, self.batch_size, self.rows, pin=self.data.placement != "device")
-            stored = batch.stored.to(self.device, non_blocking=True)
-            labels = batch.labels.pin_memory().to(self.device, non_blocking=True)
-            return stored, labels, self._stream.record_event()
+            batch = self.data.batch(self.seed, step, self.batch_size, self.rows, pin=True)
+            return Batch(*map(self._copy, batch)), self._stream.record_event()
+
+    def _copy(self, part: Tensor | np.ndarray | None) -> Tensor | np.ndarray | None:
+        """A field of a batch, on its way to the GPU where it is a tensor."""
+        if not isinstance(part, Tensor):
+            return part
+        locked = part if part.is_cuda or part.is_pinned() else part.pin_memory()
+        return locked.to(self.device, non_blocking=True)
 
     def close(self) -> None:
         """Stop reading ahead."""

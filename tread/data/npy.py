@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import mmap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,6 +18,23 @@ def write_array(file: BinaryIO, array: np.ndarray) -> None:
     array = np.ascontiguousarray(array)
     np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
     file.write(array.reshape(-1).view(np.uint8).data)
+
+
+def write_rows(file: BinaryIO, dtype: str, shape: tuple[int, ...], parts: Iterable[np.ndarray]) -> None:
+    """As write_array, of an array that comes in parts along its first axis: no more than one is held.
+
+    Raises ValueError if the parts are not, together, of that shape.
+    """
+    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    count = 0
+    for part in parts:
+        if part.dtype != dtype or part.shape[1:] != shape[1:]:
+            raise ValueError(f"a part is {part.dtype} {part.shape}, but must be {dtype} (n, {str(shape[1:])[1:]}")
+        file.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+        count += len(part)
+    if count != shape[0]:
+        raise ValueError(f"the parts hold {count} rows, but must hold {shape[0]}")
 
 
 def open_array(path: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -34,6 +52,12 @@ def open_array(path: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     if not array.flags.c_contiguous:
         raise ValueError(f"{path} is stored in Fortran order; save it in C order")
     return array
+
+
+def will_need(array: np.ndarray, start: int, size: int) -> None:
+    """Have the operating system read `size` bytes of a memory-mapped array, from byte `start` of its numbers."""
+    first = (array.offset + start) // mmap.PAGESIZE * mmap.PAGESIZE
+    array._mmap.madvise(mmap.MADV_WILLNEED, first, array.offset + start + size - first)
 
 
 def rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, list[int]]:

@@ -40,6 +40,7 @@ class Options:
     orientation: Orientation
     alpha: Alpha
     flip: bool
+    keep_pictures: bool
     autoencoder: str
     store: autoencoder.Store
     dtype: Dtype
@@ -70,6 +71,8 @@ def prepare(options: Options, processes: Processes) -> None:
     use_precision(options.precision, processes.device)
     stored = {"store": options.store, "dtype": options.dtype, "views": 2 if options.flip else 1}
     stored |= {"orientation": options.orientation, "alpha": options.alpha}
+    if options.autoencoder == "none" and options.keep_pictures:
+        raise ValueError("keep_pictures=true would keep what autoencoder=none stores already: leave one of them out")
     if options.autoencoder == "none":
         model, latents = None, autoencoder.as_pixels(options.resolution, photos.classes, **stored)
     else:
@@ -77,12 +80,15 @@ def prepare(options: Options, processes: Processes) -> None:
         latents = autoencoder.encoded(model, options.autoencoder, options.resolution, photos.classes, **stored)
     plan = {key: getattr(options, key) for key in ("resolution", "precision", "shard_size")}
     plan["pictures"] = source_hash(photos.classes, photos.names, photos.labels)
+    kept = (3, options.resolution, options.resolution) if options.keep_pictures else None
     if options.heldout is None:
-        writers = {"train": DatasetWriter(out, latents, plan)}
+        writers = {"train": DatasetWriter(out, latents, plan, kept)}
     else:
         folders = {"train": out, "heldout": out.with_name(f"{out.name}-heldout")}
         plan["heldout"] = options.heldout
-        writers = {part: DatasetWriter(folder, latents, {**plan, "part": part}) for part, folder in folders.items()}
+        writers = {
+            part: DatasetWriter(folder, latents, {**plan, "part": part}, kept) for part, folder in folders.items()
+        }
     unfinished = {part: writer for part, writer in writers.items() if not writer.is_finished()}
     for part, writer in writers.items():
         if part not in unfinished:
@@ -122,6 +128,9 @@ def prepare(options: Options, processes: Processes) -> None:
     )
     processes.say(f"  encoder   {latents.autoencoder}, {options.precision}")
     processes.say(f"  stores    {stored}: {latents.meaning}")
+    if kept:
+        size = size_text(len(photos) * writers["train"].picture_bytes)
+        processes.say(f"  keeps     the pictures, {kept} uint8, {size}: beside the latents")
     if model is None and (patch := autoencoder.patch_for(options.resolution)) > 2:
         many, few = ((options.resolution // side) ** 2 for side in (2, patch))
         processes.say(

@@ -54,7 +54,7 @@ class Crops(Dataset):
         return len(self.photos)
 
 
-def _collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
+def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
     """One tensor for a batch, as each tensor that a worker hands over takes a file descriptor."""
     good = [pixels for pixels, *_ in crops if pixels is not None]
     batch = torch.stack(good) if good else None
@@ -63,7 +63,7 @@ def _collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
     return batch, [rest for _, *rest in crops]
 
 
-def _end_with(process: int, worker: int) -> None:
+def end_with(process: int, worker: int) -> None:
     """Let a reading process end when the one it reads for is gone: PyTorch watches its parent, a fork server."""
 
     def watch() -> None:
@@ -212,14 +212,14 @@ def make_shards(
         Crops(photos, crop),
         batch_sampler=[indices.tolist() for parts in batches for indices in parts],
         num_workers=workers,
-        collate_fn=_collate,
-        worker_init_fn=partial(_end_with, os.getpid()),
+        collate_fn=collate,
+        worker_init_fn=partial(end_with, os.getpid()),
     )
     coming, total = iter(loader), sum(len(piece.pictures) for piece in pieces)
     began, waited = time.perf_counter(), 0.0
     with processes.bar("encoding", total) as bar:
         for piece, parts in zip(pieces, batches):
-            stored, labels, left_out, enlarged, much_enlarged, damaged = [], [], [], 0, [], []
+            stored, kept, labels, left_out, enlarged, much_enlarged, damaged = [], [], [], [], 0, [], []
             for indices in parts:
                 asked = time.perf_counter()
                 try:
@@ -242,14 +242,17 @@ def make_shards(
                         much_enlarged.append(name)
                 if pixels is not None and not (damaged and damage):
                     stored.append(encode(pixels))
+                    if piece.writer.pictures:
+                        kept.append(pixels.numpy().copy())  # not in the memory that a worker shares with us
                 bar.update(len(indices))
             if damaged and damage:
                 damage.keep(piece.name, damaged)
                 continue
             whole = np.concatenate(stored) if stored else np.zeros((0, *piece.writer.latents.stored_shape), np.float32)
             numbers = np.array(labels, dtype=np.int64)
+            pictures = np.concatenate(kept) if kept else np.zeros((0, 3, crop.size, crop.size), np.uint8)
             counts = {"left_out": left_out, "enlarged": enlarged, "much_enlarged": much_enlarged}
-            piece.writer.write(piece.number, whole, numbers, **counts)
+            piece.writer.write(piece.number, whole, numbers, pictures if piece.writer.pictures else None, **counts)
     if total:
         wall = time.perf_counter() - began
         processes.say(

@@ -12,6 +12,7 @@ the shards' content alone. dataset.py tells the format and reads it.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -33,20 +34,24 @@ def _with_later_keys(plan: dict) -> dict:
 class DatasetWriter:
     """A dataset in the making.
 
-    folder  where it will be.
-    plan    what decides its content, anything JSON can hold: an unfinished dataset made by another
-            plan is not continued.
+    folder    where it will be.
+    plan      what decides its content, anything JSON can hold: an unfinished dataset made by another
+              plan is not continued.
+    pictures  (3, H, W) of the uint8 pictures that are kept beside the latents; None: none are.
 
     Of several processes that write shards, one begins and finishes the work.
     """
 
-    def __init__(self, folder: Path, latents: LatentSpec, plan: dict) -> None:
-        self.folder, self.latents = Path(folder), latents
+    def __init__(
+        self, folder: Path, latents: LatentSpec, plan: dict, pictures: tuple[int, int, int] | None = None
+    ) -> None:
+        self.folder, self.latents, self.pictures = Path(folder), latents, pictures
         if self.folder.name in ("", ".."):
             raise ValueError(f"{folder} must be the name of a new folder")
         self.work = self.folder.with_name(f".{self.folder.name}.unfinished")
         self.data, self._done = self.work / "data", self.work / "done"
-        self._plan = json.loads(json.dumps({**asdict(latents), **plan}))
+        kept = {"keep_pictures": True} if pictures else {}  # older plans know no such key
+        self._plan = json.loads(json.dumps({**asdict(latents), **plan, **kept}))
 
     def is_finished(self) -> bool:
         """Whether the dataset is there already, made by the same plan; then what is left of the work on it goes."""
@@ -114,14 +119,22 @@ class DatasetWriter:
     def _note(self, number: int) -> Path:
         return self._done / f"{number:05d}.json"
 
+    @property
+    def picture_bytes(self) -> int:
+        """Size of a sample's picture, where pictures are kept; else 0."""
+        return math.prod(self.pictures) if self.pictures else 0
+
     def check_space(self, samples: int) -> None:
         """Raise OSError unless the disk can take this many samples more."""
-        needed, free = int(1.01 * samples * (self.latents.sample_bytes + 8)), free_bytes(self.work)
+        each = self.latents.sample_bytes + self.picture_bytes + 8
+        needed, free = int(1.01 * samples * each), free_bytes(self.work)
         if needed > free:
             raise OSError(f"{samples:,} samples take {size_text(needed)}, but {self.work} has {size_text(free)} free")
 
-    def write(self, number: int, stored: np.ndarray, labels: np.ndarray, **note: object) -> None:
-        """Write a shard: stored (n, *latents.stored_shape), labels (n,); n may be 0.
+    def write(
+        self, number: int, stored: np.ndarray, labels: np.ndarray, pictures: np.ndarray | None = None, **note: object
+    ) -> None:
+        """Write a shard: stored (n, *latents.stored_shape), labels (n,), pictures (n, 3, H, W) uint8; n may be 0.
 
         note is kept for `assemble`, anything JSON can hold. Raises ValueError for a shard that is not
         what `latents` says, OSError if the disk is full; then no shard of this number is there.
@@ -129,6 +142,10 @@ class DatasetWriter:
         expected = (len(labels), *self.latents.stored_shape)
         if stored.shape != expected:
             raise ValueError(f"shard {number} has shape {stored.shape}, but must have {expected}")
+        kept = self.pictures and (len(labels), *self.pictures)
+        if kept != (None if pictures is None else pictures.shape) or (kept and pictures.dtype != np.uint8):
+            found = "none" if pictures is None else f"{pictures.dtype} {pictures.shape}"
+            raise ValueError(f"shard {number} has pictures {found}, but must have uint8 {kept}")
         check_labels(labels, len(self.latents.classes), f"shard {number}")
         with np.errstate(over="ignore"):
             stored = stored.astype(self.latents.dtype)
@@ -138,6 +155,8 @@ class DatasetWriter:
                 "(dtype=float32), or were not finite before (an autoencoder in low precision: precision=fp32)"
             )
         files = {"file": (f"shard-{number:05d}.npy", stored), "labels": (f"shard-{number:05d}.labels.npy", labels)}
+        if pictures is not None:
+            files["pictures"] = (f"pictures-{number:05d}.npy", pictures)
         entry = {"count": len(labels)}
         for key, (name, array) in files.items() if len(labels) else ():
             path = self.data / name
@@ -181,6 +200,7 @@ class DatasetWriter:
             "channel_mean": mean.tolist(),
             "channel_std": np.sqrt(np.maximum(squares / numbers - mean**2, 0)).tolist(),
             **beside,
+            **({"pictures": list(self.pictures)} if self.pictures else {}),
             "shards": [one["entry"] for one in done if one["entry"]["count"]],
         }
         with explain_failure(self.data / "index.json"):

@@ -211,18 +211,26 @@ class Inception(nn.Module):
         spatial is TensorFlow's mixed_6/conv, its first 7 channels, flattened as (H, W, C). The
         probabilities are those of the logits without their bias, which is what ADM's evaluator takes.
         """
-        x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))
-        x = F.max_pool2d(x, 3, stride=2)
-        x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(x))
-        x = F.max_pool2d(x, 3, stride=2)
-        x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(x)))  # (n, 288, 35, 35)
-        x = self.Mixed_6d(self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x))))  # (n, 768, 17, 17), branch1x1's first
+        x = self._until_6d(x)  # branch1x1's channels first
         spatial = x[:, : self.sizes.spatial // (17 * 17)].permute(0, 2, 3, 1).flatten(1)
         x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(self.Mixed_6e(x))))  # (n, 2048, 8, 8)
         found = {"pool": x.mean(dim=(2, 3)), "spatial": spatial}
         if self.fc is not None:
             found["probabilities"] = F.linear(found["pool"], self.fc.weight).softmax(dim=1)
         return found
+
+    def feature_map(self, x: Tensor) -> Tensor:
+        """x (n, 3, 299, 299) in about −1..1 → (n, 768, 17, 17), what Mixed_6e gives: the last map of that size."""
+        return self.Mixed_6e(self._until_6d(x))
+
+    def _until_6d(self, x: Tensor) -> Tensor:
+        """(n, 768, 17, 17)"""
+        x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))
+        x = F.max_pool2d(x, 3, stride=2)
+        x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(x))
+        x = F.max_pool2d(x, 3, stride=2)
+        x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(x)))  # (n, 288, 35, 35)
+        return self.Mixed_6d(self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x))))
 
 
 def resize(x: Tensor) -> Tensor:
@@ -237,6 +245,11 @@ def resize(x: Tensor) -> Tensor:
     return x
 
 
+def as_input(pictures: Tensor) -> Tensor:
+    """Pictures (n, 3, H, W) uint8 → what the network takes of them, (n, 3, 299, 299) fp32."""
+    return resize(pictures.contiguous(memory_format=torch.channels_last).float().sub_(128).div_(128))
+
+
 @torch.no_grad()
 def extract(network: Inception, pictures: Tensor) -> dict[str, np.ndarray]:
     """Features of pictures (n, 3, H, W) uint8 by name, on the network's device and back, always in fp32."""
@@ -244,9 +257,8 @@ def extract(network: Inception, pictures: Tensor) -> dict[str, np.ndarray]:
         raise ValueError(f"pictures are {pictures.dtype} {tuple(pictures.shape)}, but must be uint8 (n, 3, H, W)")
     device, found = next(network.parameters()).device, []
     for part in pictures.split(BATCH["cpu" if device.type == "cpu" else "gpu"]):
-        x = part.to(device).contiguous(memory_format=torch.channels_last)
         with exact():
-            found.append(network(resize(x.float().sub_(128).div_(128))))
+            found.append(network(as_input(part.to(device))))
     return {name: torch.cat([one[name] for one in found]).cpu().numpy() for name in found[0]}
 
 

@@ -242,6 +242,8 @@ class Backbone(nn.Module):
         return self.x_embedder(x) + self.pos_embed, self.t_embedder(t) + self.y_embedder(y)
 
 
-def _noted(block: Callable[..., Tensor], outputs: MutableMapping, index: int, *inputs: Tensor, **more: object) -> Tensor:
+def _noted(
+    block: Callable[..., Tensor], outputs: MutableMapping, index: int, *inputs: Tensor, **more: object
+) -> Tensor:
     outputs[index] = block(*inputs, **more)
     return outputs[index]

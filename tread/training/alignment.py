@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from routing_module import Route, check_routes, gather_tokens
+from tread.evaluation.encoders import Encoder
 from tread.models.backbone import Backbone
 from tread.routing.ids import count_kept
 from tread.runtime.schema import Count, Positive, Share
@@ -49,6 +50,13 @@ class Alignment:
     source: Literal["stored", "live"] = "stored"
     teacher: int | None = None
     step: Share = 0.2
+
+    def __post_init__(self) -> None:
+        if self.kind == "repa" and self.encoder is None:
+            raise ValueError(
+                "alignment.encoder is null, but alignment=repa needs one: dinov2-s, -b, -l, -g, a hub id or folder of "
+                "DINOv2, inception, or module:function"
+            )
 
     def blocks(self, depth: int) -> tuple[int, int]:
         """The aligned block and self's deeper one of a network of so many, counted from 0. Raises ValueError."""
@@ -140,12 +148,14 @@ class Aligner:
     module   the network with its projector.
     teacher  self's averaged network, else None.
     encoder  repa's, of alignment.source=live, else None: the features are stored.
+    encoder_flops  of a picture.
     """
 
     settings: Alignment
     module: Aligned
     teacher: Backbone | None = None
     encoder: Encoder | None = None
+    encoder_flops: int = 0
 
     @property
     def projector(self) -> nn.Module:
@@ -158,7 +168,7 @@ class Aligner:
         found = 3 * 2 * sum(layers) * tokens_at(self.module.block, routes, network)
         if self.teacher is not None:
             found += self.teacher.forward_flops(upto=self.settings.blocks(len(network.blocks))[1])
-        return found + (self.encoder.flops if self.encoder else 0)
+        return found + self.encoder_flops
 
 
 def tokens_at(block: int, routes: Sequence[Route], network: Backbone) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from tread.runtime.device import autocast
-from tread.training.objective import step_draws, training_loss
+from tread.training.objective import losses, step_draws
 from tread.training.run import Run
 
 
@@ -34,14 +34,16 @@ def explain_memory(run: Run, error: str) -> str:
     share, tried = cfg.train.batch_size // run.processes.count, rows.stop - rows.start
     run.optimizer.zero_grad()
     draws = step_draws(cfg, run.data.latents, run.step, run.processes.device).rows(rows)
-    [batch, *_] = run.loader.batches(run.step)
-    parameters = list(run.network.parameters())
+    batch = run.loader.batches(run.step)[0]
+    module = run.aligner.module if run.aligner else run.network
+    parameters = list(module.parameters())
 
     def attempt(size: int) -> None:
         few, moments = slice(0, size), [] if run.optimizer.state else 2 * parameters  # of AdamW, yet to come
         room = [torch.empty_like(parameter) for parameter in moments]
         with torch.compiler.set_stance("force_eager"), autocast(run.processes.device, run.precision):
-            loss = training_loss(cfg, run.network, run.data.latents, stored[few], labels[few], draws.rows(few)).mean()
+            terms = losses(cfg, module, run.aligner, run.data.latents, batch.rows(few), draws.rows(few))
+            loss = sum(term.mean() for term in terms)
         torch.autograd.grad(loss, parameters)  # not backward(), which would have DDP wait for other processes
         del room  # held until here
 

@@ -147,18 +147,18 @@ def losses(
     latents: LatentSpec,
     batch: Batch,
     draws: Draws,
-) -> tuple[Tensor, Tensor | None]:
-    """training_loss of a batch, and the loss of its alignment where there is one: each (B,) fp32.
+) -> list[Tensor]:
+    """The losses of each sample, (B,) fp32: denoising, and alignment where there is one, which is yet to be weighed.
 
     network  the run's network, or its aligner's module, as processes share it.
     """
     if aligner is None:
-        return training_loss(cfg, network, latents, batch.stored, batch.labels, draws), None
+        return [training_loss(cfg, network, latents, batch.stored, batch.labels, draws)]
     if aligner.teacher is not None:
         targets = teacher_tokens(cfg, aligner.teacher, latents, batch.stored, batch.labels, draws)
     else:
         targets = aligner.encoder.encode(batch.pictures) if aligner.encoder else batch.features
-    return aligned_losses(cfg, network, latents, batch.stored, batch.labels, draws, targets)
+    return list(aligned_losses(cfg, network, latents, batch.stored, batch.labels, draws, targets))
 
 
 def aligned_losses(

@@ -159,8 +159,10 @@ def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
     looked = steps[: min(100, max(1, 25_600 // size))]
     for step in looked:
         batch = data.batch(run.cfg.seed, step, size)
-        spoilt = ~batch.stored.flatten(1).isfinite().all(dim=1)
-        found += batch.indices[spoilt.cpu().numpy()].tolist()
+        for read in (batch.stored, batch.features):
+            if read is not None:
+                spoilt = ~read.flatten(1).isfinite().all(dim=1)
+                found += batch.indices[spoilt.cpu().numpy()].tolist()
     found = sorted(set(found))
     if not found:
         return False, f"no sample of the {len(looked)} steps looked at holds such numbers"

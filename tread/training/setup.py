@@ -19,6 +19,7 @@ from tread.data import autoencoder, digits
 from tread.data.dataset import LatentDataset, heldout_beside
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
+from tread.evaluation.encoders import encoder_name, open_encoder
 from tread.evaluation.online_fid import open_online_fid
 from tread.models.backbone import Backbone
 from tread.runtime.compiling import compile_blocks, settle_compile
@@ -204,19 +205,21 @@ def open_aligner(
     cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset, device: torch.device
 ) -> Aligner | None:
     """What the run aligns with, its projector drawn by the seed; None without alignment. Raises ValueError."""
-    alignment, encoder = cfg.alignment, None
+    alignment, encoder, flops = cfg.alignment, None, 0
     if alignment.kind == "none":
         return None
     width = network.hidden_size
-    if alignment.kind == "repa":
-        if alignment.source == "live":
-            encoder = open_encoder(alignment.encoder, device, grid=network.grid[0], inception=cfg.eval.inception)
-        width = encoder.width if encoder else data.features_width
+    if alignment.kind == "repa" and alignment.source == "stored":
+        width = data.feature_spec.width
+    elif alignment.kind == "repa":
+        encoder = open_encoder(alignment.encoder, device, grid=network.grid[0], inception=cfg.eval.inception)
+        cost = encoder.cost(data.picture_size)
+        width, flops = cost.width, cost.flops
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "projector").initial_seed())
         projector = build_projector(alignment, network.hidden_size, width)
     module = Aligned(network, projector.to(device), alignment.blocks(cfg.model.depth)[0])
-    return Aligner(alignment, module, ema.network if alignment.kind == "self" else None, encoder)
+    return Aligner(alignment, module, ema.network if alignment.kind == "self" else None, encoder, flops)
 
 
 def build_optimizer(cfg: Settings, network: nn.Module, projector: nn.Module | None = None) -> torch.optim.AdamW:
@@ -256,6 +259,7 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
     Raises ValueError or FileNotFoundError if they do not fit the model, the batch or one another.
     """
     data = open_dataset(cfg, cfg.dataset.path, "train", cfg.dataset.placement, device)
+    check_features(cfg, data)
     if cfg.dataset.normalize:
         data.normalize(process_of(cfg).data_std)
     data.steps_per_epoch(cfg.train.batch_size)
@@ -272,6 +276,17 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
     normalization = {key: getattr(data.latents, key) for key in ("channel_shift", "channel_scale")}
     heldout.latents = replace(heldout.latents, **normalization)
     return data, heldout
+
+
+def check_features(cfg: Settings, data: LatentDataset) -> None:
+    """Raise ValueError unless the features beside the latents, where a run aligns with them, are one for each token."""
+    side = cfg.dataset.size // cfg.model.patch_size
+    if data.feature_spec is not None and data.feature_spec.grid != side:
+        grid = data.feature_spec.grid
+        raise ValueError(
+            f"{data.folder} holds features of a {grid}×{grid} grid, but the network has {side}×{side} tokens: "
+            f"scripts/prepare_features.py grid={side} makes such"
+        )
 
 
 def read_otherwise(cfg: Settings, data: LatentDataset, heldout: LatentDataset | None) -> list[str]:
@@ -296,7 +311,10 @@ def open_dataset(
     """
     if cfg.dataset.embedded == "digits":
         digits.prepare(Path(path), part)
-    data = LatentDataset(path, cfg.dataset.verify, placement, device)
+    repa = part == "train" and cfg.alignment.kind == "repa"
+    features = encoder_name(cfg.alignment.encoder) if repa and cfg.alignment.source == "stored" else None
+    pictures = repa and cfg.alignment.source == "live"
+    data = LatentDataset(path, cfg.dataset.verify, placement, device, features, pictures)
     expected = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size)
     if data.latents.shape != expected:
         raise ValueError(
