@@ -325,3 +325,11 @@ def test_a_public_lightningdit_comes_in_with_what_normalised_its_latents(tmp_pat
             bring_in(tmp_path, "weights=public.pt", *overrides, "name=other", sizes=sizes)
     assert not (tmp_path / "results" / "other").exists()
     assert "not been normalised" in bring_in(tmp_path, "weights=public.pt", normal[0], "name=other", sizes=sizes)
+
+
+def test_a_public_repa_checkpoint_comes_in_without_its_projectors(tmp_path, states):
+    beside = {f"projectors.0.{i}.{kind}": torch.ones(2) for i in (0, 2, 4) for kind in ("weight", "bias")}
+    torch.save({kind: {**state, **beside} for kind, state in states.items()}, tmp_path / "repa.pt")
+    text = bring_in(tmp_path, "weights=repa.pt")
+    assert text.count("repa.pt holds 6 tensors projectors.* of its alignment, which are set aside") == 1
+    same(checkpoint.find(tmp_path / "results" / "mine").tensors("ema"), states["ema"])

@@ -27,7 +27,7 @@ from tread.training.alignment import (
     ids_at,
     self_loss,
 )
-from tread.training.objective import Draws, aligned_losses, step_draws, teacher_tokens, training_loss
+from tread.training.objective import aligned_losses, step_draws, teacher_tokens, training_loss
 
 LATENTS = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
 SIZES = {"patch_size": 2, "hidden_size": 32, "depth": 6, "num_heads": 2}
@@ -121,7 +121,7 @@ def aligned(block=1, width=7, **more):
 
 @pytest.mark.parametrize("block", [0, 1, 3, 4, 5])
 def test_the_blocks_output_is_taken_as_it_leaves_it(block):
-    """Against the network run block by block: of the kept tokens within r(1→3), of all outside; the output is untouched."""
+    """Against the network run block by block: kept tokens within r(1→3), all outside; the output is untouched."""
     network, module = aligned(block)
     x, t, y = torch.randn(3, 4, 8, 8), torch.rand(3), torch.arange(3)
     routes = [(Route(1, 3), draw_ids(torch.rand(3, 16), 0.5))]
@@ -235,7 +235,11 @@ def straight(tmp_path_factory):
 def test_a_run_logs_all_three_and_its_projector_is_a_file_that_nothing_else_needs(straight, tmp_path):
     folder, text = straight
     run = folder / "results" / "run"
-    assert "alignment" in text and "block 1" in text
+    assert (
+        "alignment self, block 1 (16 tokens) with block 3 of the averaged network, weight 0.7; the projector has "
+        in text
+    )
+    assert "; alignment adds " in text
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for line in (line for line in lines if "loss" in line):
         assert line["total"] == pytest.approx(line["loss"] + 0.7 * line["alignment"])

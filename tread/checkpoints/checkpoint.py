@@ -260,7 +260,7 @@ def newest(run: Path) -> Path | None:
 
 
 def trained_parameters(network: nn.Module, projector: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
-    """What a run's optimizer holds, by name and in its order: the network's, and then the projector's if there is one."""
+    """What a run's optimizer holds, by name, in its order: the network's, then the projector's if there is one."""
     yield from network.named_parameters()
     if projector is not None:
         yield from projector.named_parameters(prefix="projector")

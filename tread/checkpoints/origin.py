@@ -19,6 +19,7 @@ from tread.data.latents import LatentSpec
 from tread.runtime.tensor_files import read_kind
 
 KINDS = {"ema": "averaged (ema)", "model": "raw (model)"}
+PROJECTORS = "projectors."  # what REPA's files hold beside the network: of its training alone
 LATENTS = ("scale", "shift", "channel_shift", "channel_scale", "autoencoder")
 
 
@@ -70,7 +71,8 @@ class Origin:
 
         Raises ValueError unless names and shapes are the network's, and what the record says of its Model.
         """
-        return fit(self.state, expected, self.where, model and model.decisive, model and self.recorded())
+        own = {name: value for name, value in self.state.items() if not name.startswith(PROJECTORS)}
+        return fit(own, expected, self.where, model and model.decisive, model and self.recorded())
 
     def warnings(self, cfg: Network, latents: LatentSpec, predicts: str = "objective") -> list[str]:
         """What weights that fit meant otherwise, a line each with both values, and what nobody recorded.
@@ -82,6 +84,8 @@ class Origin:
         lines = [
             f"{key} was {there} where these weights were trained, but is {here} now" for key, (there, here) in unlike
         ]
+        if aside := [name for name in self.state if name.startswith(PROJECTORS)]:
+            lines.append(f"{self.where} holds {len(aside)} tensors {PROJECTORS}* of its alignment, which are set aside")
         if self.found is None:
             heads, usual = cfg.model.decisive.get("model.num_heads"), usual_heads(cfg.model.hidden_size)
             hidden = {key: value for key, value in cfg.model.decisive.items() if key not in sizes(self.state)}

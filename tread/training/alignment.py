@@ -51,13 +51,6 @@ class Alignment:
     teacher: int | None = None
     step: Share = 0.2
 
-    def __post_init__(self) -> None:
-        if self.kind == "repa" and self.encoder is None:
-            raise ValueError(
-                "alignment.encoder is null, but alignment=repa needs one: dinov2-s, -b, -l, -g, a hub id or folder of "
-                "DINOv2, inception, or module:function"
-            )
-
     def blocks(self, depth: int) -> tuple[int, int]:
         """The aligned block and self's deeper one of a network of so many, counted from 0. Raises ValueError."""
         usual = {"block": max(1, min(8, depth // 3)) - 1, "teacher": max(1, 2 * depth // 3) - 1}
@@ -84,7 +77,7 @@ def alignment_loss(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) 
 
 
 def self_loss(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
-    """SRA's loss of each sample, smooth L1 averaged over tokens and channels: (B,) fp32. Arguments as alignment_loss."""
+    """SRA's loss of each sample, smooth L1 averaged over tokens and channels: (B,) fp32; as alignment_loss."""
     return F.smooth_l1_loss(*_met(projected, targets, ids_keep), beta=BETA, reduction="none").mean(dim=(1, 2))
 
 

@@ -56,8 +56,8 @@ class StepStatistics:
     """Sums over the steps since the last log, on the device: loss, norm of the gradients, good and bad steps.
 
     Beside them the bad steps in a row up to now, the longest such row since the last log, how many steps ago that
-    ended, and the sum of the alignment. `sums` (8,) fp32 has them in the order of NAMES. `recent` (LAST,) fp32 has 1 for a bad and 0 for a
-    good one of the last steps, the newest last, and 0.5 for those that are not known.
+    ended, and the alignment's sum. `sums` (8,) fp32 has them in the order of NAMES. `recent` (LAST,) fp32 has 1 for a
+    bad and 0 for a good one of the last steps, the newest last, and 0.5 for those that are not known.
     """
 
     NAMES = ("loss", "grad_norm", "good", "bad", "in_a_row", "longest", "ago", "alignment")

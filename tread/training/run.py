@@ -34,7 +34,10 @@ class Failure(Exception):
 
 @dataclass
 class Run:
-    """What a run carries from step to step. `wrapped` is `network`, or the aligner's module around it, in DDP where there are several processes."""
+    """What a run carries from step to step.
+
+    `wrapped` is `network`, or the aligner's module around it, in DDP where there are several processes.
+    """
 
     cfg: Settings
     config: dict

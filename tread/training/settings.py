@@ -181,6 +181,11 @@ class Settings:
             ratio = max(schedule.start, schedule.end) if schedule else route.selection_ratio
             key = "train.ratio_schedule" if schedule else f"model.routes.{number}.selection_ratio"
             check_ratio(replace(route, selection_ratio=ratio), (side, side), key)
+        if self.alignment.kind == "repa" and self.alignment.encoder is None:
+            raise ValueError(
+                "alignment.encoder is null, but alignment=repa needs one: dinov2-s, -b, -l, -g, a hub id or folder of "
+                "DINOv2, inception, or module:function"
+            )
         self.alignment.blocks(self.model.depth)  # raises ValueError for blocks that the network has not
         for key, unset in (("ratio_schedule", None), ("loss_tokens", "all")):
             if getattr(self.train, key) != unset and not self.model.routes:

@@ -7,6 +7,7 @@ from tread.evaluation.digits_judge import VALUES
 from tread.evaluation.heldout_loss import CALLED
 from tread.routing.ids import count_kept
 from tread.runtime.files import size_text
+from tread.training.alignment import tokens_at
 from tread.training.objective import active_routes
 from tread.training.run import Run
 
@@ -23,6 +24,8 @@ def describe(run: Run) -> str:
     epochs = cfg.train.steps / data.steps_per_epoch(cfg.train.batch_size)
     accumulation, micro = len(micro_batches), micro_batches[0].stop - micro_batches[0].start
     tokens, widths = network.num_tokens, len(cfg.ema.power)
+    added = sum(parameter.numel() for parameter in run.aligner.projector.parameters()) if run.aligner else 0
+    disk = (16 + 4 * widths) * parameters + 12 * added  # of the projector weights and two moments
     routes = [
         f"r({route.start}→{route.end}) keeps {count_kept(route, tokens, network.grid)} of {tokens} tokens"
         f"{SELECTS[route.select]}, fp32: {route.fp32}"
@@ -39,8 +42,11 @@ def describe(run: Run) -> str:
         "batch": f"{cfg.train.batch_size} = {run.processes.count} processes × {accumulation} accumulation steps × "
         f"{micro} images",
         "device": f"{run.processes.device}, {run.precision}",
-        "disk": f"{size_text((16 + 4 * widths) * parameters)} a checkpoint, every {cfg.every.save:,} steps",
+        "disk": f"{size_text(disk)} a checkpoint, every {cfg.every.save:,} steps",
     }
+    if run.aligner:
+        lines["FLOPs"] += f"; alignment adds {run.aligner.flops(active):.3e} a training image"
+        lines["alignment"] = describe_alignment(run, added)
     if schedule:
         lines["routes"] += (
             f"; ratio {schedule.start:g} up to step {schedule.first:,}, {schedule.end:g} from {schedule.last:,} on"
@@ -62,6 +68,20 @@ def describe(run: Run) -> str:
         )
     return "\n".join(
         [f"  {name:<10}{text}" for name, text in lines.items()] + [f"warning: {doubt}" for doubt in doubts]
+    )
+
+
+def describe_alignment(run: Run, parameters: int) -> str:
+    """What is aligned with what, and what that adds."""
+    settings, network = run.cfg.alignment, run.network
+    block, teacher = settings.blocks(len(network.blocks))
+    kept = tokens_at(block, active_routes(run.cfg, 0), network)
+    targets = f"block {teacher} of the averaged network"
+    if settings.kind == "repa":
+        targets = f"{'stored' if run.aligner.encoder is None else 'live'} features of {settings.encoder}"
+    return (
+        f"{settings.kind}, block {block} ({kept} tokens) with {targets}, weight {settings.weight:g}; the projector has "
+        f"{parameters:,} parameters"
     )
 
 
