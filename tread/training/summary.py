@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from routing_module import check_routes
 from tread.evaluation.digits_judge import VALUES
-from tread.routing.ids import count_kept
+from tread.routing.ids import describe_route
 from tread.runtime.files import size_text
 from tread.training.objective import active_routes
 from tread.training.run import Run
@@ -23,8 +23,7 @@ def describe(run: Run) -> str:
     accumulation, micro = len(micro_batches), micro_batches[0].stop - micro_batches[0].start
     tokens, widths = network.num_tokens, len(cfg.ema.power)
     routes = [
-        f"r({route.start}→{route.end}) keeps {count_kept(route, tokens, network.grid)} of {tokens} tokens"
-        f"{SELECTS[route.select]}, fp32: {route.fp32}"
+        f"{describe_route(route, tokens, network.grid)}{SELECTS[route.select]}, fp32: {route.fp32}"
         for route in check_routes(active, cfg.model.depth)
     ]
     lines = {
