@@ -309,11 +309,15 @@ def run_blocks(
         else:
             tokens = call(tokens, *seen, *shared)
         if index in saved:
-            before, written = saved.pop(index)
-            if times_written(before) != written:
-                raise RuntimeError(
-                    f"a block before the route that ends with block {index} wrote into the tokens it was given, which "
-                    "are to rejoin as they were: blocks must leave their inputs alone, or rejoin be the route's start"
-                )
-            tokens, seen, shape = scatter_tokens(before, tokens, ids_keep), along, grid
+            tokens, seen, shape = _rejoin(*saved.pop(index), tokens, ids_keep), along, grid
     return tokens
+
+
+def _rejoin(saved: Tensor, written: int, kept: Tensor, ids_keep: Tensor) -> Tensor:
+    """scatter_tokens, of saved tokens that had been written to so often when they were saved."""
+    if times_written(saved) != written:
+        raise RuntimeError(
+            "a block before the start of a route wrote into its inputs, the tokens that are to rejoin as they were: "
+            "blocks must leave their inputs alone, or rejoin be the route's start"
+        )
+    return scatter_tokens(saved, kept, ids_keep)
