@@ -2,7 +2,8 @@
 
 A route r(i→j) takes a random subset of tokens out of the sequence before block i and puts them
 back, untouched, after block j; the blocks i..j, both ends included, run on the other tokens only.
-No parameter is added, and without routes the network is what it was.
+No parameter is added, and without routes the network is what it was. Where a route says `rejoin`,
+its tokens come back as they were before that block, an earlier one than i.
 
 This file needs torch alone. A network uses it in one line,
 
@@ -41,6 +42,8 @@ class Route:
     select           how the ids of this route are chosen (choose_ids in tread/routing/ids.py): single tokens of each
                      sample, whole rows of the token grid of each sample ("row"), or the same tokens in
                      the whole batch ("shared").
+    rejoin           the tokens routed around come back as they were before this block, at most `start`;
+                     negative ones count as start does. None: as they were before `start`.
     """
 
     start: int
@@ -48,6 +51,7 @@ class Route:
     selection_ratio: float = 0.5
     fp32: str = "auto"
     select: str = "token"
+    rejoin: int | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.selection_ratio < 1.0:
@@ -71,34 +75,48 @@ class Route:
         return cls(2, depth - 4, selection_ratio, fp32, select)
 
     def resolve(self, depth: int) -> Route:
-        """The same route with non-negative ends and fp32 settled, for a network of `depth` blocks.
+        """The same route with non-negative ends, rejoin and fp32 settled, for a network of `depth` blocks.
 
-        Raises ValueError for an end outside the network or a start behind the end.
+        Raises ValueError for an end outside the network, a start behind the end or a rejoin behind the start.
         """
-        start, end = (i + depth if i < 0 else i for i in (self.start, self.end))
-        for name, given, index in (("start", self.start, start), ("end", self.end, end)):
-            if not 0 <= index < depth:
+        given = {"start": self.start, "end": self.end, "rejoin": self.start if self.rejoin is None else self.rejoin}
+        for name, index in given.items():
+            if not -depth <= index < depth:
                 raise ValueError(
-                    f"route {name} {given} is out of range for {depth} blocks "
+                    f"route {name} {index} is out of range for {depth} blocks "
                     f"(0..{depth - 1}, or -{depth}..-1 from the end)"
                 )
+        start, end, rejoin = (index % depth for index in given.values())
         if start > end:
             raise ValueError(f"route start {start} lies behind route end {end} (of {depth} blocks)")
+        if rejoin > start:
+            raise ValueError(
+                f"route rejoin {self.rejoin} lies behind route start {start} (of {depth} blocks): tokens routed around "
+                "are not there to come back as they were before a later block"
+            )
         fp32 = self.fp32
         if fp32 == "auto":
             fp32 = "end" if depth - 1 - end <= 3 else "off"
         if fp32 == "next" and end + 1 == depth:
             raise ValueError(f'fp32 is "next", but no block follows route end {end} of {depth} blocks')
-        return replace(self, start=start, end=end, fp32=fp32)
+        return replace(self, start=start, end=end, fp32=fp32, rejoin=rejoin)
 
     @property
     def fp32_block(self) -> int | None:
         """Index of the block that runs in fp32, or None (of a resolved route)."""
         return {"end": self.end, "next": self.end + 1}.get(self.fp32)
 
+    def __str__(self) -> str:
+        """In words, of a resolved route: "r(2→8)", and where it rejoins if that is not its start."""
+        rejoins = "" if self.rejoin in (None, self.start) else f", rejoins as before block {self.rejoin}"
+        return f"r({self.start}→{self.end}){rejoins}"
+
 
 def check_routes(routes: Sequence[Route], depth: int) -> tuple[Route, ...]:
-    """Resolve routes against a depth and check that no two share a block; sorted by start."""
+    """Resolve routes against a depth, sorted by start.
+
+    Raises ValueError for routes that share a block, and for one that rejoins inside another, where not all tokens are.
+    """
     resolved = tuple(sorted((r.resolve(depth) for r in routes), key=lambda r: r.start))
     for first, second in zip(resolved, resolved[1:]):
         if second.start <= first.end:
@@ -106,6 +124,13 @@ def check_routes(routes: Sequence[Route], depth: int) -> tuple[Route, ...]:
                 f"routes {first.start}→{first.end} and {second.start}→{second.end} overlap: "
                 "a route must end before the next one starts"
             )
+    for route in resolved:
+        for other in resolved:  # before block `other.start`, and behind `other.end`, all tokens are there
+            if other.start < route.rejoin <= other.end and other is not route:
+                raise ValueError(
+                    f"route {route.start}→{route.end} rejoins as before block {route.rejoin}, which lies in the route "
+                    f"{other.start}→{other.end}: it must be at most {other.start}, or {other.end + 1} and more"
+                )
     return resolved
 
 
@@ -214,6 +239,11 @@ def kept_grid(route: Route, ids_keep: Tensor, grid: tuple[int, int]) -> tuple[in
     return ids_keep.shape[1] // width, width
 
 
+def times_written(tokens: Tensor) -> int:
+    """How often a tensor was written to; 0 where nobody counts: in inference mode and in a graph that is compiled."""
+    return 0 if torch.compiler.is_compiling() or tokens.is_inference() else tokens._version
+
+
 def run_in_fp32(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Call a block with autocast off and floating-point inputs in fp32 (TF32 stays allowed)."""
     with torch.autocast(inputs[0].device.type, enabled=False):
@@ -242,7 +272,8 @@ def run_blocks(
              select rows.
 
     Returns (B, N, D). Raises ValueError for routes that do not fit the blocks, or for ids, a grid or
-    tensors along that do not fit the tokens.
+    tensors along that do not fit the tokens, and RuntimeError for blocks that wrote into tokens which
+    are to rejoin.
     """
     if grid is not None and grid[0] * grid[1] != tokens.shape[1]:
         raise ValueError(f"a grid of {grid[0]}×{grid[1]} does not hold {tokens.shape[1]} tokens")
@@ -260,22 +291,33 @@ def run_blocks(
             shapes[start] = kept_grid(route, ids_keep, grid)
     resolved = check_routes([route for route, _ in routes], len(blocks))
     starts = {route.start for route in resolved}
-    ends = {route.end for route in resolved}
     in_fp32 = {route.fp32_block for route in resolved}
     device = tokens.device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
     seen, shape = along, grid
+    saved = {}  # by a route's end, what its tokens come back as, and how often that was written to
     for index, block in enumerate(blocks):
+        saved |= {route.end: (tokens, times_written(tokens)) for route in resolved if route.rejoin == index}
         if index in starts:
-            saved, ids_keep = tokens, ids_at[index]
-            tokens, seen = gather_tokens(saved, ids_keep), [gather_tokens(one, ids_keep) for one in along]
+            ids_keep = ids_at[index]
+            tokens, seen = gather_tokens(tokens, ids_keep), [gather_tokens(one, ids_keep) for one in along]
             shape = shapes.get(index)
         call = block if shape is None else partial(block, grid=shape)
         if autocast and index in in_fp32:
             tokens = run_in_fp32(call, tokens, *seen, *shared)
         else:
             tokens = call(tokens, *seen, *shared)
-        if index in ends:
-            tokens, seen, shape = scatter_tokens(saved, tokens, ids_keep), along, grid
+        if index in saved:
+            tokens, seen, shape = _rejoin(*saved.pop(index), tokens, ids_keep), along, grid
     return tokens
+
+
+def _rejoin(saved: Tensor, written: int, kept: Tensor, ids_keep: Tensor) -> Tensor:
+    """scatter_tokens, of saved tokens that had been written to so often when they were saved."""
+    if times_written(saved) != written:
+        raise RuntimeError(
+            "a block before the start of a route wrote into its inputs, the tokens that are to rejoin as they were: "
+            "blocks must leave their inputs alone, or rejoin be the route's start"
+        )
+    return scatter_tokens(saved, kept, ids_keep)

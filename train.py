@@ -147,7 +147,7 @@ def training_step(run: Run) -> None:
     norm, skip = optimizer_step(run.optimizer, learning_rate(cfg, run.step), cfg.optim.clip_norm)
     for average in (run.ema, *run.averages.values()):
         average.update(run.network, run.step, skip)
-    run.statistics.add(norm, skip, *totals)
+    run.statistics.add(totals[0], norm, skip, *totals[1:])
 
 
 # ----------------------------------------------------------------------------------------- finish

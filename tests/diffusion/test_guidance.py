@@ -23,8 +23,8 @@ def known(x, level, y, routes):
     return x + 10.0 * y.view(-1, 1, 1, 1) + sum(ids.shape[1] for _, ids in routes)
 
 
-def routed(kept):
-    return lambda call: [(Route(1, 2), torch.arange(kept).expand(3, kept))] if kept else []
+def routed(kept, rejoin=None):
+    return lambda call: [(Route(1, 2, rejoin=rejoin), torch.arange(kept).expand(3, kept))] if kept else []
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1.5])
@@ -52,6 +52,8 @@ def test_branches_of_one_shape_run_as_one_batch():
     assert run(Branch(spy, y), Branch(spy, no_class)) == [6]
     assert run(Branch(spy, y, routed(4)), Branch(spy, y, routed(4))) == [6]
     assert run(Branch(spy, y, routed(8)), Branch(spy, y, routed(4))) == [3, 3]
+    assert run(Branch(spy, y, routed(4)), Branch(spy, y, routed(4, rejoin=0))) == [3, 3]
+    assert run(Branch(spy, y, routed(4, rejoin=1)), Branch(spy, y, routed(4))) == [6]  # its start, said or not
     assert run(Branch(spy, y), Branch(lambda *given: spy(*given), y)) == [3, 3]  # two networks
     assert run(Branch(spy, y), Branch(spy, no_class), scale=1.0) == [3]
     assert run(Branch(spy, y), None) == [3]

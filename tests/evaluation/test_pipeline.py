@@ -300,6 +300,11 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
     assert list(usual) == [*names.split(), "latents", "edm", "reference", "inception"]
     more = list(settings_of(guidance=sparse))
     assert more == [*list(usual)[:10], "routes", *list(usual)[10:]]
+    (own,) = settings_of(guidance=sparse)["routes"]
+    assert list(own) == ["start", "end", "selection_ratio", "fp32", "select"]
+    earlier = composed("model.depth=6", "model.routes.0.rejoin=0")["model"]["routes"]
+    config = found.info["config"] | {"model": found.info["config"]["model"] | {"routes": earlier}}
+    assert settings_of(guidance=sparse, config=config)["routes"] == [own | {"rejoin": 0}]
 
 
 def test_a_reference_is_read_as_the_training_photos_were(tmp_path, run, composed, inception_file, pictures_of):

@@ -61,7 +61,11 @@ def by_hand(network, x, t, y, routes):
             done = block(tokens[seen][None], condition, **grid)[0]
             tokens = tokens.clone()
             tokens[seen] = done
-            if any(number == route.end for route, _ in routes):
+            for route in [route for route, _ in routes if number == route.end]:
+                away = set(range(len(tokens))) - set(seen)
+                tokens = torch.stack(
+                    [states[route.rejoin][sample, n] if n in away else t for n, t in enumerate(tokens)]
+                )
                 seen = list(range(len(tokens)))
             states[number + 1] |= {(sample, n): tokens[n] for n in seen}
     return states
@@ -109,6 +113,8 @@ ROUTES = {
     "the whole network": [Route(0, -1, 0.75)],
     "two": [Route(3, 4, 0.25), Route(0, 1)],
     "rows": [Route(1, 3, select="row")],
+    "rejoining earlier": [Route(3, 4, rejoin=1)],
+    "rejoining where another starts": [Route(4, 5, rejoin=1), Route(1, 2, 0.25)],
 }
 
 

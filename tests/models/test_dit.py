@@ -163,12 +163,24 @@ def test_flops_agree_with_the_published_ones(size, gmacs):
     assert build(size, learn_sigma=True).forward_flops() / 2e9 == pytest.approx(gmacs, rel=5e-3)
 
 
-@pytest.mark.parametrize("routes", [(), (Route(1, 4, 0.5),), (Route(0, 1, 0.25), Route(3, 5, 0.75))])
+@pytest.mark.parametrize(
+    "routes", [(), (Route(1, 4, 0.5),), (Route(0, 1, 0.25), Route(3, 5, 0.75)), (Route(3, 4, 0.5, rejoin=1),)]
+)
 def test_flops_agree_with_torchs_counter(tiny, routes):
     drawn = [(route, draw_ids(torch.rand(2, 16), route.selection_ratio)) for route in routes]
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         tiny(torch.randn(2, 4, 8, 8), torch.randn(2), torch.tensor([1, 2]), routes=drawn)
     assert 2 * tiny.forward_flops(routes) == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_recomputed_blocks_give_the_same_bits_where_tokens_rejoin_earlier(tiny):
+    """The state that waits lies outside of what is computed again."""
+    x, t, y, ids = torch.randn(2, 4, 8, 8), torch.randn(2), torch.tensor([1, 2]), draw_ids(torch.rand(2, 16), 0.5)
+    results = []
+    for tiny.activation_checkpointing in (False, True):
+        out = tiny(x, t, y, routes=[(Route(3, 4, 0.5, rejoin=1), ids)])
+        results.append([out, *torch.autograd.grad(out.square().sum(), list(tiny.parameters()))])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize(

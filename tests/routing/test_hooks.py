@@ -12,14 +12,15 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 from conftest import ROOT
 from diffusers import DiTTransformer2DModel, FluxTransformer2DModel, Lumina2Transformer2DModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import CheckpointError, checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from routing_module import Route, gather_tokens, run_blocks, scatter_tokens
@@ -67,8 +68,9 @@ class Case:
     prefix: int = 0
     force_keep: torch.Tensor | None = None
 
-    def attach(self, select: Callable | None = None) -> Routing:
-        return attach_routes(self.blocks, [Route(1, -2, select=self.how)], select or self.select, self.join)
+    def attach(self, select: Callable | None = None, rejoin: int | None = None) -> Routing:
+        route = Route(1, -2, select=self.how, rejoin=rejoin)
+        return attach_routes(self.blocks, [route], select or self.select, self.join)
 
     def ids(self, ratio: float = 0.5) -> torch.Tensor:
         return choose_ids(Route(1, -2, ratio, select=self.how), self.noise, None, self.force_keep, self.prefix)
@@ -159,7 +161,7 @@ def tokens_of(output) -> torch.Tensor:
     return output[1] if isinstance(output, tuple) else output
 
 
-def twin(one: Case, ids: torch.Tensor, first: int = 1, last: int = -2) -> torch.Tensor:
+def twin(one: Case, ids: torch.Tensor, first: int = 1, last: int = -2, rejoin: int = 1) -> torch.Tensor:
     """Tokens behind the last block of an untouched model's blocks, each sample by itself and by plain indexing."""
     args, kwargs, _ = calls_of(one, 0)
     named = inspect.signature(one.blocks[0].forward).bind(*args, **kwargs).arguments
@@ -177,8 +179,10 @@ def twin(one: Case, ids: torch.Tensor, first: int = 1, last: int = -2) -> torch.
     for b in range(len(ids)):
         tokens = named["hidden_states"][b].clone()
         text = named.get("encoder_hidden_states")
+        states = []
         for index, block in enumerate(one.blocks):
             places = ids[b].tolist() if first <= index <= last else list(range(count))
+            states.append(tokens.clone())
             inputs = {name: of_one(name, value, b, places) for name, value in named.items()}
             inputs["hidden_states"] = torch.stack([tokens[place] for place in places])[None]
             if index and text is not None:
@@ -188,6 +192,8 @@ def twin(one: Case, ids: torch.Tensor, first: int = 1, last: int = -2) -> torch.
             text = output[0] if isinstance(output, tuple) else None
             for position, place in enumerate(places):
                 tokens[place] = tokens_of(output)[0, position]
+            for place in set(range(count)) - set(places) if index == last else ():
+                tokens[place] = states[rejoin][place]
         samples.append(tokens)
     return torch.stack(samples)
 
@@ -265,6 +271,21 @@ def test_bypassed_tokens_are_those_before_the_route(name):
     bypassed = torch.ones(before.shape[:2], dtype=torch.bool).scatter_(1, ids, False)
     assert bypassed.any() and torch.equal(behind[bypassed], before[bypassed])
     assert not torch.isclose(behind[~bypassed], before[~bypassed]).all(dim=-1).any()
+
+
+@every_model
+def test_bypassed_tokens_rejoin_as_they_were_before_an_earlier_block(name):
+    """Each kind of select and join: against plain indexing; the text is that of the last block of the route."""
+    one, ids = case(name), case(name).ids()
+    expected = twin(one, ids, rejoin=0)
+    (args, kwargs, _), routing = calls_of(one, 0), one.attach(rejoin=0)
+    before = inspect.signature(one.blocks[0].forward).bind(*args, **kwargs).arguments["hidden_states"]
+    with routing.on_ids(ids):
+        behind = tokens_of(calls_of(one, -2)[2])
+        torch.testing.assert_close(tokens_of(calls_of(one, -1)[2]), expected, rtol=1e-4, atol=1e-4)
+    bypassed = torch.ones(before.shape[:2], dtype=torch.bool).scatter_(1, ids, False)
+    assert bypassed.any() and torch.equal(behind[bypassed], before[bypassed])
+    assert not torch.allclose(expected, twin(one, ids), atol=0.01)
 
 
 def test_hooks_equal_run_blocks():
@@ -728,3 +749,132 @@ def test_examples_of_the_page_run(number):
 def test_the_page_has_its_examples():
     for needed in ("run_blocks(self.blocks", "DiTTransformer2DModel", "Lumina2Transformer2DModel", "FluxTransformer"):
         assert any(needed in example for example in EXAMPLES)
+
+
+# ------------------------------------------------------------------- tokens that rejoin as they were earlier
+
+
+class Plain(torch.nn.Module):
+    """Blocks between a linear layer and nothing; those of `again` are computed again backward."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.first = torch.nn.Linear(8, 8)
+            layers = [torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(6)]
+        self.blocks, self.again, self.reentrant = torch.nn.ModuleList(layers), (), reentrant
+
+    def forward(self, x):
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            again = partial(checkpoint, block, use_reentrant=self.reentrant)
+            x = again(x) if number in self.again else block(x)
+        return x
+
+    def results(self, x: torch.Tensor, routing: Routing, *ids: torch.Tensor) -> list[torch.Tensor]:
+        """What it returns, and all gradients."""
+        self.zero_grad()
+        with routing.on_ids(*ids):
+            out = self(x)
+            out.square().sum().backward()
+        return [out.detach(), *(p.grad.clone() for p in self.parameters())]
+
+
+X = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0))
+IDS = torch.tensor([[0, 3, 4, 6], [7, 1, 2, 5]])
+
+
+@pytest.mark.parametrize(
+    "routes",
+    [[Route(3, 4, rejoin=1)], [Route(-2, -1, rejoin=1), Route(1, 2, rejoin=0)], [Route(1, 2), Route(4, 4, rejoin=3)]],
+    ids=str,
+)
+def test_hooks_equal_run_blocks_where_tokens_rejoin_earlier(routes):
+    """Bit for bit, gradients too; where another route starts, it is the state before that one takes tokens out."""
+    model, ids = Plain(), [IDS, IDS.flip(0)][: len(routes)]
+    found = model.results(X, attach_routes(model.blocks, routes), *ids)
+    model = Plain()
+    expected = run_blocks(model.blocks, model.first(X), routes=list(zip([replace(r, fp32="off") for r in routes], ids)))
+    expected.square().sum().backward()
+    assert all(map(torch.equal, found, [expected, *(p.grad for p in model.parameters())]))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_is_refused_where_tokens_rejoin_earlier(reentrant):
+    """Of the block that ends the route; the others may be computed again, and all of them in one piece."""
+    model = Plain(reentrant)
+    routing = attach_routes(model.blocks, Route(3, 4, rejoin=1))
+    expected = model.results(X, routing, IDS)
+    for model.again in ((1, 2), (3,), (5,)):
+        for one, other in zip(model.results(X, routing, IDS), expected):
+            torch.testing.assert_close(one, other)
+    for model.again in (range(6), (4,)):
+        with pytest.raises(
+            RuntimeError, match="block 4 .*activation checkpointing.*leave rejoin out, or use run_blocks"
+        ):
+            model.results(X, routing, IDS)
+    model.again = ()
+    assert all(map(torch.equal, model.results(X, routing, IDS), expected))
+    with routing.on_ids(IDS):
+        whole = checkpoint(model, X.clone().requires_grad_(), use_reentrant=reentrant)
+        model.zero_grad()
+        whole.square().sum().backward()
+    for parameter, gradient in zip(model.parameters(), expected[1:]):
+        torch.testing.assert_close(parameter.grad, gradient)
+    with torch.no_grad(), routing.on_ids(IDS):  # nothing to compute again
+        assert torch.equal(model(X), expected[0])
+
+
+def test_recomputation_of_a_model_of_others_is_refused_and_leaves_it_whole():
+    one = case("dit")
+    before, routing = one.run(), one.attach(rejoin=0)
+    one.model.enable_gradient_checkpointing()
+    with pytest.raises(RuntimeError, match="block 4 was called without block 0 before it.*activation checkpointing"):
+        with routing.on(one.noise):
+            one.loss().backward()
+    one.model.disable_gradient_checkpointing()
+    assert torch.equal(one.run(), before)
+    with routing.on(one.noise):
+        one.loss().backward()
+
+
+def test_a_state_that_waits_goes_with_the_call_or_the_context():
+    model, held = Plain(), []
+    routing = attach_routes(model.blocks, Route(3, 4, rejoin=1))
+    model.blocks[1].register_forward_pre_hook(lambda module, args: held.append(weakref.ref(args[0])))
+    with torch.no_grad(), routing.on_ids(IDS):
+        model.blocks[5].register_forward_pre_hook(lambda module, args: held.append(held[0]() is None))
+        model(X)
+    assert held[1] is True
+    broken = model.blocks[2].register_forward_pre_hook(lambda module, args: 1 / 0)
+    held.clear()
+    with pytest.raises(ZeroDivisionError), torch.no_grad(), routing.on_ids(IDS):
+        model(X)
+    gc.collect()  # of the traceback
+    assert held[0]() is None
+    broken.remove()
+    copied = copy.deepcopy(model)
+    with routing.on_ids(IDS):
+        assert not torch.allclose(model(X), copied(X), atol=1e-3)  # whose routes are off
+    routing.remove()
+    assert not any(block._forward_hooks for block in model.blocks)
+
+
+def test_what_a_model_does_to_tokens_that_are_to_rejoin_is_refused():
+    """Writing into them, and other tokens than the numbers are of."""
+    model = Plain()
+    routing = attach_routes(model.blocks, Route(3, 4, rejoin=1))
+    hook = model.blocks[2].register_forward_pre_hook(lambda module, args: X.add_(0))
+    with torch.no_grad(), routing.on_ids(IDS):
+        assert model(X).isfinite().all()  # what is not a block's input may be written to
+    hook.remove()
+    model.blocks[1].register_forward_hook(lambda module, args, output: (args[0].mul_(2), output)[1])
+    with torch.no_grad(), routing.on_ids(IDS), pytest.raises(RuntimeError, match="wrote into what block 1 was given"):
+        model(X)
+    with (
+        torch.no_grad(),
+        routing.on(torch.rand(2, 7)),
+        pytest.raises(ValueError, match="of 7 tokens, but block 1 gets"),
+    ):
+        model(X)

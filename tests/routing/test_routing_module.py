@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -220,6 +222,10 @@ def test_paper_rule():
         (Route(-13, 5), 12, ("-13", "12 blocks")),
         (Route(8, 2), 12, ("8", "2")),
         (Route(2, 11, fp32="next"), 12, ("11", "12")),
+        (Route(2, 8, rejoin=3), 12, ("rejoin 3", "start 2")),
+        (Route(2, 8, rejoin=-9), 12, ("rejoin -9", "start 2")),
+        (Route(2, 8, rejoin=12), 12, ("rejoin 12", "12 blocks")),
+        (Route(2, 8, rejoin=-13), 12, ("rejoin -13", "12 blocks")),
     ],
 )
 def test_routes_that_do_not_fit_show_both_numbers(route, depth, numbers):
@@ -302,3 +308,155 @@ def test_the_fp32_block_runs_in_fp32_under_autocast_alone(route, depth, expected
     dtypes.clear()
     run_blocks(blocks, x, c, routes=routes)
     assert set(dtypes) == {torch.float32}
+
+
+# ------------------------------------------------------------------- tokens that rejoin as they were earlier
+
+
+def mixing(seed: int = 0) -> list[torch.nn.Module]:
+    """Blocks in which every token sees all others, in float64; the order of the tokens makes no difference."""
+    torch.manual_seed(seed)
+    layers = [torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(7)]
+    return [layer.double() for layer in layers]
+
+
+def twin(blocks, x, routes):
+    """Sample by sample and token by token: {place: vector} of what is there before each block."""
+    samples = []
+    for sample in range(len(x)):
+        here = {place: x[sample, place] for place in range(x.shape[1])}
+        states = []
+        for number, block in enumerate(blocks):
+            states.append(dict(here))
+            for route, ids in routes:
+                if number == route.start:
+                    here = {int(place): here[int(place)] for place in ids[sample]}
+            places = list(here)
+            done = block(torch.stack([here[place] for place in places])[None])[0]
+            here = {place: done[position] for position, place in enumerate(places)}
+            for route, _ in routes:
+                if number == route.end:
+                    for place in range(x.shape[1]):
+                        here.setdefault(place, states[route.rejoin][place])
+        samples.append(torch.stack([here[place] for place in range(x.shape[1])]))
+    return torch.stack(samples)
+
+
+REJOINING = {
+    "earlier": [Route(3, 5, rejoin=1)],
+    "the first block": [Route(2, 6, 0.3, rejoin=0)],
+    "counted from the end": [Route(-3, -2, rejoin=-6)],
+    "one state for two": [Route(5, 5, rejoin=1), Route(2, 3, 0.75, rejoin=1)],
+    "another's first block": [Route(1, 2, 0.25), Route(5, 6, rejoin=1)],
+    "behind another's end": [Route(1, 2), Route(5, 5, 0.75, rejoin=3)],
+}
+
+
+@pytest.mark.parametrize("kind", REJOINING)
+def test_a_route_that_rejoins_equals_loops_over_samples_and_tokens(kind):
+    """With gradients, of ids in any order."""
+    blocks, x = mixing(), torch.randn(2, 8, 8, dtype=torch.float64, requires_grad=True)
+    routes = [(route, drawn(2, 8, route.selection_ratio, n, sort=False)) for n, route in enumerate(REJOINING[kind])]
+    found = run_blocks(blocks, x, routes=routes)
+    expected = twin(blocks, x, [(route.resolve(7), ids) for route, ids in routes])
+    torch.testing.assert_close(found, expected)
+    earlier = run_blocks(blocks, x, routes=[(Route(r.start, r.end, r.selection_ratio), ids) for r, ids in routes])
+    assert (found - earlier).abs().max() > 0.01
+    weight, inputs = torch.randn_like(x), [x, *(p for block in blocks for p in block.parameters())]
+    ours, theirs = (torch.autograd.grad((out * weight).sum(), inputs) for out in (found, expected))
+    for one, other in zip(ours, theirs):
+        torch.testing.assert_close(one, other)
+
+
+def test_to_rejoin_at_the_start_is_what_a_route_was():
+    """Bit for bit, gradients too: gathered, run and scattered by hand."""
+    blocks = [block.float() for block in mixing()]
+    parameters = [p for block in blocks for p in block.parameters()]
+    x, ids, weight = torch.randn(2, 8, 8), drawn(2, 8, 0.5), torch.randn(2, 8, 8)
+    before = blocks[1](blocks[0](x))
+    kept = gather_tokens(before, ids)
+    for block in blocks[2:5]:
+        kept = block(kept)
+    expected = blocks[6](blocks[5](scatter_tokens(before, kept, ids)))
+    gradients = torch.autograd.grad((expected * weight).sum(), parameters)
+    for rejoin in (None, 2, -5):
+        found = run_blocks(blocks, x, routes=[(Route(2, 4, rejoin=rejoin), ids)])
+        assert torch.equal(found, expected)
+        assert all(map(torch.equal, torch.autograd.grad((found * weight).sum(), parameters), gradients))
+
+
+def test_the_order_of_ids_changes_the_order_in_the_blocks_alone():
+    blocks, x, ids = mixing(), torch.randn(2, 8, 8, dtype=torch.float64), drawn(2, 8, 0.4)
+    order, seen = torch.tensor([4, 0, 2, 1, 3]), []
+    watched = [lambda x, block=block: seen.append(block(x)) or seen[-1] for block in blocks]
+    outputs = [run_blocks(watched, x, routes=[(Route(3, 5, 0.4, rejoin=1), one)]) for one in (ids, ids[:, order])]
+    torch.testing.assert_close(*outputs)
+    for number, (one, other) in enumerate(zip(seen[:7], seen[7:])):
+        torch.testing.assert_close(one[:, order] if 3 <= number <= 5 else one, other)
+
+
+def test_the_gradient_of_tokens_that_rejoin_goes_round_the_blocks_between():
+    """Closed form of linear blocks: kept tokens' through all four, the others' through the first alone, twice."""
+    matrices = [torch.randn(4, 4, dtype=torch.float64) for _ in range(4)]
+    x, ids = torch.randn(2, 6, 4, dtype=torch.float64, requires_grad=True), drawn(2, 6, 0.5)
+    blocks = [lambda x, A=A: x @ A for A in matrices]
+    out = run_blocks(blocks, x, routes=[(Route(2, 3, rejoin=1), ids)])
+    weight = torch.randn_like(out)
+    (gradient,) = torch.autograd.grad((out * weight).sum(), x)
+    a, b, c, d = matrices
+    kept = torch.zeros(2, 6, 1, dtype=torch.bool).scatter_(1, ids[..., None], True)
+    torch.testing.assert_close(out, torch.where(kept, x @ a @ b @ c @ d, x @ a))
+    torch.testing.assert_close(gradient, torch.where(kept, weight @ (a @ b @ c @ d).T, weight @ a.T))
+
+
+def test_a_route_rejoins_where_all_tokens_are():
+    route = Route(2, 4)
+    for rejoin in (0, 1, 2, 5, 6, 8):
+        assert check_routes([Route(8, 9, rejoin=rejoin), route], 12)[1].rejoin == rejoin
+    for rejoin in (3, 4, -8):
+        with pytest.raises(ValueError, match=f"8→9 rejoins as before block {rejoin % 12}, which lies in the route 2→4"):
+            check_routes([Route(8, 9, rejoin=rejoin), route], 12)
+    assert str(Route(8, -3, rejoin=-10).resolve(12)) == "r(8→9), rejoins as before block 2"
+    assert str(Route(8, -3, rejoin=8).resolve(12)) == str(Route(8, -3).resolve(12)) == "r(8→9)"
+
+
+def held_by_the_graph(route: Route) -> int:
+    """Bytes of all tensors that a routed forward pass keeps for its backward pass, each counted once."""
+    kept, x, ids = {}, torch.randn(2, 8, 8, dtype=torch.float64, requires_grad=True), drawn(2, 8, 0.5)
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        result = run_blocks(mixing(), x, routes=[(route, ids)])
+    assert result.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def test_what_a_state_that_waits_costs():
+    """Without a graph it is one sequence more between `rejoin` and the start of the route, and nothing on the route
+    itself, which would hold the state of its start; with one, nothing: the block behind it keeps its input anyway."""
+    assert held_by_the_graph(Route(3, 5, rejoin=1)) == held_by_the_graph(Route(3, 5))
+    alive, states = [], []
+
+    def block(x):
+        alive.append([number for number, state in enumerate(states) if state() is not None])
+        x = x + 1
+        states.append(weakref.ref(x))  # state n is what block n returns
+        return x
+
+    run_blocks([block] * 7, torch.zeros(2, 8, 1), routes=[(Route(3, 4, rejoin=1), drawn(2, 8, 0.5))])
+    assert alive == [[], [0], [0, 1], [0], [0, 3], [], [5]]
+
+
+def test_blocks_that_write_into_what_is_to_rejoin_are_refused():
+    x, ids = torch.randn(2, 8, 1), drawn(2, 8, 0.5)
+    blocks = [lambda x: x + 1, lambda x: x.mul_(2), lambda x: x + 1, lambda x: x.mul_(2)]
+    assert torch.isfinite(run_blocks(blocks, x, routes=[(Route(2, 3), ids)])).all()  # its blocks have a copy
+    with pytest.raises(RuntimeError, match="a block before the start of a route wrote into its inputs"):
+        run_blocks(blocks, x, routes=[(Route(2, 3, rejoin=1), ids)])
+    blocks[1] = lambda x: x * 2
+    with torch.inference_mode():  # where nobody counts
+        assert torch.isfinite(run_blocks(blocks, torch.randn(2, 8, 1), routes=[(Route(2, 3, rejoin=1), ids)])).all()

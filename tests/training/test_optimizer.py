@@ -86,7 +86,7 @@ def test_the_tally_leaves_bad_steps_out_of_means_and_counts_them_in_a_row():
     tally = StepStatistics("cpu")
     for loss, norm, skip in ((1.0, 2.0, 0.0), (math.nan, math.nan, 1.0), (3.0, 4.0, 0.0), (math.inf, 1.0, 1.0)):
         tally.add(torch.tensor(loss), torch.tensor(norm), torch.tensor(skip))
-    rows = {"in_a_row": 1.0, "longest": 1.0, "ago": 2.0}
+    rows = {"in_a_row": 1.0, "longest": 1.0, "ago": 2.0, "alignment": 0.0}
     assert tally.read() == {"loss": 4.0, "grad_norm": 6.0, "good": 2.0, "bad": 2.0, **rows, "recent": "0101"}
     assert StepStatistics("cpu", tally.read()).read() == tally.read()
     tally.restart()

@@ -84,9 +84,12 @@ def write_start(folder, **facts):
     (folder / "status.json").write_text(json.dumps(status))
 
 
+ROUTE = {"start": 2, "end": 4, "selection_ratio": 0.5}
+
+
 def test_two_runs_and_what_tells_them_apart(tmp_path):
     routed, dense = tmp_path / "routed", tmp_path / "dense"
-    write_run(routed, [3.0, 1.9, 1.8], flops=5.0, model__routes=[{"start": 2, "end": 4, "selection_ratio": 0.5}])
+    write_run(routed, [3.0, 1.9, 1.8], flops=5.0, model__routes=[ROUTE | {"rejoin": 1}, ROUTE | {"start": 6, "end": 7}])
     write_run(dense, [4.0, 3.0, 2.0], model__name="dit")
     versions = {"git": "0123456789abcdef0123456789abcdef01234567+changes", "torch": "2.9"}
     write_start(
@@ -106,6 +109,7 @@ def test_two_runs_and_what_tells_them_apart(tmp_path):
     facts = {row[0]: row[1:] for row in found.rows if len(row) == 3}
     assert facts["commit"] == ["0123456789ab+changes", "–"] and facts["device"][0] == "8 processes on cuda:0, bf16"
     assert facts["command"][0] == "python train.py 'a b'" and facts["state"] == ["finished", "not known"]
+    assert "; ".join(["r(2→4) at ratio 0.5 rejoining as before block 1", "r(6→7) at ratio 0.5"]) in facts["network"][0]
     assert facts["images"] == ["2,400 in batches of 8"] * 2 and facts["training time"][0] == "10 minutes"
     assert facts["from start to end"] == ["2.5 hours", "–"] and facts["started"][0] == "2026-01-01 21:30:00 UTC"
     assert facts["model.name"] == ["tread", "dit"] and "results" not in facts and "name" not in facts

@@ -160,6 +160,7 @@ def test_each_step_draws_its_own_ids_and_noise(read_config, monkeypatch, straigh
             wrapped=network,
             ema=EMA(network, exponential()),
             averages={},
+            aligner=None,
             optimizer=build_optimizer(cfg, network),
             statistics=StepStatistics("cpu"),
         )

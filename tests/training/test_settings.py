@@ -168,6 +168,12 @@ def test_good_overrides_pass():
         ("model.architecture", "unet", "unet"),
         ("model.routes", [{"start": 2, "end": 99}], "99.*8 blocks"),
         ("model.routes", [{"start": 2}], "model.routes.0.end"),
+        ("model.routes", [{"start": 2, "end": 4, "rejoin": 3}], "rejoin 3 lies behind route start 2"),
+        (
+            "model.routes",
+            [{"start": 2, "end": 4, "rejoin": 0.5}],
+            "model.routes.0.rejoin is 0.5, but must be int or null",
+        ),
         ("model.routes", [{"start": 2, "end": 4, "selection_ratio": 1}], "1.0.*\\[0, 1\\)"),
         ("optim.betas", [0.9], "betas"),
         ("optim.betas", [0.9, 1.0], "betas.1 is 1.0"),

@@ -255,7 +255,7 @@ def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -
 
     scale  number of the call → ω; 1 runs the strong branch alone, as weak None does.
 
-    Branches with one `denoise` and routes of one shape run as one batch, others one after the other.
+    Branches with one `denoise` and routes of one shape and rejoin run as one batch, others one after the other.
     """
     calls = itertools.count()
 
@@ -280,4 +280,7 @@ def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -
 
 def _shapes(routes: Routes) -> list[tuple]:
     """What must agree for two branches' routes to run as one."""
-    return [(route.start, route.end, route.fp32, ids.shape) for route, ids in routes]
+    return [
+        (route.start, route.end, route.fp32, route.start if route.rejoin is None else route.rejoin, ids.shape)
+        for route, ids in routes
+    ]

@@ -151,7 +151,7 @@ class Explorer:
         """What is drawn from, in a line."""
         network = self._model(self.trained, NO_GUIDANCE).network
         model = self.trained.cfg.model
-        routes = [f"r({route.start}→{route.end})" for route in check_routes(model.routes, model.depth)]
+        routes = [str(route) for route in check_routes(model.routes, model.depth)]
         facts = [
             f"{self.trained.weights} weights of {_told(self.trained.found.folder)}",
             f"{sum(one.numel() for one in network.parameters()):,} parameters",

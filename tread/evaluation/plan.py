@@ -125,6 +125,9 @@ class ScoringPlan:
         trained, weak, sampler, latents = self.trained, self.weak, self.sampler, self.latents
         routed = [one for one in (trained, weak) if one and sampler.guidance.row.routed]
         routes = [asdict(route) for one in routed for route in one.routes(sampler.guidance)]
+        for route in routes:
+            if route["rejoin"] is None:
+                del route["rejoin"]  # a younger key: what was scored without it stays scored
         return {
             "step": self.found.step,
             "checkpoint": trained.sha256,

@@ -3,7 +3,7 @@
 A state is the whole sequence as somebody finds it who looks between two blocks: state 0 behind the embedding, state k
 behind block k − 1, where a route that ends there has put its tokens back. Within a route the sequence holds the kept
 tokens alone, so two states are compared in the tokens that both hold, matched by their place in the grid: tokens
-routed around count where they are back, as what they were before the route.
+routed around count where they are back, as what they were before the route (or before its earlier block `rejoin`).
 
 Shapes: B samples, N tokens, K kept tokens, D channels, L blocks.
 """
@@ -28,7 +28,7 @@ from tread.diffusion.guidance import Routes
 from tread.diffusion.sampling import Model
 from tread.evaluation.heldout_loss import read_points
 from tread.models.backbone import Backbone
-from tread.routing.ids import check_ratio, choose_ids, count_kept
+from tread.routing.ids import check_ratio, choose_ids, describe_route
 from tread.runtime.randomness import seeded_uniform
 
 
@@ -55,7 +55,7 @@ def block_states(network: Backbone, x: Tensor, t: Tensor, y: Tensor, routes: Rou
             hook.remove()
     resolved = [(route.resolve(len(network.blocks)), ids_keep) for route, ids_keep in routes]
     ids_of = {block: ids for route, ids in resolved for block in range(route.start, route.end + 1)}
-    ends = {route.end for route, _ in resolved}
+    rejoins = {route.end: route.rejoin for route, _ in resolved}
     whole = (outputs[0] + network.pos_embed).float()
     all_held = torch.ones(whole.shape[:2], dtype=torch.bool, device=whole.device)
     states = [(whole, all_held)]
@@ -63,8 +63,8 @@ def block_states(network: Backbone, x: Tensor, t: Tensor, y: Tensor, routes: Rou
         ids = ids_of.get(block)
         if ids is None:
             whole = output.float()
-        elif block in ends:
-            whole = scatter_tokens(whole, output, ids)
+        elif block in rejoins:
+            whole = scatter_tokens(states[rejoins[block]][0], output, ids)
         else:
             kept = scatter_tokens(torch.zeros_like(whole), output, ids)
             states.append((kept, torch.zeros_like(all_held).scatter(1, ids, True)))
@@ -144,9 +144,7 @@ def settle_routes(trained: Trained, asked: Sequence[Route] | None) -> tuple[Rout
 
 def describe_routes(routes: Sequence[Route], network: Backbone) -> str:
     """In words; routes are resolved."""
-    tokens = network.num_tokens
-    kept = [f"keeps {count_kept(route, tokens, network.grid)} of {tokens} tokens" for route in routes]
-    return ", ".join(f"r({route.start}→{route.end}) {words}" for route, words in zip(routes, kept))
+    return ", ".join(describe_route(route, network.num_tokens, network.grid) for route in routes)
 
 
 def open_latents(trained: Trained, folder: str | None = None) -> LatentDataset:

@@ -13,7 +13,8 @@ What travels with the tokens is the caller's to say, since no name or shape tell
 said, whatever might travel is an error:
 
     select(args, kwargs, ids) → args, kwargs     a block's inputs, with everything that has a token axis gathered
-    join(output, saved, ids) → output            a block's output, put back; saved is (args, kwargs) before select
+    join(output, saved, ids) → output            a block's output, put back; saved is (args, kwargs) before select,
+                                                 behind a route's end those of the block as before which it rejoins
 
 This file needs torch, routing_module.py and ids.py beside it alone.
 
@@ -28,9 +29,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from routing_module import Route, check_ids, check_routes, gather_tokens, scatter_tokens
+from routing_module import Route, check_ids, check_routes, gather_tokens, scatter_tokens, times_written
 
 from .ids import choose_ids
 
@@ -78,6 +80,11 @@ def _tensors(given: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(value, f"{name}[{key!r}]" if name else str(key))
 
 
+def _written(*inputs: Any) -> list[int]:
+    """How often each tensor among a block's inputs was written to."""
+    return [times_written(tensor) for _, tensor in _tensors(inputs)]
+
+
 def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
     """For blocks that return the tokens alone."""
     if not isinstance(output, Tensor):
@@ -102,7 +109,12 @@ class Routing:
         self._ids: tuple[Tensor, ...] | None = None
         self._tokens: int | None = None
         self._running: dict[int, tuple[Inputs, Tensor]] = {}  # by block, the call that is under way
+        self._rejoins: dict[int, tuple[Inputs, list[int]]] = {}  # by route, what its tokens come back as
         self._handles = []
+        for number, route in enumerate(routes):  # before those below, which take tokens out
+            if route.rejoin < route.start:
+                save = partial(self._save, number)
+                self._handles.append(blocks[route.rejoin].register_forward_pre_hook(save, with_kwargs=True))
         for number, route in enumerate(routes):
             for index in range(route.start, route.end + 1):  # methods, so that a copy of the model has its own
                 before, behind = partial(self._before, number, index), partial(self._behind, index)
@@ -111,17 +123,48 @@ class Routing:
                     blocks[index].register_forward_hook(behind, with_kwargs=True),
                 ]
 
-    def _before(self, number: int, index: int, module: nn.Module, args: tuple, kwargs: dict) -> Inputs | None:
-        self._running.pop(index, None)
-        if self._ids is None:
-            return None
-        ids_keep = self._ids[number]
+    def _check_count(self, index: int, args: tuple) -> None:
         if self._select in (select_first, select_only) and args and self._tokens not in (None, args[0].shape[1]):
             raise ValueError(
                 f"the numbers (and prefix) are of {self._tokens} tokens, but block {index} gets {args[0].shape[1]}"
             )
+
+    def _save(self, number: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._ids is not None:
+            self._check_count(self.routes[number].rejoin, args)
+            self._rejoins[number] = (args, kwargs), _written(args, kwargs)
+
+    def _saved(self, number: int, index: int, args: tuple) -> Inputs:
+        """The inputs of the block as before which a route rejoins, once; `args` are those of block `index`, its end."""
+        rejoin, again = self.routes[number].rejoin, "activation checkpointing around single blocks"
+        if number not in self._rejoins:
+            raise RuntimeError(
+                f"block {index} was called without block {rejoin} before it, as before which its route rejoins: where "
+                f"it is computed again ({again}), hooks can't do that; leave rejoin out, or use run_blocks"
+            )
+        if not torch.is_grad_enabled() and args and isinstance(args[0], Tensor) and args[0].grad_fn is not None:
+            raise RuntimeError(
+                f"block {index} runs without a graph inside of one ({again}, use_reentrant=True), so that no gradient "
+                f"would reach block {rejoin}, as before which its route rejoins; leave rejoin out, or use run_blocks"
+            )
+        saved, written = self._rejoins.pop(number)
+        if _written(*saved) != written:
+            raise RuntimeError(
+                f"the model wrote into what block {rejoin} was given before block {index} was done, so that tokens "
+                "can't come back as they were before it; leave rejoin out"
+            )
+        return saved
+
+    def _before(self, number: int, index: int, module: nn.Module, args: tuple, kwargs: dict) -> Inputs | None:
+        self._running.pop(index, None)
+        if self._ids is None:
+            return None
+        self._check_count(index, args)
+        ids_keep, route = self._ids[number], self.routes[number]
+        rejoins = index == route.end and route.rejoin < route.start
+        saved = self._saved(number, index, args) if rejoins else (args, kwargs)
         picked = self._select(args, kwargs, ids_keep)
-        self._running[index] = (args, kwargs), ids_keep
+        self._running[index] = saved, ids_keep
         return picked
 
     def _behind(self, index: int, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -151,6 +194,7 @@ class Routing:
         finally:
             self._ids = self._tokens = None
             self._running.clear()  # a call that failed holds its tensors
+            self._rejoins.clear()
 
     def on(
         self,
@@ -189,7 +233,8 @@ def attach_routes(
     """Let a model's blocks run under routes, by hooks; no weight, name or line of the model changes.
 
     blocks        the model's own list, in the order in which it calls them.
-    routes        disjoint; ends may be negative. Their fp32 is not kept here: "auto" means none.
+    routes        disjoint; ends may be negative. Their fp32 is not kept here: "auto" means none. One with an earlier
+                  rejoin can't be where single blocks are computed again: a RuntimeError of that pass.
     select, join  what travels with the tokens, see above; blocks (tokens, …) → tokens need neither.
                   select=select_first says of blocks that the default refuses that nothing else does.
 

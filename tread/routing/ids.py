@@ -118,6 +118,12 @@ def count_kept(route: Route, num_tokens: int, grid: tuple[int, int] | None = Non
     return num_keep(grid[0], route.selection_ratio) * grid[1]
 
 
+def describe_route(route: Route, num_tokens: int, grid: tuple[int, int]) -> str:
+    """A resolved route in words: "r(2→8) keeps 8 of 16 tokens", "r(4→8), rejoins as before block 2, keeps 8 …"."""
+    comma = "" if route.rejoin == route.start else ","
+    return f"{route}{comma} keeps {count_kept(route, num_tokens, grid)} of {num_tokens} tokens"
+
+
 def check_ratio(route: Route, grid: tuple[int, int], key: str) -> None:
     """Raise ValueError, naming the key, for a ratio above 0 that routes no token around or keeps a single one.
 

@@ -69,8 +69,8 @@ class StepStatistics:
         recent = [float(flag) for flag in values.get("recent", "")]
         self.recent = torch.tensor([0.5] * (self.LAST - len(recent)) + recent, device=device)
 
-    def add(self, norm: Tensor, skip: Tensor, loss: Tensor, alignment: Tensor | None = None) -> None:
-        """Count a step: what optimizer_step returned, its mean loss, and its mean alignment where there is one."""
+    def add(self, loss: Tensor, norm: Tensor, skip: Tensor, alignment: Tensor | None = None) -> None:
+        """Count a step: its mean loss, what optimizer_step returned, and its mean alignment where there is one."""
         good = 1 - skip
         step = torch.stack([loss.float().where(good > 0, 0.0), norm.where(good > 0, 0.0), good, skip])
         in_a_row, longest, ago, aligned = self.sums[4:].unbind()

@@ -63,6 +63,7 @@ def _network(config: dict) -> str | None:
     sizes = [f"{key.replace('_', ' ')} {model[key]}" for key in ("hidden_size", "depth", "patch_size") if key in model]
     routes = [
         f"r({route.get('start')}→{route.get('end')}) at ratio {route.get('selection_ratio')}"
+        + ("" if route.get("rejoin") in (None, route.get("start")) else f" rejoining as before block {route['rejoin']}")
         for route in model.get("routes") or ()
     ]
     return ", ".join([str(model["name"]), *sizes, "; ".join(routes) or "no route"])

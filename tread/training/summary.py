@@ -5,7 +5,7 @@ from __future__ import annotations
 from routing_module import check_routes
 from tread.evaluation.digits_judge import VALUES
 from tread.evaluation.heldout_loss import CALLED
-from tread.routing.ids import count_kept
+from tread.routing.ids import describe_route
 from tread.runtime.files import size_text
 from tread.training.alignment import tokens_at
 from tread.training.objective import active_routes
@@ -27,8 +27,7 @@ def describe(run: Run) -> str:
     added = sum(parameter.numel() for parameter in run.aligner.projector.parameters()) if run.aligner else 0
     disk = (16 + 4 * widths) * parameters + 12 * added  # of the projector weights and two moments
     routes = [
-        f"r({route.start}→{route.end}) keeps {count_kept(route, tokens, network.grid)} of {tokens} tokens"
-        f"{SELECTS[route.select]}, fp32: {route.fp32}"
+        f"{describe_route(route, tokens, network.grid)}{SELECTS[route.select]}, fp32: {route.fp32}"
         for route in check_routes(active, cfg.model.depth)
     ]
     lines = {
