@@ -206,7 +206,7 @@ def stages(run: Run) -> dict[str, float]:
         return call
 
     with (
-        patch.object(train, "training_loss", timed("forward", train.training_loss)),
+        patch.object(train, "losses", timed("forward", train.losses)),
         patch.object(train, "backward", timed("backward", train.backward)),
         patch.object(train, "optimizer_step", timed("optimizer", train.optimizer_step)),
         patch.object(run.loader, "batches", timed("data wait", run.loader.batches)),

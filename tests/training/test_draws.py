@@ -14,10 +14,11 @@ from tread.training.alignment import Alignment
 from tread.training.objective import drop_labels, split_batch, step_draws
 
 
-def draws(seed=0, step=5, num_routes=1, posterior=True, batch_size=8, alignment=Alignment()):  # noqa: B008
+def draws(seed=0, step=5, num_routes=1, posterior=True, batch_size=8):
     train = SimpleNamespace(batch_size=batch_size, routes_until=None, ratio_schedule=None)
     routes = tuple(Route(2 * i, 2 * i) for i in range(num_routes))
-    cfg = SimpleNamespace(seed=seed, train=train, model=SimpleNamespace(patch_size=2, routes=routes), alignment=alignment)
+    model = SimpleNamespace(patch_size=2, routes=routes)
+    cfg = SimpleNamespace(seed=seed, train=train, model=model, alignment=Alignment())
     content, spread = ("moments", "logvar") if posterior else ("latents", None)
     latents = LatentSpec((4, 8, 8), ("a",), "pixels", content, spread)
     return step_draws(cfg, latents, step, "cpu")

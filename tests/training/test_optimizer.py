@@ -91,7 +91,7 @@ def test_the_tally_leaves_bad_steps_out_of_means_and_counts_them_in_a_row():
     assert StepStatistics("cpu", tally.read()).read() == tally.read()
     tally.restart()
     tally.add(torch.tensor(1.0), torch.tensor(math.nan), torch.tensor(1.0))
-    rows = {"in_a_row": 2.0, "longest": 2.0, "ago": 0.0}
+    rows = {"in_a_row": 2.0, "longest": 2.0, "ago": 0.0, "alignment": 0.0}
     assert tally.read() == {"loss": 0.0, "grad_norm": 0.0, "good": 0.0, "bad": 1.0, **rows, "recent": "01011"}
     for skip in (0.0, 0.0, 1.0):
         tally.add(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(skip))

@@ -179,14 +179,14 @@ def test_a_disk_that_takes_no_more_stops_with_a_message_and_leaves_older_checkpo
 
 def spoil(monkeypatch, steps: set[int]) -> None:
     """Let the loss of some steps be NaN."""
-    training_loss, step = train.training_loss, {"now": 0}
+    losses, step = train.losses, {"now": 0}
 
     def spoilt(*arguments):
-        losses = training_loss(*arguments)
+        [found] = losses(*arguments)
         step["now"] += 1
-        return losses * float("nan") if step["now"] - 1 in steps else losses
+        return [found * float("nan") if step["now"] - 1 in steps else found]
 
-    monkeypatch.setattr(train, "training_loss", spoilt)
+    monkeypatch.setattr(train, "losses", spoilt)
 
 
 def test_bad_steps_are_skipped_and_counted(tmp_path, monkeypatch):
@@ -267,12 +267,12 @@ import os, sys
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
 import train
 from conftest import launch
-calls, training_loss = [0], train.training_loss
+calls, losses = [0], train.losses
 def spoilt(*arguments):
     calls[0] += 1
-    losses = training_loss(*arguments)
-    return losses * (float("inf") if calls[0] == 2 and os.environ["RANK"] == "1" else 1.0)
-train.training_loss = spoilt
+    [found] = losses(*arguments)
+    return [found * (float("inf") if calls[0] == 2 and os.environ["RANK"] == "1" else 1.0)]
+train.losses = spoilt
 launch(".", *sys.argv[2:])
 """
 
@@ -307,15 +307,15 @@ def test_a_number_of_processes_that_was_not_asked_for_is_an_error(tmp_path):
 
 def test_out_of_memory_names_the_micro_batch_that_fits(tmp_path, monkeypatch):
     """A device that takes at most 3 images: of 8, 4, 2, 1 it takes 2."""
-    training_loss = train.training_loss
+    losses = train.losses
 
-    def limited(cfg, network, latents, stored, labels, draws):
-        if len(stored) > 3:
+    def limited(cfg, network, aligner, latents, batch, draws):
+        if len(batch.stored) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
-        return training_loss(cfg, network, latents, stored, labels, draws)
+        return losses(cfg, network, aligner, latents, batch, draws)
 
     for module in (train, memory):
-        monkeypatch.setattr(module, "training_loss", limited)
+        monkeypatch.setattr(module, "losses", limited)
     with pytest.raises(SystemExit, match="(?s)micro-batches of 8 images: CUDA out.*train.micro_batch_size=2 would fit"):
         launch(tmp_path)
     assert status(tmp_path)["state"] == "failed"
@@ -329,15 +329,15 @@ def test_a_compiler_that_fails_in_a_step_is_left_out_from_there(whole, tmp_path,
         def __init__(self):
             Exception.__init__(self, "file too short\nand more")
 
-    calls, training_loss = [], train.training_loss
+    calls, losses = [], train.losses
 
     def failing(*arguments):
         calls.append(1)
         if len(calls) == 2:  # the second of two micro-batches: the first one's gradients are there
             raise Broken
-        return training_loss(*arguments)
+        return losses(*arguments)
 
-    monkeypatch.setattr(train, "training_loss", failing)
+    monkeypatch.setattr(train, "losses", failing)
     try:
         text = launch(tmp_path, *OPTIONS)
     finally:
