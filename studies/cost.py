@@ -8,26 +8,45 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from studies.jobs import Children, Job, cores_of, read_score, score_folder, scoring_command, trained, training_command
 from studies.study import Score, Study, Training, build_on_meta
-from tread.training.objective import active_routes
+from tread.evaluation.encoders import WIDTHS, open_encoder
+from tread.models.backbone import Backbone
+from tread.training import objective
+from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.run_folder import RunLog
+from tread.training.settings import Settings
 
 WARMUP, SAMPLED, DRAWN = 5, 25, 20  # steps before and after which the clock is read, and samples that are scored
 H100, GPUS, MFU = 989e12, 8, 0.4  # dense bf16 FLOP/s of one, how many, and the share of it that is assumed
 
 
 def training_flops(training: Training) -> int:
-    """Of all steps, forward and backward, as metrics.jsonl will say: 3 times a forward pass of each image."""
+    """Of all steps, forward and backward, as metrics.jsonl will say."""
     network, cfg = build_on_meta(training.cfg), training.cfg
-    each = (active_routes(cfg, step) for step in range(cfg.train.steps))
-    stretches = [(routes, sum(1 for _ in steps)) for routes, steps in groupby(each)]
-    return 3 * cfg.train.batch_size * sum(count * network.forward_flops(routes) for routes, count in stretches)
+    return objective.training_flops(cfg, network, range(cfg.train.steps), outline(cfg, network))
+
+
+def outline(cfg: Settings, network: Backbone) -> Aligner | None:
+    """A run's aligner without weights, for what it costs; pictures kept beside latents are taken to be 8 times their side."""
+    alignment, width, flops = cfg.alignment, network.hidden_size, 0
+    if alignment.kind == "none":
+        return None
+    block, _ = alignment.blocks(cfg.model.depth)
+    if alignment.kind == "repa" and (alignment.source == "live" or alignment.encoder not in WIDTHS):
+        encoder = open_encoder(alignment.encoder, "cpu", grid=network.grid[0], inception=cfg.eval.inception)
+        cost = encoder.cost(cfg.dataset.size * (1 if cfg.dataset.channels in (1, 3) else 8))
+        width, flops = cost.width, cost.flops if alignment.source == "live" else 0
+    elif alignment.kind == "repa":
+        width = WIDTHS[alignment.encoder]
+    with torch.device("meta"):
+        module = Aligned(network, build_projector(alignment, network.hidden_size, width), block)
+    return Aligner(alignment, module, network if alignment.kind == "self" else None, None, flops)
 
 
 @dataclass(frozen=True)

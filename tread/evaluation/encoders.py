@@ -35,6 +35,7 @@ DINOV2 = {f"dinov2-{size[0]}": f"facebook/dinov2-{size}" for size in ("small", "
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and standard deviation of RGB
 INCEPTION_GRID = 16
+WIDTHS = {"inception": 768, "dinov2-s": 384, "dinov2-b": 768, "dinov2-l": 1024, "dinov2-g": 1536}  # z, without loading
 
 
 class Cost(NamedTuple):
