@@ -33,7 +33,7 @@ def training_flops(training: Training) -> int:
 
 
 def outline(cfg: Settings, network: Backbone) -> Aligner | None:
-    """A run's aligner without weights, for what it costs; pictures kept beside latents are taken to be 8 times their side."""
+    """A run's aligner without weights, for its cost; pictures beside latents are taken to have 8 times their side."""
     alignment, width, flops = cfg.alignment, network.hidden_size, 0
     if alignment.kind == "none":
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 
+import prepare_features
 import pytest
 import torch
 from conftest import launch, launch_door, launch_processes, random_network, state
@@ -17,6 +18,8 @@ from tread.checkpoints import checkpoint
 from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
 from tread.diffusion.process import CLEANEST
+from tread.runtime import compiling
+from tread.runtime.device import autocast
 from tread.training.alignment import (
     BETA,
     Aligned,
@@ -140,6 +143,31 @@ def test_the_blocks_output_is_taken_as_it_leaves_it(block):
     ids = ids_at(block, routes, 6)
     assert (ids is routes[0][1]) == (1 <= block <= 3)
     assert projected.shape[1] == (8 if 1 <= block <= 3 else 16)
+
+
+def test_bf16_recomputation_and_compiled_blocks_hand_out_the_same():
+    """The projected tokens of the plain network, and gradients of the aligned block."""
+    network, module = aligned(2)
+    x, t, y = torch.randn(3, 4, 8, 8), torch.rand(3), torch.arange(3)
+    routes = [(Route(1, 3, fp32="end"), draw_ids(torch.rand(3, 16), 0.5))]
+
+    def results(precision="fp32"):
+        module.zero_grad()
+        with autocast(torch.device("cpu"), precision):
+            _, projected = module(x, t, y, routes)
+        projected.float().square().sum().backward()
+        return projected.float(), network.blocks[2].attn.qkv.weight.grad.clone()
+
+    plain = results()
+    network.activation_checkpointing = True
+    torch.testing.assert_close(results(), plain)
+    network.activation_checkpointing = False
+    for one, other in zip(results("bf16"), plain):
+        assert (one - other).norm() / other.norm() < 0.05
+    torch._dynamo.reset()
+    compiling.compile_blocks(network.blocks, "aot_eager")
+    torch.testing.assert_close(results(), plain, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
 
 
 def test_output_of_is_the_output_without_routes():
@@ -281,3 +309,58 @@ def test_two_processes_and_micro_batches_change_nothing_but_rounding(straight, t
         for folder in (tmp_path / "results", straight[0] / "results")
     ]
     assert json.loads(lines[0])["alignment"] == pytest.approx(json.loads(lines[1])["alignment"], rel=1e-5)
+
+
+ENCODER = """
+import torch
+def patches(pictures):
+    x = pictures.float() / 127.5 - 1
+    side = x.shape[2] // 4
+    return torch.nn.functional.unfold(x, side, stride=side).transpose(1, 2)
+"""
+REPA = ("alignment=repa", "alignment.encoder=own_encoder:patches", "alignment.width=8", "name=repa")
+
+
+@pytest.fixture(scope="module")
+def repa(tmp_path_factory):
+    """A run that aligns with stored features, in a folder that has the encoder."""
+    folder = tmp_path_factory.mktemp("repa")
+    (folder / "own_encoder.py").write_text(ENCODER)
+    launch(folder, "train.steps=1", "name=first")  # which writes the digits
+    options = ("dataset.path=data/digits/train", "encoder=own_encoder:patches")
+    launch_door(prepare_features.main, "prepare_features", folder, *options)
+    return folder, launch(folder, *REPA)
+
+
+def logged(run, name):
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line[name] for line in lines if name in line]
+
+
+def test_stored_and_live_features_give_equal_losses(repa):
+    """To fp16's rounding; the denoising of the first step is the run's without alignment, and live costs the encoder."""
+    folder, text = repa
+    assert "alignment repa, block 1 (16 tokens) with stored features of own_encoder:patches, weight 0.5" in text
+    live = launch(folder, *REPA, "alignment.source=live", "name=live")
+    assert "live features of own_encoder:patches" in live
+    stored, other = folder / "results" / "repa", folder / "results" / "live"
+    for name in ("loss", "alignment", "total"):
+        assert logged(stored, name) == pytest.approx(logged(other, name), rel=1e-3)
+    assert logged(stored, "alignment")[0] != logged(stored, "alignment")[-1]
+    first = folder / "results" / "first"
+    assert logged(stored, "loss")[0] == logged(first, "loss")[0]
+
+
+def test_what_does_not_fit_is_named_before_training(repa, tmp_path):
+    folder, _ = repa
+    for overrides, message in (
+        (["alignment=repa"], "alignment.encoder is null, but alignment=repa needs one"),
+        ([*REPA[:3], "alignment.encoder=inception"], "inception"),
+        ([*REPA[:3], "model.patch_size=4"], r"features of a 4×4 grid, but the network has 2×2 tokens"),
+        ([*REPA[:3], "alignment.block=6"], "alignment.block is 6, but the network has 6 blocks"),
+        (["alignment=self", "alignment.teacher=-7"], "alignment.teacher is -7"),
+        (["alignment=self", "alignment.step=1.5"], "alignment.step is 1.5"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            launch(folder, *overrides, "name=none")
+        assert not (folder / "results" / "none").exists()
