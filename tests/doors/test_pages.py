@@ -55,6 +55,7 @@ COMPOSED = {  # what a command has → why it can't be run here
     r"results/photos": "tests/doors/test_own_data.py runs them",
     r"experiment=": "ImageNet and GPUs",
     r"source=|dataset=folder|imagenette": "photos or latents of others",
+    r"prepare_features.py": "pictures of others, and an encoder from the hub",
     r" weights=\S+\.pt": "weights of others",
     r"reference=|samples=\S+\.npz": "pictures to compare with, and the FID Inception",
     r"name=(seeds|fp32|bf16)-": "studies: commands that run elsewhere, with other steps and seeds",

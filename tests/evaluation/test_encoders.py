@@ -134,12 +134,24 @@ def test_names_are_recorded_once(tmp_path, monkeypatch):
     assert [encoder_name(name) for name in ("inception", "a:b", "some/hub")] == ["inception", "a:b", "some/hub"]
 
 
-def test_a_hub_that_is_silent_is_named_soon(monkeypatch, tmp_path):
-    pytest.importorskip("transformers")
+def test_a_hub_id_is_taken_from_the_cache_and_without_it_the_hub_is_asked_soon(dinov2, monkeypatch, tmp_path):
+    """The cache as huggingface_hub lays it out, with weights in half precision; a hub that can't be reached."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ValueError, match="(?s)encoder 'dinov2-s' could not be loaded.*can't be reached"):
-        open_encoder("dinov2-s", CPU)
+    repository, state = tmp_path / "models--facebook--dinov2-small", load_file(dinov2 / "model.safetensors")
+    place = repository / "snapshots" / ("a" * 40)
+    place.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    (place / "config.json").write_bytes((dinov2 / "config.json").read_bytes())
+    half = {key: value.half() for key, value in state.items()}
+    save_file(half, place / "model.safetensors", {"format": "pt"})
+    encoder, pictures = open_encoder("dinov2-s", CPU), draw(2, 64)
+    expected = by_hand({key: value.float() for key, value in half.items()}, pictures, 4)
+    torch.testing.assert_close(encoder.encode(pictures), expected, rtol=1e-4, atol=1e-4)
+    assert encoder.name == open_encoder("facebook/dinov2-small", CPU).name == "dinov2-s"
+    with pytest.raises(ValueError, match="(?s)encoder 'dinov2-b' could not be loaded.*can't be reached"):
+        open_encoder("dinov2-b", CPU)
 
 
 # -------------------------------------------------------------------------------------- Inception

@@ -136,7 +136,7 @@ def files(folder):
 
 def test_pictures_are_kept_beside_the_latents_and_mirrored_when_read(prepare_latents, tmp_path):
     text = prepare_latents()
-    assert f"keeps     the pictures, (3, 32, 32) uint8, {COUNT * 3 * 32 * 32 / 1000:.1f} kB" in text
+    assert f"keeps     the pictures too, (3, 32, 32) uint8, {COUNT * 3 * 32 * 32 / 1000:.1f} kB" in text
     data = LatentDataset(tmp_path / "data", verify="full", pictures=True)
     views = np.arange(COUNT) % 2
     found = data.read(np.arange(COUNT)[::-1].copy(), views).pictures
@@ -148,6 +148,7 @@ def test_pictures_are_kept_beside_the_latents_and_mirrored_when_read(prepare_lat
 def test_without_pictures_everything_is_as_it_was(prepare_latents, tmp_path):
     prepare_latents()
     text = prepare_latents("keep_pictures=false", f"out={tmp_path / 'plain'}")
+    assert "keeps" not in prepare_latents("keep_pictures=false", f"out={tmp_path / 'parts'}", "heldout=3")
     kept, plain = files(tmp_path / "data"), files(tmp_path / "plain")
     assert "keeps" not in text and set(kept) - set(plain) == {f"pictures-0000{n}.npy" for n in range(4)}
     assert all(kept[name] == plain[name] for name in plain if name.endswith(".npy"))
@@ -241,7 +242,7 @@ def test_photos_give_the_features_of_kept_pictures(place, prepare_latents, featu
     shutil.copytree(place / "photos", tmp_path / "photos")
     (tmp_path / "photos" / "bee" / "08.png").write_bytes(b"none")
     source, parts = f"source={tmp_path / 'photos'}", ("data", "data-heldout")
-    prepare_latents("heldout=4", source, "on_error=skip")
+    assert "keeps     the pictures too, (3, 32, 32) uint8" in prepare_latents("heldout=4", source, "on_error=skip")
     for part in parts:
         features(f"dataset.path={tmp_path / part}")
         kept = files(tmp_path / part)

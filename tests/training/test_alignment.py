@@ -338,7 +338,7 @@ def logged(run, name):
 
 
 def test_stored_and_live_features_give_equal_losses(repa):
-    """To fp16's rounding; the denoising of the first step is the run's without alignment, and live costs the encoder."""
+    """To fp16's rounding; the denoising of the first step is that of the run without alignment."""
     folder, text = repa
     assert "alignment repa, block 1 (16 tokens) with stored features of own_encoder:patches, weight 0.5" in text
     live = launch(folder, *REPA, "alignment.source=live", "name=live")

@@ -80,14 +80,14 @@ def prepare(options: Options, processes: Processes) -> None:
         latents = autoencoder.encoded(model, options.autoencoder, options.resolution, photos.classes, **stored)
     plan = {key: getattr(options, key) for key in ("resolution", "precision", "shard_size")}
     plan["pictures"] = source_hash(photos.classes, photos.names, photos.labels)
-    kept = (3, options.resolution, options.resolution) if options.keep_pictures else None
+    crop_shape = (3, options.resolution, options.resolution) if options.keep_pictures else None
     if options.heldout is None:
-        writers = {"train": DatasetWriter(out, latents, plan, kept)}
+        writers = {"train": DatasetWriter(out, latents, plan, crop_shape)}
     else:
         folders = {"train": out, "heldout": out.with_name(f"{out.name}-heldout")}
         plan["heldout"] = options.heldout
         writers = {
-            part: DatasetWriter(folder, latents, {**plan, "part": part}, kept) for part, folder in folders.items()
+            part: DatasetWriter(folder, latents, {**plan, "part": part}, crop_shape) for part, folder in folders.items()
         }
     unfinished = {part: writer for part, writer in writers.items() if not writer.is_finished()}
     for part, writer in writers.items():
@@ -128,9 +128,9 @@ def prepare(options: Options, processes: Processes) -> None:
     )
     processes.say(f"  encoder   {latents.autoencoder}, {options.precision}")
     processes.say(f"  stores    {stored}: {latents.meaning}")
-    if kept:
+    if options.keep_pictures:
         size = size_text(len(photos) * writers["train"].picture_bytes)
-        processes.say(f"  keeps     the pictures, {kept} uint8, {size}: beside the latents")
+        processes.say(f"  keeps     the pictures too, {writers['train'].pictures} uint8, {size}")
     if model is None and (patch := autoencoder.patch_for(options.resolution)) > 2:
         many, few = ((options.resolution // side) ** 2 for side in (2, patch))
         processes.say(
