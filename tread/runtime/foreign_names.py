@@ -67,6 +67,12 @@ model.routes.*.selection_ratio
     mask_ratio drop_ratio route_ratio routing_ratio token_drop keep_ratio
 model: a file of configs/model/
     arch architecture backbone model_name model_type net
+alignment.encoder: with alignment=repa
+    enc_type repa_encoder
+alignment.weight
+    proj_coeff repa_weight align_weight
+alignment.block: 0-based
+    encoder_depth align_layer align_block
 train.precision precision: auto, bf16 or fp32
     mixed_precision amp use_amp autocast bf16 fp16 fp32 half use_bf16 use_fp16 use_half weight_dtype torch_dtype tf32
 train.compile compile
