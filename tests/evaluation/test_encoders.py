@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from tread.data.autoencoder import fingerprint
 from tread.data.images import read_rgb
 from tread.data.tars import Tar
-from tread.evaluation import encoders
 from tread.evaluation.encoders import encoder_name, open_encoder
 from tread.evaluation.inception import extract, load_inception
 
@@ -231,14 +230,14 @@ def test_a_function_of_the_users_own(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     pictures = draw(2, 8)
     encoder = open_encoder("my_encoders:mean", CPU)
-    assert (encoder.name, encoder.fingerprint, encoder.width) == ("my_encoders:mean", None, 16)
+    assert (encoder.name, encoder.tokens(8), encoder.width) == ("my_encoders:mean", 4, 16)
     found = encoder.encode(pictures)
     assert found.shape == (2, 4, 16)
     expected = pictures[1, :, 4:, :4].float().mean(dim=0).flatten()  # the patch on the lower left
     torch.testing.assert_close(found[1, 2], expected)
     network = open_encoder("my_encoders:network", CPU)
     assert network.encode(pictures).shape == (2, 4, 5) and not network.encode(pictures).requires_grad
-    assert len(network.fingerprint) == 64 and network.flops(8) == 2 * 4 * 5 * 3 * 4**2
+    assert network.fingerprint != encoder.fingerprint and network.flops(8) == 2 * 4 * 5 * 3 * 4**2
     for name, shown in (
         (
             "my_encoders:flat",
@@ -253,4 +252,6 @@ def test_a_function_of_the_users_own(tmp_path, monkeypatch):
             open_encoder(name, CPU).encode(pictures)
     with pytest.raises(ValueError, match="float32.*must be uint8"):
         encoder.encode(pictures.float())
-    assert encoders.DINOV2["dinov2-g"] == "facebook/dinov2-giant"
+    with (tmp_path / "my_encoders.py").open("a") as file:
+        file.write("# changed\n")
+    assert open_encoder("my_encoders:mean", CPU).fingerprint != encoder.fingerprint

@@ -32,7 +32,7 @@ class FeatureSpec:
     """Which features lie beside some latents: the section "features" of index.json, but for its shards.
 
     encoder      its name, as tread/evaluation/encoders.py records it.
-    fingerprint  hash of its weights; None where nobody knows.
+    fingerprint  hash of its weights, or of its source; None where nobody knows.
     grid         tokens along a side; there are grid² of them.
     width        numbers of a token, z.
     of           latents_hash of the dataset that they are of.

@@ -11,6 +11,7 @@ All run frozen, in fp32, whatever the training's precision.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import math
 import sys
@@ -50,7 +51,7 @@ class Encoder:
     """Pictures (B, 3, H, W) uint8 → features (B, T, z) float32 of T = side² tokens, row by row.
 
     name         what is recorded of it: two of one name are taken for the same.
-    fingerprint  hash of its weights; None for a function, whose weights nobody knows.
+    fingerprint  hash of its weights; of the user's own, of its module's source too; None where nobody knows.
     grid         tokens along a side to which finer features are averaged; None: its own.
 
     What it makes of a picture, its `cost`, is measured on one of them.
@@ -140,10 +141,9 @@ def open_encoder(
         return Encoder(recorded, run, device, grid or INCEPTION_GRID, fingerprint(network))
     if ":" in name:
         run = _load_function(name)
-        if not isinstance(run, nn.Module):
-            return Encoder(recorded, run, device, grid)
-        run = run.to(device).eval().requires_grad_(False)
-        return Encoder(recorded, run, device, grid, fingerprint(run))
+        if isinstance(run, nn.Module):
+            run = run.to(device).eval().requires_grad_(False)
+        return Encoder(recorded, run, device, grid, _own_fingerprint(name, run))
     model = _load_dinov2(name).to(device).eval().requires_grad_(False)
     return Encoder(recorded, functools.partial(_dinov2_tokens, model), device, grid, fingerprint(model))
 
@@ -238,3 +238,12 @@ def _load_function(name: str) -> Callable[[Tensor], Tensor]:
     if not callable(found):
         raise ValueError(f"encoder {name!r} is a {type(found).__name__}, but must be a function of pictures")
     return found
+
+
+def _own_fingerprint(name: str, run: Callable[[Tensor], Tensor]) -> str:
+    """Hex sha256 of a module's source and, of a torch module, its weights: what a function loads beside is not seen."""
+    source = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
+    digest = hashlib.sha256(Path(source).read_bytes() if source else b"")
+    if isinstance(run, nn.Module):
+        digest.update(fingerprint(run).encode())
+    return digest.hexdigest()
