@@ -194,7 +194,7 @@ def given(read_config):
 @pytest.mark.parametrize("objective", ["edm", "rf"])
 def test_denoising_is_the_loss_without_alignment_and_the_teacher_sees_less_noise(given, objective, monkeypatch):
     """Same samples, labels and noise; its level by the formula of each process; all tokens."""
-    cfg, spec, stored, labels, draws = given(f"objective={objective}", "alignment.step=0.2")
+    cfg, spec, stored, labels, draws = given(f"objective={objective}", "alignment.gap=0.2")
     from tread.checkpoints.network import build_network, process_of
 
     network = build_network(cfg)
@@ -356,10 +356,11 @@ def test_what_does_not_fit_is_named_before_training(repa, tmp_path):
     for overrides, message in (
         (["alignment=repa"], "alignment.encoder is null, but alignment=repa needs one"),
         ([*REPA[:3], "alignment.encoder=inception"], "inception"),
-        ([*REPA[:3], "model.patch_size=4"], r"features of a 4×4 grid, but the network has 2×2 tokens"),
+        ([*REPA[:3], "model.patch_size=4"], "features in .*digits/train have 4×4 tokens, but the network has 2×2"),
+        ([*REPA[:3], "alignment.source=live", "model.patch_size=4"], "features of .*patches have 4×4.*2×2"),
         ([*REPA[:3], "alignment.block=6"], "alignment.block is 6, but the network has 6 blocks"),
         (["alignment=self", "alignment.teacher=-7"], "alignment.teacher is -7"),
-        (["alignment=self", "alignment.step=1.5"], "alignment.step is 1.5"),
+        (["alignment=self", "alignment.gap=1.5"], "alignment.gap is 1.5"),
     ):
         with pytest.raises(SystemExit, match=message):
             launch(folder, *overrides, "name=none")

@@ -38,7 +38,7 @@ class Alignment:
     encoder  whose features are repa's targets.
     source   stored: features that lie beside the latents; live: the encoder runs on pictures that do.
     teacher  self's deeper block, as `block`; None: number 2·depth // 3, counted from 1.
-    step     self's noise level lies below the training's by up to so much, uniformly: of the time in rectified flow, of
+    gap      self's noise level lies below the training's by up to so much, uniformly: of the time in rectified flow, of
              the training distribution's quantile in EDM.
     """
 
@@ -49,7 +49,7 @@ class Alignment:
     encoder: str | None = None
     source: Literal["stored", "live"] = "stored"
     teacher: int | None = None
-    step: Share = 0.2
+    gap: Share = 0.2
 
     def blocks(self, depth: int) -> tuple[int, int]:
         """The aligned block and self's deeper one of a network of so many, counted from 0. Raises ValueError."""

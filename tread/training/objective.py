@@ -31,7 +31,7 @@ class Draws:
     drop       (B,) uniform, to drop labels.
     routes     pairs (Route, ids_keep (B, K)), the tokens that each route keeps.
     posterior  (B, C, S, S) standard normal, to sample latents from moments; None if they are plain.
-    back       (B,) uniform, by which share of alignment.step self's teacher sees less noise; None without it.
+    back       (B,) uniform, by which share of alignment.gap self's teacher sees less noise; None without it.
     """
 
     level: Tensor
@@ -203,5 +203,5 @@ def teacher_tokens(
         found.append(teacher.output_of(cfg.alignment.blocks(cfg.model.depth)[1], x, t, y))
         return x  # of which nothing is used: the process has preconditioned the input, which is all that is wanted
 
-    process.errors(network, x, y, process.cleaner(draws.level, cfg.alignment.step * draws.back), draws.noise)
+    process.errors(network, x, y, process.cleaner(draws.level, cfg.alignment.gap * draws.back), draws.noise)
     return found[0]

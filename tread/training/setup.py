@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, process_of
 from tread.checkpoints.origin import load_weights
 from tread.data import autoencoder, digits
+from tread.data.beside import check_grid
 from tread.data.dataset import LatentDataset, heldout_beside
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
@@ -214,6 +216,7 @@ def open_aligner(
     elif alignment.kind == "repa":
         encoder = open_encoder(alignment.encoder, device, grid=network.grid[0], inception=cfg.eval.inception)
         cost = encoder.cost(data.picture_size)
+        check_grid(math.isqrt(cost.tokens), network.grid[0], f"features of {alignment.encoder}")
         width, flops = cost.width, cost.flops
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "projector").initial_seed())
@@ -259,7 +262,8 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
     Raises ValueError or FileNotFoundError if they do not fit the model, the batch or one another.
     """
     data = open_dataset(cfg, cfg.dataset.path, "train", cfg.dataset.placement, device)
-    check_features(cfg, data)
+    if data.feature_spec is not None:
+        check_grid(data.feature_spec.grid, cfg.dataset.size // cfg.model.patch_size, f"features in {data.folder}")
     if cfg.dataset.normalize:
         data.normalize(process_of(cfg).data_std)
     data.steps_per_epoch(cfg.train.batch_size)
@@ -276,17 +280,6 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
     normalization = {key: getattr(data.latents, key) for key in ("channel_shift", "channel_scale")}
     heldout.latents = replace(heldout.latents, **normalization)
     return data, heldout
-
-
-def check_features(cfg: Settings, data: LatentDataset) -> None:
-    """Raise ValueError unless the features beside the latents, where a run aligns with them, are one for each token."""
-    side = cfg.dataset.size // cfg.model.patch_size
-    if data.feature_spec is not None and data.feature_spec.grid != side:
-        grid = data.feature_spec.grid
-        raise ValueError(
-            f"{data.folder} holds features of a {grid}×{grid} grid, but the network has {side}×{side} tokens: "
-            f"scripts/prepare_features.py grid={side} makes such"
-        )
 
 
 def read_otherwise(cfg: Settings, data: LatentDataset, heldout: LatentDataset | None) -> list[str]:
