@@ -40,7 +40,8 @@ class RF(Process):
     reverse     true: the network's time and velocity run from noise to data, as those of public SiT
                 weights do: it gets time_scale·(1 − t) and predicts x − ε.
     direction   weight, in training, of mean(1 − cos) beside the squared error: of the angle between predicted and
-                true velocity over the channels, at each place (LightningDiT: 1; Yao et al. 2025, arXiv 2501.01423).
+                true velocity over the channels, at each place (LightningDiT: 1; Yao et al. 2025, arXiv 2501.01423);
+                a velocity shorter than SHORTEST counts as that long.
     shift       s of the sampler's times: with u = 1 − t, from noise to data, u' = s·u / (1 + (s − 1)·u). Below 1
                 more steps lie near noise (LightningDiT: 0.3).
     """

@@ -4,7 +4,7 @@ Runs train.py's own steps on random latents, dense and routed ones taking turns 
 each kind the median time, images/s, FLOP/s, MFU, peak memory, the ratio dense/routed with its spread, and that
 ratio over what the FLOPs allow; then the share of each stage. Overrides are those of train.py, and
 
-    beside=dit    another model without routes, of the same overrides, that takes turns as well
+    beside=dit    another model without routes, of the same overrides but for those of lightning, in the same turns
     pairs=24      turns that are measured, of a step each (5 on a GPU, where single ones show the first kernels' launch)
     out=…         a JSON file to write as well
 
@@ -32,6 +32,7 @@ import torch
 from timing import composed, random_shards, seconds
 
 import train
+from tread.checkpoints.network import LIGHTNING
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.runtime.cli import answer_help, explained
@@ -62,9 +63,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             kinds = kinds_of(open_run(Path(folder), overrides))
             if own["beside"]:
-                same = [override for override in overrides if not override.startswith("model=")]
-                other = open_run(Path(folder) / "beside", [*same, f"model={own['beside']}"])
-                kinds[own["beside"]] = other, replace(other.cfg, train=replace(other.cfg.train, routes_until=0))
+                kept = [
+                    word for word in overrides if not word.startswith(("model=", *(f"model.{n}=" for n in LIGHTNING)))
+                ]
+                other = open_run(Path(folder) / "beside", [*kept, f"model={own['beside']}"])
+                name = f"{own['beside']}, dense" if other.cfg.model.routes else own["beside"]
+                kinds[name] = other, replace(other.cfg, train=replace(other.cfg.train, routes_until=0))
             result = measure(kinds, pairs)
     show(result)
     if own["out"]:

@@ -27,6 +27,7 @@ from tread.checkpoints.trained import open_trained
 from tread.data import autoencoder
 from tread.data.grids import FACTS, GAP
 from tread.runtime.files import size_text
+from tread.training.run_folder import migrate
 
 FOLDERS = sorted(path for path in (ROOT / "models").iterdir() if path.is_dir())
 PICTURES = [path for folder in FOLDERS for path in sorted(folder.glob("*.png"))]
@@ -91,7 +92,7 @@ def test_a_card_says_what_the_record_says(folder):
     assert ("research" in card and "ImageNet" in card) == (folder.name != "digits")
     given = {command.door: command for command in commands_of(f"models/{folder.name}/README.md")}
     assert {"sample.py", "scripts/export_checkpoint.py"} < given.keys()
-    trained, config = asdict(composed_settings(given["train.py"])), info["config"]
+    trained, config = asdict(composed_settings(given["train.py"])), migrate(info["config"])
     for name in ("objective", "seed", "model", "edm", "optim", "ema"):
         assert plain_lists(trained[name]) == config[name], name
     for name in ("steps", "batch_size", "label_drop", "loss_tokens"):

@@ -36,7 +36,10 @@ def refusal(monkeypatch, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("word", "shown"),
     [
-        ("model=tred", "there is no model=tred; the nearest is tread; there are dit, rwkv, tread, tread_rwkv"),
+        (
+            "model=tred",
+            "there is no model=tred; the nearest is tread; there are dit, lightning, rwkv, tread, tread_",
+        ),
         ("experiment=imagenet_b2", "there is no experiment=imagenet_b2; the nearest is imagenet256_b2; there are "),
         ("experiment=null", "~experiment takes one away"),
         ("foo", "'foo' is no setting: they are written key=value"),

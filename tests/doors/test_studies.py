@@ -280,7 +280,7 @@ def test_slurm_gets_each_training_and_scores_that_wait_for_it(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["study=convergense"], "there is no study 'convergense'; there are architectures, convergence"),
+        (["study=convergense"], "there is no study 'convergense'; there are alignment, architectures, convergence"),
         (["study=convergence", "scale=large"], "scale is 'large'"),
         (["study=convergence", "publish=true"], "publish=true is for scale=small"),
         (["study=convergence", "sceds=3"], "the nearest known one is 'seeds'"),

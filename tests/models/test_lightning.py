@@ -315,12 +315,16 @@ def tables(head_dim, side):
         (lambda: tables(8, 5), r"\(25, 8\).*must be \(16, d\)"),
         (lambda: {name: table.roll(1, 0) for name, table in tables(8, 4).items()}, "freqs_cos .*differs by up to"),
         (lambda: {name: table[:, :6] for name, table in tables(8, 4).items()}, "multiple of 4"),
-        (lambda: tables(16, 4), "16 channels that turn.*8"),
+        (lambda: tables(16, 4), "turns heads of 16 channels, this network heads of 8"),
     ],
 )
 def test_foreign_rotary_tables_are_refused(given, shown):
     network = tiny()
-    network.load_state_dict({**network.state_dict(), **tables(8, 4)})
+    for around in (network, torch.nn.Sequential(network)):  # strictly, one table alone too
+        prefix = "" if around is network else "0."
+        for names in (TABLES, TABLES[1:]):
+            public = {prefix + name: table for name, table in tables(8, 4).items() if name in names}
+            around.load_state_dict({**around.state_dict(), **public})
     with pytest.raises(ValueError, match=shown):
         network.load_state_dict({**network.state_dict(), **given()})
 

@@ -10,12 +10,11 @@ from dataclasses import MISSING, fields
 from torch import Tensor
 
 from tread.checkpoints.network import Model
-from tread.models.rotary import TABLES, check_tables
+from tread.models.rotary import ROUNDING, TABLES, check_tables
 from tread.runtime.tensor_files import FIRST, listed
 
 USUAL_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by hidden size: DiT-S, B, L, XL
 PLAIN = {f"model.{item.name}": item.default for item in fields(Model) if item.default is not MISSING}  # what DiT has
-ROUNDING = 0.01  # of positions: bf16 rounds by half as much, also in files that are fp32 again
 
 
 def fit(
@@ -115,7 +114,7 @@ def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
         return {}
     hidden_size, channels, patch_size, _ = shapes[FIRST]
     blocks = {match[1] for name in shapes if (match := re.match(r"blocks\.(\d+)\.", name))}
-    lightning = {f"blocks.0.{name}.weight" for name in ("norm1", "mlp.w12", "attn.q_norm")} | {TABLES[0]}
+    lightning = {f"blocks.0.{name}.weight" for name in ("norm1", "mlp.w12", "attn.q_norm")} | set(TABLES)
     found = {"model.architecture": "lightning" if lightning & shapes.keys() else "dit"}
     found |= {"model.hidden_size": hidden_size, "model.depth": len(blocks), "model.patch_size": patch_size}
     if width := shapes.get("blocks.0.mlp.fc1.weight"):
@@ -128,7 +127,7 @@ def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
         found["model.norm"] = "rms" if "blocks.0.norm1.weight" in shapes else "layer"
         found["model.mlp"] = "swiglu" if "blocks.0.mlp.w12.weight" in shapes else "gelu"
         found["model.qk_norm"] = "blocks.0.attn.q_norm.weight" in shapes
-    if len(rows := shapes.get(TABLES[0], ())) == 2:
+    for rows in (shapes[name] for name in TABLES if len(shapes.get(name, ())) == 2):
         found |= {"model.positions": "rope", "model.num_heads": hidden_size // max(1, rows[1])}
     if rows := shapes.get("final_layer.linear.weight"):
         found["model.learn_sigma"] = rows[0] == 2 * patch_size**2 * channels

@@ -127,7 +127,7 @@ def read_statistics(path: Path, channels: int) -> dict[str, list[float]]:
         if tuple(found[key].shape) not in ((1, channels, 1, 1), (channels, 1, 1), (channels,)):
             raise ValueError(
                 f"{path}: {key} has shape {tuple(found[key].shape)}, but the latents have {channels} channels: these "
-                "are statistics of other latents. Bring theirs, or take the file away, and measured ones serve"
+                "are statistics of other latents: bring theirs"
             )
     statistics = {key: found[key].double().flatten().tolist() for key in ("mean", "std")}
     if not np.isfinite([*statistics["mean"], *statistics["std"]]).all() or min(statistics["std"]) <= 0:

@@ -9,7 +9,7 @@ Shapes: B samples, N tokens of a grid in raster order, D hidden size, H heads of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -140,7 +140,8 @@ class LightningDiT(Backbone):
             init,
         )
         self.final_layer.norm_final = make_norm(norm, hidden_size)
-        self.head_dim = hidden_size // num_heads if positions == "rope" else None
+        self.head_dim = hidden_size // num_heads if positions == "rope" else None  # of heads that turn
+        self.register_load_state_dict_pre_hook(_take_tables)
         if self.head_dim:
             angles = rotary_angles(self.head_dim, self.grid[0])
             table = torch.cat([angles.cos(), angles.sin()], dim=1).float()
@@ -149,15 +150,14 @@ class LightningDiT(Backbone):
     def along(self, batch: int) -> Sequence[Tensor]:
         return [self.rotary.expand(batch, -1, -1)] if self.head_dim else []
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As nn.Module's, also of public files, whose rotary tables are compared and left out. Raises ValueError."""
-        check_tables(state_dict, self.num_tokens, "the state dict")
-        kept = state_dict
-        if TABLES[0] in state_dict:
-            turned = state_dict[TABLES[0]].shape[1]
-            if turned != self.head_dim:
-                raise ValueError(
-                    f"the state dict's heads have {turned} channels that turn, this network's {self.head_dim or 0}"
-                )
-            kept = {name: value for name, value in state_dict.items() if name not in TABLES}
-        return super().load_state_dict(kept, strict, assign)
+
+def _take_tables(network: LightningDiT, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Compare a public file's rotary tables with the network's and leave them out. Raises ValueError."""
+    found = {name: state_dict.pop(prefix + name) for name in TABLES if prefix + name in state_dict}
+    check_tables(found, network.num_tokens, "the state dict")
+    for name, table in found.items():
+        if table.shape[1] != network.head_dim:
+            raise ValueError(
+                f"{name} of the state dict turns heads of {table.shape[1]} channels, this network "
+                f"{f'heads of {network.head_dim}' if network.head_dim else 'none: positions=rope does'}"
+            )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 TABLES = ("feat_rope.freqs_cos", "feat_rope.freqs_sin")  # what public files hold of them
-ROUNDING = 0.01  # of tables in a file: bf16 rounds by half as much
+ROUNDING = 0.01  # of positions in a file: bf16 rounds by half as much, also in files that are fp32 again
 
 
 def rotary_angles(head_dim: int, side: int) -> Tensor:

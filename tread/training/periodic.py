@@ -25,9 +25,8 @@ from tread.training.optimizer import StepStatistics
 from tread.training.progress import mostly_bad, read_statistics
 from tread.training.run import Failure, Run
 
-ABSURD = (
-    1000  # an untrained network's loss is about 1, its velocity error 1 + the data's variance, which is about 1, too
-)
+# an untrained network's loss is about 1, its velocity error 1 + the data's variance, which is about 1, too
+ABSURD = 1000
 DIVERGED = "the training has diverged, or the data is of another scale. Try a smaller optim.lr, optim.clip_norm=1"
 
 

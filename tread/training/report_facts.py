@@ -120,7 +120,7 @@ def troubles_of(run: Found) -> list[str]:
         if absurd := [record for record in run.records if record.get(name, 0) > 1000]:
             found.append(f"the {called} is {absurd[0][name]:.3g} at step {absurd[0]['step']:,}")
     if run.config and not value_at(run.config, "dataset.heldout"):
-        found.append("there is no held-out data, so no evaluation loss")
+        found.append("there is no held-out data, so no evaluation")
     found += [str(text) for start in run.starts for text in start["warnings"]]
     return list(dict.fromkeys(found + _resumptions(run)))
 

@@ -134,7 +134,7 @@ def migrate(config: dict) -> dict:
         return {item.name: item.default for item in fields(kind) if item.default is not MISSING} | section
 
     kept = {key: value for key, value in config.items() if key != "recipe"}
-    kept |= {name: filled(kind, config.get(name, {})) for name, kind in YOUNGER.items()}
+    kept |= {name: filled(kind, config.get(name, {})) for name, kind in YOUNGER.items() if "model" in config}
     if "enabled" in config.get("wandb", {}):
         kept["tracker"] = "wandb" if config["wandb"]["enabled"] else "none"
         kept["wandb"] = {key: value for key, value in config["wandb"].items() if key != "enabled"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from routing_module import check_routes
+from tread.checkpoints.network import process_of
 from tread.evaluation.digits_judge import VALUES
 from tread.evaluation.heldout_loss import CALLED
 from tread.routing.ids import describe_route
@@ -61,8 +62,8 @@ def describe(run: Run) -> str:
     doubts = list(run.doubts)
     if run.heldout is None:
         doubts.append(
-            "there is no held-out data (dataset.heldout), so no evaluation loss, the number to compare runs by: "
-            "scripts/prepare_latents.py … heldout=0.02 keeps 2% of the pictures in <out>-heldout, where dataset=folder "
+            f"there is no held-out data (dataset.heldout), so no {CALLED[process_of(cfg).evaluation]}, the number to "
+            "compare runs by: scripts/prepare_latents.py … heldout=0.02 keeps 2% of the pictures in <out>-heldout, where dataset=folder "
             "finds them"
         )
     return "\n".join(
