@@ -63,8 +63,8 @@ def describe(run: Run) -> str:
     if run.heldout is None:
         doubts.append(
             f"there is no held-out data (dataset.heldout), so no {CALLED[process_of(cfg).evaluation]}, the number to "
-            "compare runs by: scripts/prepare_latents.py … heldout=0.02 keeps 2% of the pictures in <out>-heldout, where"
-            " dataset=folder finds them"
+            "compare runs by: scripts/prepare_latents.py … heldout=0.02 keeps 2% of the pictures in <out>-heldout, "
+            "where dataset=folder finds them"
         )
     return "\n".join(
         [f"  {name:<10}{text}" for name, text in lines.items()] + [f"warning: {doubt}" for doubt in doubts]
