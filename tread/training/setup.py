@@ -80,7 +80,9 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         )
     network.to(device)
     ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
-    aligner = open_aligner(cfg, network, ema, data, device)
+    with processes.main_first():  # which may fetch an encoder
+        aligner = open_aligner(cfg, network, ema, data, device)
+    doubts += shallow_teacher(cfg)
     projector = aligner and aligner.projector
     optimizer = build_optimizer(cfg, network, projector)
     averages = {width: EMA(network, power(width)) for width in cfg.ema.power}
@@ -223,6 +225,16 @@ def open_aligner(
         projector = build_projector(alignment, network.hidden_size, width)
     module = Aligned(network, projector.to(device), alignment.blocks(cfg.model.depth)[0])
     return Aligner(alignment, module, ema.network if alignment.kind == "self" else None, encoder, flops)
+
+
+def shallow_teacher(cfg: Settings) -> list[str]:
+    """What to doubt of alignment=self, whose targets lie deeper than what learns from them."""
+    block, teacher = cfg.alignment.blocks(cfg.model.depth)
+    if cfg.alignment.kind != "self" or block < teacher:
+        return []
+    return [
+        f"the teacher's block {teacher} is not deeper than the aligned one, {block}: see alignment.teacher and .block"
+    ]
 
 
 def build_optimizer(cfg: Settings, network: nn.Module, projector: nn.Module | None = None) -> torch.optim.AdamW:
