@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 
 import prepare_features
 import pytest
@@ -360,6 +361,18 @@ def test_stored_and_live_features_give_equal_losses(repa):
     assert logged(stored, "alignment")[0] != logged(stored, "alignment")[-1]
     first = folder / "results" / "first"
     assert logged(stored, "loss")[0] == logged(first, "loss")[0]
+
+
+def test_features_of_other_weights_are_doubted_where_a_run_goes_on(repa, tmp_path):
+    """Of the same encoder's name: only the hash that index.json states differs."""
+    shutil.copytree(repa[0], tmp_path, symlinks=True, dirs_exist_ok=True)
+    assert "another encoder" not in launch(tmp_path, *REPA, "train.steps=7")
+    path = tmp_path / "data" / "digits" / "train" / "index.json"
+    index = json.loads(path.read_text())
+    index["features"]["fingerprint"] = "0" * 64
+    path.write_text(json.dumps(index))
+    said = "warning: own_encoder:patches is another encoder than the run was aligned with up to here"
+    assert said in launch(tmp_path, *REPA, "train.steps=8")
 
 
 def test_what_does_not_fit_is_named_before_training(repa, tmp_path):
