@@ -83,12 +83,8 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     with processes.main_first():  # which may fetch an encoder
         aligner = open_aligner(cfg, network, ema, data, device)
     doubts += shallow_teacher(cfg)
-    if (
-        found
-        and aligner
-        and None not in (prints := {found.info.get("encoder"), aligner.fingerprint})
-        and len(prints) > 1
-    ):
+    begun_with = found.info.get("encoder") if found else None
+    if begun_with and aligner and aligner.fingerprint not in (None, begun_with):
         doubts.append(
             f"{cfg.alignment.encoder} is another encoder than the run was aligned with up to here, by its hash"
         )
