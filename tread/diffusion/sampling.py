@@ -18,7 +18,7 @@ from routing_module import Route
 from tread.diffusion.guidance import NO_GUIDANCE, Branch, Call, Guidance, Routes, guided
 from tread.diffusion.process import Process
 from tread.diffusion.solvers import Churn, call_order, solve
-from tread.routing.ids import check_ratio, choose_ids, count_kept
+from tread.routing.ids import check_ratio, choose_ids, count_kept, with_ratio
 from tread.runtime.device import autocast
 from tread.runtime.randomness import generator, seeded_normal, seeded_uniform
 from tread.runtime.schema import check
@@ -89,7 +89,7 @@ class Sampler:
         """FLOPs of the networks a sample, see Backbone.forward_flops; weak: a second network of the guidance."""
 
         def cost(model: Model, ratio: float) -> int:
-            routes = [replace(route, selection_ratio=ratio) for route in model.routes]
+            routes = [with_ratio(route, ratio) for route in model.routes]
             return model.network.forward_flops(routes, attention)
 
         return sum(
@@ -117,7 +117,7 @@ def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> N
         if not one.routes:
             raise ValueError(f"guidance={sampler.guidance.kind} routes tokens around, but the model has no routes")
         for route in one.routes:
-            check_ratio(replace(route, selection_ratio=ratio), one.network.grid, f"guidance.{name}")
+            check_ratio(with_ratio(route, ratio), one.network.grid, f"guidance.{name}")
 
 
 def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:
@@ -195,7 +195,7 @@ def _routes(
     ]
 
     def routes(call: int) -> Routes:
-        drawn = [(replace(route, selection_ratio=ratios[call]), u[:, call]) for route, u in zip(own, uniform)]
+        drawn = [(with_ratio(route, ratios[call]), u[:, call]) for route, u in zip(own, uniform)]
         return [(route, choose_ids(route, u, grid)) for route, u in drawn if count_kept(route, tokens, grid) < tokens]
 
     return routes

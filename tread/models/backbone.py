@@ -221,14 +221,18 @@ class Backbone(nn.Module):
                  (B, N, D), or (B, K, D) of a block on a route.
         """
         x, c = self.embed(x, t, y)
+        grid = self.grid if self.needs_grid else None
+        x = run_blocks(self.noting(outputs), x, c, routes=routes, along=self.along(len(x)), grid=grid)
+        return self.unpatchify(self.final_layer(x, c))
+
+    def noting(self, outputs: MutableMapping[int, Tensor | None] | None) -> list[Callable[..., Tensor]]:
+        """The blocks, to be called as activation_checkpointing says, and putting what they give into outputs."""
         blocks = list(self.blocks)
         if self.activation_checkpointing:  # nothing in the blocks is random, so no generator is kept
             blocks = [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
         for index in outputs or ():
             blocks[index] = partial(_noted, blocks[index], outputs, index)
-        grid = self.grid if self.needs_grid else None
-        x = run_blocks(blocks, x, c, routes=routes, along=self.along(len(x)), grid=grid)
-        return self.unpatchify(self.final_layer(x, c))
+        return blocks
 
     def output_of(self, block: int, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         """The output of block number `block` with all tokens, (B, N, D); what lies behind it is not computed."""

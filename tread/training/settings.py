@@ -178,6 +178,11 @@ class Settings:
         fits = self.dataset.size and self.dataset.size % self.model.patch_size == 0  # else the network says so
         for number, route in enumerate(self.model.routes if fits else ()):
             side, schedule = self.dataset.size // self.model.patch_size, self.train.ratio_schedule
+            if schedule and route.select == "group":
+                raise ValueError(
+                    f"train.ratio_schedule is given, but model.routes.{number}.select=group fixes the ratio at 0.75: "
+                    "select=token takes others"
+                )
             ratio = max(schedule.start, schedule.end) if schedule else route.selection_ratio
             key = "train.ratio_schedule" if schedule else f"model.routes.{number}.selection_ratio"
             check_ratio(replace(route, selection_ratio=ratio), (side, side), key)

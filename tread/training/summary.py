@@ -12,7 +12,7 @@ from tread.training.alignment import tokens_at
 from tread.training.objective import active_routes
 from tread.training.run import Run
 
-SELECTS = {"token": "", "row": " in whole rows", "shared": ", the same ones in a batch"}
+SELECTS = {"token": "", "row": " in whole rows", "shared": ", the same ones in a batch", "group": ", one of each 2×2"}
 
 
 def describe(run: Run) -> str:

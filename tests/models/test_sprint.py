@@ -1,0 +1,257 @@
+"""SPRINT against golden numbers, a twin written part by part, closed-form counts and torch's FLOPs counter."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from routing_module import Route
+from tread.models.lightning import LightningDiT
+from tread.models.sprint import Sprint
+from tread.routing.ids import choose_ids
+from tread.runtime import compiling
+from tread.runtime.device import autocast
+
+SIZES = {"input_size": 4, "patch_size": 1, "hidden_size": 16, "num_heads": 2, "num_classes": 5}
+ROUTE = Route(2, -3, 0.75, "off")
+ALL_CHOICES = {"norm": "rms", "mlp": "swiglu", "positions": "rope", "qk_norm": True}
+
+
+def tiny(depth=6, std=0.3, **more):
+    """All weights N(0, std), norms' 1 + N(0, std)."""
+    network, generator = Sprint(depth=depth, **{**SIZES, **more}), torch.Generator().manual_seed(0)
+    for name, parameter in network.named_parameters():
+        parameter.data = std * torch.randn(parameter.shape, generator=generator) + ("norm" in name)
+    return network
+
+
+def batch(size=3):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(size, 4, 4, 4, generator=generator), torch.rand(size, generator=generator), torch.arange(size)
+
+
+def drawn(size=3, route=ROUTE, seed=2):
+    noise = torch.rand(size, 16, generator=torch.Generator().manual_seed(seed))
+    return [(route, choose_ids(route, noise, (4, 4)))]
+
+
+def assert_near(found, expected, limit):
+    assert (found - expected).abs().max() <= limit
+
+
+@pytest.fixture
+def golden(asset):
+    """Without their class token, value residual and projectors; their norms have no weight, ours weights of 1."""
+    g = load_file(asset("golden/sprint_tiny_hot.safetensors"))
+    sizes = {"input_size": 8, "patch_size": 1, "in_channels": 8, "hidden_size": 64, "num_heads": 4, "num_classes": 10}
+    network = Sprint(depth=6, **sizes, norm="rms", positions="rope")
+    left_out = ("cls_projectors2.", "projectors.", "wg_norm.", "final_layer.linear_cls.")
+    state = {
+        name.removeprefix("state."): value
+        for name, value in g.items()
+        if name.startswith("state.") and not name.removeprefix("state.").startswith(left_out) and "v1_" not in name
+    }
+    state["pos_embed"] = state["pos_embed"][:, 1:]
+    norms = {name: torch.ones(64) for name in network.state_dict() if ".norm" in name}
+    network.load_state_dict(state | norms, strict=True)
+    return g, network
+
+
+def test_golden_forward_hidden_states_and_gradients(golden):
+    g, network = golden
+    outputs, fused = {1: None}, []
+    network.fusion_proj.register_forward_hook(lambda _, given, output: fused.append((given[0], output)))
+    routes = [(ROUTE, g["plain.in.ids_keep"])]
+    x, t, y = g["in.x"], g["in.t"], g["in.y"]
+    found = network(x, t, y, routes, g["plain.in.path_drop"], outputs)
+    assert_near(found, g["plain.out.train"], 1e-4)
+    assert_near(outputs[1], g["plain.out.f"], 1e-4)
+    both, h_in = fused[0]
+    assert_near(both[..., :64], g["plain.out.f"], 1e-4)
+    assert_near(both[..., 64:], g["plain.out.g_pad_after_pathdrop"], 1e-4)
+    assert_near(h_in, g["plain.out.h_in"], 1e-4)
+    loss = (found - g["in.target"]).square().mean()
+    assert_near(loss, g["plain.out.loss"], 1e-5)
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in network.named_parameters()}
+    checked = [name for name in g if name.startswith("plain.grad.")]
+    assert len(checked) >= 4
+    for name in checked:
+        assert_near(gradients[name.removeprefix("plain.grad.")], g[name], 1e-4 * g[name].abs().max())
+    with torch.no_grad():
+        assert_near(network(x, t, y), g["plain.out.eval_dense"], 1e-4)
+
+
+@pytest.mark.parametrize("choices", [{}, ALL_CHOICES])
+def test_it_is_its_parts(choices):
+    """Sample by sample, f on all tokens, g on the kept with their own rotary rows, [f ; g or mask token], h."""
+    network, (x, t, y) = tiny(7, **choices), batch()
+    routes, path_drop = drawn(), torch.tensor([False, True, False])
+    with torch.no_grad():
+        found, expected = network(x, t, y, routes, path_drop), []
+        for b in range(3):
+            tokens, c = network.embed(x[b : b + 1], t[b : b + 1], y[b : b + 1])
+            ids = routes[0][1][b]
+            table = network.along(1)
+            for block in network.blocks[:2]:
+                tokens = block(tokens, *table, c)
+            kept = tokens[:, ids]
+            for block in network.blocks[2:5]:
+                kept = block(kept, *(one[:, ids] for one in table), c)
+            g = network.mask_token.repeat(1, 16, 1)
+            if not path_drop[b]:
+                for place, token in zip(ids, kept[0]):
+                    g[0, place] = token
+            D = 16
+            W = network.fusion_proj.weight
+            tokens = tokens @ W[:, :D].T + g @ W[:, D:].T + network.fusion_proj.bias
+            for block in network.blocks[5:]:
+                tokens = block(tokens, *table, c)
+            expected.append(network.unpatchify(network.final_layer(tokens, c)))
+    expected = torch.cat(expected)
+    assert_near(found / expected.abs().max(), expected / expected.abs().max(), 1e-5)
+
+
+def test_nothing_left_out_is_the_dense_forward_bit_for_bit():
+    network, (x, t, y) = tiny(**ALL_CHOICES), batch()
+    with torch.no_grad():
+        dense = network(x, t, y)
+        for routes in ([(Route(2, 3, 0.0), torch.arange(16).expand(3, -1))], drawn(route=Route(2, 3, 0.0, "off"))):
+            assert torch.equal(network(x, t, y, routes), dense)
+        assert torch.equal(network(x, t, y, path_drop=torch.zeros(3, dtype=torch.bool)), dense)
+        assert (network(x, t, y, drawn()) - dense).abs().max() > 1e-2
+
+
+def test_path_dropped_samples_do_not_depend_on_g():
+    """Nor on the route; True is all samples at once, without a call of g's blocks."""
+    network, (x, t, y) = tiny(), batch()
+    other, path_drop = copy.deepcopy(network), torch.tensor([True, False, True])
+    for parameter in other.blocks[2:4].parameters():
+        torch.nn.init.normal_(parameter)
+    with torch.no_grad():
+        one, two = network(x, t, y, drawn(), path_drop), other(x, t, y, drawn(seed=5), path_drop)
+        assert torch.equal(one[path_drop], two[path_drop]) and not torch.equal(one[1], two[1])
+        calls = []
+        for block in network.blocks:
+            block.register_forward_hook(lambda *_: calls.append(1))
+        without = network(x, t, y, path_drop=True)
+        assert len(calls) == 4
+        torch.testing.assert_close(without[path_drop], one[path_drop], rtol=1e-5, atol=1e-5)
+        assert torch.equal(without, network(x, t, y, drawn(), True))
+
+
+def test_gradients_reach_both_paths_and_g_only_of_samples_that_use_it():
+    network, (x, t, y) = tiny(), batch()
+    network(x, t, y, drawn()).square().mean().backward()
+    for name, parameter in network.named_parameters():
+        assert parameter.grad.abs().max() > 0, name
+    D = 16
+    assert network.fusion_proj.weight.grad[:, :D].abs().max() > 0 < network.fusion_proj.weight.grad[:, D:].abs().max()
+    network.zero_grad()
+    network(x, t, y, drawn(), torch.ones(3, dtype=torch.bool)).square().mean().backward()
+    assert all((parameter.grad == 0).all() for parameter in network.blocks[2:4].parameters())
+    assert network.mask_token.grad.abs().max() > 0
+    network.zero_grad()
+    network(x, t, y).square().mean().backward()  # zero, and there: processes wait for each parameter's
+    assert (network.mask_token.grad == 0).all()
+
+
+def test_untrained_output_is_zero_and_parts_are_drawn_alike():
+    torch.manual_seed(0)
+    x, t, y = batch()
+    network = Sprint(depth=6, **{**SIZES, "hidden_size": 64})
+    assert (network(x, t, y) == 0).all()
+    assert abs(network.mask_token.std() - 0.02) < 0.006 and (network.fusion_proj.bias == 0).all()
+    bound = math.sqrt(6 / (3 * 64))
+    assert 0.95 * bound < network.fusion_proj.weight.abs().max() <= bound
+
+
+def test_fusion_is_all_that_it_adds_to_the_backbone():
+    """2.66 M parameters at XL/2: 2D² + D, and the mask token's D."""
+    with torch.device("meta"):
+        ours, plain = Sprint(), LightningDiT(norm="layer", mlp="gelu", positions="sincos")
+    counts = [sum(parameter.numel() for parameter in network.parameters()) for network in (ours, plain)]
+    assert counts[0] - counts[1] == 2 * 1152**2 + 2 * 1152
+    assert set(ours.state_dict()) - set(plain.state_dict()) == {"fusion_proj.weight", "fusion_proj.bias", "mask_token"}
+
+
+@pytest.mark.parametrize("choices", [{}, ALL_CHOICES])
+@pytest.mark.parametrize(("routed", "path_drop"), [(False, False), (True, False), (False, True)])
+def test_flops_agree_with_torchs_counter(choices, routed, path_drop):
+    network, (x, t, y) = tiny(7, **choices), batch(2)
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        network(x, t, y, drawn(2) if routed else (), path_drop or None)
+    assert 2 * network.forward_flops([ROUTE] if routed else [], path_drop=path_drop) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("block", [0, 2, 4, 5])
+def test_output_of_a_block_and_its_flops(block):
+    network, (x, t, y) = tiny(), batch()
+    outputs = {block: None}
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        network(x, t, y, outputs=outputs)
+        with FlopCounterMode(display=False) as counter:
+            found = network.output_of(block, x, t, y)
+    assert torch.equal(found, outputs[block])
+    assert 3 * network.forward_flops(upto=block) == counter.get_total_flops()
+
+
+def test_bf16_recomputation_and_compiled_blocks_agree_with_the_plain_network():
+    network, (x, t, y) = tiny(**ALL_CHOICES), batch()
+    route = Route(2, 3, 0.75, "end")
+    path_drop = torch.tensor([False, True, False])
+
+    def results(one, precision="fp32"):
+        one.zero_grad()
+        with autocast(torch.device("cpu"), precision):
+            outputs = [one(x, t, y), one(x, t, y, drawn(route=route), path_drop)]
+        sum(out.float().square().mean() for out in outputs).backward()
+        return [*(out.float() for out in outputs), one.blocks[2].attn.qkv.weight.grad.clone()]
+
+    plain = results(network)
+    network.activation_checkpointing = True
+    for one, other in zip(results(network), plain):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    network.activation_checkpointing = False
+    for one, other in zip(results(network, "bf16"), plain):
+        assert (one - other).norm() / other.norm() < 0.1
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiling.compile_blocks(network.blocks, counter)
+    for one, other in zip(results(network), plain):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 2  # all tokens, kept ones
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("routes", "shown"),
+    [
+        ([Route(1, 3, 0.75)], "1→3 is not over SPRINT's sparse part.*start must be 2 and end 3"),
+        ([Route(2, -4, 0.75)], "2→2 is not over"),
+        ([Route(2, -3, 0.75, rejoin=1)], "rejoin 1 is given"),
+        ([Route(2, 2, 0.75), Route(3, 3, 0.75)], "2 routes are given"),
+    ],
+)
+def test_other_routes_are_refused(routes, shown):
+    network, (x, t, y) = tiny(), batch()
+    with pytest.raises(ValueError, match=shown):
+        network(x, t, y, [drawn(route=route)[0] for route in routes])
+    with pytest.raises(ValueError, match=shown):
+        network.forward_flops(routes)
+
+
+def test_depths_and_path_drops_that_can_not_be_are_refused():
+    with pytest.raises(ValueError, match="depth 4 leaves"):
+        tiny(4)
+    x, t, y = batch()
+    for given in (torch.tensor([True]), torch.zeros(3)):
+        with pytest.raises(ValueError, match=r"path_drop is .*must be \(3,\) of torch.bool"):
+            tiny()(x, t, y, path_drop=given)
