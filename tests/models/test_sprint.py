@@ -253,5 +253,5 @@ def test_depths_and_path_drops_that_can_not_be_are_refused():
         tiny(4)
     x, t, y = batch()
     for given in (torch.tensor([True]), torch.zeros(3)):
-        with pytest.raises(ValueError, match=r"path_drop is .*must be \(3,\) of torch.bool"):
+        with pytest.raises(ValueError, match=r"path_drop is .*must be \(3,\) torch.bool"):
             tiny()(x, t, y, path_drop=given)

@@ -14,16 +14,17 @@ from tread.diffusion.process import Process
 from tread.models.backbone import Backbone, Init
 from tread.models.lightning import LightningDiT, MlpKind, Norm, Positions
 from tread.models.rwkv import RWKV
+from tread.models.sprint import Sprint, check_sparse_part
 from tread.runtime.schema import Count, Positive, read
 
 Objective = Annotated[Literal["edm", "rf"], "rectified flow"]
-LIGHTNING = ("norm", "mlp", "positions", "qk_norm")  # settings of architecture=lightning alone
+LIGHTNING = ("norm", "mlp", "positions", "qk_norm")  # settings of lightning and sprint alone
 
 
 @dataclass(frozen=True)
 class Model:
     name: str
-    architecture: Literal["dit", "lightning", "rwkv"]
+    architecture: Literal["dit", "lightning", "rwkv", "sprint"]
     routes: tuple[Route, ...]
     hidden_size: Count
     depth: Count
@@ -38,11 +39,11 @@ class Model:
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
-        for name in () if self.architecture == "lightning" else LIGHTNING:
+        for name in () if self.architecture in ("lightning", "sprint") else LIGHTNING:
             if (value := getattr(self, name)) != getattr(Model, name):
                 raise ValueError(
-                    f"model.{name} is {value!r}, but {self.architecture} has no such choice: model=lightning and "
-                    "model=tread_lightning have it"
+                    f"model.{name} is {value!r}, but {self.architecture} has no such choice: model=lightning, "
+                    "model=tread_lightning and model=sprint have it"
                 )
         for number, route in enumerate(self.routes):
             if route.select not in self.selects:
@@ -50,6 +51,8 @@ class Model:
                     f"model.routes.{number}.select is {route.select!r}, but the blocks of {self.architecture} look at "
                     f"neighbours in the token grid: it must be {' or '.join(self.selects)}"
                 )
+        if self.architecture == "sprint":
+            check_sparse_part(self.routes, self.depth)
         check_routes(self.routes, self.depth)
 
     @property
@@ -122,8 +125,9 @@ def build_network(cfg: Network) -> Backbone:
     }
     if cfg.model.architecture == "rwkv":
         return RWKV(**sizes)
-    if cfg.model.architecture == "lightning":
-        return LightningDiT(
+    if cfg.model.architecture in ("lightning", "sprint"):
+        network = Sprint if cfg.model.architecture == "sprint" else LightningDiT
+        return network(
             num_heads=cfg.model.num_heads,
             norm=cfg.model.norm,
             mlp=cfg.model.mlp,

@@ -139,7 +139,7 @@ class Sprint(LightningDiT):
             return torch.tensor(path_drop, device=x.device)
         if path_drop.shape != x.shape[:1] or path_drop.dtype != torch.bool:
             raise ValueError(
-                f"path_drop is {tuple(path_drop.shape)} {path_drop.dtype}, but must be ({len(x)},) of torch.bool, or True"
+                f"path_drop is {tuple(path_drop.shape)} {path_drop.dtype}, but must be ({len(x)},) torch.bool, or True"
             )
         return path_drop[:, None, None]
 
