@@ -7,17 +7,22 @@ import math
 
 import pytest
 import torch
+from conftest import launch, records, state
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from routing_module import Route
+from tread.checkpoints.state_dicts import sizes
+from tread.data.latents import LatentSpec
 from tread.models.lightning import LightningDiT
 from tread.models.sprint import Sprint
 from tread.routing.ids import choose_ids
 from tread.runtime import compiling
 from tread.runtime.device import autocast
+from tread.training import settings
+from tread.training.objective import step_draws, training_loss
 
 SIZES = {"input_size": 4, "patch_size": 1, "hidden_size": 16, "num_heads": 2, "num_classes": 5}
 ROUTE = Route(2, -3, 0.75, "off")
@@ -255,3 +260,67 @@ def test_depths_and_path_drops_that_can_not_be_are_refused():
     for given in (torch.tensor([True]), torch.zeros(3)):
         with pytest.raises(ValueError, match=r"path_drop is .*must be \(3,\) torch.bool"):
             tiny()(x, t, y, path_drop=given)
+
+
+# --------------------------------------------------------------------------------------- training
+
+RUN = ["model=sprint", "train.precision=fp32"]
+LATENTS = LatentSpec(shape=(1, 8, 8), classes=tuple("0123456789"), autoencoder="pixels", scale_applied=True)
+
+
+def test_training_drops_paths_by_the_runs_own_draws(composed):
+    """A share of path_drop, the same for a step whoever takes which rows; other draws stay what they are without."""
+    config = composed(*RUN, "dataset.size=8", "dataset.channels=1", "dataset.num_classes=10", "train.batch_size=1000")
+    cfg = settings.read(config)
+    draws = step_draws(cfg, LATENTS, 3, "cpu")
+    given = []
+
+    def network(x, t, y, routes=(), path_drop=None):
+        given.append(path_drop)
+        return torch.zeros_like(x)
+
+    for rows in (slice(0, 1000), slice(300, 400)):
+        part = draws.rows(rows)
+        training_loss(cfg, network, LATENTS, torch.zeros(len(part.drop), 1, 8, 8), part.drop.long(), part)
+    assert torch.equal(given[0][300:400], given[1]) and given[0].dtype == torch.bool
+    assert abs(given[0].float().mean() - 0.1) < 5 * (0.1 * 0.9 / 1000) ** 0.5
+    assert not torch.equal(given[0], step_draws(cfg, LATENTS, 4, "cpu").path < 0.1)
+    config["train"]["path_drop"] = 0.0
+    without = step_draws(settings.read(config), LATENTS, 3, "cpu")
+    assert without.path is None and torch.equal(without.noise, draws.noise)
+    assert torch.equal(without.routes[0][1], draws.routes[0][1])
+
+
+def test_a_run_goes_on_bit_equal_across_the_end_of_its_routes(tmp_path):
+    """Interrupted in stage 1 and begun anew in stage 2, without routes and with a path dropped now and then."""
+    run = [*RUN, "train.routes_until=4", "train.path_drop=0.3"]
+    printed = launch(tmp_path, *run, "name=whole", "train.steps=6")
+    assert "r(2→3) keeps 4 of 16 tokens, one of each 2×2" in printed
+    launch(tmp_path, *run, "name=parts", "train.steps=3")
+    launch(tmp_path, *run, "name=parts", "train.steps=6")
+    whole, parts = (state(tmp_path / "results" / name) for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys() and "model/mask_token" in whole
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert records(tmp_path / "results/whole") == records(tmp_path / "results/parts")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shown"),
+    [
+        (["model.routes.0.start=1"], "not over SPRINT's sparse part"),
+        (["model.routes.0.rejoin=1"], "rejoin 1 is given"),
+        (["model.routes.0.selection_ratio=0.5"], "selection_ratio is 0.5, but must be 0.75 with select=group"),
+        (["model.depth=4"], "depth 4"),
+        (["dataset.size=6"], "grid of 3×3 tokens is odd"),
+        (["model=dit", "train.path_drop=0.1"], "train.path_drop is 0.1, but dit has no sparse path"),
+        (["train.ratio_schedule={start: 0.75, end: 0.25, last: 10}"], "train.ratio_schedule is given, but .*group"),
+    ],
+)
+def test_settings_that_can_not_be_are_refused(composed, overrides, shown):
+    with pytest.raises(ValueError, match=shown):
+        settings.read(composed("model=sprint", *overrides))
+
+
+def test_weights_say_that_they_are_sprints():
+    found = sizes(tiny(**ALL_CHOICES).state_dict())
+    assert found["model.architecture"] == "sprint" and found["model.mlp"] == "swiglu" and found["model.depth"] == 6

@@ -61,6 +61,13 @@ class Model:
         return ("row",) if self.architecture == "rwkv" else SELECT_CHOICES
 
     @property
+    def usual_route(self) -> Route:
+        """TREAD's r(2→depth−4), or SPRINT's over its sparse part. Raises ValueError for a depth without one."""
+        if self.architecture == "sprint":
+            return Route(2, -3, 0.75, "off")
+        return Route.for_depth(self.depth, select=self.selects[0])
+
+    @property
     def decisive(self) -> dict[str, object]:
         """What decides which function weights are, by dotted name: all but its name, its routes and how it starts."""
         left_out = {"name", "routes", "init"}

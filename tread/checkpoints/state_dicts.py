@@ -123,6 +123,8 @@ def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
         found |= {"model.architecture": "rwkv", "model.mlp_ratio": width[0] / hidden_size}
     elif width := shapes.get("blocks.0.mlp.w12.weight"):
         found["model.mlp_ratio"] = _swiglu_ratio(width[0] // 2, hidden_size)
+    if "fusion_proj.weight" in shapes:
+        found["model.architecture"] = "sprint"
     if found["model.architecture"] != "rwkv":
         found["model.norm"] = "rms" if "blocks.0.norm1.weight" in shapes else "layer"
         found["model.mlp"] = "swiglu" if "blocks.0.mlp.w12.weight" in shapes else "gelu"

@@ -47,10 +47,10 @@ class Trained:
         return self.found.sha256(self.weights)
 
     def routes(self, guidance: Guidance) -> tuple[Route, ...]:
-        """Those it was trained with; without any, and if a guidance is forced, the paper's r(2→depth−4)."""
+        """Those it was trained with; without any, and if a guidance is forced, its architecture's usual one."""
         forced = guidance.force and guidance.row.routed and not self.cfg.model.routes
         model = self.cfg.model
-        return (Route.for_depth(model.depth, select=model.selects[0]),) if forced else model.routes
+        return (model.usual_route,) if forced else model.routes
 
     def outline(self, guidance: Guidance) -> Model:
         """The network without weights, to count tokens and FLOPs by."""

@@ -127,10 +127,10 @@ class Aligned(nn.Module):
         self.network, self.projector, self.block = network, projector, block
 
     def forward(
-        self, x: Tensor, t: Tensor, y: Tensor, routes: Sequence[tuple[Route, Tensor]] = ()
+        self, x: Tensor, t: Tensor, y: Tensor, routes: Sequence[tuple[Route, Tensor]] = (), **more: Tensor
     ) -> tuple[Tensor, Tensor]:
         outputs: dict[int, Tensor | None] = {self.block: None}
-        found = self.network(x, t, y, routes, outputs)
+        found = self.network(x, t, y, routes, outputs=outputs, **more)
         return found, self.projector(outputs[self.block])
 
 

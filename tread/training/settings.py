@@ -46,6 +46,7 @@ class Train:
     ratio_schedule: RatioSchedule | None
     loss_tokens: Literal["all", "kept"]
     reconstruction: float
+    path_drop: Share = 0.0
 
     def __post_init__(self) -> None:
         if self.reconstruction < 0 or (self.reconstruction and self.loss_tokens == "all"):
@@ -190,6 +191,11 @@ class Settings:
             raise ValueError(
                 "alignment.encoder is null, but alignment=repa needs one: dinov2-s, -b, -l, -g, a hub id or folder of "
                 "DINOv2, inception, or module:function"
+            )
+        if self.train.path_drop and self.model.architecture != "sprint":
+            raise ValueError(
+                f"train.path_drop is {self.train.path_drop:g}, but {self.model.architecture} has no sparse path: "
+                "model=sprint has one"
             )
         self.alignment.blocks(self.model.depth)  # raises ValueError for blocks that the network has not
         for key, unset in (("ratio_schedule", None), ("loss_tokens", "all")):
