@@ -13,9 +13,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from rf import RF
 from routing_module import Route
 from tread.checkpoints.state_dicts import sizes
 from tread.data.latents import LatentSpec
+from tread.diffusion.guidance import Guidance
+from tread.diffusion.sampling import Model, Sampler, draw, seeded_normal
 from tread.models.lightning import LightningDiT
 from tread.models.sprint import Sprint
 from tread.routing.ids import choose_ids
@@ -260,6 +263,38 @@ def test_depths_and_path_drops_that_can_not_be_are_refused():
     for given in (torch.tensor([True]), torch.zeros(3)):
         with pytest.raises(ValueError, match=r"path_drop is .*must be \(3,\) torch.bool"):
             tiny()(x, t, y, path_drop=given)
+
+
+# --------------------------------------------------------------------------------------- guidance
+
+
+@pytest.mark.parametrize(("kind", "weak_class"), [("path_drop", False), ("path_drop_class", True)])
+def test_path_drop_guidance_is_its_equation_and_costs_what_runs(kind, weak_class):
+    """D_weak + ω(D − D_weak) in one Euler step, and FLOPs against torch's counter."""
+    network, labels = tiny(std=0.1).requires_grad_(False), torch.tensor([1, 2])
+    model, guidance = Model(RF(), network, (ROUTE,)), Guidance(kind, 2.0)
+    sampler = Sampler(steps=1, batch_size=2, solver="euler", guidance=guidance)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        (found,) = draw(model, [1, 2], labels, sampler)
+    assert 2 * sampler.flops(model) == counter.get_total_flops()
+    assert sampler.flops(model) < 0.95 * Sampler(steps=1, solver="euler", guidance=Guidance("cfg", 2.0)).flops(model)
+
+    def dropped(*given, **more):
+        return network(*given, **more, path_drop=True)
+
+    process = model.process
+
+    def denoise(x, level, y):
+        weak_y = y if weak_class else torch.full_like(y, 5)
+        strong, weak = process.denoise(network, x, level, y), process.denoise(dropped, x, level, weak_y)
+        return weak + 2.0 * (strong - weak)
+
+    level = process.schedule(1)[0].float()
+    noise = torch.cat([seeded_normal([seed], (4, 4, 4)) for seed in (1, 2)])
+    torch.testing.assert_close(found, denoise(level * noise, level, labels).float(), rtol=1e-4, atol=1e-4)
+    plain = LightningDiT(depth=6, **SIZES)
+    with pytest.raises(ValueError, match=f"guidance={kind} leaves out .* model=sprint"):
+        next(draw(Model(RF(), plain, ()), [1, 2], labels, sampler))
 
 
 # --------------------------------------------------------------------------------------- training

@@ -117,6 +117,7 @@ class Backbone(nn.Module):
     """
 
     needs_grid = False
+    drops_path = False  # whether forward and forward_flops take path_drop, as SPRINT's
 
     def __init__(
         self,

@@ -27,6 +27,8 @@ class Sprint(LightningDiT):
     Raises ValueError for sizes that do not fit one another, and for a depth that leaves g no block.
     """
 
+    drops_path = True
+
     def __init__(
         self,
         input_size: int = 32,
