@@ -347,7 +347,7 @@ def test_a_run_goes_on_bit_equal_across_the_end_of_its_routes(tmp_path):
         (["model.routes.0.selection_ratio=0.5"], "selection_ratio is 0.5, but must be 0.75 with select=group"),
         (["model.depth=4"], "depth 4"),
         (["dataset.size=6"], "grid of 3×3 tokens is odd"),
-        (["model=dit", "train.path_drop=0.1"], "train.path_drop is 0.1, but dit has no sparse path"),
+        (["model=dit", "train.path_drop=0.1"], "train.path_drop is 0.1, but model=dit has no sparse path"),
         (["train.ratio_schedule={start: 0.75, end: 0.25, last: 10}"], "train.ratio_schedule is given, but .*group"),
     ],
 )

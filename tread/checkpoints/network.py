@@ -61,6 +61,11 @@ class Model:
         return ("row",) if self.architecture == "rwkv" else SELECT_CHOICES
 
     @property
+    def has_path(self) -> bool:
+        """Whether the network has a sparse path that train.path_drop can drop."""
+        return self.architecture == "sprint"
+
+    @property
     def usual_route(self) -> Route:
         """TREAD's r(2→depth−4), or SPRINT's over its sparse part. Raises ValueError for a depth without one."""
         if self.architecture == "sprint":

@@ -192,9 +192,9 @@ class Settings:
                 "alignment.encoder is null, but alignment=repa needs one: dinov2-s, -b, -l, -g, a hub id or folder of "
                 "DINOv2, inception, or module:function"
             )
-        if self.train.path_drop and self.model.architecture != "sprint":
+        if self.train.path_drop and not self.model.has_path:
             raise ValueError(
-                f"train.path_drop is {self.train.path_drop:g}, but {self.model.architecture} has no sparse path: "
+                f"train.path_drop is {self.train.path_drop:g}, but model={self.model.name} has no sparse path: "
                 "model=sprint has one"
             )
         self.alignment.blocks(self.model.depth)  # raises ValueError for blocks that the network has not
