@@ -171,7 +171,7 @@ def test_what_guidance_comes_to_at_its_ends(tiny, smaller, process):
 
 
 class Gaussians(torch.nn.Module):
-    """A network that knows its data: N(0, std²), std by class, other without a class and with tokens or a path left out."""
+    """A network that knows its data: N(0, std²), std by class, other without one and with tokens or a path left out."""
 
     drops_path = True
     num_classes, in_channels, input_size, num_tokens, grid = 10, 1, 2, 16, (4, 4)
