@@ -117,6 +117,16 @@ def random_network(seed: int, **sizes: int) -> DiT:
     return network
 
 
+def hidden_states(network, *inputs, **more):
+    """What a network returns, and the output of each block."""
+    states = []
+    hooks = [block.register_forward_hook(lambda _, __, output: states.append(output)) for block in network.blocks]
+    out = network(*inputs, **more)
+    for hook in hooks:
+        hook.remove()
+    return out, states
+
+
 def score(folder, *overrides: str) -> str:
     """Do in this process what `python fid.py` does in a folder; returns what it prints."""
     return launch_door(fid.main, "fid", folder, f"cache={folder}/cache", *map(str, overrides))

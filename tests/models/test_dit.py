@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import hidden_states
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,15 +35,6 @@ def golden(asset, tiny):
 
 def assert_golden(found, expected):
     assert (found - expected).abs().max() <= 1e-5
-
-
-def hidden_states(network, *inputs, **more):
-    states = []
-    hooks = [block.register_forward_hook(lambda _, __, output: states.append(output)) for block in network.blocks]
-    out = network(*inputs, **more)
-    for hook in hooks:
-        hook.remove()
-    return out, states
 
 
 def test_golden_forward(golden):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from conftest import launch
+from conftest import hidden_states, launch
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -32,15 +32,6 @@ AS_DIT = {"norm": "layer", "mlp": "gelu", "positions": "sincos", "qk_norm": Fals
 
 def state_of(golden):
     return {name.removeprefix("state."): value for name, value in golden.items() if name.startswith("state.")}
-
-
-def hidden_states(network, *inputs, **more):
-    states = []
-    hooks = [block.register_forward_hook(lambda _, __, output: states.append(output)) for block in network.blocks]
-    out = network(*inputs, **more)
-    for hook in hooks:
-        hook.remove()
-    return out, states
 
 
 def assert_near(found, expected, limit):

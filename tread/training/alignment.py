@@ -68,7 +68,7 @@ class Alignment:
 
 
 def alignment_loss(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
-    """REPA's loss of each sample, −cosine averaged over the tokens (its Eq. 8): (B,) fp32.
+    """REPA's loss of each sample, −cosine averaged over the tokens: (B,) fp32.
 
     projected  (B, K, z), of the tokens ids_keep (B, K), or of all, K = N, where that is None.
     targets    (B, N, z).
