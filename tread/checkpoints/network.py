@@ -13,17 +13,19 @@ from tread.diffusion.edm import EDM
 from tread.diffusion.process import Process
 from tread.models.backbone import Backbone, Init
 from tread.models.lightning import LightningDiT, MlpKind, Norm, Positions
+from tread.models.maskdit import MaskDiT, check_spans
 from tread.models.rwkv import RWKV
 from tread.runtime.schema import Count, Positive, read
 
 Objective = Annotated[Literal["edm", "rf"], "rectified flow"]
 LIGHTNING = ("norm", "mlp", "positions", "qk_norm")  # settings of architecture=lightning alone
+DECODER = ("decoder_hidden_size", "decoder_depth", "decoder_heads")  # of architecture=maskdit alone
 
 
 @dataclass(frozen=True)
 class Model:
     name: str
-    architecture: Literal["dit", "lightning", "rwkv"]
+    architecture: Literal["dit", "lightning", "maskdit", "rwkv"]
     routes: tuple[Route, ...]
     hidden_size: Count
     depth: Count
@@ -36,14 +38,18 @@ class Model:
     mlp: MlpKind = "gelu"
     positions: Positions = "sincos"
     qk_norm: bool = False
+    decoder_hidden_size: Count = 512
+    decoder_depth: Count = 8
+    decoder_heads: Count = 16
 
     def __post_init__(self) -> None:
-        for name in () if self.architecture == "lightning" else LIGHTNING:
-            if (value := getattr(self, name)) != getattr(Model, name):
-                raise ValueError(
-                    f"model.{name} is {value!r}, but {self.architecture} has no such choice: model=lightning and "
-                    "model=tread_lightning have it"
-                )
+        for owner, names, models in (
+            ("lightning", LIGHTNING, "model=lightning and model=tread_lightning have it"),
+            ("maskdit", DECODER, "model=maskdit has it"),
+        ):
+            for name in () if self.architecture == owner else names:
+                if (value := getattr(self, name)) != getattr(Model, name):
+                    raise ValueError(f"model.{name} is {value!r}, but {self.architecture} has no such choice: {models}")
         for number, route in enumerate(self.routes):
             if route.select not in self.selects:
                 raise ValueError(
@@ -51,6 +57,8 @@ class Model:
                     f"neighbours in the token grid: it must be {' or '.join(self.selects)}"
                 )
         check_routes(self.routes, self.depth)
+        if self.architecture == "maskdit":
+            check_spans(self.routes, self.depth)
 
     @property
     def selects(self) -> tuple[str, ...]:
@@ -62,6 +70,7 @@ class Model:
         """What decides which function weights are, by dotted name: all but its name, its routes and how it starts."""
         left_out = {"name", "routes", "init"}
         left_out |= {"num_heads", *LIGHTNING} if self.architecture == "rwkv" else set()
+        left_out |= set(DECODER) if self.architecture != "maskdit" else set()
         return {f"model.{item.name}": getattr(self, item.name) for item in fields(self) if item.name not in left_out}
 
 
@@ -131,4 +140,7 @@ def build_network(cfg: Network) -> Backbone:
             qk_norm=cfg.model.qk_norm,
             **sizes,
         )
+    if cfg.model.architecture == "maskdit":
+        decoder = {name: getattr(cfg.model, name) for name in DECODER}
+        return MaskDiT(num_heads=cfg.model.num_heads, **decoder, **sizes)
     return DiT(num_heads=cfg.model.num_heads, **sizes)
