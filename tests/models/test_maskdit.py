@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import import_checkpoint
 import pytest
 import torch
+from conftest import launch, launch_door
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import sample
 from routing_module import Route
+from tread.checkpoints import checkpoint
 from tread.diffusion.edm import EDM
 from tread.models.maskdit import MaskDiT
 from tread.routing.ids import choose_ids
 from tread.runtime import compiling
 from tread.runtime.device import autocast
-from tread.runtime.tensor_files import plain_names
+from tread.runtime.tensor_files import LABELS, plain_names
 from tread.training.token_losses import kept_loss, reconstruction_loss
 
 DECODER = {"decoder_hidden_size": 32, "decoder_depth": 2, "decoder_heads": 4}
@@ -235,3 +239,41 @@ def test_other_routes_are_refused(routes, shown):
 def test_sizes_that_can_not_be_are_refused(sizes, shown):
     with pytest.raises(ValueError, match=shown):
         MaskDiT(**{**TINY, **sizes})
+
+
+SMALL = ["model.hidden_size=16", "model.num_heads=2", "model.depth=3"]
+SMALL += ["model.decoder_hidden_size=8", "model.decoder_depth=1", "model.decoder_heads=2"]
+
+
+def test_a_run_trains_resumes_is_sampled_exported_in_their_names_and_imported_again(tmp_path):
+    """By model=maskdit alone; the file is read as theirs: prefix model., labels as a matrix (D, classes)."""
+    printed = launch(tmp_path, "model=maskdit", *SMALL, "name=run", "train.steps=3")
+    assert "maskdit" in printed and "r(0→2) keeps" in printed and "0.1 of a masked reconstruction" in printed
+    launch(tmp_path, "model=maskdit", *SMALL, "name=run", "train.steps=6")
+    given = checkpoint.find(tmp_path / "results/run").tensors("ema")
+    assert not given[LABELS][-1].any() and given[LABELS][:-1].all()  # six steps of Adam on the other rows
+    public = {f"model.{name}": value for name, value in given.items()}
+    public[f"model.{LABELS}"] = given[LABELS][:-1].T.contiguous()
+    torch.save({"ema": public}, tmp_path / "theirs.pt")
+    launch_door(import_checkpoint.main, "import_checkpoint", tmp_path, "weights=theirs.pt", "model=maskdit", *SMALL,
+                "name=back")  # fmt: skip
+    back = checkpoint.find(tmp_path / "results/back").tensors("ema")
+    assert given.keys() == back.keys() and all(torch.equal(given[name], back[name]) for name in given)
+    few = ("checkpoint=results/run", "steps=2", "classes=[1]", "seeds=0", "out=drawn.png")
+    launch_door(sample.main, "sample", tmp_path, *few, "guidance=cfg", "guidance.scale=1.5")
+    for overrides, shown in (
+        ((*few, "guidance=sparse"), "MaskDiT, which sees mask tokens in their places"),
+        ((*few, "guidance=sparse", "guidance.force=true"), "MaskDiT, which sees mask tokens in their places"),
+    ):
+        with pytest.raises(SystemExit, match=shown):
+            launch_door(sample.main, "sample", tmp_path, *overrides)
+    for overrides, shown in (
+        (["model=maskdit", *SMALL, "model.routes.0.start=1"], "one route, start 0, end -1, fp32 off"),
+        (["model=maskdit", *SMALL, "model.decoder_heads=3"], "decoder_hidden_size 8 .* decoder_heads 3"),
+        (
+            ["model=tread", "model.decoder_depth=3"],
+            "model.decoder_depth is 3, but dit has no such choice: model=maskdit",
+        ),
+    ):
+        with pytest.raises(SystemExit, match=shown):
+            launch(tmp_path, *overrides, "name=other")

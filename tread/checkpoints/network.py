@@ -66,6 +66,11 @@ class Model:
         return ("row",) if self.architecture == "rwkv" else SELECT_CHOICES
 
     @property
+    def masks(self) -> bool:
+        """Whether mask tokens stand for the tokens that a route takes, so that sampling never leaves any out."""
+        return self.architecture == "maskdit"
+
+    @property
     def decisive(self) -> dict[str, object]:
         """What decides which function weights are, by dotted name: all but its name, its routes and how it starts."""
         left_out = {"name", "routes", "init"}
@@ -141,6 +146,11 @@ def build_network(cfg: Network) -> Backbone:
             **sizes,
         )
     if cfg.model.architecture == "maskdit":
-        decoder = {name: getattr(cfg.model, name) for name in DECODER}
-        return MaskDiT(num_heads=cfg.model.num_heads, **decoder, **sizes)
+        return MaskDiT(
+            num_heads=cfg.model.num_heads,
+            decoder_hidden_size=cfg.model.decoder_hidden_size,
+            decoder_depth=cfg.model.decoder_depth,
+            decoder_heads=cfg.model.decoder_heads,
+            **sizes,
+        )
     return DiT(num_heads=cfg.model.num_heads, **sizes)
