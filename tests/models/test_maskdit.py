@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import export_checkpoint
 import import_checkpoint
 import pytest
 import torch
@@ -14,12 +15,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import sample
 from routing_module import Route
 from tread.checkpoints import checkpoint
+from tread.checkpoints.exporting import public_names
 from tread.diffusion.edm import EDM
 from tread.models.maskdit import MaskDiT
 from tread.routing.ids import choose_ids
 from tread.runtime import compiling
 from tread.runtime.device import autocast
 from tread.runtime.tensor_files import LABELS, plain_names
+from tread.training.objective import active_routes
 from tread.training.token_losses import kept_loss, reconstruction_loss
 
 DECODER = {"decoder_hidden_size": 32, "decoder_depth": 2, "decoder_heads": 4}
@@ -252,8 +255,15 @@ def test_a_run_trains_resumes_is_sampled_exported_in_their_names_and_imported_ag
     launch(tmp_path, "model=maskdit", *SMALL, "name=run", "train.steps=6")
     given = checkpoint.find(tmp_path / "results/run").tensors("ema")
     assert not given[LABELS][-1].any() and given[LABELS][:-1].all()  # six steps of Adam on the other rows
-    public = {f"model.{name}": value for name, value in given.items()}
-    public[f"model.{LABELS}"] = given[LABELS][:-1].T.contiguous()
+    exported = ("checkpoint=results/run", "out=given", "public=true")
+    launch_door(export_checkpoint.main, "export_checkpoint", tmp_path, *exported)
+    public = load_file(tmp_path / "given/ema-public.safetensors")
+    assert torch.equal(public[f"model.{LABELS}"], given[LABELS][:-1].T)
+    assert public.keys() == {f"model.{name}" for name in given}
+    assert checkpoint.find(tmp_path / "given").tensors("ema").keys() == given.keys()
+    for other in (hot(MaskDiT(**TINY)).state_dict() | {LABELS: torch.ones(11, 64)}, {LABELS: torch.zeros(11, 64)}):
+        with pytest.raises(ValueError, match="null class.* is not zero|public=true is of MaskDiT"):
+            public_names(other)
     torch.save({"ema": public}, tmp_path / "theirs.pt")
     launch_door(import_checkpoint.main, "import_checkpoint", tmp_path, "weights=theirs.pt", "model=maskdit", *SMALL,
                 "name=back")  # fmt: skip
@@ -277,3 +287,13 @@ def test_a_run_trains_resumes_is_sampled_exported_in_their_names_and_imported_ag
     ):
         with pytest.raises(SystemExit, match=shown):
             launch(tmp_path, *overrides, "name=other")
+
+
+def test_the_unmasking_stage_is_the_papers(read_config):
+    """No token dropped, lr 5e-5, full precision, 100K steps of batch 1024, from the masked run's weights."""
+    cfg = read_config("experiment=imagenet256_xl2_maskdit_unmask")
+    assert active_routes(cfg, 0) == () and cfg.model.masks and cfg.train.precision == "fp32"
+    assert (cfg.optim.lr, cfg.train.steps, cfg.train.batch_size) == (5e-5, 100_000, 1024)
+    masked = read_config("experiment=imagenet256_xl2", "model=maskdit")
+    assert cfg.init_from == f"{masked.results}/{masked.name}/latest" and cfg.model == masked.model
+    assert (masked.train.loss_tokens, masked.train.reconstruction) == ("kept", 0.1)
