@@ -101,10 +101,12 @@ def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
 
     Raises ValueError or FileNotFoundError, also if the two can't be combined.
     """
+    _check_masks(guidance, strong)
     if guidance.checkpoint is None:
         guidance.check(strong.cfg.model.routes, strong.label_drop)
         return None
     weak = open_trained(checkpoint.find(Path(guidance.checkpoint).expanduser()), guidance.weights)
+    _check_masks(guidance, weak)
     if weak.sha256 == strong.sha256:
         raise ValueError(
             f"guidance.checkpoint={guidance.checkpoint} is the network that checkpoint=… names: it can't guide itself"
@@ -118,3 +120,13 @@ def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
             )
     guidance.check(strong.cfg.model.routes, strong.label_drop, weak.cfg.model.routes, weak.label_drop)
     return weak
+
+
+def _check_masks(guidance: Guidance, one: Trained) -> None:
+    """Raise ValueError for sparse guidance of a network that sees mask tokens where tokens are left out."""
+    if guidance.row.routed and one.cfg.model.masks:
+        raise ValueError(
+            f"guidance={guidance.kind} leaves tokens out, but the network of {one.found.folder} is MaskDiT, which sees "
+            "mask tokens in their places and nothing of the noisy picture there, so that it has no prediction to guide "
+            "by: guidance=cfg or autoguidance runs all tokens"
+        )

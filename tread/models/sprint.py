@@ -94,7 +94,7 @@ class Sprint(LightningDiT):
             from_g = torch.zeros_like(from_g).scatter(1, ids_keep[:, :, None], True)
         if path_drop is not None:
             from_g = from_g & ~self._dropped(path_drop, x)
-        blocks, skipped = self.fusing(self.noting(outputs), from_g), path_drop is True
+        blocks, skipped = self.fusing(self.called(self.blocks, outputs), from_g), path_drop is True
         if skipped:
             blocks, routes = blocks[:DENSE] + blocks[-DENSE:], ()
         x = run_blocks(blocks, x, c, routes=routes, along=self.along(len(x)))
