@@ -1,4 +1,4 @@
-"""What DiT, TREAD, MaskDiT, SPRINT and their rivals cost: python benchmarks/rivals.py [time=S,B batch=16,8 …]
+"""What DiT, TREAD, MaskDiT, SPRINT and their rivals cost: python benchmarks/rivals.py [time=S,B batch=12,6 …]
 
 For each size of DiT's at 256 px (4×32×32 latents, patch 2, 1000 classes): parameters, and GMAC of a forward pass of one
 image in training and in sampling, by arithmetic. Rows of MDT, MDTv2 and SD-DiT are parameters alone, of their papers.
@@ -6,12 +6,12 @@ With time=…, train.py's own steps of the four, in turns in one process: the me
 DiT's, beside what the FLOPs allow. Other overrides are train.py's, of the timed steps.
 
     time=S,B      sizes that are timed (those of S, B, L, XL; none)
-    batch=16,8    images a step, of each of them (16 of all)
+    batch=12,6    images a step, of each of them (16 of all)
     pairs=12      turns that are measured, of a step each (5 on a GPU) (6)
     out=…         a JSON file to write as well
 
 python benchmarks/rivals.py                                                        # arithmetic alone
-python benchmarks/rivals.py time=S,B batch=16,8                                    # CPU
+python benchmarks/rivals.py time=S,B batch=12,6                                    # CPU
 python benchmarks/rivals.py time=S,B,L,XL batch=256,256,128,64 pairs=12            # GPU
 """
 
