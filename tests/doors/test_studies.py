@@ -149,6 +149,20 @@ def test_the_table_has_means_errors_and_paired_differences():
     assert results.missing([*runs.values()], found) == ""
 
 
+def test_scores_by_the_network_that_taught_are_marked():
+    read, runs = study.read_study("alignment", "small"), planned("alignment")
+    found = {
+        run.training.key: made(run, {run.training.steps: 1.0}, kid=0.1)
+        for (arm, _), run in runs.items()
+        if arm in ("dense", "dense, repa", "dense, self")
+    }
+    *lines, notes = results.table(read, results.gather([*runs.values()], [], found)).splitlines()
+    assert [line.count("†") for line in lines if line.startswith("| dense")] == [0, 1, 0]
+    assert "† The Inception network of KID and FID was the teacher of these, too" in notes
+    convergence = results.gather([*planned("convergence").values()], [], found)
+    assert "†" not in results.table(study.read_study("convergence", "small"), convergence)
+
+
 def test_what_is_published_counts_as_made_though_its_folder_is_gone(tmp_path, monkeypatch):
     read, runs = study.read_study("convergence", "small"), planned("convergence")
     whole, begun, unscored = runs["dense", 0], runs["routed", 0], runs["dense", 1]

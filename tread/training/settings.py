@@ -198,6 +198,12 @@ class Settings:
                 "model=sprint has one"
             )
         self.alignment.blocks(self.model.depth)  # raises ValueError for blocks that the network has not
+        for key, kinds in (("block", ("repa", "self")), ("encoder", ("repa",)), ("teacher", ("self",))):
+            if (value := getattr(self.alignment, key)) is not None and self.alignment.kind not in kinds:
+                asked = " or ".join(f"alignment={kind}" for kind in kinds)
+                raise ValueError(
+                    f"alignment.{key} is {value}, which is of {asked}, not of alignment={self.alignment.kind}"
+                )
         for key, unset in (("ratio_schedule", None), ("loss_tokens", "all")):
             if getattr(self.train, key) != unset and not self.model.routes:
                 raise ValueError(f"train.{key} is of routes, but model={self.model.name} has none")
