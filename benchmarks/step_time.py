@@ -4,7 +4,7 @@ Runs train.py's own steps on random latents, dense and routed ones taking turns 
 each kind the median time, images/s, FLOP/s, MFU, peak memory, the ratio dense/routed with its spread, and that
 ratio over what the FLOPs allow; then the share of each stage. Overrides are those of train.py, and
 
-    beside=dit    another model without routes, of the same overrides but for those of lightning, in the same turns
+    beside=dit    another model without routes, of the same overrides but for those of one architecture, in turns with it
     pairs=24      turns that are measured, of a step each (5 on a GPU, where single ones show the first kernels' launch)
     out=…         a JSON file to write as well
 
@@ -32,7 +32,7 @@ import torch
 from timing import composed, random_shards, seconds
 
 import train
-from tread.checkpoints.network import LIGHTNING
+from tread.checkpoints.network import DECODER, LIGHTNING
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.runtime.cli import answer_help, explained
@@ -63,9 +63,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             kinds = kinds_of(open_run(Path(folder), overrides))
             if own["beside"]:
-                kept = [
-                    word for word in overrides if not word.startswith(("model=", *(f"model.{n}=" for n in LIGHTNING)))
-                ]
+                left_out = ("model=", *(f"model.{name}=" for name in (*LIGHTNING, *DECODER)))
+                kept = [word for word in overrides if not word.startswith(left_out)]
                 other = open_run(Path(folder) / "beside", [*kept, f"model={own['beside']}"])
                 name = f"{own['beside']}, dense" if other.cfg.model.routes else own["beside"]
                 kinds[name] = other, replace(other.cfg, train=replace(other.cfg.train, routes_until=0))
@@ -107,7 +106,7 @@ def kinds_of(run: Run) -> dict[str, tuple[Run, settings.Settings]]:
         return replace(cfg, model=replace(cfg.model, routes=routes), train=replace(cfg.train, routes_until=None))
 
     kinds = {"dense": replace(cfg, train=replace(cfg.train, routes_until=0)), "routed": routed("off")}
-    kinds |= {"routed, fp32: end": routed("end")} if run.precision == "bf16" else {}
+    kinds |= {"routed, fp32: end": routed("end")} if run.precision == "bf16" and not cfg.model.masks else {}
     return {name: (run, kind) for name, kind in kinds.items()}
 
 
