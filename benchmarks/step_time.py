@@ -4,7 +4,7 @@ Runs train.py's own steps on random latents, dense and routed ones taking turns 
 each kind the median time, images/s, FLOP/s, MFU, peak memory, the ratio dense/routed with its spread, and that
 ratio over what the FLOPs allow; then the share of each stage. Overrides are those of train.py, and
 
-    beside=dit    another model without routes, of the same overrides but for those of one architecture, in turns with it
+    beside=dit    another model without routes, with the same overrides but for an architecture's own, in the same turns
     pairs=24      turns that are measured, of a step each (5 on a GPU, where single ones show the first kernels' launch)
     out=…         a JSON file to write as well
 

@@ -199,10 +199,8 @@ class Settings:
             )
         self.alignment.blocks(self.model.depth)  # raises ValueError for blocks that the network has not
         for key, unset in (("ratio_schedule", None), ("loss_tokens", "all")):
-            plain = (
-                key == "loss_tokens" and self.model.masks
-            )  # its file sets that; without a drop its loss is the plain one
-            if getattr(self.train, key) != unset and not self.model.routes and not plain:
+            set_by_model = key == "loss_tokens" and self.model.masks  # which is the plain loss where nothing is dropped
+            if getattr(self.train, key) != unset and not self.model.routes and not set_by_model:
                 raise ValueError(f"train.{key} is of routes, but model={self.model.name} has none")
         process, steps = process_of(self), self.sampling.steps
         process.schedule(process.default_steps if steps is None else steps)  # raises ValueError for what can't be
