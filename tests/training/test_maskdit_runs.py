@@ -22,8 +22,6 @@ from tread.training.objective import active_routes
 
 SMALL = ["model.hidden_size=16", "model.num_heads=2", "model.depth=3"]
 SMALL += ["model.decoder_hidden_size=8", "model.decoder_depth=1", "model.decoder_heads=2"]
-
-
 FEW = [*SMALL, "model=maskdit", "every.evaluate=9", "every.sample=9"]
 
 
@@ -60,12 +58,15 @@ def test_without_a_route_the_loss_is_the_plain_one_of_all_tokens(tmp_path):
         launch(tmp_path, *FEW, "model.routes=[]", "train.ratio_schedule={start: 0.5, end: 0.25, last: 2}")
 
 
-def test_a_null_class_that_was_trained_is_refused(read_config):
-    """It could not be kept: the row is zero here and no gradient reaches it."""
+def test_what_a_file_of_theirs_may_be(read_config):
+    """Elsewhere its settings are named. A null class that was trained could not be kept: no gradient reaches it."""
     cfg = read_config("model=maskdit", *SMALL)
     given = build_network(cfg).state_dict()
     assert fit(given, given, "theirs.pt").keys() == given.keys()
     given[LABELS] = given[LABELS].index_fill(0, torch.tensor(10), 0.1)
+    dense = build_network(read_config("model=dit", *SMALL[:3])).state_dict()
+    with pytest.raises(ValueError, match="fit it: model=maskdit model.decoder_hidden_size=8 model.decoder_depth=1$"):
+        fit(given, dense, "theirs.pt")
     with pytest.raises(ValueError, match=f"null class of theirs.pt, the last row of {LABELS}, is not zero: MaskDiT's"):
         fit(given, build_network(cfg).state_dict(), "theirs.pt")
 

@@ -84,6 +84,8 @@ def fit(
         if heads and theirs["model.hidden_size"] != ours.get("model.hidden_size"):
             theirs["model.num_heads"] = heads
     if fitting := {key: value for key, value in theirs.items() if ours.get(key, PLAIN.get(key)) != value}:
+        if fitting.get("model.architecture") in ("maskdit", "sprint"):  # whose file brings their own route
+            fitting = {"model": fitting.pop("model.architecture"), **fitting}
         settings = " ".join(f"{key}={_written(value)}" for key, value in fitting.items())
         problems.append(f"settings that fit it: {settings}")
     raise ValueError("\n  ".join([refusal.rstrip(), *problems]))
