@@ -106,7 +106,8 @@ class MaskDiT(DiT):
         routes: Sequence[tuple[Route, Tensor]] = (),
         outputs: MutableMapping[int, Tensor | None] | None = None,
     ) -> Tensor:
-        """As Backbone's. `routes` is () or one pair, whose route spans the encoder; behind which mask tokens stand.
+        """As Backbone's. `routes` is () or one pair, whose route spans the encoder: mask tokens stand behind it for
+        what it left out, and the decoder sees all. `outputs` are the encoder's.
 
         Raises ValueError for other routes.
         """
