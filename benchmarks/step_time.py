@@ -4,7 +4,7 @@ Runs train.py's own steps on random latents, dense and routed ones taking turns 
 each kind the median time, images/s, FLOP/s, MFU, peak memory, the ratio dense/routed with its spread, and that
 ratio over what the FLOPs allow; then the share of each stage. Overrides are those of train.py, and
 
-    beside=dit    another model without routes, of the same overrides but for lightning's and maskdit's own
+    beside=dit    another model without routes, with the same overrides but for an architecture's own, in the same turns
     pairs=24      turns that are measured, of a step each (5 on a GPU, where single ones show the first kernels' launch)
     out=…         a JSON file to write as well
 
@@ -59,8 +59,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             kinds = kinds_of(open_run(Path(folder), overrides))
             if own["beside"]:
-                own_keys = tuple(f"model.{name}=" for name in (*LIGHTNING, *DECODER))
-                kept = [word for word in overrides if not word.startswith(("model=", *own_keys))]
+                left_out = ("model=", *(f"model.{name}=" for name in (*LIGHTNING, *DECODER)))
+                kept = [word for word in overrides if not word.startswith(left_out)]
                 other = open_run(Path(folder) / "beside", [*kept, f"model={own['beside']}"])
                 name = f"{own['beside']}, dense" if other.cfg.model.routes else own["beside"]
                 kinds[name] = other, replace(other.cfg, train=replace(other.cfg.train, routes_until=0))
