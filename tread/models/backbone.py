@@ -1,7 +1,7 @@
-"""What DiT, LightningDiT, MaskDiT and Diffusion-RWKV have in common: latents → tokens → blocks under routes → latents.
+"""What all networks have in common: latents → tokens → blocks under routes → latents.
 
 Embedders, last layer, their names and their start are public DiT's (Peebles & Xie, ICCV 2023, arXiv
-2212.09748); the blocks are dit.py's, lightning.py's and rwkv.py's, of MaskDiT dit.py's. The network draws nothing:
+2212.09748); the blocks are dit.py's (MaskDiT's too), lightning.py's (SPRINT's too) and rwkv.py's. It draws nothing:
 routes come in with their token ids drawn, and dropping labels is the training loop's business (a dropped label is
 the null class, number num_classes).
 
@@ -117,6 +117,7 @@ class Backbone(nn.Module):
     """
 
     needs_grid = False
+    puts_back = True  # false: behind a route stand mask tokens, and what it took around never comes back
     drops_path = False  # whether forward and forward_flops take path_drop, as SPRINT's
 
     def __init__(
