@@ -224,6 +224,13 @@ def test_networks_that_can_not_be_guided_so_are_refused():
             Guidance(kind).check(trained, 0.0)
     with pytest.raises(ValueError, match="no null class"):
         Guidance("sparse_cfg", checkpoint="a").check(trained, 0.1, trained, 0.0)
+    for kind in ("path_drop", "path_drop_class"):
+        with pytest.raises(ValueError, match=f"guidance={kind} .*train.path_drop=0 .*needs one above 0"):
+            Guidance(kind).check(trained, 0.1, path_drop=0.0)
+        Guidance(kind).check(trained, 0.1, path_drop=0.1)
+    Guidance("path_drop_class").check(trained, 0.0, path_drop=0.1)
+    with pytest.raises(ValueError, match="no null class"):
+        Guidance("path_drop").check(trained, 0.0, path_drop=0.1)
     Guidance("sparse", weak=0.5).check(trained, 0.0)
     Guidance("sparse", weak=0.5, force=True).check(dense, 0.0)
     Guidance("sparse", weak=0.5, checkpoint="a").check(dense, 0.0, trained, 0.0)

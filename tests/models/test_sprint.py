@@ -7,18 +7,20 @@ import math
 
 import pytest
 import torch
-from conftest import launch, records, state
+from conftest import launch, launch_door, launch_processes, records, state
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import sample
 from rf import RF
 from routing_module import Route
 from tread.checkpoints.state_dicts import sizes
 from tread.data.latents import LatentSpec
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Model, Sampler, draw, seeded_normal
+from tread.evaluation.similarity import block_states
 from tread.models.lightning import LightningDiT
 from tread.models.sprint import Sprint
 from tread.routing.ids import choose_ids
@@ -211,6 +213,20 @@ def test_output_of_a_block_and_its_flops(block):
     assert 3 * network.forward_flops(upto=block) == counter.get_total_flops()
 
 
+def test_states_of_the_sparse_part_hold_its_tokens_alone_behind_it_too():
+    """As the blocks leave them: mask tokens, and no tokens that return, take the others' places."""
+    network, (x, t, y), routes = tiny(), batch(), drawn()
+    outputs = dict.fromkeys(range(6))
+    with torch.no_grad():
+        found = block_states(network, x, t, y, routes)[1]
+        network(x, t, y, routes, outputs=outputs)
+    kept = torch.zeros(3, 16, dtype=torch.bool).scatter(1, routes[0][1], True)
+    for block, output in outputs.items():
+        tokens, held = found.tokens[block + 1], found.held[block + 1]
+        assert torch.equal(held, kept if block in (2, 3) else torch.ones_like(kept))
+        assert torch.equal(tokens[held], output.flatten(0, 1)) and not tokens[~held].any()
+
+
 def test_bf16_recomputation_and_compiled_blocks_agree_with_the_plain_network():
     network, (x, t, y) = tiny(**ALL_CHOICES), batch()
     route = Route(2, 3, 0.75, "end")
@@ -337,6 +353,36 @@ def test_a_run_goes_on_bit_equal_across_the_end_of_its_routes(tmp_path):
     assert whole.keys() == parts.keys() and "model/mask_token" in whole
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert records(tmp_path / "results/whole") == records(tmp_path / "results/parts")
+
+
+def test_two_processes_equal_one_in_both_stages(tmp_path):
+    """Up to the order of sums; no path is dropped, so that in stage 2 the mask token is unused."""
+    run = [*RUN, "train.path_drop=0", "eval.points=8", "every.save=2", "every.evaluate=2", "every.sample=2"]
+    for until, steps in ((1, 2), (0, 1)):  # the second stage within a run, and by itself
+        options = [*run, f"train.routes_until={until}", f"train.steps={steps}"]
+        launch(tmp_path, *options, f"name=one-{until}")
+        launch_processes(tmp_path, *options, f"name=two-{until}", processes=2)
+        one, two = (tmp_path / f"results/{name}-{until}" for name in ("one", "two"))
+        assert records(two) == [pytest.approx(record, rel=1e-5) for record in records(one)]
+        found, expected = state(two), state(one)
+        assert all(torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-4) for name in expected)
+
+
+def test_doors_guide_by_a_dropped_path_where_it_was_trained(tmp_path):
+    run = [*RUN, "train.steps=1", "every.save=1", "every.sample=1", "every.evaluate=1"]
+    given = ["classes=[3]", "steps=2", "batch_size=1", "cpu_threads=1", "guidance=path_drop", "guidance.scale=2"]
+    for name, path_drop in (("with", 0.1), ("without", 0)):
+        launch(tmp_path, *run, f"name={name}", f"train.path_drop={path_drop}")
+    printed = launch_door(sample.main, "sample", tmp_path, "checkpoint=results/with", *given)
+    assert "guidance path_drop 2, 1." in printed and (tmp_path / "samples.png").exists()
+    with pytest.raises(SystemExit, match="error: .* trained with train.path_drop=0 and never ran so"):
+        launch_door(sample.main, "sample", tmp_path, "checkpoint=results/without", *given)
+
+
+def test_groups_route_other_networks_too(tmp_path):
+    route = ["model.routes.0.select=group", "model.routes.0.selection_ratio=0.75"]
+    printed = launch(tmp_path, "model=tread", *route, "train.steps=1", "every.save=1", "every.sample=1")
+    assert "r(2→2) keeps 4 of 16 tokens, one of each 2×2" in printed
 
 
 @pytest.mark.parametrize(

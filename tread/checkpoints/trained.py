@@ -22,12 +22,14 @@ class Trained:
 
     weights     which of the checkpoint's: "ema" or "model".
     label_drop  of its training; above 0, the network knows the null class.
+    path_drop   likewise; above 0, it knows itself without its sparse part; None: it has none.
     """
 
     found: checkpoint.Checkpoint
     weights: str
     cfg: Network
     label_drop: float
+    path_drop: float | None
 
     @property
     def process(self) -> Process:
@@ -80,7 +82,8 @@ def open_trained(found: checkpoint.Checkpoint, weights: str, shift: float | None
         )
     found.check(weights)
     try:
-        config, drop = found.info["config"], found.info["config"]["train"]["label_drop"]
+        config = found.info["config"]
+        label_drop, path_drop = config["train"]["label_drop"], config["train"].get("path_drop", 0.0)
         LatentSpec.from_json(found.info["latents"])
     except (LookupError, TypeError) as error:
         what = f"{found.folder / 'info.json'} is damaged: {error} is missing, or not what a checkpoint has there"
@@ -93,7 +96,7 @@ def open_trained(found: checkpoint.Checkpoint, weights: str, shift: float | None
         )
     if shift is not None:
         cfg = replace(cfg, rf=replace(cfg.rf, shift=shift))
-    return Trained(found, weights, cfg, drop)
+    return Trained(found, weights, cfg, label_drop, path_drop if cfg.model.has_path else None)
 
 
 def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
@@ -103,7 +106,7 @@ def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
     """
     _check_masks(guidance, strong)
     if guidance.checkpoint is None:
-        guidance.check(strong.cfg.model.routes, strong.label_drop)
+        guidance.check(strong.cfg.model.routes, strong.label_drop, path_drop=strong.path_drop)
         return None
     weak = open_trained(checkpoint.find(Path(guidance.checkpoint).expanduser()), guidance.weights)
     _check_masks(guidance, weak)

@@ -218,10 +218,12 @@ class Guidance:
         label_drop: float,
         weak_routes: Sequence[Route] | None = None,
         weak_label_drop: float | None = None,
+        path_drop: float | None = None,
     ) -> None:
         """Raise ValueError unless networks trained with these routes and label drops can be guided so.
 
         weak_routes, weak_label_drop  those of a second network; None: there is one network.
+        path_drop                     of a SPRINT's training; None: another network, which check_ratios refuses.
         """
         weak_routes = routes if weak_routes is None else weak_routes
         weak_label_drop = label_drop if weak_label_drop is None else weak_label_drop
@@ -237,6 +239,12 @@ class Guidance:
                     f"guidance={self.kind} asks a network without a class, but it was trained with train.label_drop=0 "
                     "and knows no null class; guidance=sparse and autoguidance do not need one"
                 )
+        if self.row.drops_path and path_drop == 0:
+            raise ValueError(
+                f"guidance={self.kind} asks a network without its sparse part, but it was trained with "
+                "train.path_drop=0 and never ran so: it needs one above 0, as model=sprint sets it; guidance=cfg and "
+                "autoguidance do not"
+            )
 
 
 NO_GUIDANCE = Guidance()

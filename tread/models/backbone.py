@@ -1,7 +1,7 @@
-"""What DiT, LightningDiT, MaskDiT and Diffusion-RWKV have in common: latents → tokens → blocks under routes → latents.
+"""What all networks have in common: latents → tokens → blocks under routes → latents.
 
 Embedders, last layer, their names and their start are public DiT's (Peebles & Xie, ICCV 2023, arXiv
-2212.09748); the blocks are dit.py's, lightning.py's and rwkv.py's, of MaskDiT dit.py's. The network draws nothing:
+2212.09748); the blocks are dit.py's (MaskDiT's too), lightning.py's (SPRINT's too) and rwkv.py's. It draws nothing:
 routes come in with their token ids drawn, and dropping labels is the training loop's business (a dropped label is
 the null class, number num_classes).
 

@@ -27,7 +27,7 @@ class Sprint(LightningDiT):
     Raises ValueError for sizes that do not fit one another, and for a depth that leaves g no block.
     """
 
-    drops_path = True
+    puts_back, drops_path = False, True
 
     def __init__(
         self,
@@ -87,15 +87,14 @@ class Sprint(LightningDiT):
         """
         check_sparse_part([route for route, _ in routes], len(self.blocks))
         x, c = self.embed(x, t, y)
-        place = (*x.shape[:2], 1)
-        from_g = torch.ones(place, dtype=torch.bool, device=x.device)
+        from_g = torch.ones((*x.shape[:2], 1), dtype=torch.bool, device=x.device)
         for _, ids_keep in routes:
             check_ids(ids_keep, *x.shape[:2])
             from_g = torch.zeros_like(from_g).scatter(1, ids_keep[:, :, None], True)
         if path_drop is not None:
             from_g = from_g & ~self._dropped(path_drop, x)
-        blocks, skipped = self.fusing(self.called(self.blocks, outputs), from_g), path_drop is True
-        if skipped:
+        blocks = self.fusing(self.called(self.blocks, outputs), from_g)
+        if path_drop is True:
             blocks, routes = blocks[:DENSE] + blocks[-DENSE:], ()
         x = run_blocks(blocks, x, c, routes=routes, along=self.along(len(x)))
         return self.unpatchify(self.final_layer(x, c))
