@@ -43,18 +43,21 @@ class Mlp(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """Transformer block whose norms and residuals are modulated by the conditioning (adaLN-Zero)."""
+    """Transformer block whose norms and residuals are modulated by the conditioning (adaLN-Zero).
 
-    def __init__(self, dim: int, num_heads: int, mlp_ratio: float) -> None:
+    conditioning  its width; None: the tokens'.
+    """
+
+    def __init__(self, dim: int, num_heads: int, mlp_ratio: float, conditioning: int | None = None) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
         self.attn = Attention(dim, num_heads)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(conditioning or dim, 6 * dim))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        """x (B, N, D) tokens, c (B, D) conditioning → (B, N, D)."""
+        """x (B, N, D) tokens, c (B, conditioning) → (B, N, D)."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1))
         x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
@@ -65,7 +68,7 @@ class DiTBlock(nn.Module):
         D, hidden = self.mlp.fc2.out_features, self.mlp.fc2.in_features
         linear = tokens * D * (4 * D + 2 * hidden)  # qkv, proj; fc1, fc2
         products = 2 * tokens * tokens * D if attention else 0
-        return linear + products + 6 * D * D
+        return linear + products + self.adaLN_modulation[1].weight.numel()
 
 
 class DiT(Backbone):

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 FP32_CHOICES = ("auto", "end", "next", "off")
-SELECT_CHOICES = ("token", "row", "shared")
+SELECT_CHOICES = ("token", "row", "shared", "group")
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Route:
                      "end" = block `end`, "next" = the block behind it, "off" = none,
                      "auto" = "end" where at most 3 blocks follow the route, else "off".
     select           how the ids of this route are chosen (choose_ids in tread/routing/ids.py): single tokens of each
-                     sample, whole rows of the token grid of each sample ("row"), or the same tokens in
-                     the whole batch ("shared").
+                     sample, whole rows of the token grid of each sample ("row"), the same tokens in the whole
+                     batch ("shared"), or one token of each 2×2 group of the grid ("group", ratio 0.75).
     rejoin           the tokens routed around come back as they were before this block, at most `start`;
                      negative ones count as start does. None: as they were before `start`.
     """
@@ -63,6 +63,11 @@ class Route:
             raise ValueError(f"fp32 is {self.fp32!r}, but must be one of {', '.join(FP32_CHOICES)}")
         if self.select not in SELECT_CHOICES:
             raise ValueError(f"select is {self.select!r}, but must be one of {', '.join(SELECT_CHOICES)}")
+        if self.select == "group" and self.selection_ratio != 0.75:
+            raise ValueError(
+                f"selection_ratio is {self.selection_ratio}, but must be 0.75 with select=group, which keeps one token "
+                "of each 2×2 group: select=token takes other ratios"
+            )
 
     @classmethod
     def for_depth(cls, depth: int, selection_ratio: float = 0.5, fp32: str = "auto", select: str = "token") -> Route:

@@ -83,6 +83,14 @@ def main() -> None:
             cost = sampler.flops(model, attention=attention) / sampler.steps / 2e9
             cells.append(f"{cost:.2f} | {cost / plain.setdefault(attention, cost):.3f}")
         print(f"| {name} | " + " | ".join(cells) + " |")
+    print("\nThe same of SPRINT-XL/2, whose weak branch leaves out its sparse part.\n")
+    print("| guidance | GMAC, with attention | of none |\n|---|---|---|")
+    model, plain = build(read("experiment=sit256_xl2", "model=sprint")), 0.0
+    for kind in ("none", "cfg", "path_drop", "path_drop_class"):
+        guidance = Guidance(kind, 1.0 if kind == "none" else 1.5)
+        cost = Sampler(RF.default_steps, guidance=guidance, solver="euler").flops(model) / RF.default_steps / 2e9
+        plain = plain or cost
+        print(f"| {kind} | {cost:.2f} | {cost / plain:.3f} |")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.exporting import Dtype, Paths, as_dtype, record, stored_dtype
+from tread.checkpoints.exporting import Dtype, Paths, as_dtype, public_names, record, stored_dtype
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.files import check_place, explain_failure, sha256, size_text, whole_folder
@@ -43,6 +43,7 @@ class Options:
     dtype: Dtype
     paths: Paths
     autoencoder: str | None
+    public: bool
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="export_checkpoint")
@@ -56,6 +57,7 @@ def main(composed: DictConfig) -> None:
             options.dtype,
             options.paths,
             options.autoencoder,
+            options.public,
         )
         print(account(found, options))
 
@@ -67,10 +69,12 @@ def export(
     dtype: Dtype = "fp32",
     paths: Paths = "full",
     autoencoder: str | None = None,
+    public: bool = False,
 ) -> checkpoint.Checkpoint:
     """Write a checkpoint with one part, whole or not at all, and open it. Raises ValueError or OSError.
 
     paths, autoencoder  see `record`.
+    public              also write <weights>-public.safetensors, see `public_names`.
     """
     if out.exists() or out.is_symlink():
         raise FileExistsError(f"out={out} is there already; choose another folder")
@@ -78,7 +82,9 @@ def export(
     name = f"{weights}.safetensors"
     info, stated = record(found.info, paths, autoencoder), found.info["files"][name]
     rounded = None if dtype == stored_dtype(info) else as_dtype(found.tensors(weights), dtype)
-    check_place(out.parent, sum(value.nbytes for value in rounded.values()) if rounded else stated["bytes"])
+    theirs = public_names(as_dtype(found.tensors(weights), dtype)) if public else {}
+    size = sum(value.nbytes for value in rounded.values()) if rounded else stated["bytes"]
+    check_place(out.parent, size * (2 if theirs else 1))
     with explain_failure(out), whole_folder(out) as partial:
         path = partial / name
         if rounded is None:
@@ -87,6 +93,8 @@ def export(
             save_tensors(path, rounded)
             info |= {"dtype": dtype, "made_from": stated["sha256"]}
             stated = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        if theirs:
+            save_tensors(partial / f"{weights}-public.safetensors", theirs)
         content = {**info, "files": {name: stated}}
         (partial / "info.json").write_text(json.dumps(content, indent=1) + "\n")
         (partial / "config.yaml").write_text(OmegaConf.to_yaml(info["config"]))
@@ -99,6 +107,8 @@ def account(found: checkpoint.Checkpoint, options: Options) -> str:
     raw = options.weights == "model"
     stored = stored_dtype(found.info)
     lines = [f"{options.out}: {options.weights} weights of step {found.step} in {stored}, {size_text(size)}"]
+    if options.public:
+        lines += [f"  {options.weights}-public.safetensors there: by the names of MaskDiT's released files"]
     if found.info.get("predicts", "objective") == "objective":
         lines += [f"  python sample.py checkpoint={options.out}{' weights=model' * raw}"]
         lines += [f"  python fid.py checkpoint={options.out}{' weights=model' * raw} reference=…"]

@@ -104,7 +104,7 @@ def run(options: Options) -> None:
         ends = f"{matrix[0, -1]:.4f} from the embedding to the end"
         print(f"  {name:<10}  {adjacent(matrix):.4f} from a block to the next, {ends}{how}")
     if not routes:
-        print("  routed      no: the network has no route; 'routes=[{start: 2, end: -4}]' compares under this one")
+        print("  routed      no: the network has no route; routes=… compares under one, see configs/similarity.yaml")
     record = {
         "checkpoint": str(trained.found.folder),
         "step": trained.found.step,

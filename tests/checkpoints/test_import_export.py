@@ -275,6 +275,20 @@ def test_an_export_of_an_import_is_the_file_that_came_in(tmp_path, states):
     same(checkpoint.find(tmp_path / "results" / "again").tensors("ema"), states["ema"])
 
 
+def test_a_sprint_goes_out_and_comes_back_with_what_it_was_trained_for(tmp_path, composed):
+    sizes = ["model.hidden_size=16", "model.depth=6", "model.num_heads=2", "model=sprint", "model.qk_norm=true"]
+    state = random_state(composed, 2, sizes=sizes)
+    torch.save(state, tmp_path / "a.pt")
+    bring_in(tmp_path, "weights=a.pt", sizes=sizes)
+    hand_out(tmp_path, "checkpoint=results/mine", "out=mine")
+    bring_in(tmp_path, "weights=mine/ema.safetensors", "name=again", sizes=sizes)
+    found = checkpoint.find(tmp_path / "results" / "again")
+    same(found.tensors("ema"), state)
+    assert open_trained(found, "ema").path_drop == 0.1
+    with pytest.raises(SystemExit, match="architecture sprint"):
+        bring_in(tmp_path, "weights=a.pt", "name=third", sizes=[*sizes[:3], "model=dit"])
+
+
 def test_exports_that_can_not_be_leave_nothing(tmp_path, run):
     (tmp_path / "there").mkdir()
     for overrides, message in (

@@ -118,12 +118,13 @@ def test_an_interval_that_holds_no_level_is_refused():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_of_kinds(kind):
-    """What each kind's branches see, as arXiv 2207.12598, 2406.02507 and 2601.01608 define them."""
+    """What each kind's branches see, as arXiv 2207.12598, 2406.02507, 2601.01608 and 2510.21986 define them."""
     row = KINDS[kind]
     assert (row.weak_class is None) == (kind == "none")
     assert row.routed == kind.startswith("sparse")
     assert row.strong_class == (kind != "sparse_uncond")
-    assert bool(row.weak_class) == (kind in ("sparse", "autoguidance"))
+    assert bool(row.weak_class) == (kind in ("sparse", "autoguidance", "path_drop_class"))
+    assert row.drops_path == kind.startswith("path_drop")
 
 
 # Data N(0, a²) for the class, N(0, b²) without or by a weaker network: denoisers, and so the guided
@@ -223,6 +224,13 @@ def test_networks_that_can_not_be_guided_so_are_refused():
             Guidance(kind).check(trained, 0.0)
     with pytest.raises(ValueError, match="no null class"):
         Guidance("sparse_cfg", checkpoint="a").check(trained, 0.1, trained, 0.0)
+    for kind in ("path_drop", "path_drop_class"):
+        with pytest.raises(ValueError, match=f"guidance={kind} .*train.path_drop=0 .*needs one above 0"):
+            Guidance(kind).check(trained, 0.1, path_drop=0.0)
+        Guidance(kind).check(trained, 0.1, path_drop=0.1)
+    Guidance("path_drop_class").check(trained, 0.0, path_drop=0.1)
+    with pytest.raises(ValueError, match="no null class"):
+        Guidance("path_drop").check(trained, 0.0, path_drop=0.1)
     Guidance("sparse", weak=0.5).check(trained, 0.0)
     Guidance("sparse", weak=0.5, force=True).check(dense, 0.0)
     Guidance("sparse", weak=0.5, checkpoint="a").check(dense, 0.0, trained, 0.0)

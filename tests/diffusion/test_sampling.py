@@ -171,8 +171,9 @@ def test_what_guidance_comes_to_at_its_ends(tiny, smaller, process):
 
 
 class Gaussians(torch.nn.Module):
-    """A network that knows its data: N(0, std²), std by class, lower without a class and with tokens left out."""
+    """A network that knows its data: N(0, std²), std by class, other without one and with tokens or a path left out."""
 
+    drops_path = True
     num_classes, in_channels, input_size, num_tokens, grid = 10, 1, 2, 16, (4, 4)
 
     def __init__(self, process, factor=1.0):
@@ -182,8 +183,8 @@ class Gaussians(torch.nn.Module):
     def std(self, labelled, ratio):
         return self.factor * (0.6 if labelled else 0.9) * (1 + ratio)
 
-    def forward(self, x, t, y, routes=()):
-        ratio = 1 - routes[0][1].shape[1] / self.num_tokens if routes else 0.0
+    def forward(self, x, t, y, routes=(), path_drop=False):
+        ratio = 1 - routes[0][1].shape[1] / self.num_tokens if routes else 0.5 * path_drop
         std = torch.where(y < 10, self.std(True, ratio), self.std(False, ratio)).view(-1, 1, 1, 1)
         t = t.view(-1, 1, 1, 1)
         if isinstance(self.process, RF):
@@ -231,7 +232,9 @@ def test_samples_of_gaussian_data_by_each_kind(process, weak_process, kind, inte
     expected = seeded_normal([3, 4], (1, 2, 2)) * top
     for start, end, is_guided in ((top, high, False), (high, low, True), (low, 0.0, False)):
         strong = shrinks(process, model.network.std(row.strong_class, guidance.strong), start, end)
-        weaker = shrinks(process, (weak or model).network.std(bool(row.weak_class), guidance.weak), start, end)
+        weaker = shrinks(
+            process, (weak or model).network.std(bool(row.weak_class), guidance.weak + 0.5 * row.drops_path), start, end
+        )
         expected = expected * (strong**omega * weaker ** (1 - omega) if is_guided and kind != "none" else strong)
     torch.testing.assert_close(found, expected, rtol=0.04, atol=0)  # the interval's ends lie between two levels
 

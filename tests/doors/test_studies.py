@@ -77,6 +77,8 @@ def test_studies_share_runs_that_say_the_same():
         ("selection_rate", "0.5", "placement", "r(2→8)"),
         ("loss_gap", "r(2→6)", "placement", "r(2→6)"),
         ("finetune", "dense", "init", "dense, adaLN-Zero"),
+        ("rivals", "dense", "convergence", "dense"),
+        ("rivals", "routed", "convergence", "routed"),
     ]:
         assert planned(name)[arm, 0].training.key == planned(other)[twin, 0].training.key, (name, arm)
 
@@ -97,6 +99,21 @@ def test_budgets_become_steps():
         each = cost.training_flops(one.training) / one.training.steps
         assert abs(cost.training_flops(one.training) - 2e9) <= each / 2
     assert by_flops[0].training.steps < by_flops[1].training.steps
+
+
+def test_rivals_see_what_convergence_saw():
+    """300,000 images by three seeds, scored alike; a decoder of 2 blocks of half the width, in full for the paper."""
+    rivals, convergence = planned("rivals"), planned("convergence")
+    assert len(rivals) == 12 and all(rivals[key].scores == one.scores for key, one in convergence.items())
+    for arm in ("maskdit", "sprint"):
+        for seed in range(3):
+            ours, dense = rivals[arm, seed], convergence["dense", seed]
+            assert ours.scores == dense.scores and ours.training.seed == seed and ours.training.images == 300_032
+            for part in ("dataset", "edm", "ema", "optim", "every", "eval"):
+                assert getattr(ours.training.cfg, part) == getattr(dense.training.cfg, part)
+    for scale, width, depth in (("demo", 8, 2), ("small", 48, 2), ("paper", 512, 8)):
+        model = planned("rivals", scale)["maskdit", 0].training.cfg.model
+        assert (model.decoder_hidden_size, model.decoder_depth) == (width, depth)
 
 
 def test_flops_are_those_that_training_counts(tmp_path):

@@ -32,6 +32,8 @@ SIDES = {
     "sparse": Side("sparse", 3, 0.5, 0.25, force=True, same_ids=True),
     "sparse_cfg": Side("sparse_cfg", 1.5, 0.25, 0.75, checkpoint="results/weak/step_0000002"),
     "sparse_uncond": Side("sparse_uncond", 1.5, 0.0, 0.75),
+    "path_drop": Side("path_drop", 1.5),
+    "path_drop_class": Side("path_drop_class", 1.5),
 }
 
 
@@ -63,6 +65,10 @@ def same(one: Image.Image, other: Image.Image) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_command_draws_what_is_seen(explorer, tmp_path, kind):
     side = replace(SIDES[kind], steps=3, solver="euler" if kind == "sparse" else None)
+    if KINDS[kind].drops_path:
+        with pytest.raises(ValueError, match="not trained with model=sprint"):
+            explorer.draw(side, [1], "1")
+        return
     shown = explorer.draw(side, [1, 5] if kind != "none" else [4], "1, 4" if kind != "cfg" else "2-4")
     assert same(shown.grid, run(tmp_path, shown.command))
     assert f"guidance={kind}" in shown.command and "steps=3" in shown.command

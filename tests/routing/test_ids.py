@@ -19,9 +19,11 @@ from tread.routing.ids import (
     choose_ids,
     count_kept,
     force,
+    group_ids,
     keep_prefix,
     row_ids,
     shared_ids,
+    with_ratio,
 )
 from tread.runtime.randomness import generator
 from tread.training.objective import split_batch, step_draws, training_loss
@@ -82,6 +84,63 @@ def test_shared_ids_are_those_of_the_first_sample():
     other = torch.cat([noise[:1], uniform(4, 12, seed=1)])
     assert torch.equal(shared_ids(other, 0.25), ids)
     assert not torch.equal(shared_ids(noise.flip(0), 0.25), ids)
+
+
+# ----------------------------------------------------------------------------------------- groups
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (2, 6), (8, 2)])
+def test_group_ids_equal_a_loop(grid):
+    height, width = grid
+    noise, expected = uniform(7, height * width), []
+    for numbers in noise.tolist():
+        ids = []
+        for row, column in itertools.product(range(0, height, 2), range(0, width, 2)):
+            four = [(row + down) * width + column + right for down in (0, 1) for right in (0, 1)]
+            ids.append(min(four, key=lambda token: numbers[token]))
+        expected.append(sorted(ids))
+    found = group_ids(noise, grid)
+    assert found.tolist() == expected and found.dtype == torch.int64
+    route = Route(0, 0, 0.75, select="group")
+    assert torch.equal(choose_ids(route, noise, grid), found) and found.shape[1] == count_kept(route, height * width)
+    assert choose_ids(route, noise, grid, prefix=1).tolist() == [[0, *(i + 1 for i in ids)] for ids in expected]
+
+
+def test_every_choice_of_a_token_from_each_group_is_equally_likely():
+    ids = group_ids(uniform(20000, 8), (2, 4))
+    number, errors = shares(ids, 16)
+    assert number == 16 and errors < 5
+
+
+def test_a_forced_token_stays_for_its_group_and_two_of_one_are_refused():
+    noise, route = uniform(20000, 8), Route(0, 0, 0.75, select="group")
+    keep = mask(20000, 8)
+    keep[:, 5] = True  # of the left group, 0 1 4 5
+    ids = choose_ids(route, noise, (2, 4), keep)
+    number, errors = shares(ids, 4)
+    assert (ids == 5).any(dim=1).all() and number == 4 and errors < 5
+    with pytest.raises(ValueError, match="2 tokens of a 2×2 group"):
+        choose_ids(route, noise[:3], (2, 4), mask(3, 8, (1, 5), (1, 0)))
+    with pytest.raises(ValueError, match=r"force_keep is .* but must be \(3, 8\)"):
+        choose_ids(route, noise[:3], (2, 4), mask(3, 7))
+
+
+def test_groups_have_one_ratio_and_even_grids():
+    for ratio in (0.0, 0.5, 0.74):
+        with pytest.raises(ValueError, match=f"selection_ratio is {ratio}, but must be 0.75 with select=group"):
+            Route(0, 0, ratio, select="group")
+    route = Route(1, 3, 0.75, select="group")
+    for grid in ((3, 4), (4, 3)):
+        odd = f"grid of {grid[0]}×{grid[1]} tokens is odd: select=token"
+        with pytest.raises(ValueError, match=odd):
+            choose_ids(route, uniform(2, 12), grid)
+        with pytest.raises(ValueError, match=odd):
+            check_ratio(route, grid, "key")
+    with pytest.raises(ValueError, match="group.* needs grid="):
+        choose_ids(route, uniform(2, 16))
+    check_ratio(route, (4, 4), "key")
+    assert with_ratio(route, 0.75) == route and with_ratio(route, 0.5) == Route(1, 3, 0.5)
+    assert with_ratio(Route(1, 3, 0.75, select="row"), 0.5) == Route(1, 3, 0.5, select="row")
 
 
 # ----------------------------------------------------------------------------------------- forced

@@ -54,7 +54,7 @@ def by_loops(squared, denoised, noisy, ids, size, coefficient):
             total += sum(patch(squared, image, number, size).mean() for number in kept) / len(kept)
             for number in around:
                 target = patch(noisy, image, number, size)
-                target = (target - target.mean()) / (target.var(correction=0) + EPSILON).sqrt()
+                target = (target - target.mean()) / (target.var() + EPSILON).sqrt()
                 error = (patch(denoised, image, number, size) - target).square().mean()
                 total += coefficient * error / len(around)
         losses.append(total / len(ids))
@@ -95,6 +95,8 @@ def test_a_flat_patch_is_reconstructed_as_zero():
     flat, denoised = torch.full((3, 4, 8, 8), 5.0), torch.full((3, 4, 8, 8), 2.0)
     torch.testing.assert_close(reconstruction_loss(denoised, flat, ids_of(8), 2), torch.full((3,), 4.0))
     assert torch.equal(reconstruction_loss(denoised, flat, ids_of(16), 2), torch.zeros(3))
+    single = reconstruction_loss(denoised[:, :1], torch.randn(3, 1, 8, 8), ids_of(8, tokens=64), 1)
+    torch.testing.assert_close(single, torch.full((3,), 4.0))  # one number has no unbiased variance: target 0
 
 
 def test_gradients_reach_each_losss_own_patches_alone():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tread.runtime.hub import HUB_ID, WEIGHT_FILES
-from tread.runtime.tensor_files import listed
+from tread.runtime.tensor_files import LABELS, MASKDIT, listed
 
 Dtype = Literal["fp32", "fp16"]
 Paths = Literal["full", "short"]
@@ -32,6 +32,22 @@ def as_dtype(tensors: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
             f"{listed(lost)}: no {dtype} holds numbers up to {most:,.6g}, where {limit}; dtype=fp32 keeps them"
         )
     return rounded
+
+
+def public_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """MaskDiT's weights by the names of its released files, labels as a matrix (D, classes) without the null class.
+
+    Raises ValueError for weights of another network, whose names are public ones already, or if the null class is not
+    zero, for which those files have no place.
+    """
+    if MASKDIT not in tensors:
+        raise ValueError("public=true is of MaskDiT: the names of this network are those of its public files already")
+    if tensors[LABELS][-1].any():
+        raise ValueError(f"the null class, the last row of {LABELS}, is not zero: MaskDiT's files have no place for it")
+    return {
+        f"model.{name}": value[:-1].T.contiguous() if name == LABELS else value.contiguous()
+        for name, value in tensors.items()
+    }
 
 
 def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:

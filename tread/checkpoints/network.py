@@ -13,17 +13,20 @@ from tread.diffusion.edm import EDM
 from tread.diffusion.process import Process
 from tread.models.backbone import Backbone, Init
 from tread.models.lightning import LightningDiT, MlpKind, Norm, Positions
+from tread.models.maskdit import MaskDiT, check_spans
 from tread.models.rwkv import RWKV
+from tread.models.sprint import Sprint, check_sparse_part
 from tread.runtime.schema import Count, Positive, read
 
 Objective = Annotated[Literal["edm", "rf"], "rectified flow"]
-LIGHTNING = ("norm", "mlp", "positions", "qk_norm")  # settings of architecture=lightning alone
+LIGHTNING = ("norm", "mlp", "positions", "qk_norm")  # settings of lightning and sprint alone
+DECODER = ("decoder_hidden_size", "decoder_depth", "decoder_heads")  # of maskdit alone
 
 
 @dataclass(frozen=True)
 class Model:
     name: str
-    architecture: Literal["dit", "lightning", "rwkv"]
+    architecture: Literal["dit", "lightning", "maskdit", "rwkv", "sprint"]
     routes: tuple[Route, ...]
     hidden_size: Count
     depth: Count
@@ -36,21 +39,29 @@ class Model:
     mlp: MlpKind = "gelu"
     positions: Positions = "sincos"
     qk_norm: bool = False
+    decoder_hidden_size: Count = 512
+    decoder_depth: Count = 8
+    decoder_heads: Count = 16
 
     def __post_init__(self) -> None:
-        for name in () if self.architecture == "lightning" else LIGHTNING:
-            if (value := getattr(self, name)) != getattr(Model, name):
-                raise ValueError(
-                    f"model.{name} is {value!r}, but {self.architecture} has no such choice: model=lightning and "
-                    "model=tread_lightning have it"
-                )
+        for owners, names, models in (
+            (("lightning", "sprint"), LIGHTNING, "model=lightning, model=tread_lightning and model=sprint have it"),
+            (("maskdit",), DECODER, "model=maskdit has it"),
+        ):
+            for name in () if self.architecture in owners else names:
+                if (value := getattr(self, name)) != getattr(Model, name):
+                    raise ValueError(f"model.{name} is {value!r}, but {self.architecture} has no such choice: {models}")
         for number, route in enumerate(self.routes):
             if route.select not in self.selects:
                 raise ValueError(
                     f"model.routes.{number}.select is {route.select!r}, but the blocks of {self.architecture} look at "
                     f"neighbours in the token grid: it must be {' or '.join(self.selects)}"
                 )
+        if self.architecture == "sprint":
+            check_sparse_part(self.routes, self.depth)
         check_routes(self.routes, self.depth)
+        if self.architecture == "maskdit":
+            check_spans(self.routes, self.depth)
 
     @property
     def selects(self) -> tuple[str, ...]:
@@ -58,10 +69,28 @@ class Model:
         return ("row",) if self.architecture == "rwkv" else SELECT_CHOICES
 
     @property
+    def has_path(self) -> bool:
+        """Whether the network has a sparse path that train.path_drop can drop."""
+        return self.architecture == "sprint"
+
+    @property
+    def masks(self) -> bool:
+        """Whether mask tokens stand for the tokens that a route takes, so that sampling never leaves any out."""
+        return self.architecture == "maskdit"
+
+    @property
+    def usual_route(self) -> Route:
+        """TREAD's r(2→depth−4), or SPRINT's over its sparse part. Raises ValueError for a depth without one."""
+        if self.architecture == "sprint":
+            return Route(2, -3, 0.75, "off")
+        return Route.for_depth(self.depth, select=self.selects[0])
+
+    @property
     def decisive(self) -> dict[str, object]:
         """What decides which function weights are, by dotted name: all but its name, its routes and how it starts."""
         left_out = {"name", "routes", "init"}
         left_out |= {"num_heads", *LIGHTNING} if self.architecture == "rwkv" else set()
+        left_out |= set(DECODER) if self.architecture != "maskdit" else set()
         return {f"model.{item.name}": getattr(self, item.name) for item in fields(self) if item.name not in left_out}
 
 
@@ -122,13 +151,22 @@ def build_network(cfg: Network) -> Backbone:
     }
     if cfg.model.architecture == "rwkv":
         return RWKV(**sizes)
-    if cfg.model.architecture == "lightning":
-        return LightningDiT(
+    if cfg.model.architecture in ("lightning", "sprint"):
+        network = Sprint if cfg.model.architecture == "sprint" else LightningDiT
+        return network(
             num_heads=cfg.model.num_heads,
             norm=cfg.model.norm,
             mlp=cfg.model.mlp,
             positions=cfg.model.positions,
             qk_norm=cfg.model.qk_norm,
+            **sizes,
+        )
+    if cfg.model.architecture == "maskdit":
+        return MaskDiT(
+            num_heads=cfg.model.num_heads,
+            decoder_hidden_size=cfg.model.decoder_hidden_size,
+            decoder_depth=cfg.model.decoder_depth,
+            decoder_heads=cfg.model.decoder_heads,
             **sizes,
         )
     return DiT(num_heads=cfg.model.num_heads, **sizes)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tread.checkpoints.network import Model
 from tread.models.rotary import ROUNDING, TABLES, check_tables
-from tread.runtime.tensor_files import FIRST, listed
+from tread.runtime.tensor_files import FIRST, LABELS, MASKDIT, listed
 
 USUAL_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by hidden size: DiT-S, B, L, XL
+POSITIONS = ("pos_embed", "decoder_pos_embed")  # fixed sines and cosines
 PLAIN = {f"model.{item.name}": item.default for item in fields(Model) if item.default is not MISSING}  # what DiT has
 
 
@@ -38,7 +39,7 @@ def fit(
     refusal = f"the weights of {where} do not fit this network: "
     if FIRST not in state:
         raise ValueError(f"{refusal}there is no {FIRST}, as in public DiT's parameter names, but {listed(state)}")
-    whole = {"pos_embed": expected["pos_embed"], **state} if "pos_embed" in expected else dict(state)
+    whole = {name: expected[name] for name in POSITIONS if name in expected} | dict(state)
     whole = {name: value for name, value in whole.items() if name not in tables}
     problems = []
     if missing := [name for name in expected if name not in whole]:
@@ -71,6 +72,7 @@ def fit(
         problems.append(f"trained with other settings, which its info.json records: {listing}")
     if not problems:
         _check_positions(whole, expected, where)
+        _check_null_class(whole, where)
         check_tables(tables, expected["pos_embed"].shape[1], where)
         return {name: whole[name].to(expected[name].dtype) for name in expected}
     problems.append(f"the file is of {describe(theirs)}")
@@ -82,6 +84,8 @@ def fit(
         if heads and theirs["model.hidden_size"] != ours.get("model.hidden_size"):
             theirs["model.num_heads"] = heads
     if fitting := {key: value for key, value in theirs.items() if ours.get(key, PLAIN.get(key)) != value}:
+        if fitting.get("model.architecture") in ("maskdit", "sprint"):  # whose file brings their own route
+            fitting = {"model": fitting.pop("model.architecture"), **fitting}
         settings = " ".join(f"{key}={_written(value)}" for key, value in fitting.items())
         problems.append(f"settings that fit it: {settings}")
     raise ValueError("\n  ".join([refusal.rstrip(), *problems]))
@@ -89,16 +93,24 @@ def fit(
 
 def _check_positions(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
     """Raise ValueError unless a file's positions are the formula's, up to rounding."""
-    if "pos_embed" not in expected:
-        return
-    found = state["pos_embed"]
-    off = (found.float() - expected["pos_embed"].float()).abs().max().item()
-    if off > ROUNDING:
+    for name in (name for name in POSITIONS if name in expected):
+        off = (state[name].float() - expected[name].float()).abs().max().item()
+        if off <= ROUNDING:
+            continue
         raise ValueError(
-            f"the positions pos_embed of {where} are not the fixed 2-D sines and cosines that this network adds: they "
+            f"the positions {name} of {where} are not the fixed 2-D sines and cosines that this network adds: they "
             f"differ by up to {off:.3g}, where rounding allows {ROUNDING:g}. A learnt or another table can't be "
             "represented here, and the weights mean nothing without theirs. If they were trained with the fixed ones "
-            "and the table alone is wrong, leave pos_embed out of the file: the network's own serve"
+            f"and the table alone is wrong, leave {name} out of the file: the network's own serve"
+        )
+
+
+def _check_null_class(state: Mapping[str, Tensor], where: str) -> None:
+    """Raise ValueError for a MaskDiT whose null class is not zero."""
+    if MASKDIT in state and state[LABELS][-1].any():
+        raise ValueError(
+            f"the null class of {where}, the last row of {LABELS}, is not zero: MaskDiT's is, and is never trained, so "
+            "that weights which learnt another one can't be represented here. If nothing trained it, set the row to 0"
         )
 
 
@@ -123,12 +135,18 @@ def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
         found |= {"model.architecture": "rwkv", "model.mlp_ratio": width[0] / hidden_size}
     elif width := shapes.get("blocks.0.mlp.w12.weight"):
         found["model.mlp_ratio"] = _swiglu_ratio(width[0] // 2, hidden_size)
+    if "fusion_proj.weight" in shapes:
+        found["model.architecture"] = "sprint"
     if found["model.architecture"] != "rwkv":
         found["model.norm"] = "rms" if "blocks.0.norm1.weight" in shapes else "layer"
         found["model.mlp"] = "swiglu" if "blocks.0.mlp.w12.weight" in shapes else "gelu"
         found["model.qk_norm"] = "blocks.0.attn.q_norm.weight" in shapes
     for rows in (shapes[name] for name in TABLES if len(shapes.get(name, ())) == 2):
         found |= {"model.positions": "rope", "model.num_heads": hidden_size // max(1, rows[1])}
+    if len(rows := shapes.get(MASKDIT, ())) == 2:
+        decoder = {match[1] for name in shapes if (match := re.match(r"decoder_blocks\.(\d+)\.", name))}
+        found |= {"model.architecture": "maskdit", "model.decoder_hidden_size": rows[0]}
+        found["model.decoder_depth"] = len(decoder)
     if rows := shapes.get("final_layer.linear.weight"):
         found["model.learn_sigma"] = rows[0] == 2 * patch_size**2 * channels
     if rows := shapes.get("y_embedder.embedding_table.weight"):

@@ -22,12 +22,14 @@ class Trained:
 
     weights     which of the checkpoint's: "ema" or "model".
     label_drop  of its training; above 0, the network knows the null class.
+    path_drop   likewise; above 0, it knows itself without its sparse part; None: it has none.
     """
 
     found: checkpoint.Checkpoint
     weights: str
     cfg: Network
     label_drop: float
+    path_drop: float | None
 
     @property
     def process(self) -> Process:
@@ -47,10 +49,10 @@ class Trained:
         return self.found.sha256(self.weights)
 
     def routes(self, guidance: Guidance) -> tuple[Route, ...]:
-        """Those it was trained with; without any, and if a guidance is forced, the paper's r(2→depth−4)."""
+        """Those it was trained with; without any, and if a guidance is forced, its architecture's usual one."""
         forced = guidance.force and guidance.row.routed and not self.cfg.model.routes
         model = self.cfg.model
-        return (Route.for_depth(model.depth, select=model.selects[0]),) if forced else model.routes
+        return (model.usual_route,) if forced else model.routes
 
     def outline(self, guidance: Guidance) -> Model:
         """The network without weights, to count tokens and FLOPs by."""
@@ -80,7 +82,8 @@ def open_trained(found: checkpoint.Checkpoint, weights: str, shift: float | None
         )
     found.check(weights)
     try:
-        config, drop = found.info["config"], found.info["config"]["train"]["label_drop"]
+        config = found.info["config"]
+        label_drop, path_drop = config["train"]["label_drop"], config["train"].get("path_drop", 0.0)
         LatentSpec.from_json(found.info["latents"])
     except (LookupError, TypeError) as error:
         what = f"{found.folder / 'info.json'} is damaged: {error} is missing, or not what a checkpoint has there"
@@ -93,7 +96,7 @@ def open_trained(found: checkpoint.Checkpoint, weights: str, shift: float | None
         )
     if shift is not None:
         cfg = replace(cfg, rf=replace(cfg.rf, shift=shift))
-    return Trained(found, weights, cfg, drop)
+    return Trained(found, weights, cfg, label_drop, path_drop if cfg.model.has_path else None)
 
 
 def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
@@ -101,10 +104,12 @@ def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
 
     Raises ValueError or FileNotFoundError, also if the two can't be combined.
     """
+    _check_masks(guidance, strong)
     if guidance.checkpoint is None:
-        guidance.check(strong.cfg.model.routes, strong.label_drop)
+        guidance.check(strong.cfg.model.routes, strong.label_drop, path_drop=strong.path_drop)
         return None
     weak = open_trained(checkpoint.find(Path(guidance.checkpoint).expanduser()), guidance.weights)
+    _check_masks(guidance, weak)
     if weak.sha256 == strong.sha256:
         raise ValueError(
             f"guidance.checkpoint={guidance.checkpoint} is the network that checkpoint=… names: it can't guide itself"
@@ -118,3 +123,13 @@ def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
             )
     guidance.check(strong.cfg.model.routes, strong.label_drop, weak.cfg.model.routes, weak.label_drop)
     return weak
+
+
+def _check_masks(guidance: Guidance, one: Trained) -> None:
+    """Raise ValueError for sparse guidance of a network that sees mask tokens where tokens are left out."""
+    if guidance.row.routed and one.cfg.model.masks:
+        raise ValueError(
+            f"guidance={guidance.kind} leaves tokens out, but the network of {one.found.folder} is MaskDiT, which sees "
+            "mask tokens in their places and nothing of the noisy picture there, so that it has no prediction to guide "
+            "by: guidance=cfg or autoguidance runs all tokens"
+        )

@@ -11,6 +11,8 @@ That is the one convention of this code, for all kinds, for all channels, for ED
                                                               network may be another
     sparse_cfg     class, ratio γ_s     no class, ratio γ_w   likewise
     sparse_uncond  no class, ratio γ_s  no class, ratio γ_w   for comparison only: labels have no effect
+    path_drop      class                no class, without g   SPRINT's, arXiv 2510.21986: g is its sparse part
+    path_drop_class class               class, without g      likewise
 
 A ratio is the share of tokens routed around, of the routes that the network was trained with.
 """
@@ -36,12 +38,14 @@ Shape = Literal["cosine", "linear"]
 
 @dataclass(frozen=True)
 class Kind:
-    """A row of the table: whether each branch sees the class and is routed, and whether the weak network is another."""
+    """A row of the table: whether each branch sees the class and is routed, whether the weak network is another, and
+    whether the weak branch leaves out SPRINT's sparse part."""
 
     strong_class: bool
     weak_class: bool | None  # None: there is no weak branch
     routed: bool
     weak_network: str  # whether the weak branch uses a second network: "never", "may" or "must"
+    drops_path: bool = False
 
 
 KINDS = {
@@ -51,6 +55,8 @@ KINDS = {
     "sparse": Kind(True, True, True, "may"),
     "sparse_cfg": Kind(True, False, True, "may"),
     "sparse_uncond": Kind(False, False, True, "never"),
+    "path_drop": Kind(True, False, False, "never", drops_path=True),
+    "path_drop_class": Kind(True, True, False, "never", drops_path=True),
 }
 
 
@@ -212,10 +218,12 @@ class Guidance:
         label_drop: float,
         weak_routes: Sequence[Route] | None = None,
         weak_label_drop: float | None = None,
+        path_drop: float | None = None,
     ) -> None:
         """Raise ValueError unless networks trained with these routes and label drops can be guided so.
 
         weak_routes, weak_label_drop  those of a second network; None: there is one network.
+        path_drop                     of a SPRINT's training; None: another network, which check_ratios refuses.
         """
         weak_routes = routes if weak_routes is None else weak_routes
         weak_label_drop = label_drop if weak_label_drop is None else weak_label_drop
@@ -231,6 +239,12 @@ class Guidance:
                     f"guidance={self.kind} asks a network without a class, but it was trained with train.label_drop=0 "
                     "and knows no null class; guidance=sparse and autoguidance do not need one"
                 )
+        if self.row.drops_path and path_drop == 0:
+            raise ValueError(
+                f"guidance={self.kind} asks a network without its sparse part, but it was trained with "
+                "train.path_drop=0 and never ran so: it needs one above 0, as model=sprint sets it; guidance=cfg and "
+                "autoguidance do not"
+            )
 
 
 NO_GUIDANCE = Guidance()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -18,7 +19,7 @@ from routing_module import Route
 from tread.diffusion.guidance import NO_GUIDANCE, Branch, Call, Guidance, Routes, guided
 from tread.diffusion.process import Process
 from tread.diffusion.solvers import Churn, call_order, solve
-from tread.routing.ids import check_ratio, choose_ids, count_kept
+from tread.routing.ids import check_ratio, choose_ids, count_kept, with_ratio
 from tread.runtime.device import autocast
 from tread.runtime.randomness import generator, seeded_normal, seeded_uniform
 from tread.runtime.schema import check
@@ -88,12 +89,13 @@ class Sampler:
     def flops(self, model: Model, weak: Model | None = None, attention: bool = True) -> int:
         """FLOPs of the networks a sample, see Backbone.forward_flops; weak: a second network of the guidance."""
 
-        def cost(model: Model, ratio: float) -> int:
-            routes = [replace(route, selection_ratio=ratio) for route in model.routes]
-            return model.network.forward_flops(routes, attention)
+        def cost(model: Model, ratio: float, **more: bool) -> int:
+            routes = [with_ratio(route, ratio) for route in model.routes]
+            return model.network.forward_flops(routes, attention, **more)
 
+        more = {"path_drop": True} if self.guidance.row.drops_path else {}
         return sum(
-            cost(model, call.strong) + (0 if call.weak is None else cost(weak or model, call.weak))
+            cost(model, call.strong) + (0 if call.weak is None else cost(weak or model, call.weak, **more))
             for call in self.plan(model.process)
         )
 
@@ -108,8 +110,14 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
 
 
 def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> None:
-    """Raise ValueError unless a guidance's ratios, where they are not 0, suit the networks' routes (`check_ratio`)."""
+    """Raise ValueError unless a guidance's ratios, where they are not 0, suit the networks' routes (`check_ratio`),
+    and if it leaves out a path that the network has not."""
     plan = sampler.plan(model.process)
+    if sampler.guidance.row.drops_path and not model.network.drops_path:
+        raise ValueError(
+            f"guidance={sampler.guidance.kind} leaves out SPRINT's sparse part in the weak branch, but this network "
+            "has none: it was not trained with model=sprint"
+        )
     for name, one in (("strong", model), ("weak", weak or model)):
         ratio = max(getattr(call, name) or 0.0 for call in plan)
         if ratio == 0:
@@ -117,7 +125,7 @@ def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> N
         if not one.routes:
             raise ValueError(f"guidance={sampler.guidance.kind} routes tokens around, but the model has no routes")
         for route in one.routes:
-            check_ratio(replace(route, selection_ratio=ratio), one.network.grid, f"guidance.{name}")
+            check_ratio(with_ratio(route, ratio), one.network.grid, f"guidance.{name}")
 
 
 def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:
@@ -159,6 +167,8 @@ def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tens
     if row.weak_class is not None:
         if weak is not None:  # else one function, so that branches of one shape run as one batch
             denoise = _denoiser(weak, sampler.precision)
+        elif row.drops_path:
+            denoise = _denoiser(model, sampler.precision, path_drop=True)
         stream = "strong" if sampler.guidance.same_ids else "weak"
         routes = _routes(weak or model, seeds, [call.weak or 0.0 for call in plan], stream, device)
         other = Branch(denoise, labels if row.weak_class else no_class, routes)
@@ -172,10 +182,12 @@ def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tens
     return solve(sampler.solver, denoiser, noise, levels, sampler.churn, churn_noise).float()
 
 
-def _denoiser(model: Model, precision: str) -> Callable[[Tensor, Tensor, Tensor, Routes], Tensor]:
+def _denoiser(model: Model, precision: str, **more: bool) -> Callable[[Tensor, Tensor, Tensor, Routes], Tensor]:
+    network = partial(model.network, **more) if more else model.network
+
     def denoise(x: Tensor, level: Tensor, y: Tensor, routes: Routes) -> Tensor:
         with autocast(x.device, precision):
-            return model.process.denoise(model.network, x, level, y, routes)
+            return model.process.denoise(network, x, level, y, routes)
 
     return denoise
 
@@ -195,7 +207,7 @@ def _routes(
     ]
 
     def routes(call: int) -> Routes:
-        drawn = [(replace(route, selection_ratio=ratios[call]), u[:, call]) for route, u in zip(own, uniform)]
+        drawn = [(with_ratio(route, ratios[call]), u[:, call]) for route, u in zip(own, uniform)]
         return [(route, choose_ids(route, u, grid)) for route, u in drawn if count_kept(route, tokens, grid) < tokens]
 
     return routes

@@ -74,6 +74,7 @@ def branches(kind: str) -> str:
         for sees_class in (row.strong_class, row.weak_class)
     )
     no_effect = "" if row.strong_class or row.weak_class else "; classes have no effect"
+    weak += ", without the sparse part of a SPRINT" * row.drops_path
     return f"strong branch: {strong}; weak branch: {weak}{second}{no_effect}"
 
 

@@ -191,7 +191,7 @@ def draw_parts(
     guidance, device = plan.sampler.guidance, processes.device
     model, weak = plan.trained.load(device, guidance), plan.weak and plan.weak.load(device, guidance)
     if plan.compiled:
-        compile_blocks([block for one in (model, weak) if one for block in one.network.blocks])
+        compile_blocks([block for one in (model, weak) if one for block in one.network.compiled()])
     with processes.bar("samples", sum(len(parts.ranges[number]) for number in mine)) as progress:
         for number in mine:
             seeds, began = [plan.seeds[i] for i in parts.ranges[number]], time.perf_counter()

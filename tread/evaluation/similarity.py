@@ -3,7 +3,8 @@
 A state is the whole sequence as somebody finds it who looks between two blocks: state 0 behind the embedding, state k
 behind block k − 1, where a route that ends there has put its tokens back. Within a route the sequence holds the kept
 tokens alone, so two states are compared in the tokens that both hold, matched by their place in the grid: tokens
-routed around count where they are back, as what they were before the route (or before its earlier block `rejoin`).
+routed around count where they are back, as what they were before the route (or before its earlier block `rejoin`),
+and never where mask tokens take their places.
 
 Shapes: B samples, N tokens, K kept tokens, D channels, L blocks.
 """
@@ -55,7 +56,7 @@ def block_states(network: Backbone, x: Tensor, t: Tensor, y: Tensor, routes: Rou
             hook.remove()
     resolved = [(route.resolve(len(network.blocks)), ids_keep) for route, ids_keep in routes]
     ids_of = {block: ids for route, ids in resolved for block in range(route.start, route.end + 1)}
-    rejoins = {route.end: route.rejoin for route, _ in resolved}
+    rejoins = {route.end: route.rejoin for route, _ in resolved if network.puts_back}
     whole = (outputs[0] + network.pos_embed).float()
     all_held = torch.ones(whole.shape[:2], dtype=torch.bool, device=whole.device)
     states = [(whole, all_held)]

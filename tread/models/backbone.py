@@ -1,9 +1,9 @@
-"""What DiT, LightningDiT and Diffusion-RWKV have in common: latents → tokens → blocks under routes → latents.
+"""What all networks have in common: latents → tokens → blocks under routes → latents.
 
 Embedders, last layer, their names and their start are public DiT's (Peebles & Xie, ICCV 2023, arXiv
-2212.09748); the blocks are dit.py's, lightning.py's and rwkv.py's. The network draws nothing: routes come in with
-their token ids drawn, and dropping labels is the training loop's business (a dropped label is the
-null class, number num_classes).
+2212.09748); the blocks are dit.py's (MaskDiT's too), lightning.py's (SPRINT's too) and rwkv.py's. It draws nothing:
+routes come in with their token ids drawn, and dropping labels is the training loop's business (a dropped label is
+the null class, number num_classes).
 
 Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D hidden size.
 """
@@ -11,7 +11,7 @@ Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -86,13 +86,13 @@ class LabelEmbedder(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Tokens to patch values: (B, N, D), (B, D) → (B, N, p·p·out_channels)."""
+    """A modulated norm and a linear layer, of tokens to values: (B, N, dim), (B, conditioning) → (B, N, values)."""
 
-    def __init__(self, dim: int, patch_size: int, out_channels: int) -> None:
+    def __init__(self, dim: int, values: int, conditioning: int) -> None:
         super().__init__()
         self.norm_final = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
-        self.linear = nn.Linear(dim, patch_size**2 * out_channels)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
+        self.linear = nn.Linear(dim, values)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(conditioning, 2 * dim))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
@@ -117,6 +117,8 @@ class Backbone(nn.Module):
     """
 
     needs_grid = False
+    puts_back = True  # false: behind a route stand mask tokens, and what it took around never comes back
+    drops_path = False  # whether forward and forward_flops take path_drop, as SPRINT's
 
     def __init__(
         self,
@@ -148,7 +150,7 @@ class Backbone(nn.Module):
         self.y_embedder = LabelEmbedder(num_classes, hidden_size)
         self.register_buffer("pos_embed", sincos_positions(hidden_size, side)[None])
         self.blocks = nn.ModuleList(make_block() for _ in range(depth))
-        self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
+        self.final_layer = FinalLayer(hidden_size, patch_size**2 * self.out_channels, hidden_size)
         self.initialize(init)
 
     def initialize(self, init: str) -> None:
@@ -163,9 +165,14 @@ class Backbone(nn.Module):
         if init == "adaln_zero":
             nn.init.normal_(self.t_embedder.mlp[0].weight, std=0.02)
             nn.init.normal_(self.t_embedder.mlp[2].weight, std=0.02)
-            for module in (*self.blocks, self.final_layer):
-                nn.init.zeros_(module.adaLN_modulation[1].weight)
+            for module in self.modules():
+                if hasattr(module, "adaLN_modulation"):
+                    nn.init.zeros_(module.adaLN_modulation[1].weight)
             nn.init.zeros_(self.final_layer.linear.weight)
+
+    def compiled(self) -> list[nn.Module]:
+        """The blocks that torch.compile is for; those of equal sizes share their graphs."""
+        return list(self.blocks)
 
     def along(self, batch: int) -> Sequence[Tensor]:
         """What travels with the tokens into the blocks, each (B, N, …): nothing, unless a class says so."""
@@ -221,14 +228,20 @@ class Backbone(nn.Module):
                  (B, N, D), or (B, K, D) of a block on a route.
         """
         x, c = self.embed(x, t, y)
-        blocks = list(self.blocks)
-        if self.activation_checkpointing:  # nothing in the blocks is random, so no generator is kept
-            blocks = [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
-        for index in outputs or ():
-            blocks[index] = partial(_noted, blocks[index], outputs, index)
         grid = self.grid if self.needs_grid else None
-        x = run_blocks(blocks, x, c, routes=routes, along=self.along(len(x)), grid=grid)
+        x = run_blocks(self.called(self.blocks, outputs), x, c, routes=routes, along=self.along(len(x)), grid=grid)
         return self.unpatchify(self.final_layer(x, c))
+
+    def called(
+        self, blocks: Iterable[nn.Module], outputs: MutableMapping[int, Tensor | None] | None = None
+    ) -> list[Callable[..., Tensor]]:
+        """Blocks as a pass calls them: computed again backward where that is set, and noting outputs, see forward."""
+        found = list(blocks)
+        if self.activation_checkpointing:  # nothing in the blocks is random, so no generator is kept
+            found = [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in found]
+        for index in outputs or ():
+            found[index] = partial(_noted, found[index], outputs, index)
+        return found
 
     def output_of(self, block: int, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         """The output of block number `block` with all tokens, (B, N, D); what lies behind it is not computed."""

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from routing_module import Route, check_ids, check_routes, gather_tokens, scatter_tokens, times_written
 
-from .ids import choose_ids
+from .ids import choose_ids, with_ratio
 
 Inputs = tuple[tuple, dict]
 
@@ -214,7 +214,7 @@ class Routing:
         each = noise * len(self.routes) if len(noise) == 1 else noise
         if len(each) != len(self.routes):
             raise ValueError(f"{len(noise)} tensors of noise for {len(self.routes)} routes: give one for each, or one")
-        routes = self.routes if ratio is None else [replace(route, selection_ratio=ratio) for route in self.routes]
+        routes = self.routes if ratio is None else [with_ratio(route, ratio) for route in self.routes]
         ids = [choose_ids(route, u, grid, force_keep, prefix) for route, u in zip(routes, each)]
         return self.on_ids(*ids, tokens=prefix + each[0].shape[1])
 

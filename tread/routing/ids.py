@@ -58,6 +58,42 @@ def row_ids(noise: Tensor, selection_ratio: float, grid: tuple[int, int], force_
     return (rows[:, :, None] * width + torch.arange(width, device=rows.device)).flatten(1)
 
 
+def group_ids(noise: Tensor, grid: tuple[int, int], force_keep: Tensor | None = None) -> Tensor:
+    """Keep one token of each 2×2 group of the grid, that of the smallest number, as SPRINT does: (B, N / 4).
+
+    noise       (B, N); each of a group's four is equally likely, whatever the other groups keep.
+    grid        (H, W), both even.
+    force_keep  (B, N) bool; at most one token of a group.
+    """
+    height, width = _check_grid(noise, grid)
+    check_groups(grid)
+    if force_keep is not None:
+        _check_mask(noise, force_keep)
+        most = int(_by_groups(force_keep, grid).sum(dim=3).max()) if len(noise) else 0
+        if most > 1:
+            raise ValueError(f"force_keep holds {most} tokens of a 2×2 group, but select=group keeps one of each")
+        noise = noise.masked_fill(force_keep, -1.0)
+    place = _by_groups(noise, grid).argmin(dim=3)  # (B, H/2, W/2) of 0..3: upper left, upper right, lower left, …
+    row = 2 * torch.arange(height // 2, device=noise.device)[:, None] + place // 2
+    column = 2 * torch.arange(width // 2, device=noise.device) + place % 2
+    return (row * width + column).flatten(1).sort(dim=1).values
+
+
+def check_groups(grid: tuple[int, int]) -> None:
+    """Raise ValueError for a grid (H, W) without whole 2×2 groups."""
+    if grid[0] % 2 or grid[1] % 2:
+        raise ValueError(
+            f"select=group keeps one token of each 2×2 group, but a grid of {grid[0]}×{grid[1]} tokens is odd: "
+            "select=token takes any grid"
+        )
+
+
+def _by_groups(values: Tensor, grid: tuple[int, int]) -> Tensor:
+    """(B, H·W) → (B, H/2, W/2, 4)."""
+    height, width = grid
+    return values.view(-1, height // 2, 2, width // 2, 2).transpose(2, 3).flatten(3)
+
+
 def shared_ids(noise: Tensor, selection_ratio: float, force_keep: Tensor | None = None) -> Tensor:
     """Keep the same tokens in all samples, chosen by the first sample's numbers.
 
@@ -83,7 +119,7 @@ def choose_ids(
     """The ids of a route, by its `select` and its ratio.
 
     noise       (B, N) uniform numbers of the tokens that may be routed.
-    grid        (H, W) of those, for select="row".
+    grid        (H, W) of those, for select="row" and "group".
     force_keep  (B, N) bool, tokens that stay; the number of kept ones does not change.
     prefix      so many tokens stand before the N (class, register or text tokens) and always stay;
                 the ids are those of the whole sequence, (B, prefix + K).
@@ -94,10 +130,12 @@ def choose_ids(
     ratio = route.selection_ratio
     if prefix < 0:
         raise ValueError(f"prefix is {prefix}, but must be a number of tokens")
+    if route.select in ("row", "group") and grid is None:
+        raise ValueError(f'select="{route.select}" needs grid=(rows, columns) of the tokens')
     if route.select == "row":
-        if grid is None:
-            raise ValueError('select="row" needs grid=(rows, columns) of the tokens')
         ids = row_ids(noise, ratio, grid, force_keep)
+    elif route.select == "group":
+        ids = group_ids(noise, grid, force_keep)
     elif route.select == "shared":
         ids = shared_ids(noise, ratio, force_keep)
     else:
@@ -109,6 +147,12 @@ def keep_prefix(ids_keep: Tensor, prefix: int) -> Tensor:
     """Ids among the tokens behind a prefix → ids of the whole sequence, with the prefix: (B, K) → (B, prefix + K)."""
     first = torch.arange(prefix, device=ids_keep.device).expand(len(ids_keep), -1)
     return torch.cat([first, ids_keep + prefix], dim=1)
+
+
+def with_ratio(route: Route, ratio: float) -> Route:
+    """The route with another ratio; of a group's fixed one (0.75) it departs by choosing single tokens."""
+    departs = route.select == "group" and ratio != route.selection_ratio
+    return replace(route, selection_ratio=ratio, select="token" if departs else route.select)
 
 
 def count_kept(route: Route, num_tokens: int, grid: tuple[int, int] | None = None) -> int:
@@ -131,6 +175,8 @@ def check_ratio(route: Route, grid: tuple[int, int], key: str) -> None:
     above and Route do what they are told.
     """
     ratio, tokens, kept = route.selection_ratio, math.prod(grid), count_kept(route, math.prod(grid), grid)
+    if route.select == "group":
+        check_groups(grid)
     unit, units = ("row", grid[0]) if route.select == "row" else ("token", tokens)
     if ratio and kept == tokens:
         raise ValueError(

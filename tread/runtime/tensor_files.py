@@ -3,7 +3,7 @@
 What training code leaves in a file: weights alone; {"model": …, "ema": …, "opt": …, "args": …} (public DiT,
 SiT); {"model_state_dict": …, "ema_state_dict": …} (released TREAD); ema_pytorch's "ema_model.…" and
 "online_model.…". Names begin as the wrappers had it: "module." (DDP), "model." (a preconditioned
-network), "_orig_mod." (torch.compile, also in the middle).
+network), "_orig_mod." (torch.compile, also in the middle). Released MaskDiT's matrix of labels becomes a table.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ KEYS = {  # where training code keeps averaged and raw weights
 FLAT = {"ema": "ema_model.", "model": "online_model."}  # ema_pytorch keeps both in one state dict
 FIRST = "x_embedder.proj.weight"  # the name that tells where a DiT's own names begin
 WRAPPERS = re.compile(r"((module|model|net|ema_model)\.)*")
+LABELS = "y_embedder.embedding_table.weight"
+MASKDIT = "decoder_layer.linear.weight"  # the name that tells a MaskDiT
 COUNTERS = {"initted", "step", "n_averaged"}  # of ema_pytorch and torch's AveragedModel: one number each, no weights
 
 
@@ -167,7 +169,22 @@ def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if len(set(names.values())) < len(names):
         twice = [plain for plain in set(names.values()) if list(names.values()).count(plain) > 1]
         raise ValueError(f"more than one entry comes to {listed(sorted(twice))}: this is not one network's state dict")
-    return {plain: state[name] for name, plain in names.items()}
+    return _with_label_table({plain: state[name] for name, plain in names.items()})
+
+
+def _with_label_table(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same, but of released MaskDiT the matrix (D, classes), of one-hot labels, as table (classes + 1, D).
+
+    The table's last row, of the null class, is zero, as a label dropped there is: by that a square one is known.
+    """
+    shapes = [tuple(state[name].shape) for name in (LABELS, FIRST) if name in state]
+    if MASKDIT not in state or [len(shape) for shape in shapes] != [2, 4]:
+        return state
+    (rows, columns), (width, *_) = shapes
+    if rows != width or (columns == width and not state[LABELS][-1].any()):
+        return state
+    matrix = state[LABELS]
+    return {**state, LABELS: torch.cat([matrix.T, matrix.new_zeros(1, width)])}
 
 
 def listed(names: Iterable[str], most: int = 4) -> str:

@@ -127,10 +127,16 @@ class Aligned(nn.Module):
         self.network, self.projector, self.block = network, projector, block
 
     def forward(
-        self, x: Tensor, t: Tensor, y: Tensor, routes: Sequence[tuple[Route, Tensor]] = ()
+        self,
+        x: Tensor,
+        t: Tensor,
+        y: Tensor,
+        routes: Sequence[tuple[Route, Tensor]] = (),
+        path_drop: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         outputs: dict[int, Tensor | None] = {self.block: None}
-        found = self.network(x, t, y, routes, outputs)
+        dropped = {} if path_drop is None else {"path_drop": path_drop}  # which SPRINT alone takes
+        found = self.network(x, t, y, routes, outputs=outputs, **dropped)
         return found, self.projector(outputs[self.block])
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class Draws:
     routes     pairs (Route, ids_keep (B, K)), the tokens that each route keeps.
     posterior  (B, C, S, S) standard normal, to sample latents from moments; None if they are plain.
     back       (B,) uniform, by which share of alignment.gap self's teacher sees less noise; None without it.
+    path       (B,) uniform, to drop SPRINT's sparse path; None without train.path_drop.
     """
 
     level: Tensor
@@ -40,12 +42,14 @@ class Draws:
     routes: tuple[tuple[Route, Tensor], ...]
     posterior: Tensor | None
     back: Tensor | None = None
+    path: Tensor | None = None
 
     def rows(self, rows: slice) -> Draws:
         """The draws of some samples of the batch."""
-        posterior, back = (None if one is None else one[rows] for one in (self.posterior, self.back))
+        given = (self.posterior, self.back, self.path)
+        posterior, back, path = (None if one is None else one[rows] for one in given)
         routes = tuple((route, ids_keep[rows]) for route, ids_keep in self.routes)
-        return Draws(self.level[rows], self.noise[rows], self.drop[rows], routes, posterior, back)
+        return Draws(self.level[rows], self.noise[rows], self.drop[rows], routes, posterior, back, path)
 
 
 def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | None) -> list[slice]:
@@ -115,6 +119,7 @@ def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.devi
         ),
         posterior=normal("posterior", batch_size, *latents.shape) if latents.content == "moments" else None,
         back=uniform("back", batch_size) if cfg.alignment.kind == "self" else None,
+        path=uniform("path", batch_size) if cfg.train.path_drop else None,
     )
 
 
@@ -129,6 +134,8 @@ def training_loss(
     x = to_network(stored, latents, draws.posterior)
     y = drop_labels(labels, draws.drop, cfg.train.label_drop, cfg.dataset.num_classes)
     process, routes = process_of(cfg), draws.routes
+    if draws.path is not None:
+        network = partial(network, path_drop=draws.path < cfg.train.path_drop)
     level = process.noise_level(draws.level)
     if cfg.train.loss_tokens == "all" or not routes:
         return process.loss(network, x, y, level, draws.noise, routes)

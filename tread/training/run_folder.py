@@ -33,6 +33,7 @@ FIXED = (
     "dataset.num_classes",
     "train.batch_size",
     "train.label_drop",
+    "train.path_drop",
     "train.loss_tokens",
     "train.reconstruction",
     "ema.power",
@@ -135,6 +136,8 @@ def migrate(config: dict) -> dict:
 
     kept = {key: value for key, value in config.items() if key != "recipe"}
     kept |= {name: filled(kind, config.get(name, {})) for name, kind in YOUNGER.items() if "model" in config}
+    if "train" in config:
+        kept["train"] = {"path_drop": 0.0} | config["train"]
     if "enabled" in config.get("wandb", {}):
         kept["tracker"] = "wandb" if config["wandb"]["enabled"] else "none"
         kept["wandb"] = {key: value for key, value in config["wandb"].items() if key != "enabled"}

@@ -46,6 +46,7 @@ class Train:
     ratio_schedule: RatioSchedule | None
     loss_tokens: Literal["all", "kept"]
     reconstruction: float
+    path_drop: Share = 0.0
 
     def __post_init__(self) -> None:
         if self.reconstruction < 0 or (self.reconstruction and self.loss_tokens == "all"):
@@ -178,6 +179,11 @@ class Settings:
         fits = self.dataset.size and self.dataset.size % self.model.patch_size == 0  # else the network says so
         for number, route in enumerate(self.model.routes if fits else ()):
             side, schedule = self.dataset.size // self.model.patch_size, self.train.ratio_schedule
+            if schedule and route.select == "group":
+                raise ValueError(
+                    f"train.ratio_schedule is given, but model.routes.{number}.select=group fixes the ratio at 0.75: "
+                    "select=token takes others"
+                )
             ratio = max(schedule.start, schedule.end) if schedule else route.selection_ratio
             key = "train.ratio_schedule" if schedule else f"model.routes.{number}.selection_ratio"
             check_ratio(replace(route, selection_ratio=ratio), (side, side), key)
@@ -185,6 +191,11 @@ class Settings:
             raise ValueError(
                 "alignment.encoder is null, but alignment=repa needs one: dinov2-s, -b, -l, -g, a hub id or folder of "
                 "DINOv2, inception, or module:function"
+            )
+        if self.train.path_drop and not self.model.has_path:
+            raise ValueError(
+                f"train.path_drop is {self.train.path_drop:g}, but model={self.model.name} has no sparse path: "
+                "model=sprint has one"
             )
         self.alignment.blocks(self.model.depth)  # raises ValueError for blocks that the network has not
         for key, kinds in (("block", ("repa", "self")), ("encoder", ("repa",)), ("teacher", ("self",))):
@@ -194,7 +205,8 @@ class Settings:
                     f"alignment.{key} is {value}, which is of {asked}, not of alignment={self.alignment.kind}"
                 )
         for key, unset in (("ratio_schedule", None), ("loss_tokens", "all")):
-            if getattr(self.train, key) != unset and not self.model.routes:
+            set_by_model = key == "loss_tokens" and self.model.masks  # which is the plain loss where nothing is dropped
+            if getattr(self.train, key) != unset and not self.model.routes and not set_by_model:
                 raise ValueError(f"train.{key} is of routes, but model={self.model.name} has none")
         process, steps = process_of(self), self.sampling.steps
         process.schedule(process.default_steps if steps is None else steps)  # raises ValueError for what can't be

@@ -97,7 +97,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     network.activation_checkpointing = cfg.train.activation_checkpointing
     compiled, reason = settle_compile(cfg.train.compile, device)
     if compiled:
-        compile_blocks([*network.blocks, *ema.network.blocks])
+        compile_blocks([*network.compiled(), *ema.network.compiled()])
     run = Run(
         cfg=cfg,
         config=config,

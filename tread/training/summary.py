@@ -12,7 +12,7 @@ from tread.training.alignment import tokens_at
 from tread.training.objective import active_routes
 from tread.training.run import Run
 
-SELECTS = {"token": "", "row": " in whole rows", "shared": ", the same ones in a batch"}
+SELECTS = {"token": "", "row": " in whole rows", "shared": ", the same ones in a batch", "group": ", one of each 2×2"}
 
 
 def describe(run: Run) -> str:
@@ -52,7 +52,7 @@ def describe(run: Run) -> str:
             f"; ratio {schedule.start:g} up to step {schedule.first:,}, {schedule.end:g} from {schedule.last:,} on"
         )
         lines["FLOPs"] += "; at the first step"
-    if cfg.train.loss_tokens == "kept":
+    if cfg.train.loss_tokens == "kept" and active:
         lines["objective"] += f", of kept tokens, with {cfg.train.reconstruction:g} of a masked reconstruction"
     if cfg.train.routes_until is not None:
         lines["routes"] += f"; none from step {cfg.train.routes_until:,} on"

@@ -3,8 +3,12 @@
 What is known of it here: the denoising loss is averaged over the patches that each route leaves in the blocks,
 and over the routes; beside it stands, with a coefficient, a masked reconstruction (as MaskDiT's, Zheng et al.
 2023, arXiv 2306.09305) of the patches that each route takes around, also averaged over the routes. Its target
-is the noisy input, normalised over the numbers of each patch (0, where a patch is a single number). The
-published method has neither: all patches count, once.
+is the noisy input, normalised over the numbers of each patch (0, where a patch is a single number), by the
+unbiased variance, as MaskDiT's code has it. The published method of TREAD has neither: all patches count, once.
+
+MaskDiT is trained by the same two terms, of its one route. Only the denoising one has the process's weight. That is
+λ(σ) of EDM; of rectified flow it is 1 on the velocity's error, which is 1/t² on that of D = x_t − t·v, as
+v − (ε − x) = (x − D)/t: so 1/t² stands in the place of λ(σ), and the reconstruction compares D in both.
 
 Shapes: B samples, C channels, S×S latents, N = (S/p)² patches in raster order, K of them kept by a route.
 """
@@ -42,7 +46,7 @@ def reconstruction_loss(denoised: Tensor, noisy: Tensor, ids: Sequence[Tensor], 
     ids       each route's ids_keep (B, K). Where a route keeps all, its term is 0.
     """
     target = to_patches(noisy, patch_size)
-    variance, mean = torch.var_mean(target, dim=2, keepdim=True, correction=0)
+    variance, mean = torch.var_mean(target, dim=2, keepdim=True, correction=min(1, target.shape[2] - 1))
     squared = (to_patches(denoised, patch_size) - (target - mean) / (variance + EPSILON).sqrt()).square()
     error = squared.mean(dim=2)  # (B, N)
     losses = []

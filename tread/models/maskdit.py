@@ -1,0 +1,139 @@
+"""MaskDiT (Zheng et al. 2023, arXiv 2306.09305): an encoder of DiT's blocks on the kept tokens, a decoder on all.
+
+In training half of the tokens skip the whole encoder; behind it a learned token stands at their places, and a decoder
+of fixed size, whatever the encoder's, sees them all. Without routes both run on all tokens. Parameter names are those
+of public MaskDiT checkpoints without their prefix `model.`; only the label table is DiT's, whose null row is zero.
+
+Shapes: B samples, N tokens, D hidden size, W the decoder's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dit import DiT, DiTBlock
+from routing_module import Route, check_ids, gather_tokens, run_blocks, scatter_tokens
+from tread.models.backbone import FinalLayer, sincos_positions
+from tread.routing.ids import count_kept
+
+
+class MaskDiT(DiT):
+    """The network F(x; t, y) of encoder and decoder; sizes, labels and start: see Backbone.
+
+    decoder_hidden_size, decoder_depth, decoder_heads  of the decoder's blocks, which the encoder's conditioning (B, D)
+                                                       modulates; the published are the same for every encoder.
+
+    The null class's row of the label table is zero, and no gradient reaches it. Raises ValueError for sizes that do
+    not fit one another.
+    """
+
+    puts_back = False
+
+    def __init__(
+        self,
+        input_size: int = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        hidden_size: int = 1152,
+        depth: int = 28,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        num_classes: int = 1000,
+        learn_sigma: bool = False,
+        init: str = "adaln_zero",
+        decoder_hidden_size: int = 512,
+        decoder_depth: int = 8,
+        decoder_heads: int = 16,
+    ) -> None:
+        if decoder_hidden_size % decoder_heads:
+            raise ValueError(
+                f"decoder_hidden_size {decoder_hidden_size} is not a multiple of decoder_heads {decoder_heads}"
+            )
+        if decoder_hidden_size % 4:
+            raise ValueError(
+                f"decoder_hidden_size {decoder_hidden_size} is not a multiple of 4 (2-D sine-cosine positions)"
+            )
+        super().__init__(
+            input_size,
+            patch_size,
+            in_channels,
+            hidden_size,
+            depth,
+            num_heads,
+            mlp_ratio,
+            num_classes,
+            learn_sigma,
+            init,
+        )
+        width = decoder_hidden_size
+        self.decoder_hidden_size = width
+        table = self.y_embedder.embedding_table
+        table.padding_idx = num_classes  # no gradient for the null class
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.register_buffer("decoder_pos_embed", sincos_positions(width, self.grid[0])[None])
+        self.decoder_layer = FinalLayer(hidden_size, width, hidden_size)
+        self.decoder_blocks = nn.ModuleList(
+            DiTBlock(width, decoder_heads, mlp_ratio, hidden_size) for _ in range(decoder_depth)
+        )
+        self.final_layer = FinalLayer(width, patch_size**2 * self.out_channels, hidden_size)
+        self.initialize(init)
+        nn.init.normal_(self.mask_token, std=0.02)
+        with torch.no_grad():
+            table.weight[num_classes].zero_()
+
+    def compiled(self) -> list[nn.Module]:
+        return [*self.blocks, *self.decoder_blocks]
+
+    def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None) -> int:
+        """As Backbone's; `upto` is a block of the encoder, behind which neither the rest nor the decoder counts."""
+        encoder = super().forward_flops(routes, attention, len(self.blocks) - 1 if upto is None else upto)
+        if upto is not None:
+            return encoder
+        D, W, N = self.hidden_size, self.decoder_hidden_size, self.num_tokens
+        kept = min((count_kept(route, N, self.grid) for route in routes), default=N)
+        decoder = kept * D * W + 2 * D * D + 2 * D * W  # into the decoder; its and the last layer's modulation
+        decoder += sum(block.multiply_adds(N, attention) for block in self.decoder_blocks)
+        return encoder + int(2 * (decoder + N * W * self.patch_size**2 * self.out_channels))
+
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        y: Tensor,
+        routes: Sequence[tuple[Route, Tensor]] = (),
+        outputs: MutableMapping[int, Tensor | None] | None = None,
+    ) -> Tensor:
+        """As Backbone's. `routes` is () or one pair, whose route spans the encoder: mask tokens stand behind it for
+        what it left out, and the decoder sees all. `outputs` are the encoder's.
+
+        Raises ValueError for other routes.
+        """
+        x, c = self.embed(x, t, y)
+        (batch, tokens), ids_keep = x.shape[:2], None
+        check_spans([route for route, _ in routes], len(self.blocks))
+        if routes:
+            [(_, ids_keep)] = routes
+            check_ids(ids_keep, batch, tokens)
+            x = gather_tokens(x, ids_keep)
+        x = self.decoder_layer(run_blocks(self.called(self.blocks, outputs), x, c), c)
+        if ids_keep is None:
+            x = x + 0 * self.mask_token  # processes that share gradients need one of each parameter in every step
+        else:
+            x = scatter_tokens(self.mask_token.expand(batch, tokens, -1), x, ids_keep)
+        x = run_blocks(self.called(self.decoder_blocks), x + self.decoder_pos_embed, c)
+        return self.unpatchify(self.final_layer(x, c))
+
+
+def check_spans(routes: Sequence[Route], depth: int) -> None:
+    """Raise ValueError unless there is at most one route, around all blocks, with none of them in fp32."""
+    for route in routes:
+        resolved = route.resolve(depth)
+        if (resolved.start, resolved.end, resolved.fp32) != (0, depth - 1, "off") or len(routes) > 1:
+            given = ", ".join(f"{one.start}→{one.end} with fp32={one.fp32}" for one in routes)
+            raise ValueError(
+                f"the routes are {given}, but MaskDiT drops tokens before its encoder and puts mask tokens at their "
+                "places behind it: it takes one route, start 0, end -1, fp32 off"
+            )

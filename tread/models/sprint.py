@@ -1,0 +1,166 @@
+"""SPRINT (arXiv 2510.21986): a dense part f, a sparse part g on a quarter of the tokens, and a dense part h.
+
+f is the first two blocks, h the last two, g what lies between. What g makes of the kept tokens is put among learned
+mask tokens, laid beside what f makes of all, [f ; g], and brought back to D channels by one layer, on which h runs.
+Where a sample's path is dropped, mask tokens stand for all of g. The blocks are lightning.py's, by default as DiT's;
+all of a token's positions travel with it.
+
+Shapes: B samples, N tokens of a grid in raster order, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from routing_module import Route, check_ids, check_routes, run_blocks
+from tread.models.lightning import LightningDiT, MlpKind, Norm, Positions
+
+DENSE = 2  # blocks of f, and of h
+
+
+class Sprint(LightningDiT):
+    """The network F(x; t, y) of parts f, g and h; sizes, labels and start: see Backbone; choices: see LightningDiT.
+
+    Raises ValueError for sizes that do not fit one another, and for a depth that leaves g no block.
+    """
+
+    puts_back, drops_path = False, True
+
+    def __init__(
+        self,
+        input_size: int = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        hidden_size: int = 1152,
+        depth: int = 28,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        num_classes: int = 1000,
+        learn_sigma: bool = False,
+        init: str = "adaln_zero",
+        *,
+        norm: Norm = "layer",
+        mlp: MlpKind = "gelu",
+        positions: Positions = "sincos",
+        qk_norm: bool = False,
+    ) -> None:
+        check_sparse_part((), depth)
+        super().__init__(
+            input_size,
+            patch_size,
+            in_channels,
+            hidden_size,
+            depth,
+            num_heads,
+            mlp_ratio,
+            num_classes,
+            learn_sigma,
+            init,
+            norm=norm,
+            mlp=mlp,
+            positions=positions,
+            qk_norm=qk_norm,
+        )
+        self.fusion_proj = nn.Linear(2 * hidden_size, hidden_size)
+        nn.init.xavier_uniform_(self.fusion_proj.weight)
+        nn.init.zeros_(self.fusion_proj.bias)
+        self.mask_token = nn.Parameter(0.02 * torch.randn(1, 1, hidden_size))
+
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        y: Tensor,
+        routes: Sequence[tuple[Route, Tensor]] = (),
+        path_drop: Tensor | bool | None = None,
+        outputs: MutableMapping[int, Tensor | None] | None = None,
+    ) -> Tensor:
+        """x (B, C, S, S), t (B,) noise input, y (B,) int64 labels → (B, out_channels, S, S).
+
+        routes     one pair (Route, ids_keep (B, K)) over g, blocks 2..depth−3, or (): all tokens.
+        path_drop  (B,) bool, samples in which mask tokens stand for g, which runs for the whole batch all the same,
+                   so that its shapes stay alike; True: for all samples, and g is not computed; None: for none.
+        outputs    see Backbone.forward; blocks of g give nothing where it is not computed.
+        """
+        check_sparse_part([route for route, _ in routes], len(self.blocks))
+        x, c = self.embed(x, t, y)
+        from_g = torch.ones((*x.shape[:2], 1), dtype=torch.bool, device=x.device)
+        for _, ids_keep in routes:
+            check_ids(ids_keep, *x.shape[:2])
+            from_g = torch.zeros_like(from_g).scatter(1, ids_keep[:, :, None], True)
+        if path_drop is not None:
+            from_g = from_g & ~self._dropped(path_drop, x)
+        blocks = self.fusing(self.called(self.blocks, outputs), from_g)
+        if path_drop is True:
+            blocks, routes = blocks[:DENSE] + blocks[-DENSE:], ()
+        x = run_blocks(blocks, x, c, routes=routes, along=self.along(len(x)))
+        return self.unpatchify(self.final_layer(x, c))
+
+    def fusing(self, blocks: Sequence[Callable[..., Tensor]], from_g: Tensor) -> list[Callable[..., Tensor]]:
+        """The blocks, of which h's first sees what f and g give, fused; from_g (B, N, 1) bool: else mask tokens."""
+        behind_f = []
+
+        def end_f(x: Tensor, *given: Tensor) -> Tensor:
+            behind_f.append(blocks[DENSE - 1](x, *given))
+            return behind_f[0]
+
+        def begin_h(x: Tensor, *given: Tensor) -> Tensor:
+            # with all of g too, so that the mask token has a gradient, zero, and processes agree on what is trained
+            x, f = torch.where(from_g, x, self.mask_token.to(x.dtype)), behind_f.pop()
+            fused = self.fusion_proj(torch.cat([f, x], dim=2))  # of lower precision under autocast, tokens are not
+            return blocks[-DENSE](fused.to(f.dtype), *given)
+
+        return [*blocks[: DENSE - 1], end_f, *blocks[DENSE:-DENSE], begin_h, *blocks[1 - DENSE :]]
+
+    def output_of(self, block: int, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        x, c = self.embed(x, t, y)
+        from_g = torch.ones((*x.shape[:2], 1), dtype=torch.bool, device=x.device)
+        blocks = self.fusing(list(self.blocks), from_g)[: block + 1]
+        return run_blocks(blocks, x, c, along=self.along(len(x)))
+
+    def forward_flops(
+        self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None, path_drop: bool = False
+    ) -> int:
+        """As Backbone's, with the fusion; path_drop: g is not computed, whatever the route."""
+        check_sparse_part(routes, len(self.blocks))
+        flops, N = super().forward_flops(() if path_drop else routes, attention, upto), self.num_tokens
+        last = len(self.blocks) if upto is None else upto + 1
+        if last > len(self.blocks) - DENSE:
+            flops += 2 * N * self.fusion_proj.weight.numel()
+        if path_drop:
+            skipped = self.blocks[DENSE : min(last, len(self.blocks) - DENSE)]
+            flops -= 2 * sum(block.multiply_adds(N, attention) for block in skipped)
+        return int(flops)
+
+    def _dropped(self, path_drop: Tensor | bool, x: Tensor) -> Tensor:
+        if isinstance(path_drop, bool):
+            return torch.tensor(path_drop, device=x.device)
+        if path_drop.shape != x.shape[:1] or path_drop.dtype != torch.bool:
+            raise ValueError(
+                f"path_drop is {tuple(path_drop.shape)} {path_drop.dtype}, but must be ({len(x)},) torch.bool, or True"
+            )
+        return path_drop[:, None, None]
+
+
+def check_sparse_part(routes: Sequence[Route], depth: int) -> None:
+    """Raise ValueError unless SPRINT of so many blocks has a sparse part, and the routes are () or one over it."""
+    if depth <= 2 * DENSE:
+        raise ValueError(
+            f"depth {depth} leaves SPRINT's sparse part no block: it is all but the first and last {DENSE}"
+        )
+    if len(routes) > 1:
+        raise ValueError(f"{len(routes)} routes are given, but SPRINT has one sparse part: give one route, or none")
+    for route in check_routes(routes, depth):
+        if (route.start, route.end) != (DENSE, depth - 1 - DENSE):
+            raise ValueError(
+                f"route {route.start}→{route.end} is not over SPRINT's sparse part: of {depth} blocks start must be "
+                f"{DENSE} and end {depth - 1 - DENSE} (or -{DENSE + 1})"
+            )
+        if route.rejoin != route.start:
+            raise ValueError(
+                f"route rejoin {route.rejoin} is given, but SPRINT puts mask tokens where tokens were left out: leave "
+                "rejoin unset (null)"
+            )
