@@ -81,8 +81,9 @@ def main() -> None:
         if unknown := {*sizes} - {*NAMES.values()}:
             raise ValueError(f"time names {', '.join(sorted(unknown))}, but the sizes are {', '.join(NAMES.values())}")
         batches = own["batch"].split(",") * (len(sizes) if "," not in own["batch"] else 1)
-        if not all(map(str.isdigit, batches)) or len(batches) < len(sizes):
-            raise ValueError(f"batch is {own['batch']}, but must be a whole number, or one for each size of time=…")
+        whole = all(one.isdigit() and int(one) for one in batches)
+        if not whole or (sizes and len(batches) != len(sizes)):
+            raise ValueError(f"batch is {own['batch']}, but must be a positive number, or one for each size of time=…")
         counted = rows()
         result = {"counted": [asdict(row) for row in counted], "timed": {}}
         show_counted(counted)

@@ -93,6 +93,8 @@ def test_peak_memory_is_of_one_run(benchmark):
         (["time=S,M"], "time names M, but the sizes are S, B, L, XL"),
         (["time=S,B", "batch=16,x"], "batch is 16,x"),
         (["time=S,B,L", "batch=16,8"], "one for each size"),
+        (["time=S,B", "batch=16,8,4"], "one for each size"),
+        (["time=S,B", "batch=16,0"], "batch is 16,0"),
         (["time=S", "pairs=3"], "pairs is 3"),
         (["tiem=S"], "the nearest known one is"),
     ],

@@ -347,6 +347,7 @@ def test_a_run_goes_on_bit_equal_across_the_end_of_its_routes(tmp_path):
     run = [*RUN, "train.routes_until=4", "train.path_drop=0.3"]
     printed = launch(tmp_path, *run, "name=whole", "train.steps=6")
     assert "r(2→3) keeps 4 of 16 tokens, one of each 2×2" in printed
+    assert "0.3 of the samples without the sparse part" in " ".join(printed.split())
     launch(tmp_path, *run, "name=parts", "train.steps=3")
     launch(tmp_path, *run, "name=parts", "train.steps=6")
     whole, parts = (state(tmp_path / "results" / name) for name in ("whole", "parts"))

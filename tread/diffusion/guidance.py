@@ -233,11 +233,12 @@ class Guidance:
                     f"guidance={self.kind} routes tokens around in the {name} branch, but its network was trained "
                     "without a route (guidance.force=true runs it all the same, by the paper's route)"
                 )
+        others = "path_drop_class does" if self.row.drops_path else "sparse and autoguidance do"
         for sees_class, drop in ((self.row.strong_class, label_drop), (self.row.weak_class, weak_label_drop)):
             if sees_class is False and drop == 0:
                 raise ValueError(
                     f"guidance={self.kind} asks a network without a class, but it was trained with train.label_drop=0 "
-                    "and knows no null class; guidance=sparse and autoguidance do not need one"
+                    f"and knows no null class; guidance={others} not need one"
                 )
         if self.row.drops_path and path_drop == 0:
             raise ValueError(

@@ -54,6 +54,8 @@ def describe(run: Run) -> str:
         lines["FLOPs"] += "; at the first step"
     if cfg.train.loss_tokens == "kept" and active:
         lines["objective"] += f", of kept tokens, with {cfg.train.reconstruction:g} of a masked reconstruction"
+    if cfg.train.path_drop:
+        lines["objective"] += f", {cfg.train.path_drop:g} of the samples without the sparse part"
     if cfg.train.routes_until is not None:
         lines["routes"] += f"; none from step {cfg.train.routes_until:,} on"
     if widths:
