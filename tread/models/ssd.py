@@ -14,7 +14,6 @@ Shapes: S samples, T tokens, G groups of R heads each, which share B and C; P ch
 from __future__ import annotations
 
 import contextlib
-import math
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +32,7 @@ def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
     """
     device = x.device.type
     with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext():
-        T, (G, N), P, dt = x.shape[1], B.shape[2:], x.shape[3], dt.float()
+        T, P, G, dt = x.shape[1], x.shape[3], B.shape[2], dt.float()
         u, a = (one.unflatten(2, (G, -1)) for one in (x.float() * dt.unsqueeze(3), dt * A.float()))
         u, a = (_chunks(one).movedim(2, 4).contiguous() for one in (u, a))  # (S, c, G, R, L, P), (S, c, G, R, L)
         B, C = (_chunks(one.float()).transpose(2, 3).contiguous() for one in (B, C))  # (S, c, G, L, N)
@@ -63,12 +62,9 @@ def _chunks(x: Tensor, most: int | None = None) -> Tensor:
 
 
 def _decay(a: Tensor) -> Tensor:
-    """What is left at place i of what came in at place j: exp(Σ_{j<k≤i} a_k), 0 for i < j. (…, L) → (…, L (j), L (i))."""
-    length = a.shape[-1]
-    place = torch.arange(length, device=a.device)
-    behind = place > place.view(length, 1)  # i > j
-    spans = torch.where(behind, a.unsqueeze(-2), 0).cumsum(dim=-1)
-    return spans.masked_fill(place < place.view(length, 1), -math.inf).exp()
+    """What place i keeps of what came in at j, exp(Σ_{j<k≤i} a_k), and 0 for i < j: (…, L) → (…, L (j), L (i))."""
+    spans = a.unsqueeze(-2).expand(*a.shape, a.shape[-1]).triu(1)
+    return spans.cumsum(dim=-1).exp().triu()
 
 
 def _entering(added: Tensor, a: Tensor) -> Tensor:
