@@ -14,6 +14,7 @@ Shapes: S samples, T tokens, G groups of R heads each, which share B and C; P ch
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -90,3 +91,24 @@ def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) 
         chunks = -(-chunks // LEVEL)
         total += chunks * level * level * heads * channels * numbers
     return total
+
+
+def fused_ssd() -> Callable[..., Tensor]:
+    """The package mamba_ssm's fused scan, for the same arguments on a CUDA device; x, B and C in their own precision.
+
+    Raises ValueError where the package or CUDA is absent. No GPU has run it here yet.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("kernel mamba_ssm needs a CUDA device, and there is none: kernel torch runs anywhere")
+    try:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+    except ImportError as error:
+        raise ValueError(
+            f"kernel mamba_ssm needs a package that is not there ({error}): pip install -r requirements-mamba.txt, or "
+            "take kernel torch, which needs none"
+        ) from error
+
+    def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        return mamba_chunk_scan_combined(*(one.contiguous() for one in (x, dt, A, B, C)), chunk_size=256).float()
+
+    return scan
