@@ -33,7 +33,7 @@ DECAYS = (1.0, 16.0)  # −A likewise, evenly
 
 
 def in_order(x: Tensor, direction: int, grid: tuple[int, int] | None) -> Tensor:
-    """Tokens as a direction meets them, (B, N, …) → (B, N, …): 0 in raster order, 2 column by column, 1 and 3 backward."""
+    """Tokens as a direction meets them, (B, N, …) → (B, N, …): 0 by rows, 2 by columns, 1 and 3 backward."""
     if direction >= 2:
         x = x.unflatten(1, grid).transpose(1, 2).flatten(1, 2)
     return x.flip(1) if direction % 2 else x
@@ -73,7 +73,7 @@ class Mamba2Mixer(nn.Module):
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
         """grid (H, W), which four directions need."""
-        N, ways = x.shape[1], range(self.directions)
+        ways = range(self.directions)
         z, x, dt = self.in_proj(x).split([self.width, self.width + 2 * self.state, len(self.A_log)], dim=2)
         x = torch.cat([in_order(x, way, grid) for way in ways], dim=2)
         dt = torch.cat([in_order(one, way, grid) for way, one in enumerate(dt.chunk(self.directions, dim=2))], dim=2)
@@ -175,8 +175,8 @@ class Mamba(Backbone):
             raise ValueError(f"expand {expand} × hidden_size {hidden_size} is not a multiple of head_dim {head_dim}")
         if directions == 4 and allow_token_routes:
             raise ValueError(
-                "directions 4 scans the columns of whole rows, but allow_token_routes lets single tokens through, which "
-                "have none: take directions 1 or 2, or routes of rows"
+                "directions 4 scans the columns of whole rows, but allow_token_routes lets single tokens through, "
+                "which have none: take directions 1 or 2, or routes of rows"
             )
         if attention_every == 1 or attention_every > depth:
             raise ValueError(
