@@ -195,6 +195,25 @@ def test_parameter_count(dim, depth, mlp_ratio, directions):
     assert own == {name: value.shape for name, value in frame.state_dict().items()}
 
 
+def test_sizes_that_the_page_lists():
+    """docs/models.md, in millions; and the nearest to the 111 that TREAD lists."""
+    listed = {
+        (384, 12): (37.2, 36.1),
+        (768, 12): (146.3, 142.3),
+        (1152, 28): (756.2, 735.9),
+    }
+    alone = {12: 68.3, 24: 133.9}
+
+    def millions(**sizes):
+        with torch.device("meta"):
+            return round(sum(p.numel() for p in Mamba(**sizes).parameters()) / 1e6, 1)
+
+    for (dim, depth), (plain, hybrid) in listed.items():
+        assert millions(hidden_size=dim, depth=depth) == plain
+        assert millions(hidden_size=dim, depth=depth, attention_every=4) == hybrid
+    assert {depth: millions(depth=depth, mlp_ratio=0) for depth in alone} == alone
+
+
 @pytest.mark.parametrize("sizes", [{}, {"directions": 4}, {"directions": 1, "mlp_ratio": 0}, {"attention_every": 3}])
 @pytest.mark.parametrize("routes", [(), (Route(1, 4, 0.5),), (Route(0, 1, 0.25), Route(3, 5, 0.7))])
 def test_flops_agree_with_torchs_counter(routes, sizes):
