@@ -146,6 +146,22 @@ def test_gradients_are_those_of_the_equations(directions):
         torch.testing.assert_close(m.get_parameter(name).grad.double(), parameter.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("step", [-1000.0, 30.0, 1e4])
+@pytest.mark.parametrize("decay", [-1000.0, 0.0, 39.0, 1000.0])
+def test_steps_and_decays_of_any_size_break_nothing(step, decay):
+    """What a network learns: finite numbers and gradients, and A beyond the limit is the limit's."""
+    m, x = mixer(4), torch.randn(1, 70, 12)
+    m.dt_bias.data.fill_(step)
+    found = []
+    for one in (decay, min(decay, 40.0)):
+        m.A_log.data.fill_(one)
+        m.zero_grad()
+        found.append(m(x, (7, 10)))
+        found[-1].square().sum().backward()
+        assert found[-1].isfinite().all() and all(p.grad.isfinite().all() for p in m.parameters())
+    assert torch.equal(*found)
+
+
 def test_which_tokens_see_which():
     """One direction looks back, two see all; by columns a token sees the one below it first."""
     for directions, seen in ((1, [False, False, True]), (2, [True] * 3), (4, [True] * 3)):

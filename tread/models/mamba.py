@@ -30,6 +30,7 @@ Directions = Literal[1, 2, 4]
 Kernel = Literal["torch", "mamba_ssm"]
 STEPS = (1e-3, 0.1)  # Δ starts between, evenly in its logarithm, as Mamba-2's
 DECAYS = (1.0, 16.0)  # −A likewise, evenly
+A_LOG_LIMIT = 40.0  # beyond, each token wipes the state anyway, and e^89 is more than fp32 holds
 
 
 def in_order(x: Tensor, direction: int, grid: tuple[int, int] | None) -> Tensor:
@@ -82,7 +83,8 @@ class Mamba2Mixer(nn.Module):
         x, B, C = x.split([self.width, self.state, self.state], dim=3)  # (B, N, directions, …)
         x = x.reshape(*x.shape[:2], -1, self.head_dim)
         dt = F.softplus(dt.float() + self.dt_bias)
-        y = self.scan(x, dt, -self.A_log.float().exp(), B, C) + self.D.unsqueeze(1) * x
+        A = -self.A_log.float().clamp(max=A_LOG_LIMIT).exp()
+        y = self.scan(x, dt, A, B, C) + self.D.unsqueeze(1) * x
         y = y.flatten(2).unflatten(2, (self.directions, -1))
         y = sum(in_raster_order(y[:, :, way], way, grid) for way in ways)
         return self.out_proj(self.norm(y * F.silu(z.float())))
