@@ -4,7 +4,7 @@ Runs train.py's own steps on random latents, dense and routed ones taking turns 
 each kind the median time, images/s, FLOP/s, MFU, peak memory, the ratio dense/routed with its spread, and that
 ratio over what the FLOPs allow; then the share of each stage. Overrides are those of train.py, and
 
-    beside=dit    another model without routes, of the same overrides but for those of lightning, in the same turns
+    beside=dit    another model without routes, with the same overrides but for an architecture's own, in the same turns
     pairs=24      turns that are measured, of a step each (5 on a GPU, where single ones show the first kernels' launch)
     out=…         a JSON file to write as well
 
@@ -17,22 +17,24 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
-import resource
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate, chain
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 from timing import composed, random_shards, seconds
+from torch.profiler import ProfilerActivity, profile
 
 import train
-from tread.checkpoints.network import LIGHTNING
+from tread.checkpoints.network import DECODER, LIGHTNING
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.runtime.cli import answer_help, explained
@@ -50,30 +52,44 @@ WARMUP, STAGED = 3, 5  # turns between the first and the measurement, and steps 
 
 
 def main() -> None:
-    own = {"pairs": "24", "out": None, "beside": None}
-    overrides = []
-    for argument in sys.argv[1:]:
-        key, _, value = argument.partition("=")
-        own.update({key: value}) if key in own else overrides.append(argument)
+    own, overrides = own_options({"pairs": "24", "out": None, "beside": None})
     with explained():
         check_overrides(overrides, [*settings.known_keys(), "experiment"])
-        pairs = int(own["pairs"])
-        if pairs < 6:
-            raise ValueError(f"pairs is {pairs}, but an interval of the median needs 6")
+        pairs = turns(own["pairs"])
         with tempfile.TemporaryDirectory() as folder:
             kinds = kinds_of(open_run(Path(folder), overrides))
             if own["beside"]:
-                kept = [
-                    word for word in overrides if not word.startswith(("model=", *(f"model.{n}=" for n in LIGHTNING)))
-                ]
+                left_out = ("model=", *(f"model.{name}=" for name in (*LIGHTNING, *DECODER)))
+                kept = [word for word in overrides if not word.startswith(left_out)]
                 other = open_run(Path(folder) / "beside", [*kept, f"model={own['beside']}"])
                 name = f"{own['beside']}, dense" if other.cfg.model.routes else own["beside"]
                 kinds[name] = other, replace(other.cfg, train=replace(other.cfg.train, routes_until=0))
             result = measure(kinds, pairs)
     show(result)
-    if own["out"]:
-        Path(own["out"]).parent.mkdir(parents=True, exist_ok=True)
-        Path(own["out"]).write_text(json.dumps(result, indent=1) + "\n")
+    write(own["out"], result)
+
+
+def own_options(defaults: dict[str, str | None]) -> tuple[dict[str, str | None], list[str]]:
+    """A benchmark's own options as the command line gives them, and the rest of it, which is train.py's."""
+    own, overrides = dict(defaults), []
+    for argument in sys.argv[1:]:
+        key, _, value = argument.partition("=")
+        own.update({key: value}) if key in own else overrides.append(argument)
+    return own, overrides
+
+
+def turns(given: str) -> int:
+    """How many are measured. Raises ValueError below what an interval needs."""
+    if not given.isdigit() or int(given) < 6:
+        raise ValueError(f"pairs is {given}, but must be a whole number: an interval of the median needs 6")
+    return int(given)
+
+
+def write(path: str | None, result: dict) -> None:
+    """JSON, where a path is given."""
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def open_run(folder: Path, overrides: list[str]) -> Run:
@@ -107,13 +123,14 @@ def kinds_of(run: Run) -> dict[str, tuple[Run, settings.Settings]]:
         return replace(cfg, model=replace(cfg.model, routes=routes), train=replace(cfg.train, routes_until=None))
 
     kinds = {"dense": replace(cfg, train=replace(cfg.train, routes_until=0)), "routed": routed("off")}
-    kinds |= {"routed, fp32: end": routed("end")} if run.precision == "bf16" else {}
+    kinds |= {"routed, fp32: end": routed("end")} if run.precision == "bf16" and not cfg.model.masks else {}
     return {name: (run, kind) for name, kind in kinds.items()}
 
 
-def measure(kinds: dict[str, tuple[Run, settings.Settings]], pairs: int) -> dict:
-    """All numbers of the table."""
-    run = kinds["dense"][0]
+def measure(kinds: dict[str, tuple[Run, settings.Settings]], pairs: int, staged: bool = True) -> dict:
+    """All numbers of the table; ratios are to the first kind, and `staged` says whether the stages are timed too."""
+    first = next(iter(kinds))
+    run = kinds[first][0]
     block = 5 if run.processes.device.type == "cuda" else 1
     commit = git_revision()  # of the code that runs, whatever is changed while it does
 
@@ -125,7 +142,7 @@ def measure(kinds: dict[str, tuple[Run, settings.Settings]], pairs: int) -> dict
     cold, peaks = {name: turn(kind) * block / 1000 for name, kind in kinds.items()}, {}
     for _ in range(WARMUP):
         for name, kind in kinds.items():
-            peaks[name] = peak_memory(run, lambda kind=kind: turn(kind))
+            peaks[name] = peak_memory(kind[0], lambda kind=kind: turn(kind))
     times = {name: [] for name in kinds}
     for number in range(pairs):
         order = list(kinds) if number % 2 == 0 else list(kinds)[::-1]
@@ -138,13 +155,13 @@ def measure(kinds: dict[str, tuple[Run, settings.Settings]], pairs: int) -> dict
         ms, flops = statistics.median(times[name]), one.network.forward_flops(routes)
         row = {"ms": ms, "images_per_s": 1000 * batch / ms, "flops_per_s": 3000 * flops * batch / ms}
         row |= {"mfu": peak and row["flops_per_s"] / peak, "peak_gb": peaks[name], "first_turn_s": cold[name]}
-        if name != "dense":
-            ratios, ideal = [a / b for a, b in zip(times["dense"], times[name])], dense_flops / flops
+        if name != first:
+            ratios, ideal = [a / b for a, b in zip(times[first], times[name])], dense_flops / flops
             low, high = interval(ratios)
             row |= {"ratio": statistics.median(ratios), "ratio_95": [low, high], "ideal": ideal}
             row |= {"of_ideal": row["ratio"] / ideal, "of_ideal_95": [low / ideal, high / ideal]}
         one.cfg = cfg
-        rows[name] = row | {"stages": stages(one)}
+        rows[name] = row | ({"stages": stages(one)} if staged else {})
     return {
         "name": run.cfg.name,
         "parameters": sum(parameter.numel() for parameter in run.network.parameters()),
@@ -158,7 +175,7 @@ def measure(kinds: dict[str, tuple[Run, settings.Settings]], pairs: int) -> dict
         "pairs": pairs,
         "block": block,
         "kinds": rows,
-        "command": " ".join(["python", "benchmarks/step_time.py", *sys.argv[1:]]),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "commit": commit,
         "torch": torch.__version__,
         "machine": platform.platform(),
@@ -185,13 +202,24 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def peak_memory(run: Run, work: Callable[[], object]) -> float:
-    """GB that a device needs at most during some work; on a CPU, the process since it began."""
-    if run.processes.device.type != "cuda":
+    """GB that a run's tensors take at most during some work: its weights, their average, the optimizer's state, and
+    what the work allocates; not what other runs in this process hold.
+    """
+    networks = [run.wrapped, run.ema.network]
+    held = [*chain.from_iterable(chain(one.parameters(), one.buffers()) for one in networks)]
+    held += [one for state in run.optimizer.state.values() for one in state.values() if torch.is_tensor(one)]
+    own = sum(one.nbytes for one in held)
+    if run.processes.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(run.processes.device)
+        before = torch.cuda.memory_allocated(run.processes.device)
         work()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    torch.cuda.reset_peak_memory_stats(run.processes.device)
-    work()
-    return torch.cuda.max_memory_allocated(run.processes.device) / 1e9
+        return (own + torch.cuda.max_memory_allocated(run.processes.device) - before) / 1e9
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler speaks of itself
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return (own + max(allocated, default=0)) / 1e9
 
 
 def stages(run: Run) -> dict[str, float]:

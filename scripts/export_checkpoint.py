@@ -107,6 +107,8 @@ def account(found: checkpoint.Checkpoint, options: Options) -> str:
     raw = options.weights == "model"
     stored = stored_dtype(found.info)
     lines = [f"{options.out}: {options.weights} weights of step {found.step} in {stored}, {size_text(size)}"]
+    if options.public:
+        lines += [f"  {options.weights}-public.safetensors there: by the names of MaskDiT's released files"]
     if found.info.get("predicts", "objective") == "objective":
         lines += [f"  python sample.py checkpoint={options.out}{' weights=model' * raw}"]
         lines += [f"  python fid.py checkpoint={options.out}{' weights=model' * raw} reference=…"]

@@ -162,6 +162,8 @@ def table(study: Study, results: Mapping[str, list[Made]]) -> str:
     own = more(study, results) if more else {}
     head += own
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    taught = [arm for arm in results if "alignment.encoder=inception" in study.arms[arm].overrides]
+    marks = {(arm, metric): " †" for arm in taught for metric in ("kid", "fid") if series(results[arm], metric)}
     for arm, runs in results.items():
         ends = [run["points"][-1] for run in runs if run["points"]]
         if not ends:
@@ -170,7 +172,7 @@ def table(study: Study, results: Mapping[str, list[Made]]) -> str:
         images = min(point["images"] for point in ends)
         flops = next((f"{point['flops']:.3g}" for point in ends if "flops" in point), "–")
         cells = [arm, str(len(runs)), f"{images:,}", flops]
-        cells += [_cell(series(runs, metric), metric) for metric in metrics]
+        cells += [_cell(series(runs, metric), metric) + marks.get((arm, metric), "") for metric in metrics]
         for metric in compared:
             for by in (at_equal_images, at_equal_flops):
                 cells.append(shown(differences(study, results, arm, metric, by), sign=True))
@@ -186,6 +188,8 @@ def table(study: Study, results: Mapping[str, list[Made]]) -> str:
             if "kid" in metrics
             else f"Scores are of {' or '.join(f'{count:,}' for count in counts)} samples."
         )
+    if marks:
+        notes.append("† The Inception network of KID and FID was the teacher of these, too: see the evaluation loss.")
     return "\n".join([*lines, "", " ".join(notes)]) + "\n"
 
 

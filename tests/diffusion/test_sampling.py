@@ -82,16 +82,16 @@ def test_pictures_are_decoded_in_batches_of_one_shape(tiny):
 @pytest.mark.parametrize("guidance", [*KINDS, SCHEDULED], ids=lambda one: one.kind)
 def test_pictures_hardly_depend_on_the_shape_of_the_batch(tiny, guidance):
     """Within one grey level on at least 99.9% of the pixels, decoded as latents in −1..1."""
-    options = {"guidance": guidance, "steps": 10}
-    seeds, labels = range(32), torch.arange(32) % 10
+    options = {"guidance": guidance, "steps": 5}
+    seeds, labels = range(16), torch.arange(16) % 10
 
     def pictures(batch_size):
         model, sampler = Model(EDM(), tiny, (Route(1, 3),)), Sampler(batch_size=batch_size, **options)
         return torch.cat(list(draw_pictures(model, to_uint8, seeds, labels, sampler))).int()
 
-    reference = pictures(32)
+    reference = pictures(16)
     assert reference.float().std() > 20
-    for batch_size in (1, 7, 16):
+    for batch_size in (1, 7):
         assert ((pictures(batch_size) - reference).abs() <= 1).float().mean() >= 0.999
 
 

@@ -77,6 +77,8 @@ def test_studies_share_runs_that_say_the_same():
         ("selection_rate", "0.5", "placement", "r(2→8)"),
         ("loss_gap", "r(2→6)", "placement", "r(2→6)"),
         ("finetune", "dense", "init", "dense, adaLN-Zero"),
+        ("rivals", "dense", "convergence", "dense"),
+        ("rivals", "routed", "convergence", "routed"),
     ]:
         assert planned(name)[arm, 0].training.key == planned(other)[twin, 0].training.key, (name, arm)
 
@@ -97,6 +99,21 @@ def test_budgets_become_steps():
         each = cost.training_flops(one.training) / one.training.steps
         assert abs(cost.training_flops(one.training) - 2e9) <= each / 2
     assert by_flops[0].training.steps < by_flops[1].training.steps
+
+
+def test_rivals_see_what_convergence_saw():
+    """300,000 images by three seeds, scored alike; a decoder of 2 blocks of half the width, in full for the paper."""
+    rivals, convergence = planned("rivals"), planned("convergence")
+    assert len(rivals) == 12 and all(rivals[key].scores == one.scores for key, one in convergence.items())
+    for arm in ("maskdit", "sprint"):
+        for seed in range(3):
+            ours, dense = rivals[arm, seed], convergence["dense", seed]
+            assert ours.scores == dense.scores and ours.training.seed == seed and ours.training.images == 300_032
+            for part in ("dataset", "edm", "ema", "optim", "every", "eval"):
+                assert getattr(ours.training.cfg, part) == getattr(dense.training.cfg, part)
+    for scale, width, depth in (("demo", 8, 2), ("small", 48, 2), ("paper", 512, 8)):
+        model = planned("rivals", scale)["maskdit", 0].training.cfg.model
+        assert (model.decoder_hidden_size, model.decoder_depth) == (width, depth)
 
 
 def test_flops_are_those_that_training_counts(tmp_path):
@@ -130,6 +147,20 @@ def test_the_table_has_means_errors_and_paired_differences():
     assert lines[3].endswith("| +0.0200 ± 0.0058 | -0.030 ± 0.035 |")
     assert "KID and FID are of 20 samples" in lines[-1]
     assert results.missing([*runs.values()], found) == ""
+
+
+def test_scores_by_the_network_that_taught_are_marked():
+    read, runs = study.read_study("alignment", "small"), planned("alignment")
+    found = {
+        run.training.key: made(run, {run.training.steps: 1.0}, kid=0.1)
+        for (arm, _), run in runs.items()
+        if arm in ("dense", "dense, repa", "dense, self")
+    }
+    *lines, notes = results.table(read, results.gather([*runs.values()], [], found)).splitlines()
+    assert [line.count("†") for line in lines if line.startswith("| dense")] == [0, 1, 0]
+    assert "† The Inception network of KID and FID was the teacher of these, too" in notes
+    convergence = results.gather([*planned("convergence").values()], [], found)
+    assert "†" not in results.table(study.read_study("convergence", "small"), convergence)
 
 
 def test_what_is_published_counts_as_made_though_its_folder_is_gone(tmp_path, monkeypatch):

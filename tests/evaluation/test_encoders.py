@@ -220,6 +220,7 @@ def test_a_function_of_the_users_own(tmp_path, monkeypatch):
         "def mean(pictures):\n    return pictures.float().mean(dim=1).unfold(1, 4, 4).unfold(2, 4, 4).flatten(1, 2)"
         ".flatten(2)\n"
         "def flat(pictures):\n    return pictures.float().flatten(1)\n"
+        "def broken(pictures):\n    return pictures.float().flatten(2).mT / 0\n"
         "def three(pictures):\n    return pictures.float().flatten(2)[:, :, :7]\n"
         "class Network(torch.nn.Module):\n"
         "    def __init__(self):\n        super().__init__()\n        self.map = torch.nn.Conv2d(3, 5, 4, 4)\n"
@@ -250,6 +251,8 @@ def test_a_function_of_the_users_own(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=shown):
             open_encoder(name, CPU).encode(pictures)
+    with pytest.raises(ValueError, match="my_encoders:broken makes features that are not finite of a black picture"):
+        open_encoder("my_encoders:broken", CPU).cost(8)
     with pytest.raises(ValueError, match="float32.*must be uint8"):
         encoder.encode(pictures.float())
     with (tmp_path / "my_encoders.py").open("a") as file:

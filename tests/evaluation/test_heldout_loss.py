@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import launch, records
 
+from tread.checkpoints import checkpoint
+from tread.checkpoints.trained import open_trained
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
@@ -39,3 +42,30 @@ def test_the_losses_equal_those_one_by_one(tmp_path, tiny):
             noise = seeded_normal([k], (4, 8, 8), "evaluation")
             expected.append(edm.loss(tiny, 2 * stored[i], torch.tensor([i]), sigma.view(1), noise).item())
     assert heldout_loss(edm, tiny, data, numbers, 20, 4).tolist() == pytest.approx(expected, rel=1e-5)
+
+
+DECODER = ["model.decoder_hidden_size=8", "model.decoder_depth=1", "model.decoder_heads=2"]
+
+
+def test_models_that_train_otherwise_are_evaluated_alike(tmp_path):
+    """As DiT's above: MaskDiT's and SPRINT's eval_loss is of all tokens, λ(σ)·(D − x)² by Karras et al.'s Table 1,
+    without MaskDiT's reconstruction and without SPRINT's dropped paths, which their training losses have.
+    """
+    numbers, common = torch.arange(32), ("train.steps=3", "eval.points=32", "report=false", "sampling.decode=false")
+    for model, more in (("maskdit", DECODER), ("sprint", [])):
+        launch(tmp_path, f"model={model}", *more, *common, f"name={model}")
+        ema = open_trained(checkpoint.find(tmp_path / "results" / model), "ema").load(torch.device("cpu")).network
+        data = LatentDataset(tmp_path / "data/digits/heldout")
+        sample, level = point(numbers, 32, len(data), 16)
+        batch, edm = data.read(sample.numpy()), EDM()
+        x, labels = batch.stored, batch.labels
+        sigma, d = edm.quantiles(16).float()[level], 0.5
+        noisy = x + sigma.view(-1, 1, 1, 1) * seeded_normal(numbers.tolist(), (1, 8, 8), "evaluation")
+        root = (sigma**2 + d**2).sqrt().view(-1, 1, 1, 1)
+        with torch.no_grad():
+            output = ema(noisy / root, sigma.log() / 4, labels)
+        denoised = d**2 / root**2 * noisy + sigma.view(-1, 1, 1, 1) * d / root * output
+        losses = (sigma**2 + d**2) / (sigma * d) ** 2 * (denoised - x).square().mean(dim=(1, 2, 3))
+        assert output.std() > 1e-4
+        found = [one["eval_loss"] for one in records(tmp_path / "results" / model) if "eval_loss" in one]
+        assert found == pytest.approx([losses.mean().item()], rel=1e-5), model

@@ -125,6 +125,7 @@ def test_the_file_is_found_checked_and_fetched_once(tmp_path, monkeypatch):
         find_weights("nowhere")
 
 
+@pytest.mark.slow
 def test_published_example_values_to_their_last_digit(asset):
     """torchmetrics' documentation scores uniform noise 0..199 against 100..254, 100 pictures each, seed 123: KID over
     100 subsets of 50 is 0.0337 ± 0.0023, FID of the first pool's 64 features 12.7202."""

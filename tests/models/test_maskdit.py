@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import export_checkpoint
-import import_checkpoint
 import pytest
 import torch
-from conftest import launch, launch_door
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import sample
 from routing_module import Route
-from tread.checkpoints import checkpoint
-from tread.checkpoints.exporting import public_names
 from tread.diffusion.edm import EDM
 from tread.models.maskdit import MaskDiT
 from tread.routing.ids import choose_ids
 from tread.runtime import compiling
 from tread.runtime.device import autocast
-from tread.runtime.tensor_files import LABELS, plain_names
-from tread.training.objective import active_routes
+from tread.runtime.tensor_files import plain_names
 from tread.training.token_losses import kept_loss, reconstruction_loss
 
 DECODER = {"decoder_hidden_size": 32, "decoder_depth": 2, "decoder_heads": 4}
@@ -242,58 +235,3 @@ def test_other_routes_are_refused(routes, shown):
 def test_sizes_that_can_not_be_are_refused(sizes, shown):
     with pytest.raises(ValueError, match=shown):
         MaskDiT(**{**TINY, **sizes})
-
-
-SMALL = ["model.hidden_size=16", "model.num_heads=2", "model.depth=3"]
-SMALL += ["model.decoder_hidden_size=8", "model.decoder_depth=1", "model.decoder_heads=2"]
-
-
-def test_a_run_trains_resumes_is_sampled_exported_in_their_names_and_imported_again(tmp_path):
-    """By model=maskdit alone; the file is read as theirs: prefix model., labels as a matrix (D, classes)."""
-    printed = launch(tmp_path, "model=maskdit", *SMALL, "name=run", "train.steps=3")
-    assert "maskdit" in printed and "r(0→2) keeps" in printed and "0.1 of a masked reconstruction" in printed
-    launch(tmp_path, "model=maskdit", *SMALL, "name=run", "train.steps=6")
-    given = checkpoint.find(tmp_path / "results/run").tensors("ema")
-    assert not given[LABELS][-1].any() and given[LABELS][:-1].all()  # six steps of Adam on the other rows
-    exported = ("checkpoint=results/run", "out=given", "public=true")
-    launch_door(export_checkpoint.main, "export_checkpoint", tmp_path, *exported)
-    public = load_file(tmp_path / "given/ema-public.safetensors")
-    assert torch.equal(public[f"model.{LABELS}"], given[LABELS][:-1].T)
-    assert public.keys() == {f"model.{name}" for name in given}
-    assert checkpoint.find(tmp_path / "given").tensors("ema").keys() == given.keys()
-    for other in (hot(MaskDiT(**TINY)).state_dict() | {LABELS: torch.ones(11, 64)}, {LABELS: torch.zeros(11, 64)}):
-        with pytest.raises(ValueError, match="null class.* is not zero|public=true is of MaskDiT"):
-            public_names(other)
-    torch.save({"ema": public}, tmp_path / "theirs.pt")
-    launch_door(import_checkpoint.main, "import_checkpoint", tmp_path, "weights=theirs.pt", "model=maskdit", *SMALL,
-                "name=back")  # fmt: skip
-    back = checkpoint.find(tmp_path / "results/back").tensors("ema")
-    assert given.keys() == back.keys() and all(torch.equal(given[name], back[name]) for name in given)
-    few = ("checkpoint=results/run", "steps=2", "classes=[1]", "seeds=0", "out=drawn.png")
-    launch_door(sample.main, "sample", tmp_path, *few, "guidance=cfg", "guidance.scale=1.5")
-    for overrides, shown in (
-        ((*few, "guidance=sparse"), "MaskDiT, which sees mask tokens in their places"),
-        ((*few, "guidance=sparse", "guidance.force=true"), "MaskDiT, which sees mask tokens in their places"),
-    ):
-        with pytest.raises(SystemExit, match=shown):
-            launch_door(sample.main, "sample", tmp_path, *overrides)
-    for overrides, shown in (
-        (["model=maskdit", *SMALL, "model.routes.0.start=1"], "one route, start 0, end -1, fp32 off"),
-        (["model=maskdit", *SMALL, "model.decoder_heads=3"], "decoder_hidden_size 8 .* decoder_heads 3"),
-        (
-            ["model=tread", "model.decoder_depth=3"],
-            "model.decoder_depth is 3, but dit has no such choice: model=maskdit",
-        ),
-    ):
-        with pytest.raises(SystemExit, match=shown):
-            launch(tmp_path, *overrides, "name=other")
-
-
-def test_the_unmasking_stage_is_the_papers(read_config):
-    """No token dropped, lr 5e-5, full precision, 100K steps of batch 1024, from the masked run's weights."""
-    cfg = read_config("experiment=imagenet256_xl2_maskdit_unmask")
-    assert active_routes(cfg, 0) == () and cfg.model.masks and cfg.train.precision == "fp32"
-    assert (cfg.optim.lr, cfg.train.steps, cfg.train.batch_size) == (5e-5, 100_000, 1024)
-    masked = read_config("experiment=imagenet256_xl2", "model=maskdit")
-    assert cfg.init_from == f"{masked.results}/{masked.name}/latest" and cfg.model == masked.model
-    assert (masked.train.loss_tokens, masked.train.reconstruction) == ("kept", 0.1)

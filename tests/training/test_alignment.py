@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 
 import prepare_features
 import pytest
@@ -31,6 +32,7 @@ from tread.training.alignment import (
     self_loss,
 )
 from tread.training.objective import aligned_losses, step_draws, teacher_tokens, training_loss
+from tread.training.setup import shallow_teacher
 
 LATENTS = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
 SIZES = {"patch_size": 2, "hidden_size": 32, "depth": 6, "num_heads": 2}
@@ -231,13 +233,22 @@ def test_denoising_is_the_loss_without_alignment_and_the_teacher_sees_less_noise
 
 @pytest.mark.parametrize("process", [EDM(), RF(), RF(time="uniform")])
 def test_cleaner_levels_end_at_the_cleanest(process):
-    normal = torch.linspace(-3, 3, 13)
+    """And no level is noisier than the training's own, beyond the cleanest either."""
+    normal = torch.linspace(-5, 3, 17)
     torch.testing.assert_close(
-        process.cleaner(normal, torch.zeros(13)), process.noise_level(normal), rtol=1e-3, atol=1e-4
+        process.cleaner(normal, torch.zeros(17)), process.noise_level(normal), rtol=1e-3, atol=1e-4
     )
-    lowest = process.cleaner(normal, torch.full((13,), 0.999))
+    lowest = process.cleaner(normal, torch.full((17,), 0.999))
     assert lowest.isfinite().all() and (lowest >= 0).all()
-    assert (process.cleaner(normal, torch.full((13,), 0.1)) <= process.noise_level(normal)).all()
+    assert (process.cleaner(normal, torch.full((17,), 0.1)) <= process.noise_level(normal)).all()
+    assert process.cleaner(torch.tensor([7.0]), torch.zeros(1)).isfinite().all()
+
+
+@pytest.mark.parametrize(("block", "doubted"), [(2, False), (3, True), (-1, True)])
+def test_a_teacher_that_is_not_deeper_is_doubted(read_config, block, doubted):
+    """Of 6 blocks it is number 3."""
+    found = shallow_teacher(read_config("model.depth=6", "alignment=self", f"alignment.block={block}"))
+    assert bool(found) == doubted and not shallow_teacher(read_config("model.depth=1", "model=dit"))
 
 
 def test_flops_are_projector_teacher_and_encoder(given):
@@ -294,6 +305,7 @@ def test_three_and_three_steps_equal_six_bit_for_bit(straight, tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
     with pytest.raises(SystemExit, match="alignment.weight: 0.7 there, 0.6 here"):
         launch(tmp_path, *SELF, "alignment.weight=0.6")
+    assert "run is finished" in launch(tmp_path, "alignment=self", "name=run")  # by its own weight, 0.7
 
 
 def test_two_processes_and_micro_batches_change_nothing_but_rounding(straight, tmp_path):
@@ -351,6 +363,18 @@ def test_stored_and_live_features_give_equal_losses(repa):
     assert logged(stored, "loss")[0] == logged(first, "loss")[0]
 
 
+def test_features_of_other_weights_are_doubted_where_a_run_goes_on(repa, tmp_path):
+    """Of the same encoder's name: only the hash that index.json states differs."""
+    shutil.copytree(repa[0], tmp_path, symlinks=True, dirs_exist_ok=True)
+    assert "another encoder" not in launch(tmp_path, *REPA, "train.steps=7")
+    path = tmp_path / "data" / "digits" / "train" / "index.json"
+    index = json.loads(path.read_text())
+    index["features"]["fingerprint"] = "0" * 64
+    path.write_text(json.dumps(index))
+    said = "warning: own_encoder:patches is another encoder than the run was aligned with up to here"
+    assert said in launch(tmp_path, *REPA, "train.steps=8")
+
+
 def test_what_does_not_fit_is_named_before_training(repa, tmp_path):
     folder, _ = repa
     for overrides, message in (
@@ -361,6 +385,9 @@ def test_what_does_not_fit_is_named_before_training(repa, tmp_path):
         ([*REPA[:3], "alignment.block=6"], "alignment.block is 6, but the network has 6 blocks"),
         (["alignment=self", "alignment.teacher=-7"], "alignment.teacher is -7"),
         (["alignment=self", "alignment.gap=1.5"], "alignment.gap is 1.5"),
+        (["alignment.encoder=dinov2-b"], "alignment.encoder is dinov2-b, which is of alignment=repa, not of .*=none"),
+        (["alignment.block=2"], "alignment.block is 2, which is of alignment=repa or alignment=self, not of .*=none"),
+        ([*REPA[:3], "alignment.teacher=3"], "alignment.teacher is 3, which is of alignment=self, not of .*=repa"),
     ):
         with pytest.raises(SystemExit, match=message):
             launch(folder, *overrides, "name=none")

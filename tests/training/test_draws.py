@@ -15,7 +15,7 @@ from tread.training.objective import drop_labels, split_batch, step_draws
 
 
 def draws(seed=0, step=5, num_routes=1, posterior=True, batch_size=8):
-    train = SimpleNamespace(batch_size=batch_size, routes_until=None, ratio_schedule=None)
+    train = SimpleNamespace(batch_size=batch_size, routes_until=None, ratio_schedule=None, path_drop=0.0)
     routes = tuple(Route(2 * i, 2 * i) for i in range(num_routes))
     model = SimpleNamespace(patch_size=2, routes=routes)
     cfg = SimpleNamespace(seed=seed, train=train, model=model, alignment=Alignment())

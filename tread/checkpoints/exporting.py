@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tread.runtime.hub import HUB_ID, WEIGHT_FILES
-from tread.runtime.tensor_files import LABELS, listed
+from tread.runtime.tensor_files import LABELS, MASKDIT, listed
 
 Dtype = Literal["fp32", "fp16"]
 Paths = Literal["full", "short"]
@@ -40,7 +40,7 @@ def public_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises ValueError for weights of another network, whose names are public ones already, or if the null class is not
     zero, for which those files have no place.
     """
-    if "decoder_layer.linear.weight" not in tensors:
+    if MASKDIT not in tensors:
         raise ValueError("public=true is of MaskDiT: the names of this network are those of its public files already")
     if tensors[LABELS][-1].any():
         raise ValueError(f"the null class, the last row of {LABELS}, is not zero: MaskDiT's files have no place for it")

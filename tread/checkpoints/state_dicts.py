@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tread.checkpoints.network import Model
 from tread.models.rotary import ROUNDING, TABLES, check_tables
-from tread.runtime.tensor_files import FIRST, listed
+from tread.runtime.tensor_files import FIRST, LABELS, MASKDIT, listed
 
 USUAL_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by hidden size: DiT-S, B, L, XL
 POSITIONS = ("pos_embed", "decoder_pos_embed")  # fixed sines and cosines
@@ -72,6 +72,7 @@ def fit(
         problems.append(f"trained with other settings, which its info.json records: {listing}")
     if not problems:
         _check_positions(whole, expected, where)
+        _check_null_class(whole, where)
         check_tables(tables, expected["pos_embed"].shape[1], where)
         return {name: whole[name].to(expected[name].dtype) for name in expected}
     problems.append(f"the file is of {describe(theirs)}")
@@ -83,6 +84,8 @@ def fit(
         if heads and theirs["model.hidden_size"] != ours.get("model.hidden_size"):
             theirs["model.num_heads"] = heads
     if fitting := {key: value for key, value in theirs.items() if ours.get(key, PLAIN.get(key)) != value}:
+        if fitting.get("model.architecture") in ("maskdit", "sprint"):  # whose file brings their own route
+            fitting = {"model": fitting.pop("model.architecture"), **fitting}
         settings = " ".join(f"{key}={_written(value)}" for key, value in fitting.items())
         problems.append(f"settings that fit it: {settings}")
     raise ValueError("\n  ".join([refusal.rstrip(), *problems]))
@@ -99,6 +102,15 @@ def _check_positions(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]
             f"differ by up to {off:.3g}, where rounding allows {ROUNDING:g}. A learnt or another table can't be "
             "represented here, and the weights mean nothing without theirs. If they were trained with the fixed ones "
             f"and the table alone is wrong, leave {name} out of the file: the network's own serve"
+        )
+
+
+def _check_null_class(state: Mapping[str, Tensor], where: str) -> None:
+    """Raise ValueError for a MaskDiT whose null class is not zero."""
+    if MASKDIT in state and state[LABELS][-1].any():
+        raise ValueError(
+            f"the null class of {where}, the last row of {LABELS}, is not zero: MaskDiT's is, and is never trained, so "
+            "that weights which learnt another one can't be represented here. If nothing trained it, set the row to 0"
         )
 
 
@@ -133,7 +145,7 @@ def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
         found["model.qk_norm"] = "blocks.0.attn.q_norm.weight" in shapes
     for rows in (shapes[name] for name in TABLES if len(shapes.get(name, ())) == 2):
         found |= {"model.positions": "rope", "model.num_heads": hidden_size // max(1, rows[1])}
-    if len(rows := shapes.get("decoder_layer.linear.weight", ())) == 2:
+    if len(rows := shapes.get(MASKDIT, ())) == 2:
         decoder = {match[1] for name in shapes if (match := re.match(r"decoder_blocks\.(\d+)\.", name))}
         found |= {"model.architecture": "maskdit", "model.decoder_hidden_size": rows[0]}
         found["model.decoder_depth"] = len(decoder)

@@ -50,10 +50,11 @@ class Process(Protocol):
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
         """Noise levels that lie below the training ones of the same standard normal numbers, elementwise.
 
-        step  in [0, 1): by so much of the training distribution, whose first thousandth is the end.
+        step  in [0, 1): by so much of the training distribution, whose first thousandth is the end; what lies below
+              that stays as it is.
         """
         quantile = (torch.special.ndtr(normal) - step).clamp(min=CLEANEST)
-        return self.noise_level(torch.special.ndtri(quantile))
+        return self.noise_level(torch.special.ndtri(quantile).minimum(normal))
 
     def weight(self, level: Tensor) -> Tensor:
         """Loss weight of each noise level."""

@@ -96,11 +96,19 @@ class Encoder:
         return F.adaptive_avg_pool2d(maps, self.grid).flatten(2).transpose(1, 2)
 
     def cost(self, height: int) -> Cost:
-        """Of one picture of that size. Products and convolutions count, two FLOPs a multiply-add, alone."""
+        """Of one picture of that size. Products and convolutions count, two FLOPs a multiply-add, alone.
+
+        Raises ValueError as `encode`, and for features that are not finite.
+        """
         if height not in self._costs:
             picture = torch.zeros(1, 3, height, height, dtype=torch.uint8)
             with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-                _, tokens, width = self.encode(picture).shape
+                found = self.encode(picture)
+            if not found.isfinite().all():
+                raise ValueError(
+                    f"{self.name} makes features that are not finite of a black picture: are its weights whole?"
+                )
+            _, tokens, width = found.shape
             self._costs[height] = Cost(tokens, width, counter.get_total_flops())
         return self._costs[height]
 

@@ -30,6 +30,8 @@ class MaskDiT(DiT):
     not fit one another.
     """
 
+    puts_back = False
+
     def __init__(
         self,
         input_size: int = 32,
@@ -104,14 +106,16 @@ class MaskDiT(DiT):
         routes: Sequence[tuple[Route, Tensor]] = (),
         outputs: MutableMapping[int, Tensor | None] | None = None,
     ) -> Tensor:
-        """As Backbone's. `routes` is () or one pair, whose route spans the encoder; behind which mask tokens stand.
+        """As Backbone's. `routes` is () or one pair, whose route spans the encoder: mask tokens stand behind it for
+        what it left out, and the decoder sees all. `outputs` are the encoder's.
 
         Raises ValueError for other routes.
         """
         x, c = self.embed(x, t, y)
         (batch, tokens), ids_keep = x.shape[:2], None
         check_spans([route for route, _ in routes], len(self.blocks))
-        for _, ids_keep in routes:
+        if routes:
+            [(_, ids_keep)] = routes
             check_ids(ids_keep, batch, tokens)
             x = gather_tokens(x, ids_keep)
         x = self.decoder_layer(run_blocks(self.called(self.blocks, outputs), x, c), c)

@@ -70,7 +70,7 @@ def whole(config: Path, words: Sequence[str]) -> str:
 
 def _files(config: Path, choices: dict[str, str]) -> Iterator[Path]:
     """A config file and those of its defaults list, in its order; the choices of the outermost file count."""
-    listed = re.search(r"^defaults:.*\n((?: +- .*\n)+)", config.read_text(), re.M)
+    listed = re.search(r"^defaults:.*\n((?: +[-#] .*\n)+)", config.read_text(), re.M)
     entries = []  # of files, and (group, choice)
     for line in listed[1].splitlines() if listed else ():
         match = _LINE.fullmatch(line)

@@ -34,6 +34,7 @@ FLAT = {"ema": "ema_model.", "model": "online_model."}  # ema_pytorch keeps both
 FIRST = "x_embedder.proj.weight"  # the name that tells where a DiT's own names begin
 WRAPPERS = re.compile(r"((module|model|net|ema_model)\.)*")
 LABELS = "y_embedder.embedding_table.weight"
+MASKDIT = "decoder_layer.linear.weight"  # the name that tells a MaskDiT
 COUNTERS = {"initted", "step", "n_averaged"}  # of ema_pytorch and torch's AveragedModel: one number each, no weights
 
 
@@ -177,7 +178,7 @@ def _with_label_table(state: dict[str, Tensor]) -> dict[str, Tensor]:
     The table's last row, of the null class, is zero, as a label dropped there is: by that a square one is known.
     """
     shapes = [tuple(state[name].shape) for name in (LABELS, FIRST) if name in state]
-    if "decoder_layer.linear.weight" not in state or [len(shape) for shape in shapes] != [2, 4]:
+    if MASKDIT not in state or [len(shape) for shape in shapes] != [2, 4]:
         return state
     (rows, columns), (width, *_) = shapes
     if rows != width or (columns == width and not state[LABELS][-1].any()):

@@ -148,6 +148,7 @@ class Aligner:
     teacher  self's averaged network, else None.
     encoder  repa's, of alignment.source=live, else None: the features are stored.
     encoder_flops  of a picture.
+    fingerprint    of repa's encoder, whose features may be stored; None where nobody knows.
     """
 
     settings: Alignment
@@ -155,6 +156,7 @@ class Aligner:
     teacher: Backbone | None = None
     encoder: Encoder | None = None
     encoder_flops: int = 0
+    fingerprint: str | None = None
 
     @property
     def projector(self) -> nn.Module:

@@ -14,15 +14,16 @@ from tread.checkpoints.checkpoint import find_whole, newest
 from tread.runtime.schema import written
 from tread.training.run_folder import LAUNCH, RunLog, decisive, differences, migrate, value_at
 
-GROUPS = ("model", "dataset", "experiment")
+# and the key by which a run says which of them is its own
+GROUPS = {"model": "name", "dataset": "name", "experiment": "name", "alignment": "kind"}
 
 
 def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dict, list[str]]:
     """What a launch's config is, where it goes on with a run; and warnings, a line each, of what it does not take.
 
     composed   today's config, with what was typed.
-    arguments  the command line: what was typed. A model, dataset or experiment that is not the run's own counts as
-               typing all that its file sets.
+    arguments  the command line: what was typed. A model, dataset, experiment or alignment that is not the run's
+               own counts as typing all that its file sets.
     configs    the folder of config.yaml and of those files.
 
     Raises FileNotFoundError or ValueError if run=… names no run.
@@ -42,7 +43,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
     keys = {leaf for key, value in typed.items() if key not in GROUPS for leaf in leaves(key, value)}
     for group, choice in ((group, typed[group]) for group in GROUPS if group in typed):
         begun = any(f"{group}={choice}" in start.get("command", ()) for start in starts)
-        if not begun and own.get(group, {}).get("name") != choice:
+        if not begun and own.get(group, {}).get(GROUPS[group]) != choice:
             set_there = keys_of(configs, f"{group}/{choice}")
             keys |= {key for key in set_there if not _left_open(key, value_at(composed, key))}
     config = take_typed(own, composed, {*keys, *LAUNCH})

@@ -198,8 +198,15 @@ class Settings:
                 "model=sprint has one"
             )
         self.alignment.blocks(self.model.depth)  # raises ValueError for blocks that the network has not
+        for key, kinds in (("block", ("repa", "self")), ("encoder", ("repa",)), ("teacher", ("self",))):
+            if (value := getattr(self.alignment, key)) is not None and self.alignment.kind not in kinds:
+                asked = " or ".join(f"alignment={kind}" for kind in kinds)
+                raise ValueError(
+                    f"alignment.{key} is {value}, which is of {asked}, not of alignment={self.alignment.kind}"
+                )
         for key, unset in (("ratio_schedule", None), ("loss_tokens", "all")):
-            if getattr(self.train, key) != unset and not self.model.routes:
+            set_by_model = key == "loss_tokens" and self.model.masks  # which is the plain loss where nothing is dropped
+            if getattr(self.train, key) != unset and not self.model.routes and not set_by_model:
                 raise ValueError(f"train.{key} is of routes, but model={self.model.name} has none")
         process, steps = process_of(self), self.sampling.steps
         process.schedule(process.default_steps if steps is None else steps)  # raises ValueError for what can't be

@@ -80,7 +80,14 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         )
     network.to(device)
     ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
-    aligner = open_aligner(cfg, network, ema, data, device)
+    with processes.main_first():  # which may fetch an encoder
+        aligner = open_aligner(cfg, network, ema, data, device)
+    doubts += shallow_teacher(cfg)
+    begun_with = found.info.get("encoder") if found else None
+    if begun_with and aligner and aligner.fingerprint not in (None, begun_with):
+        doubts.append(
+            f"{cfg.alignment.encoder} is another encoder than the run was aligned with up to here, by its hash"
+        )
     projector = aligner and aligner.projector
     optimizer = build_optimizer(cfg, network, projector)
     averages = {width: EMA(network, power(width)) for width in cfg.ema.power}
@@ -207,22 +214,32 @@ def open_aligner(
     cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset, device: torch.device
 ) -> Aligner | None:
     """What the run aligns with, its projector drawn by the seed; None without alignment. Raises ValueError."""
-    alignment, encoder, flops = cfg.alignment, None, 0
+    alignment, encoder, flops, fingerprint = cfg.alignment, None, 0, None
     if alignment.kind == "none":
         return None
     width = network.hidden_size
     if alignment.kind == "repa" and alignment.source == "stored":
-        width = data.feature_spec.width
+        width, fingerprint = data.feature_spec.width, data.feature_spec.fingerprint
     elif alignment.kind == "repa":
         encoder = open_encoder(alignment.encoder, device, grid=network.grid[0], inception=cfg.eval.inception)
         cost = encoder.cost(data.picture_size)
         check_grid(math.isqrt(cost.tokens), network.grid[0], f"features of {alignment.encoder}")
-        width, flops = cost.width, cost.flops
+        width, flops, fingerprint = cost.width, cost.flops, encoder.fingerprint
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "projector").initial_seed())
         projector = build_projector(alignment, network.hidden_size, width)
     module = Aligned(network, projector.to(device), alignment.blocks(cfg.model.depth)[0])
-    return Aligner(alignment, module, ema.network if alignment.kind == "self" else None, encoder, flops)
+    return Aligner(alignment, module, ema.network if alignment.kind == "self" else None, encoder, flops, fingerprint)
+
+
+def shallow_teacher(cfg: Settings) -> list[str]:
+    """What to doubt of alignment=self, whose targets lie deeper than what learns from them."""
+    block, teacher = cfg.alignment.blocks(cfg.model.depth)
+    if cfg.alignment.kind != "self" or block < teacher:
+        return []
+    return [
+        f"the teacher's block {teacher} is not deeper than the aligned one, {block}: see alignment.teacher and .block"
+    ]
 
 
 def build_optimizer(cfg: Settings, network: nn.Module, projector: nn.Module | None = None) -> torch.optim.AdamW:

@@ -55,7 +55,7 @@ def describe(run: Run) -> str:
             f"; ratio {schedule.start:g} up to step {schedule.first:,}, {schedule.end:g} from {schedule.last:,} on"
         )
         lines["FLOPs"] += "; at the first step"
-    if cfg.train.loss_tokens == "kept":
+    if cfg.train.loss_tokens == "kept" and active:
         lines["objective"] += f", of kept tokens, with {cfg.train.reconstruction:g} of a masked reconstruction"
     if cfg.train.routes_until is not None:
         lines["routes"] += f"; none from step {cfg.train.routes_until:,} on"
