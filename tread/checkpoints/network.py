@@ -22,16 +22,8 @@ from tread.runtime.schema import Count, CountOrZero, PositiveOrZero, read
 Objective = Annotated[Literal["edm", "rf"], "rectified flow"]
 LIGHTNING = ("norm", "mlp", "positions", "qk_norm")  # settings of lightning and sprint alone
 DECODER = ("decoder_hidden_size", "decoder_depth", "decoder_heads")  # of maskdit alone
-SCANS = (
-    "state",
-    "head_dim",
-    "expand",
-    "conv",
-    "directions",
-    "attention_every",
-    "kernel",
-    "allow_token_routes",
-)  # mamba
+# and of mamba alone
+SCANS = ("state", "head_dim", "expand", "conv", "directions", "attention_every", "kernel", "allow_token_routes")
 
 
 @dataclass(frozen=True)
