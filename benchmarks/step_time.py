@@ -34,7 +34,7 @@ from timing import composed, random_shards, seconds
 from torch.profiler import ProfilerActivity, profile
 
 import train
-from tread.checkpoints.network import DECODER, LIGHTNING
+from tread.checkpoints.network import DECODER, LIGHTNING, SCANS
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.runtime.cli import answer_help, explained
@@ -59,7 +59,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             kinds = kinds_of(open_run(Path(folder), overrides))
             if own["beside"]:
-                left_out = ("model=", *(f"model.{name}=" for name in (*LIGHTNING, *DECODER)))
+                left_out = ("model=", *(f"model.{name}=" for name in (*LIGHTNING, *DECODER, *SCANS)))
                 kept = [word for word in overrides if not word.startswith(left_out)]
                 other = open_run(Path(folder) / "beside", [*kept, f"model={own['beside']}"])
                 name = f"{own['beside']}, dense" if other.cfg.model.routes else own["beside"]

@@ -26,7 +26,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.network import build_network, process_of
+from tread.checkpoints.network import build_network, process_of, read_network
 from tread.checkpoints.origin import KINDS, Origin, read_origin
 from tread.checkpoints.state_dicts import describe, sizes
 from tread.data.autoencoder import UNKNOWN
@@ -147,7 +147,7 @@ def account(saved: checkpoint.Checkpoint, options: Options) -> str:
         use = f"python train.py init_from={saved.folder}{' init_weights=model' * raw} name=… and its sizes"
         trained = "trained to predict noise, so that they start runs and are not sampled"
     found = sizes(saved.tensors(parts[0]))
-    if found.get("model.architecture") != "rwkv" and "model.num_heads" not in found:
+    if "model.num_heads" in read_network(config).model.decisive.keys() - found.keys():
         trained += f", with num_heads {config['model']['num_heads']}"
     step = saved.info["weights_step"]
     when = "at a step that is not recorded" if step is None else f"step {step:,}"

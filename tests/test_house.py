@@ -26,6 +26,7 @@ KNOWS = {  # library → who may import it; a package means all of its files
     "diffusers": {"tread/data/autoencoder.py"},
     "gradio": {"tread/evaluation/explore_page.py"},
     "transformers": {"tread/evaluation/encoders.py"},
+    "mamba_ssm": {"tread/models/ssd.py"},
 }
 
 
@@ -108,7 +109,7 @@ def test_who_knows_which_library():
 
 def test_one_file_knows_which_architecture_runs():
     """It makes networks, and says which routes fit them; the summary prints the name."""
-    networks = {"dit.py", *(f"tread/models/{name}.py" for name in ("lightning", "maskdit", "rwkv", "sprint"))}
+    networks = {"dit.py", *(f"tread/models/{name}.py" for name in ("lightning", "mamba", "maskdit", "rwkv", "sprint"))}
     assert {name for name in NAMES if networks & imported_files(name)} - networks == {"tread/checkpoints/network.py"}
     attributes = {
         name: {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} for name, tree in TREES.items()
@@ -118,9 +119,11 @@ def test_one_file_knows_which_architecture_runs():
 
 
 def test_packages_are_declared():
-    files = [ROOT / f"requirements{kind}.txt" for kind in ("", "-import", "-tensorboard", "-explore", "-alignment")]
+    files = [
+        ROOT / f"requirements{kind}.txt" for kind in ("", "-import", "-tensorboard", "-explore", "-alignment", "-mamba")
+    ]
     declared = {line.split(">")[0] for file in files for line in file.read_text().splitlines()}
-    names = {"hydra": "hydra-core", "sklearn": "scikit-learn", "PIL": "pillow"}
+    names = {"hydra": "hydra-core", "mamba_ssm": "mamba-ssm", "sklearn": "scikit-learn", "PIL": "pillow"}
     for name in NAMES:
         for package in libraries(name):
             assert names.get(package, package) in declared, f"{name} imports {package}"

@@ -67,10 +67,16 @@ def test_every_setting_of_a_network_is_compared(saved, cfg, monkeypatch):
     left_out = {"model.name", "model.routes", "model.init"}
     names = {f"model.{item.name}" for item in fields(Model)}
     decoder = {f"model.decoder_{name}" for name in ("hidden_size", "depth", "heads")}  # of maskdit alone
-    assert set(cfg("model=maskdit").model.decisive) == names - left_out
-    assert set(cfg().model.decisive) == names - left_out - decoder
-    foreign = {f"model.{name}" for name in ("num_heads", "norm", "mlp", "positions", "qk_norm")}  # it has none
-    assert set(cfg("model=rwkv").model.decisive) == names - left_out - decoder - foreign
+    how = {"model.kernel", "model.allow_token_routes"}  # of mamba alone, and nothing that weights depend on
+    scans = {f"model.{name}" for name in ("state", "head_dim", "expand", "conv", "directions", "attention_every")} | how
+    assert set(cfg("model=maskdit").model.decisive) == names - left_out - scans
+    assert set(cfg().model.decisive) == names - left_out - decoder - scans
+    lightning = {f"model.{name}" for name in ("norm", "mlp", "positions", "qk_norm")}
+    foreign = {"model.num_heads"} | lightning  # it has none
+    assert set(cfg("model=rwkv").model.decisive) == names - left_out - decoder - scans - foreign
+    assert set(cfg("model=mamba").model.decisive) == names - left_out - decoder - how - foreign
+    hybrid = cfg("model=mamba", "model.attention_every=2").model
+    assert set(hybrid.decisive) == names - left_out - decoder - how - lightning
 
     @dataclass(frozen=True)
     class Coming(Model):

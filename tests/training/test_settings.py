@@ -47,7 +47,7 @@ def test_every_config_composes_and_builds(read_config, chosen, model):
     noise_of_tokens = torch.zeros(2, network.num_tokens, device="meta")
     routes = [(route, choose_ids(route, noise_of_tokens, network.grid)) for route in cfg.model.routes]
     assert network(x, noise, noise.long(), routes=routes).shape == x.shape
-    assert (model not in ("dit", "lightning", "rwkv")) == bool(cfg.model.routes)
+    assert (model not in ("dit", "lightning", "mamba", "rwkv")) == bool(cfg.model.routes)
 
 
 @pytest.mark.parametrize("experiment", PAPER)

@@ -13,26 +13,29 @@ from tread.diffusion.edm import EDM
 from tread.diffusion.process import Process
 from tread.models.backbone import Backbone, Init
 from tread.models.lightning import LightningDiT, MlpKind, Norm, Positions
+from tread.models.mamba import Directions, Kernel, Mamba
 from tread.models.maskdit import MaskDiT, check_spans
 from tread.models.rwkv import RWKV
 from tread.models.sprint import Sprint, check_sparse_part
-from tread.runtime.schema import Count, Positive, read
+from tread.runtime.schema import Count, CountOrZero, PositiveOrZero, read
 
 Objective = Annotated[Literal["edm", "rf"], "rectified flow"]
 LIGHTNING = ("norm", "mlp", "positions", "qk_norm")  # settings of lightning and sprint alone
 DECODER = ("decoder_hidden_size", "decoder_depth", "decoder_heads")  # of maskdit alone
+# and of mamba alone
+SCANS = ("state", "head_dim", "expand", "conv", "directions", "attention_every", "kernel", "allow_token_routes")
 
 
 @dataclass(frozen=True)
 class Model:
     name: str
-    architecture: Literal["dit", "lightning", "maskdit", "rwkv", "sprint"]
+    architecture: Literal["dit", "lightning", "mamba", "maskdit", "rwkv", "sprint"]
     routes: tuple[Route, ...]
     hidden_size: Count
     depth: Count
     num_heads: Count
     patch_size: Count
-    mlp_ratio: Positive
+    mlp_ratio: PositiveOrZero
     learn_sigma: bool
     init: Init
     norm: Norm = "layer"
@@ -42,20 +45,34 @@ class Model:
     decoder_hidden_size: Count = 512
     decoder_depth: Count = 8
     decoder_heads: Count = 16
+    state: Count = 64
+    head_dim: Count = 64
+    expand: Count = 2
+    conv: Count = 4
+    directions: Directions = 2
+    attention_every: CountOrZero = 0
+    kernel: Kernel = "torch"
+    allow_token_routes: bool = False
 
     def __post_init__(self) -> None:
         for owners, names, models in (
             (("lightning", "sprint"), LIGHTNING, "model=lightning, model=tread_lightning and model=sprint have it"),
             (("maskdit",), DECODER, "model=maskdit has it"),
+            (("mamba",), SCANS, "model=mamba and model=tread_mamba have it"),
         ):
             for name in () if self.architecture in owners else names:
                 if (value := getattr(self, name)) != getattr(Model, name):
                     raise ValueError(f"model.{name} is {value!r}, but {self.architecture} has no such choice: {models}")
+        if not self.mlp_ratio and self.architecture != "mamba":
+            raise ValueError(
+                f"model.mlp_ratio is 0, but must be positive: of {self.architecture} no MLP can be left out"
+            )
         for number, route in enumerate(self.routes):
             if route.select not in self.selects:
                 raise ValueError(
                     f"model.routes.{number}.select is {route.select!r}, but the blocks of {self.architecture} look at "
                     f"neighbours in the token grid: it must be {' or '.join(self.selects)}"
+                    + (", or model.allow_token_routes=true" if self.architecture == "mamba" else "")
                 )
         if self.architecture == "sprint":
             check_sparse_part(self.routes, self.depth)
@@ -66,7 +83,9 @@ class Model:
     @property
     def selects(self) -> tuple[str, ...]:
         """How routes of this architecture can select tokens, the usual way first."""
-        return ("row",) if self.architecture == "rwkv" else SELECT_CHOICES
+        if self.architecture == "mamba" and self.allow_token_routes:
+            return ("row", *(name for name in SELECT_CHOICES if name != "row"))
+        return ("row",) if self.architecture in ("rwkv", "mamba") else SELECT_CHOICES
 
     @property
     def has_path(self) -> bool:
@@ -88,8 +107,11 @@ class Model:
     @property
     def decisive(self) -> dict[str, object]:
         """What decides which function weights are, by dotted name: all but its name, its routes and how it starts."""
-        left_out = {"name", "routes", "init"}
-        left_out |= {"num_heads", *LIGHTNING} if self.architecture == "rwkv" else set()
+        left_out = {"name", "routes", "init", "kernel", "allow_token_routes"}
+        left_out |= set(LIGHTNING) if self.architecture in ("rwkv", "mamba") else set()
+        attends = self.architecture != "rwkv" and (self.architecture != "mamba" or self.attention_every)
+        left_out |= set() if attends else {"num_heads"}
+        left_out |= set() if self.architecture == "mamba" else set(SCANS)
         left_out |= set(DECODER) if self.architecture != "maskdit" else set()
         return {f"model.{item.name}": getattr(self, item.name) for item in fields(self) if item.name not in left_out}
 
@@ -151,6 +173,19 @@ def build_network(cfg: Network) -> Backbone:
     }
     if cfg.model.architecture == "rwkv":
         return RWKV(**sizes)
+    if cfg.model.architecture == "mamba":
+        return Mamba(
+            num_heads=cfg.model.num_heads,
+            state=cfg.model.state,
+            head_dim=cfg.model.head_dim,
+            expand=cfg.model.expand,
+            conv=cfg.model.conv,
+            directions=cfg.model.directions,
+            attention_every=cfg.model.attention_every,
+            kernel=cfg.model.kernel,
+            allow_token_routes=cfg.model.allow_token_routes,
+            **sizes,
+        )
     if cfg.model.architecture in ("lightning", "sprint"):
         network = Sprint if cfg.model.architecture == "sprint" else LightningDiT
         return network(

@@ -137,7 +137,9 @@ def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
         found["model.mlp_ratio"] = _swiglu_ratio(width[0] // 2, hidden_size)
     if "fusion_proj.weight" in shapes:
         found["model.architecture"] = "sprint"
-    if found["model.architecture"] != "rwkv":
+    if len(shapes.get("blocks.0.mixer.conv1d.weight", ())) == 3:
+        found |= _scans(shapes, hidden_size)
+    if found["model.architecture"] not in ("rwkv", "mamba"):
         found["model.norm"] = "rms" if "blocks.0.norm1.weight" in shapes else "layer"
         found["model.mlp"] = "swiglu" if "blocks.0.mlp.w12.weight" in shapes else "gelu"
         found["model.qk_norm"] = "blocks.0.attn.q_norm.weight" in shapes
@@ -155,6 +157,18 @@ def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
     if len(tokens := shapes.get("pos_embed", ())) == 3:
         found["dataset.size"] = math.isqrt(tokens[1]) * patch_size
     return found
+
+
+def _scans(shapes: Mapping[str, tuple[int, ...]], hidden_size: int) -> dict[str, int | float | str]:
+    """The settings that are Mamba's alone, and that it may have no MLP."""
+    names = ("in_proj.weight", "out_proj.weight", "conv1d.weight", "A_log")
+    (rows, _), (_, width), (scanned, _, conv), (heads,) = (shapes[f"blocks.0.mixer.{name}"] for name in names)
+    one = rows - width - heads  # x, B and C of one direction
+    attention = [int(match[1]) for name in shapes if (match := re.match(r"blocks\.(\d+)\.attn\.", name))]
+    found = {"model.architecture": "mamba", "model.state": (one - width) // 2, "model.conv": conv}
+    found |= {"model.head_dim": width * (scanned // one) // heads, "model.expand": width // hidden_size}
+    found |= {"model.directions": scanned // one, "model.attention_every": min(attention, default=-1) + 1}
+    return found if "blocks.0.mlp.fc1.weight" in shapes else found | {"model.mlp_ratio": 0.0}
 
 
 def _swiglu_ratio(width: int, hidden_size: int) -> float:

@@ -1,9 +1,9 @@
 """What all networks have in common: latents → tokens → blocks under routes → latents.
 
 Embedders, last layer, their names and their start are public DiT's (Peebles & Xie, ICCV 2023, arXiv
-2212.09748); the blocks are dit.py's (MaskDiT's too), lightning.py's (SPRINT's too) and rwkv.py's. It draws nothing:
-routes come in with their token ids drawn, and dropping labels is the training loop's business (a dropped label is
-the null class, number num_classes).
+2212.09748); the blocks are dit.py's (MaskDiT's too), lightning.py's (SPRINT's too), rwkv.py's and mamba.py's. It
+draws nothing: routes come in with their token ids drawn, and dropping labels is the training loop's business (a
+dropped label is the null class, number num_classes).
 
 Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D hidden size.
 """

@@ -1,0 +1,455 @@
+"""Mamba against transformers' Mamba-2, naive twins written with loops, closed forms, and torch's counter of FLOPs."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from dit import DiT
+from routing_module import Route, run_blocks
+from tread.models.mamba import DECAYS, STEPS, AttentionBlock, Mamba, Mamba2Mixer, MambaBlock
+from tread.models.ssd import ssd
+from tread.routing.ids import choose_ids, row_ids
+from tread.runtime import compiling
+from tread.runtime.device import autocast
+
+CPU = torch.device("cpu")
+SIZES = {"input_size": 8, "hidden_size": 32, "num_classes": 10, "state": 8, "head_dim": 16}
+
+
+def scramble(module):
+    """Every parameter matters: weights N(0, 0.1), and Δ's bias, decays and D numbers of their kind."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in module.named_parameters():
+        scale = 1.0 if name.split(".")[-1] in ("dt_bias", "A_log", "D") else 0.1
+        parameter.data = scale * torch.randn(parameter.shape, generator=generator) + (name.endswith("norm.weight"))
+    return module
+
+
+def network(depth=6, **sizes):
+    return scramble(Mamba(depth=depth, **{**SIZES, **sizes}))
+
+
+def mixer(directions=2, dim=12, state=5, head_dim=8, expand=2, conv=4):
+    return scramble(Mamba2Mixer(dim, state, head_dim, expand, conv, directions))
+
+
+def batch(size=4):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(size, 4, 8, 8, generator=generator), torch.rand(size, generator=generator), torch.arange(size)
+
+
+def rows(count, ratio=0.5, grid=(4, 4), seed=0):
+    """ids of whole rows, (count, K)"""
+    return row_ids(torch.rand(count, grid[0] * grid[1], generator=torch.Generator().manual_seed(seed)), ratio, grid)
+
+
+def silu(x):
+    return x / (1 + (-x).exp())
+
+
+def naive_orders(height, width, directions):
+    """Which token of the raster each direction meets as its i-th."""
+    raster = [row * width + column for row in range(height) for column in range(width)]
+    columns = [row * width + column for column in range(width) for row in range(height)]
+    return [raster, raster[::-1], columns, columns[::-1]][:directions]
+
+
+def naive_mixer(m, x, grid):
+    """Direction by direction, head by head, token by token, of a mixer in fp64."""
+    E, n, heads = m.width, m.state, m.width // m.head_dim
+    projected = x @ m.in_proj.weight.T
+    z, shared, steps = projected[..., :E], projected[..., E : 2 * E + 2 * n], projected[..., 2 * E + 2 * n :]
+    total = torch.zeros_like(z)
+    for way, order in enumerate(naive_orders(*grid, m.directions)):
+        channels = slice(way * (E + 2 * n), (way + 1) * (E + 2 * n))
+        weight, bias = m.conv1d.weight[channels, 0], m.conv1d.bias[channels]
+        met = shared[:, order]
+        for sample in range(len(x)):
+            for head in range(heads):
+                one = way * heads + head
+                h = torch.zeros(m.head_dim, n, dtype=x.dtype)
+                for i, token in enumerate(order):
+                    taps = weight.shape[1]
+                    seen = [met[sample, i + k - taps + 1] * weight[:, k] for k in range(taps) if i + k - taps + 1 >= 0]
+                    u = silu(sum(seen) + bias)
+                    own = u[head * m.head_dim : (head + 1) * m.head_dim]
+                    dt = (steps[sample, token, one] + m.dt_bias[one]).exp().log1p()
+                    h = (-dt * m.A_log[one].exp()).exp() * h + dt * own[:, None] * u[E : E + n]
+                    y = h @ u[E + n :] + m.D[one] * own
+                    total[sample, token, head * m.head_dim : (head + 1) * m.head_dim] += y
+    gated = total * silu(z)
+    return gated / (gated.square().mean(dim=2, keepdim=True) + 1e-5).sqrt() * m.norm.weight @ m.out_proj.weight.T
+
+
+def naive_block(block, x, c, grid):
+    """x + α·mix(γ·norm(x) + β), once without MLP, twice with it; β, γ − 1, α from the conditioning."""
+    layer = block.adaLN_modulation[1]
+    found = (silu(c) @ layer.weight.T + layer.bias)[:, None].split(x.shape[2], dim=2)
+
+    def norm(y):
+        return (y - y.mean(dim=2, keepdim=True)) / (y.var(dim=2, correction=0, keepdim=True) + 1e-6).sqrt()
+
+    x = x + found[2] * naive_mixer(block.mixer, (1 + found[1]) * norm(x) + found[0], grid)
+    return x + found[5] * block.mlp((1 + found[4]) * norm(x) + found[3]) if len(found) == 6 else x
+
+
+def double(module):
+    return copy.deepcopy(module).double()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40, 300])
+def test_one_direction_is_mamba_2_of_transformers(tokens):
+    """The same weights by the same names, forward and gradients; their part in plain torch."""
+    transformers = pytest.importorskip("transformers", reason="transformers has the Mamba-2 to compare with")
+    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer as Theirs
+
+    config = transformers.Mamba2Config(
+        hidden_size=32, num_heads=8, head_dim=8, state_size=16, expand=2, n_groups=1, conv_kernel=4, chunk_size=16
+    )
+    theirs, ours = Theirs(config, layer_idx=0), scramble(Mamba2Mixer(32, 16, 8, 2, 4, 1))
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    x = torch.randn(2, tokens, 32)
+    found = []
+    for one in (ours, theirs):
+        given = x.clone().requires_grad_()
+        out = one(given)
+        out.square().sum().backward()
+        found.append([out.detach(), given.grad, *(p.grad for _, p in sorted(one.named_parameters()))])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (1, 5), (6, 1), (2, 7), (1, 1)])
+@pytest.mark.parametrize("directions", [1, 2, 4])
+def test_mixer_equals_its_equations(directions, grid):
+    x = torch.randn(2, grid[0] * grid[1], 12)
+    for conv in (4, 1):
+        m = mixer(directions, conv=conv)
+        expected = naive_mixer(double(m), x.double(), grid)
+        torch.testing.assert_close(m(x, grid).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("directions", [1, 2, 4])
+def test_gradients_are_those_of_the_equations(directions):
+    m, x = mixer(directions, dim=8, state=3, head_dim=4), torch.randn(1, 12, 8)
+    twin = double(m)
+    m(x, (3, 4)).square().sum().backward()
+    naive_mixer(twin, x.double(), (3, 4)).square().sum().backward()
+    for name, parameter in twin.named_parameters():
+        torch.testing.assert_close(m.get_parameter(name).grad.double(), parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("step", [-1000.0, 30.0, 1e4])
+@pytest.mark.parametrize("decay", [-1000.0, 0.0, 39.0, 1000.0])
+def test_steps_and_decays_of_any_size_break_nothing(step, decay):
+    """What a network learns: finite numbers and gradients, and A beyond the limit is the limit's."""
+    m, x = mixer(4), torch.randn(1, 70, 12)
+    m.dt_bias.data.fill_(step)
+    found = []
+    for one in (decay, min(decay, 40.0)):
+        m.A_log.data.fill_(one)
+        m.zero_grad()
+        found.append(m(x, (7, 10)))
+        found[-1].square().sum().backward()
+        assert found[-1].isfinite().all() and all(p.grad.isfinite().all() for p in m.parameters())
+    assert torch.equal(*found)
+
+
+def test_which_tokens_see_which():
+    """One direction looks back, two see all; by columns a token sees the one below it first."""
+    for directions, seen in ((1, [False, False, True]), (2, [True] * 3), (4, [True] * 3)):
+        m, x = mixer(directions), torch.randn(1, 3, 12)
+        moved = x.clone()
+        moved[0, 2] += 1
+        assert (m(x, (1, 3)) != m(moved, (1, 3))).any(dim=2)[0].tolist() == seen
+    m, x = mixer(4), torch.randn(1, 12, 12)
+    assert not torch.allclose(m(x, (3, 4)), m(x, (4, 3)), atol=1e-4)
+
+
+@pytest.mark.parametrize("mlp_ratio", [2.5, 0])
+def test_block_equals_its_equations(mlp_ratio):
+    block = scramble(MambaBlock(12, mlp_ratio, mixer()))
+    x, c = torch.randn(2, 12, 12), torch.randn(2, 12)
+    expected = naive_block(double(block), x.double(), c.double(), (3, 4))
+    torch.testing.assert_close(block(x, c, (3, 4)).double(), expected, rtol=1e-5, atol=1e-5)
+    assert block.adaLN_modulation[1].out_features == (72 if mlp_ratio else 36)
+
+
+def test_where_it_starts():
+    """Mamba-2's: Δ of 0.001 to 0.1, A of −16 to −1, D of 1; and a network that outputs zero, but not with xavier."""
+    m = Mamba2Mixer(64, 8, 4, 2, 4, 2)
+    step = torch.nn.functional.softplus(m.dt_bias)
+    assert (step > 0.99 * STEPS[0]).all() and (step < 1.01 * STEPS[1]).all() and step.std() > 0.01
+    assert (m.A_log.exp() >= DECAYS[0]).all() and (m.A_log.exp() <= DECAYS[1]).all() and m.A_log.exp().std() > 3
+    assert (m.D == 1).all()
+    for init, zero in (("adaln_zero", True), ("xavier", False)):
+        out = Mamba(depth=2, init=init, **SIZES)(*batch())
+        assert out.isfinite().all() and (out.abs().max() == 0) == zero
+
+
+@pytest.mark.parametrize("directions", [1, 2, 4])
+@pytest.mark.parametrize(("dim", "depth", "mlp_ratio"), [(768, 12, 4.0), (384, 12, 0), (64, 3, 2.5)])
+def test_parameter_count(dim, depth, mlp_ratio, directions):
+    """Matrices and vectors by arithmetic, and the frame that DiT has as well."""
+    with torch.device("meta"):
+        ours = Mamba(hidden_size=dim, depth=depth, mlp_ratio=mlp_ratio, directions=directions)
+        frame = DiT(hidden_size=dim, depth=0, num_heads=4)
+    width, heads, scanned = 2 * dim, directions * 2 * dim // 64, 2 * dim + 2 * 64
+    mixing = dim * (width + scanned + heads) + directions * scanned * 5 + 3 * heads + width + width * dim
+    mlp = 2 * dim * int(mlp_ratio * dim) + int(mlp_ratio * dim) + dim if mlp_ratio else 0
+    modulation = (6 if mlp_ratio else 3) * (dim**2 + dim)
+    count = depth * (mixing + mlp + modulation) + sum(p.numel() for p in frame.parameters())
+    assert sum(p.numel() for p in ours.parameters()) == count
+    own = {name: value.shape for name, value in ours.state_dict().items() if not name.startswith("blocks.")}
+    assert own == {name: value.shape for name, value in frame.state_dict().items()}
+
+
+def test_sizes_that_the_page_lists():
+    """docs/models.md, in millions; and the nearest to the 111 that TREAD lists."""
+    listed = {
+        (384, 12): (37.2, 36.1),
+        (768, 12): (146.3, 142.3),
+        (1152, 28): (756.2, 735.9),
+    }
+    alone = {12: 68.3, 24: 133.9}
+
+    def millions(**sizes):
+        with torch.device("meta"):
+            return round(sum(p.numel() for p in Mamba(**sizes).parameters()) / 1e6, 1)
+
+    for (dim, depth), (plain, hybrid) in listed.items():
+        assert millions(hidden_size=dim, depth=depth) == plain
+        assert millions(hidden_size=dim, depth=depth, attention_every=4) == hybrid
+    assert {depth: millions(depth=depth, mlp_ratio=0) for depth in alone} == alone
+
+
+@pytest.mark.parametrize("sizes", [{}, {"directions": 4}, {"directions": 1, "mlp_ratio": 0}, {"attention_every": 3}])
+@pytest.mark.parametrize("routes", [(), (Route(1, 4, 0.5),), (Route(0, 1, 0.25), Route(3, 5, 0.7))])
+def test_flops_agree_with_torchs_counter(routes, sizes):
+    """All products, those of scan and convolution among them. Of attention torch counts twice: see test_dit.py."""
+    routes = [Route(r.start, r.end, r.selection_ratio, select="row") for r in routes]
+    drawn = [(route, rows(2, route.selection_ratio)) for route in routes]
+    model = network(num_heads=2, **sizes)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model(*batch(2), routes=drawn)
+    assert 2 * model.forward_flops(routes) == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_flops_of_a_large_grid_are_those_that_torch_counts():
+    block = scramble(MambaBlock(16, 4.0, mixer(4, dim=16)))
+    for grid in ((8, 8), (16, 8), (16, 16), (32, 33)):
+        n = grid[0] * grid[1]
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            block(torch.randn(1, n, 16), torch.randn(1, 16), grid)
+        assert counter.get_total_flops() == 2 * block.multiply_adds(n)
+
+
+def test_blocks_cost_in_proportion_to_the_tokens():
+    with torch.device("meta"):
+        (block,) = Mamba(depth=1).blocks
+    once = block.adaLN_modulation[1].weight.numel()
+    for tokens in (256, 1024, 4096, 16384):
+        assert (block.multiply_adds(2 * tokens) - once) / (block.multiply_adds(tokens) - once) == pytest.approx(2, 2e-3)
+
+
+@pytest.mark.parametrize("directions", [2, 4])
+def test_a_row_route_is_the_smaller_image_and_leaves_the_rest(directions):
+    """The twin cuts the rows out of the image by hand, runs the blocks on what is then an image, and puts them back."""
+    height, width = 5, 3
+    blocks = [scramble(MambaBlock(12, 2.0, mixer(directions))) for _ in range(4)]
+    x, c = torch.randn(3, height * width, 12), torch.randn(3, 12)
+    route, ids = Route(1, 2, 0.5, select="row"), rows(3, 0.5, (height, width))
+    chosen = ids.view(3, -1, width)[:, :, 0] // width
+    assert chosen.shape == (3, 3) and (chosen.diff(dim=1) > 1).any()  # with gaps
+    found = run_blocks(blocks[:3], x, c, routes=[(route, ids)], grid=(height, width))
+
+    before = blocks[0](x, c, (height, width))
+    expected = before.clone().double()
+    for sample in range(3):
+        image = before[sample].view(height, width, 12)
+        part = torch.stack([image[row] for row in chosen[sample]]).reshape(1, -1, 12).double()
+        for block in blocks[1:3]:
+            part = naive_block(double(block), part, c[sample : sample + 1].double(), (3, width))
+        for place, row in enumerate(chosen[sample]):
+            expected[sample].view(height, width, 12)[row] = part[0].view(3, width, 12)[place]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    bypassed = torch.ones(3, height * width, dtype=torch.bool).scatter_(1, ids, False)
+    assert torch.equal(found[bypassed], before[bypassed]) and not torch.equal(found[~bypassed], before[~bypassed])
+
+
+def test_ratio_zero_equals_dense():
+    for sizes in ({}, {"directions": 4, "attention_every": 3, "num_heads": 2}):
+        model = network(**sizes)
+        dense = model(*batch())
+        assert torch.equal(model(*batch(), routes=[(Route(1, 4, 0.0, select="row"), rows(4, 0.0))]), dense)
+        assert not torch.equal(model(*batch(), routes=[(Route(1, 4, 0.5, select="row"), rows(4))]), dense)
+
+
+@pytest.mark.parametrize("select", ["token", "shared"])
+def test_routes_of_single_tokens_are_refused_unless_allowed(select):
+    """Allowed, the blocks on the route are those of the kept tokens as a line; rows are the same with and without."""
+    route = Route(1, 4, 0.5, select=select)
+    ids = choose_ids(route, torch.rand(4, 16, generator=torch.Generator().manual_seed(3)), (4, 4))
+    with pytest.raises(ValueError, match=f"1→4 selects by '{select}'.*need a grid.*it takes select=\"row\""):
+        network()(*batch(), routes=[(route, ids)])
+    free = network(allow_token_routes=True)
+    x, c = free.embed(*batch())
+    tokens = free.blocks[0](x, c)
+    kept = torch.stack([tokens[sample, ids[sample]] for sample in range(4)])
+    for block in free.blocks[1:5]:
+        kept = block(kept, c, (1, 8))
+    for sample in range(4):
+        tokens[sample, ids[sample]] = kept[sample]
+    expected = free.unpatchify(free.final_layer(free.blocks[5](tokens, c), c))
+    torch.testing.assert_close(free(*batch(), routes=[(route, ids)]), expected, rtol=1e-5, atol=1e-6)
+    by_rows = [(Route(1, 4, 0.5, select="row"), rows(4))]
+    assert torch.equal(free(*batch(), routes=by_rows), network()(*batch(), routes=by_rows))
+
+
+def test_hybrids_have_dits_block_at_each_so_manieth_place():
+    """It is DiT's function of the same weights, on a route too, and does not see the grid."""
+    model = network(attention_every=3, num_heads=2)
+    assert [isinstance(block, AttentionBlock) for block in model.blocks] == [False, False, True] * 2
+    (twin,) = DiT(depth=1, num_heads=2, **{key: SIZES[key] for key in ("input_size", "hidden_size")}).blocks
+    twin.load_state_dict(model.blocks[2].state_dict())
+    x, c = torch.randn(2, 8, 32), torch.randn(2, 32)
+    assert torch.equal(model.blocks[2](x, c, grid=(2, 4)), twin(x, c))
+
+
+def test_gradients_reach_everything_and_recomputation_finds_the_same():
+    for sizes in ({"directions": 4}, {"attention_every": 2, "num_heads": 2}):
+        plain = network(**sizes)
+        recomputed = copy.deepcopy(plain)
+        recomputed.activation_checkpointing = True
+        routes = [(Route(1, 3, 0.5, select="row"), rows(4))]
+        for model in (plain, recomputed):
+            model(*batch(), routes=routes).square().sum().backward()
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad.abs().sum() > 0, name
+            assert torch.equal(recomputed.get_parameter(name).grad, parameter.grad), name
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [({}, (2, 4)), ({"attention_every": 2, "num_heads": 2}, (4, 7))])
+def test_compiled_blocks_have_a_graph_for_each_kind_of_call(sizes, expected):
+    """Kinds: all tokens and half of the rows, in fp32 and bf16; in hybrids of two blocks, but for the route's last one,
+    which runs in fp32."""
+    torch._dynamo.reset()
+    model = network(depth=4, **sizes)
+    eager = copy.deepcopy(model)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiling.compile_blocks(model.compiled(), counter)
+    for precision, fp32, graphs in (("fp32", "off", expected[0]), ("bf16", "end", expected[1])):
+        routes = [(Route(1, 2, 0.5, fp32, "row"), rows(4))]
+        with autocast(CPU, precision):
+            ours, theirs = (each(*batch(), routes=routes) for each in (model, eager))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0.02 if precision == "bf16" else 1e-5)
+        assert counter.frame_count == graphs
+        if precision == "fp32":
+            for output in (ours, theirs):
+                output.square().sum().backward()
+            for name, parameter in eager.named_parameters():
+                torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-4)
+    torch._dynamo.reset()
+
+
+def test_half_precision_is_close_and_the_state_stays_fp32():
+    """The twin is the network in fp32; the scan gets and gives fp32 wherever a number is summed up."""
+    model, dtypes = network(), []
+
+    def watched(x, dt, A, B, C):
+        y = ssd(x, dt, A, B, C)
+        dtypes.append((x.dtype, dt.dtype, A.dtype, y.dtype))
+        return y
+
+    for block in model.blocks:
+        block.mixer.scan = watched
+    routes = [(Route(1, 3, 0.5, "end", "row"), rows(4))]
+    exact = model(*batch(), routes=routes)
+    dtypes.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(*batch(), routes=routes)
+    full, half = torch.float32, torch.bfloat16
+    assert dtypes == [(full if i == 3 else half, full, full, full) for i in range(6)]
+    out.float().square().sum().backward()
+    assert out.isfinite().all() and all(p.grad.isfinite().all() for p in model.parameters())
+    assert (out - exact).abs().max() <= 0.02 * exact.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shown"),
+    [
+        ({"input_size": 9}, "9.*2"),
+        ({"hidden_size": 30}, "60.*16|30.*16"),
+        ({"head_dim": 48}, "expand 2 × hidden_size 32 is not a multiple of head_dim 48"),
+        ({"directions": 3}, "directions.*3.*1, 2.*4"),
+        ({"kernel": "triton"}, "kernel.*triton.*mamba_ssm"),
+        ({"attention_every": 1}, "attention_every is 1.*2 to 1"),
+        ({"depth": 4, "attention_every": 5}, "attention_every is 5, but must be 0, for none, or 2 to 4"),
+        ({"depth": 4, "attention_every": 2, "num_heads": 5}, "32 is not a multiple of num_heads 5"),
+        ({"depth": 4, "attention_every": 2, "num_heads": 2, "mlp_ratio": 0}, "mlp_ratio is 0.*attention_every"),
+        ({"directions": 4, "allow_token_routes": True}, "directions 4.*columns.*directions 1 or 2"),
+        ({"init": "ones"}, "ones.*xavier"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes, shown):
+    with pytest.raises(ValueError, match=shown):
+        Mamba(**{**SIZES, "depth": 1, **sizes})
+
+
+def test_the_fused_kernel_is_asked_for_only_where_it_is_chosen(monkeypatch):
+    """Its absence is nothing to others; chosen, what is missing is said: CUDA, or the package."""
+    assert not [name for name in sys.modules if name.startswith("mamba_ssm")]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="mamba_ssm needs a CUDA device.*kernel torch"):
+        network(kernel="mamba_ssm")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "mamba_ssm", None)  # as Python marks what can't be imported
+    with pytest.raises(ValueError, match="mamba_ssm.*pip install -r requirements-mamba.txt"):
+        network(kernel="mamba_ssm")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("directions", [1, 2, 4])
+def test_the_fused_kernel_is_the_scan(directions):
+    """In bf16 within 2e-2 of the largest value, forward and gradients."""
+    pytest.importorskip("mamba_ssm")
+    ours = scramble(Mamba2Mixer(128, 64, 64, 2, 4, directions)).cuda()
+    fused = scramble(Mamba2Mixer(128, 64, 64, 2, 4, directions, "mamba_ssm")).cuda()
+    x, found = torch.randn(4, 240, 128, device="cuda"), []
+    for one in (ours, fused):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = one(x, (12, 20))
+        out.float().square().sum().backward()
+        found.append([out.detach(), *(parameter.grad for parameter in one.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() <= 2e-2 * a.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_routed_training_on_a_gpu():
+    """Steps in bf16 under a row route; and the network on a GPU against the CPU's, in fp32."""
+    model = network(directions=4, attention_every=3, num_heads=2)
+    given, routes = batch(8), [(Route(1, 4, 0.5, "end", "row"), rows(8))]
+    expected = model(*given, routes=routes)
+    model, given = model.cuda(), [one.cuda() for one in given]
+    routes = [(route, ids.cuda()) for route, ids in routes]
+    torch.testing.assert_close(model(*given, routes=routes).cpu(), expected, rtol=1e-3, atol=1e-3)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for _ in range(2):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(*given, routes=routes).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[1] < losses[0]

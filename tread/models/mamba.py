@@ -1,0 +1,207 @@
+"""Mamba-2 blocks (Dao & Gu 2024, arXiv 2405.21060) in the place of DiT's, scanned in one, two or four directions.
+
+A block is DiT's with adaLN-Zero, whose attention is a Mamba-2 mixer and whose MLP may be left out. As in
+Vision-Mamba and DiS, the directions share what goes in and out, and nothing is reset at the ends of rows: the grid
+is one sequence. A sequence is what comes, so that on a route the kept rows are scanned as if they were the grid.
+All costs are linear in the number of tokens. With attention_every some blocks are DiT's own.
+
+Widths, the choice of two directions and what they share are of this code: no public network is of these blocks.
+
+Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size, E = expand·D.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import count
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dit import DiTBlock, Mlp
+from tread.models.backbone import Backbone, modulate
+from tread.models.ssd import fused_ssd, products, ssd
+from tread.runtime.schema import check
+
+Directions = Literal[1, 2, 4]
+Kernel = Literal["torch", "mamba_ssm"]
+STEPS = (1e-3, 0.1)  # Δ starts between, evenly in its logarithm, as Mamba-2's
+DECAYS = (1.0, 16.0)  # −A likewise, evenly
+A_LOG_LIMIT = 40.0  # beyond, each token wipes the state anyway, and e^89 is more than fp32 holds
+
+
+def in_order(x: Tensor, direction: int, grid: tuple[int, int] | None) -> Tensor:
+    """Tokens as a direction meets them, (B, N, …) → (B, N, …): 0 by rows, 2 by columns, 1 and 3 backward."""
+    if direction >= 2:
+        x = x.unflatten(1, grid).transpose(1, 2).flatten(1, 2)
+    return x.flip(1) if direction % 2 else x
+
+
+def in_raster_order(x: Tensor, direction: int, grid: tuple[int, int] | None) -> Tensor:
+    """The way back from in_order; grid is (rows, columns) there and here."""
+    x = x.flip(1) if direction % 2 else x
+    return in_order(x, 2, grid[::-1]) if direction >= 2 else x
+
+
+class Mamba2Mixer(nn.Module):
+    """Token mixing. (B, N, D) → (B, N, D).
+
+    One projection gives the gate z (E channels), what is scanned, x (E), B and C (state each), which all directions
+    share, and for each direction a row of Δ for each head. A direction has its own causal convolution of x, B and C,
+    its Δ's bias, A and D; their outputs are put back in raster order and summed, gated, normalised and projected.
+    Parameters are named as Mamba-2's and those of the directions lie behind one another, so that with one direction
+    the weights are Mamba-2's with one group.
+    """
+
+    def __init__(
+        self, dim: int, state: int, head_dim: int, expand: int, conv: int, directions: int, kernel: Kernel = "torch"
+    ) -> None:
+        super().__init__()
+        self.width, self.head_dim, self.state, self.directions = expand * dim, head_dim, state, directions
+        self.scan: Callable[..., Tensor] = ssd if kernel == "torch" else fused_ssd()
+        heads, channels = directions * self.width // head_dim, self.width + 2 * state
+        self.in_proj = nn.Linear(dim, self.width + channels + heads, bias=False)
+        self.conv1d = nn.Conv1d(directions * channels, directions * channels, conv, groups=directions * channels)
+        step = torch.empty(heads).uniform_(*map(math.log, STEPS)).exp()
+        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # of which softplus makes the step
+        self.A_log = nn.Parameter(torch.empty(heads).uniform_(*DECAYS).log())
+        self.D = nn.Parameter(torch.ones(heads))
+        self.norm = nn.RMSNorm(self.width, eps=1e-5)
+        self.out_proj = nn.Linear(self.width, dim, bias=False)
+
+    def forward(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        """grid (H, W), which four directions need."""
+        ways = range(self.directions)
+        z, x, dt = self.in_proj(x).split([self.width, self.width + 2 * self.state, len(self.A_log)], dim=2)
+        x = torch.cat([in_order(x, way, grid) for way in ways], dim=2)
+        dt = torch.cat([in_order(one, way, grid) for way, one in enumerate(dt.chunk(self.directions, dim=2))], dim=2)
+        x = self.conv1d(F.pad(x.transpose(1, 2), (self.conv1d.kernel_size[0] - 1, 0)))  # a token and those before it
+        x = F.silu(x.transpose(1, 2)).unflatten(2, (self.directions, -1))
+        x, B, C = x.split([self.width, self.state, self.state], dim=3)  # (B, N, directions, …)
+        x = x.reshape(*x.shape[:2], -1, self.head_dim)
+        dt = F.softplus(dt.float() + self.dt_bias)
+        A = -self.A_log.float().clamp(max=A_LOG_LIMIT).exp()
+        y = self.scan(x, dt, A, B, C) + self.D.unsqueeze(1) * x
+        y = y.flatten(2).unflatten(2, (self.directions, -1))
+        y = sum(in_raster_order(y[:, :, way], way, grid) for way in ways)
+        return self.out_proj(self.norm(y * F.silu(z.float())))
+
+    def multiply_adds(self, tokens: int, mixing: bool = True) -> int:
+        """Of a forward pass for one sample of so many tokens; mixing false: of the linear layers alone."""
+        total = tokens * (self.in_proj.weight.numel() + self.out_proj.weight.numel())
+        if mixing:
+            total += tokens * self.conv1d.weight.numel()
+            total += products(tokens, self.directions, len(self.A_log), self.head_dim, self.state)
+        return total
+
+
+class MambaBlock(nn.Module):
+    """Mixer and MLP, their norms and residuals modulated by the conditioning (adaLN-Zero); mlp_ratio 0: no MLP."""
+
+    def __init__(self, dim: int, mlp_ratio: float, mixer: Mamba2Mixer) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+        self.mixer = mixer
+        if mlp_ratio:
+            self.norm2 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+            self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, (6 if mlp_ratio else 3) * dim))
+
+    def forward(self, x: Tensor, c: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        """x (B, N, D) tokens, of the grid (H, W) where there is one, c (B, D) conditioning → (B, N, D)."""
+        shift, scale, gate, *of_mlp = self.adaLN_modulation(c).unflatten(1, (-1, x.shape[2])).unbind(1)
+        x = x + gate.unsqueeze(1) * self.mixer(modulate(self.norm1(x), shift, scale), grid)
+        if of_mlp:
+            shift, scale, gate = of_mlp
+            x = x + gate.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift, scale))
+        return x
+
+    def multiply_adds(self, tokens: int, attention: bool = True) -> int:
+        """Of a forward pass for one sample of so many tokens; attention false: of the linear layers alone."""
+        mlp = sum(layer.weight.numel() for layer in self.mlp.children()) if hasattr(self, "mlp") else 0
+        return self.mixer.multiply_adds(tokens, attention) + tokens * mlp + self.adaLN_modulation[1].weight.numel()
+
+
+class AttentionBlock(DiTBlock):
+    """DiT's block among Mamba's, to which the grid is nothing."""
+
+    def forward(self, x: Tensor, c: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        return super().forward(x, c)
+
+
+class Mamba(Backbone):
+    """The network F(x; t, y) of Mamba-2 blocks; sizes, labels and start: see Backbone.
+
+    mlp_ratio           width of the MLP over hidden_size; 0: none.
+    state               N, numbers that each channel of a head keeps.
+    head_dim            channels of a head; expand·hidden_size is a multiple of it.
+    expand              width of the mixer over hidden_size.
+    conv                tokens that a convolution sees: its own and those before it.
+    directions          1: the raster order; 2: and backward; 4: and both along columns.
+    attention_every     each k-th block is DiT's, with attention of num_heads heads; 0: none is.
+    kernel              "torch": anywhere; "mamba_ssm": that package's fused scan, on CUDA.
+    allow_token_routes  false: routes take whole rows, Route(…, select="row"), since the order of tokens matters here;
+                        true: any tokens, in their order, and no grid, so that there are no columns to scan.
+
+    Raises ValueError for sizes that do not fit one another, and for a kernel that is not there.
+    """
+
+    def __init__(
+        self,
+        input_size: int = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        hidden_size: int = 768,
+        depth: int = 12,
+        mlp_ratio: float = 4.0,
+        num_classes: int = 1000,
+        learn_sigma: bool = False,
+        init: str = "adaln_zero",
+        *,
+        state: int = 64,
+        head_dim: int = 64,
+        expand: int = 2,
+        conv: int = 4,
+        directions: Directions = 2,
+        attention_every: int = 0,
+        num_heads: int = 12,
+        kernel: Kernel = "torch",
+        allow_token_routes: bool = False,
+    ) -> None:
+        check("directions", directions, Directions)
+        check("kernel", kernel, Kernel)
+        if expand * hidden_size % head_dim:
+            raise ValueError(f"expand {expand} × hidden_size {hidden_size} is not a multiple of head_dim {head_dim}")
+        if directions == 4 and allow_token_routes:
+            raise ValueError(
+                "directions 4 scans the columns of whole rows, but allow_token_routes lets single tokens through, "
+                "which have none: take directions 1 or 2, or routes of rows"
+            )
+        if attention_every == 1 or attention_every > depth:
+            raise ValueError(
+                f"attention_every is {attention_every}, but must be 0, for none, or 2 to {depth}, the depth, so that "
+                "there are blocks of both kinds"
+            )
+        if attention_every and hidden_size % num_heads:
+            raise ValueError(f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}")
+        if attention_every and not mlp_ratio:
+            raise ValueError("mlp_ratio is 0, but attention_every asks for DiT's blocks, which have an MLP")
+        numbers = count(1)
+
+        def make_block() -> nn.Module:
+            if attention_every and next(numbers) % attention_every == 0:
+                return AttentionBlock(hidden_size, num_heads, mlp_ratio)
+            mixer = Mamba2Mixer(hidden_size, state, head_dim, expand, conv, directions, kernel)
+            return MambaBlock(hidden_size, mlp_ratio, mixer)
+
+        super().__init__(
+            make_block, input_size, patch_size, in_channels, hidden_size, depth, num_classes, learn_sigma, init
+        )
+        self.kernel, self.needs_grid = kernel, not allow_token_routes
+
+    def compiled(self) -> list[nn.Module]:
+        """The blocks that torch.compile is for: not those of a kernel that is compiled already."""
+        return [block for block in self.blocks if self.kernel == "torch" or isinstance(block, AttentionBlock)]

@@ -1,0 +1,114 @@
+"""The scan of Mamba-2 (state-space duality, Dao & Gu 2024, arXiv 2405.21060) by matrix products, in linear time.
+
+Each head holds a state h of P × N numbers, which every token shrinks, adds to and reads:
+
+    h_t = exp(Δ_t·A)·h_{t−1} + Δ_t·x_t B_tᵀ,   y_t = h_t C_t,   h_0 = 0
+
+Within a chunk of tokens that is a product masked by decays, y = (C Bᵀ ∘ decay)(Δ ∘ x). What a chunk adds to the
+state is one product more, and the states that chunks hand on follow the same recurrence, by products again: each
+level has LEVEL times fewer steps than the one below it, so time and memory are linear in the tokens.
+
+Shapes: S samples, T tokens, G groups of R heads each, which share B and C; P channels a head, N numbers of B and C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 32  # tokens at most
+LEVEL = 8  # chunks, and chunks of chunks
+
+
+def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    """y of all tokens: x (S, T, G·R, P), dt = Δ (S, T, G·R), A (G·R,), B, C (S, T, G, N) → (S, T, G·R, P) fp32.
+
+    Δ is at least 0 and A at most 0, of any size: each decay is the exponential of the sum over the very tokens that
+    it spans, never a quotient or a difference of sums, so that nothing overflows and nothing cancels. Computed in
+    fp32 whatever comes in (the products in TF32 where that is allowed).
+    """
+    device = x.device.type
+    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext():
+        T, P, G, dt = x.shape[1], x.shape[3], B.shape[2], dt.float()
+        u, a = (one.unflatten(2, (G, -1)) for one in (x.float() * dt.unsqueeze(3), dt * A.float()))
+        u, a = (_chunks(one).movedim(2, 4).contiguous() for one in (u, a))  # (S, c, G, R, L, P), (S, c, G, R, L)
+        B, C = (_chunks(one.float()).transpose(2, 3).contiguous() for one in (B, C))  # (S, c, G, L, N)
+
+        decay = _decay(a)
+        y = ((B @ C.mT).unsqueeze(3) * decay).mT @ u
+        if y.shape[1] > 1:
+            added = (u * decay[..., -1:]).mT.flatten(3, 4) @ B  # (S, c, G, R·P, N), as each chunk's end sees it
+            states = added.unflatten(3, (-1, P)).movedim(1, 3).flatten(4)  # (S, G, R, c, P·N)
+            states = _entering(states.flatten(0, 2), a.sum(dim=4).movedim(1, 3).flatten(0, 2)).view_as(states)
+            states = states.movedim(3, 1).reshape(added.shape)
+            seen = (C @ states.mT).unflatten(4, (-1, P)).transpose(3, 4)  # (S, c, G, R, L, P)
+            y = y + a.cumsum(dim=4).exp().unsqueeze(5) * seen
+        return y.movedim(4, 2).flatten(3, 4).flatten(1, 2)[:, :T]
+
+
+def _chunks(x: Tensor, most: int | None = None) -> Tensor:
+    """(S, T, …) → (S, c, L, …), in chunks of one length, at most CHUNK or that; zeros behind the last token.
+
+    Zeros are tokens that neither shrink the state nor add to it.
+    """
+    chunks = -(-x.shape[1] // (most or CHUNK))
+    length = -(-x.shape[1] // chunks)
+    if padding := chunks * length - x.shape[1]:
+        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, padding))
+    return x.unflatten(1, (chunks, length))
+
+
+def _decay(a: Tensor) -> Tensor:
+    """What place i keeps of what came in at j, exp(Σ_{j<k≤i} a_k), and 0 for i < j: (…, L) → (…, L (j), L (i))."""
+    spans = a.unsqueeze(-2).expand(*a.shape, a.shape[-1]).triu(1)
+    return spans.cumsum(dim=-1).exp().triu()
+
+
+def _entering(added: Tensor, a: Tensor) -> Tensor:
+    """The states before each step of h_i = exp(a_i)·h_{i−1} + added_i: (K, c, F), (K, c) → (K, c, F)."""
+    steps = added.shape[1]
+    added, a = _chunks(added, LEVEL), _chunks(a, LEVEL)  # (K, m, L, F), (K, m, L)
+    h = _decay(a).mT @ added
+    if h.shape[1] > 1:
+        before = _entering(h[:, :, -1], a.sum(dim=2))
+        h = h + a.cumsum(dim=2).exp().unsqueeze(3) * before.unsqueeze(2)
+    return F.pad(h.flatten(1, 2)[:, : steps - 1], (0, 0, 1, 0))
+
+
+def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) -> int:
+    """Multiply-adds of ssd's matrix products for one sample, all heads: linear in the tokens, up to padding."""
+    chunks = -(-tokens // CHUNK)
+    length = -(-tokens // chunks)
+    total = chunks * length * length * (groups * numbers + heads * channels)
+    if chunks > 1:
+        total += 2 * chunks * length * heads * channels * numbers
+    while chunks > 1:
+        level = -(-chunks // -(-chunks // LEVEL))
+        chunks = -(-chunks // LEVEL)
+        total += chunks * level * level * heads * channels * numbers
+    return total
+
+
+def fused_ssd() -> Callable[..., Tensor]:
+    """The package mamba_ssm's fused scan, for the same arguments on a CUDA device; x, B and C in their own precision.
+
+    Raises ValueError where the package or CUDA is absent. No GPU has run it here yet.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("kernel mamba_ssm needs a CUDA device, and there is none: kernel torch runs anywhere")
+    try:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+    except ImportError as error:
+        raise ValueError(
+            f"kernel mamba_ssm needs a package that is not there ({error}): pip install -r requirements-mamba.txt, or "
+            "take kernel torch, which needs none"
+        ) from error
+
+    def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        return mamba_chunk_scan_combined(*(one.contiguous() for one in (x, dt, A, B, C)), chunk_size=256).float()
+
+    return scan
