@@ -94,7 +94,10 @@ class Model:
 
     @property
     def masks(self) -> bool:
-        """Whether mask tokens stand for the tokens that a route takes, so that sampling never leaves any out."""
+        """Whether nothing but mask tokens stands for what a route takes, so that sampling never leaves any out.
+
+        SPRINT's mask tokens stand beside what its dense part makes of every token.
+        """
         return self.architecture == "maskdit"
 
     @property

@@ -100,7 +100,10 @@ class Sprint(LightningDiT):
         return self.unpatchify(self.final_layer(x, c))
 
     def fusing(self, blocks: Sequence[Callable[..., Tensor]], from_g: Tensor) -> list[Callable[..., Tensor]]:
-        """The blocks, of which h's first sees what f and g give, fused; from_g (B, N, 1) bool: else mask tokens."""
+        """The blocks, of which h's first sees what f and g give, fused; from_g (B, N, 1) bool: else mask tokens.
+
+        Where tokens went around g, run_blocks puts back what f gave; mask tokens take its place.
+        """
         behind_f = []
 
         def end_f(x: Tensor, *given: Tensor) -> Tensor:
