@@ -12,13 +12,19 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
 import torch
 from conftest import ROOT
-from diffusers import DiTTransformer2DModel, FluxTransformer2DModel, Lumina2Transformer2DModel
+from diffusers import (
+    DiTTransformer2DModel,
+    FluxTransformer2DModel,
+    Lumina2Transformer2DModel,
+    PixArtTransformer2DModel,
+    SD3Transformer2DModel,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError, checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -30,6 +36,7 @@ from tread.runtime.randomness import generator
 from tread.training.objective import split_batch
 
 B, TEXT = 3, 7
+LENGTHS = torch.tensor([TEXT, 4, 5])  # of captions, where they differ
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/routing.md").read_text(), re.M | re.S)
 FLUX_INPUTS = ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs")
 
@@ -67,10 +74,11 @@ class Case:
     how: str = "token"
     prefix: int = 0
     force_keep: torch.Tensor | None = None
+    places: dict = field(default_factory=dict)
 
     def attach(self, select: Callable | None = None, rejoin: int | None = None) -> Routing:
         route = Route(1, -2, select=self.how, rejoin=rejoin)
-        return attach_routes(self.blocks, [route], select or self.select, self.join)
+        return attach_routes(self.blocks, [route], select or self.select, self.join, **self.places)
 
     def ids(self, ratio: float = 0.5) -> torch.Tensor:
         return choose_ids(Route(1, -2, ratio, select=self.how), self.noise, None, self.force_keep, self.prefix)
@@ -106,7 +114,7 @@ def case(name: str) -> Case:
         rope = {"axes_dim_rope": (8, 8, 8), "axes_lens": (32, 16, 16), "num_kv_heads": 1, "multiple_of": 16}
         model = build(Lumina2Transformer2DModel, in_channels=4, cap_feat_dim=16, **sizes, **rope)
         x = torch.randn(B, 4, 8, 8, generator=g)
-        lengths = torch.tensor([TEXT, 4, 5] if name == "lumina captions" else [TEXT] * B)
+        lengths = LENGTHS if name == "lumina captions" else torch.tensor([TEXT] * B)
         inputs = {
             "hidden_states": x,
             "timestep": torch.rand(B, generator=g),
@@ -118,6 +126,27 @@ def case(name: str) -> Case:
             noise = torch.rand(B, TEXT + 16, generator=g)
             return Case(model, inputs, x, model.layers, noise, select_lumina, force_keep=is_text)
         return Case(model, inputs, x, model.layers, torch.rand(B, 16, generator=g), select_lumina, prefix=TEXT)
+    if name in ("pixart", "sd3"):
+        sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 5, "sample_size": 8}
+        x = torch.randn(B, 4, 8, 8, generator=g)
+        inputs = {
+            "hidden_states": x,
+            "timestep": torch.tensor([3, 0, 900]),
+            "encoder_hidden_states": torch.randn(B, TEXT, 12, generator=g),
+        }
+        noise = torch.rand(B, 16, generator=g)
+    if name == "pixart":
+        texts = {"cross_attention_dim": 32, "caption_channels": 12}
+        model = build(PixArtTransformer2DModel, in_channels=4, out_channels=4, **sizes, **texts)
+        inputs["encoder_attention_mask"] = (torch.arange(TEXT) < LENGTHS[:, None]).long()
+        return Case(model, inputs, x, model.transformer_blocks, noise)
+    if name == "sd3":  # as 3.5 has them, some blocks attend to the picture alone besides; and the last returns no text
+        texts = {"joint_attention_dim": 12, "caption_projection_dim": 32, "pooled_projection_dim": 12}
+        more = {"dual_attention_layers": (1, 2, 3), "qk_norm": "rms_norm", "pos_embed_max_size": 4}
+        model = build(SD3Transformer2DModel, in_channels=4, out_channels=4, **sizes, **texts, **more)
+        inputs["pooled_projections"] = torch.randn(B, 12, generator=g)
+        places = {"tokens": "hidden_states", "output": 1}
+        return Case(model, inputs, x, model.transformer_blocks, noise, places=places)
     sizes = {"num_layers": 3, "num_single_layers": 4, "attention_head_dim": 16, "num_attention_heads": 2}
     texts = {"joint_attention_dim": 12, "pooled_projection_dim": 12}
     model = build(FluxTransformer2DModel, in_channels=4, axes_dims_rope=(4, 6, 6), **sizes, **texts)
@@ -134,7 +163,7 @@ def case(name: str) -> Case:
     return Case(model, inputs, x, blocks, torch.rand(B, 16, generator=g), select_flux, join_flux, how="shared")
 
 
-NAMES = ("dit", "lumina", "lumina captions", "flux", "flux single")
+NAMES = ("dit", "lumina", "lumina captions", "flux", "flux single", "pixart", "sd3")
 every_model = pytest.mark.parametrize("name", NAMES)
 
 
@@ -297,6 +326,63 @@ def test_hooks_equal_run_blocks():
         assert torch.equal(calls_of(one, -1)[2], expected)
 
 
+@pytest.mark.parametrize("name", ["pixart", "sd3"])
+def test_text_is_whole_in_every_block(name):
+    """And is bit for bit the text of the unrouted model, where no picture token has spoken to it yet."""
+    one, texts = case(name), []
+    for block in one.blocks:
+        block.register_forward_pre_hook(
+            lambda module, args, kwargs: texts.append(kwargs["encoder_hidden_states"].detach()), with_kwargs=True
+        )
+    one.run()
+    with one.attach().on(one.noise):
+        one.run()
+    plain, routed = texts[: len(one.blocks)], texts[len(one.blocks) :]
+    assert {text.shape for text in routed} == {(B, TEXT, 32)}
+    same = [torch.equal(*pair) for pair in zip(routed, plain)]
+    assert same == ([True] * 5 if name == "pixart" else [True, True, False, False, False])
+
+
+def test_padding_is_masked_on_a_route_and_words_are_not():
+    one = case("pixart")
+    routing, words, (last,) = one.attach(), one.inputs["encoder_hidden_states"], LENGTHS[1:2].tolist()
+    with torch.no_grad(), routing.on(one.noise):
+        before = one.run()
+        words[1, last:] += 1
+        assert torch.equal(one.run(), before)
+        words[1, last - 1] += 1
+        changed = (one.run() != before).flatten(1).any(dim=1)
+    assert changed.tolist() == [False, True, False]
+
+
+def test_a_route_to_the_last_joint_block_which_returns_no_text():
+    one, ids = case("sd3"), case("sd3").ids()
+    expected = twin(one, ids, last=-1)
+    with attach_routes(one.blocks, Route(1, -1), select_first, **one.places).on_ids(ids):
+        text, tokens = calls_of(one, -1)[2]
+        one.loss().backward()
+    assert text is None
+    torch.testing.assert_close(tokens, expected, rtol=1e-4, atol=1e-4)
+    unused = {name for name, parameter in one.model.named_parameters() if parameter.grad is None}
+    assert not unused and one.model.context_embedder.weight.grad.abs().sum() > 0
+
+
+def test_as_many_words_as_picture_tokens_must_be_said_to_stay():
+    for name in ("pixart", "sd3"):
+        one = case(name)
+        one.inputs["encoder_hidden_states"] = torch.randn(B, 16, 12)
+        one.inputs.pop("encoder_attention_mask", None)
+        routing = attach_routes(one.blocks, Route(1, -2), **one.places)
+        with (
+            routing.on(one.noise),
+            pytest.raises(ValueError, match="also gets encoder_hidden_states of .*select_first"),
+        ):
+            one.run()
+        routing.remove()
+        with one.attach().on(one.noise):
+            assert one.run().isfinite().all()
+
+
 def forgets(args, kwargs, ids):
     """Leaves positions behind: the table as it was."""
     picked, named = case_select(args)(args, kwargs, ids)
@@ -419,7 +505,8 @@ def test_flops_fall_by_those_of_the_tokens_routed_around(name):
     args, kwargs, _ = calls_of(one, 1)
     block, ids, routing = copy.deepcopy(one.blocks[1]), one.ids(), one.attach()
     dense, whole = flops(one.run), flops(lambda: block(*args, **kwargs))
-    picked, named = one.select(args, kwargs, ids)
+    bound = inspect.signature(block.forward).bind(*args, **kwargs)
+    picked, named = one.select(bound.args, bound.kwargs, ids)
     kept = flops(lambda: block(*picked, **named))
     with routing.on_ids(ids):
         routed = flops(one.run)
@@ -559,6 +646,36 @@ def test_blocks_that_need_more_than_the_default_say_so():
     with attach_routes(one.blocks, [Route(1, 1)], select_flux).on_ids(one.ids()):
         with pytest.raises(ValueError, match="returned a tuple.*give attach_routes a join"):
             one.run()
+
+
+def test_places_that_blocks_do_not_have_are_refused():
+    for given, message in (
+        ({"tokens": "x"}, "tokens is 'x'.*block 0 takes hidden_states, encoder_hidden_states, temb.*select="),
+        ({"tokens": "encoder_hidden_states"}, "must name the first input of the blocks"),
+        ({"output": "hidden_states"}, "output is 'hidden_states'.*place"),
+    ):
+        one = case("sd3")
+        with pytest.raises(ValueError, match=message):
+            attach_routes(one.blocks, Route(1, -2), **given)
+        assert not any(block._forward_hooks or block._forward_pre_hooks for block in one.blocks)
+    for name, given, message in (
+        ("sd3", {"output": 1}, "keywords alone.*give attach_routes .* tokens="),
+        ("sd3", {"tokens": "hidden_states"}, "returned a tuple.*give attach_routes .* output="),
+        ("sd3", {"tokens": "hidden_states", "output": 2}, "output=2 .* block 1 returned 2 things"),
+        ("sd3", {"tokens": "hidden_states", "output": 0}, "\\(3, 7, 32\\) kept tokens for ids of shape \\(3, 8\\)"),
+        ("pixart", {"output": 1}, "output=1 .* block 1 returned a Tensor, no tuple"),
+    ):
+        one = case(name)
+        routing = attach_routes(one.blocks, Route(1, -1), **given)
+        with pytest.raises(ValueError, match=message), routing.on(one.noise):
+            one.run()
+    one = case("sd3")
+    routing = attach_routes(one.blocks, Route(-1, -1), tokens="hidden_states", output=0)
+    with pytest.raises(ValueError, match="returned a NoneType"), routing.on(one.noise):
+        one.run()
+    one = case("sd3")
+    with pytest.raises(ValueError, match="of 9 tokens, but block 1 gets 16"), one.attach().on(one.noise[:, :9]):
+        one.run()
 
 
 class Mixing(torch.nn.Module):
@@ -747,7 +864,8 @@ def test_examples_of_the_page_run(number):
 
 
 def test_the_page_has_its_examples():
-    for needed in ("run_blocks(self.blocks", "DiTTransformer2DModel", "Lumina2Transformer2DModel", "FluxTransformer"):
+    models = ("DiT", "PixArt", "SD3", "Lumina2", "Flux")
+    for needed in ("run_blocks(self.blocks", *(f" {name}Transformer2DModel(" for name in models)):
         assert any(needed in example for example in EXAMPLES)
 
 

@@ -9,12 +9,18 @@ Every block on a route gets the kept tokens, and its output goes back among the 
 behind it, so that whatever a model does between two blocks sees all tokens. This is the same function
 as gathering once and scattering once (run_blocks), for two more copies of the tokens a block.
 
+Blocks may take the tokens by a keyword, and return them among others: text and picture tokens of joint blocks, say,
+of which attach_routes(…, tokens="hidden_states", output=1) routes the second and leaves the text whole.
+
 What travels with the tokens is the caller's to say, since no name or shape tells it for certain; where nothing was
 said, whatever might travel is an error:
 
     select(args, kwargs, ids) → args, kwargs     a block's inputs, with everything that has a token axis gathered
     join(output, saved, ids) → output            a block's output, put back; saved is (args, kwargs) before select,
                                                  behind a route's end those of the block as before which it rejoins
+
+Where `tokens` is said, both see them first in args however the model called the block; where `output` is, join gets
+and returns the tokens alone.
 
 This file needs torch, routing_module.py and ids.py beside it alone.
 
@@ -24,6 +30,7 @@ Shapes: B samples, N tokens, K kept tokens.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -47,7 +54,7 @@ def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
     if not args:
         raise ValueError(
             f"the block was called by keywords alone ({', '.join(kwargs)}), which say not where the tokens are: "
-            "give attach_routes a select and a join"
+            "give attach_routes a select and a join, or tokens= (the keyword of the tokens)"
         )
     return (gather_tokens(args[0], ids_keep), *args[1:]), kwargs
 
@@ -89,7 +96,8 @@ def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
     """For blocks that return the tokens alone."""
     if not isinstance(output, Tensor):
         raise ValueError(
-            f"the block returned a {type(output).__name__}, not the tokens alone: give attach_routes a join"
+            f"the block returned a {type(output).__name__}, not the tokens alone: give attach_routes a join, or "
+            "output= (the tokens' place in a tuple)"
         )
     return scatter_tokens(saved[0][0], output, ids_keep)
 
@@ -103,9 +111,11 @@ class Routing:
         routes: tuple[Route, ...],
         select: Callable[[tuple, dict, Tensor], Inputs],
         join: Callable[[Any, Inputs, Tensor], Any],
+        keyword: str | None,
+        place: int | None,
     ) -> None:
         self.routes = routes
-        self._select, self._join = select, join
+        self._select, self._join, self._keyword, self._place = select, join, keyword, place
         self._ids: tuple[Tensor, ...] | None = None
         self._tokens: int | None = None
         self._running: dict[int, tuple[Inputs, Tensor]] = {}  # by block, the call that is under way
@@ -123,6 +133,12 @@ class Routing:
                     blocks[index].register_forward_hook(behind, with_kwargs=True),
                 ]
 
+    def _tokens_first(self, args: tuple, kwargs: dict) -> Inputs:
+        """The same call, which gives the tokens by position: they are the block's first input."""
+        if self._keyword not in kwargs:
+            return args, kwargs
+        return (kwargs[self._keyword],), {name: given for name, given in kwargs.items() if name != self._keyword}
+
     def _check_count(self, index: int, args: tuple) -> None:
         if self._select in (select_first, select_only) and args and self._tokens not in (None, args[0].shape[1]):
             raise ValueError(
@@ -131,6 +147,7 @@ class Routing:
 
     def _save(self, number: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self._ids is not None:
+            args, kwargs = self._tokens_first(args, kwargs)
             self._check_count(self.routes[number].rejoin, args)
             self._rejoins[number] = (args, kwargs), _written(args, kwargs)
 
@@ -159,6 +176,7 @@ class Routing:
         self._running.pop(index, None)
         if self._ids is None:
             return None
+        args, kwargs = self._tokens_first(args, kwargs)
         self._check_count(index, args)
         ids_keep, route = self._ids[number], self.routes[number]
         rejoins = index == route.end and route.rejoin < route.start
@@ -168,7 +186,17 @@ class Routing:
         return picked
 
     def _behind(self, index: int, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        return self._join(output, *self._running.pop(index)) if index in self._running else output
+        if index not in self._running:
+            return output
+        call = self._running.pop(index)
+        if self._place is None:
+            return self._join(output, *call)
+        parts = list(output) if isinstance(output, tuple) else []
+        if not -len(parts) <= self._place < len(parts):
+            returned = f"{len(parts)} things" if isinstance(output, tuple) else f"a {type(output).__name__}, no tuple"
+            raise ValueError(f"output={self._place} says where the tokens are, but block {index} returned {returned}")
+        parts[self._place] = self._join(parts[self._place], *call)
+        return tuple(parts)
 
     @contextlib.contextmanager
     def on_ids(self, *ids_keep: Tensor, tokens: int | None = None) -> Iterator[None]:
@@ -229,6 +257,8 @@ def attach_routes(
     routes: Route | Sequence[Route],
     select: Callable[[tuple, dict, Tensor], Inputs] = select_only,
     join: Callable[[Any, Inputs, Tensor], Any] = join_first,
+    tokens: str | None = None,
+    output: int | None = None,
 ) -> Routing:
     """Let a model's blocks run under routes, by hooks; no weight, name or line of the model changes.
 
@@ -237,9 +267,12 @@ def attach_routes(
                   rejoin can't be where single blocks are computed again: a RuntimeError of that pass.
     select, join  what travels with the tokens, see above; blocks (tokens, …) → tokens need neither.
                   select=select_first says of blocks that the default refuses that nothing else does.
+    tokens        the name of the blocks' first input, the tokens, where the model gives it by keyword.
+    output        the tokens' place in the tuple that the blocks return; None: they return the tokens alone.
 
     Raises ValueError for routes that do not fit the blocks or ask for a block in fp32, for a block that stands in the
-    list twice, and without a select for blocks that hold a module of batch_first=False.
+    list twice or whose first input has another name, and without a select for blocks that hold a module of
+    batch_first=False.
     """
     for name, given in (("select", select), ("join", join)):
         if not callable(given):
@@ -266,6 +299,15 @@ def attach_routes(
                     "(N, B, D): give attach_routes a select= and a join= for those, or select=select_first if the "
                     "block gets (B, N, D)"
                 )
+    if output is not None and not isinstance(output, int):
+        raise ValueError(f"output is {output!r}, but must be the tokens' place in what the blocks return: 0, 1, …")
+    for index, block in enumerate(blocks if tokens is not None else ()):
+        names = list(inspect.signature(block.forward).parameters)
+        if names[:1] != [tokens]:
+            raise ValueError(
+                f"tokens is {tokens!r}, but must name the first input of the blocks; block {index} takes "
+                f"{', '.join(names) or 'none'}: for tokens at another place give attach_routes a select= and a join="
+            )
     resolved = [route.resolve(len(blocks)) for route in routes]
     check_routes(resolved, len(blocks))
-    return Routing(blocks, tuple(replace(route, fp32="off") for route in resolved), select, join)
+    return Routing(blocks, tuple(replace(route, fp32="off") for route in resolved), select, join, tokens, output)
