@@ -326,6 +326,42 @@ def test_hooks_equal_run_blocks():
         assert torch.equal(calls_of(one, -1)[2], expected)
 
 
+class ByHand(torch.nn.Module):
+    """All blocks, with text: the kept tokens are indexed before the second, and put back before the last."""
+
+    def __init__(self, blocks: torch.nn.ModuleList, ids: torch.Tensor) -> None:
+        super().__init__()
+        self.blocks, self.where = blocks, (torch.arange(len(ids))[:, None].expand_as(ids), ids)
+
+    def forward(self, hidden_states, encoder_hidden_states, **named):
+        x, text, last = hidden_states, encoder_hidden_states, len(self.blocks) - 1
+        for index, block in enumerate(self.blocks):
+            if index == 1:
+                whole, x = x, x[self.where]
+            if index == last:
+                x = whole.index_put(self.where, x)
+            output = block(hidden_states=x, encoder_hidden_states=text, **named)
+            text, x = output if isinstance(output, tuple) else (text, output)
+        return output
+
+
+@pytest.mark.parametrize("name", ["pixart", "sd3"])
+def test_values_and_gradients_are_those_of_a_loop_by_hand(name):
+    """Bit for bit, and every weight has a gradient: those that the text alone meets, too."""
+    one, ids = case(name), case(name).ids()
+    with one.attach().on_ids(ids):
+        loss = one.loss()
+        loss.backward()
+    other = case(name)
+    blocks, other.model.transformer_blocks = other.blocks, torch.nn.ModuleList([ByHand(other.blocks, ids)])
+    expected = other.loss()
+    expected.backward()
+    other.model.transformer_blocks = blocks
+    assert torch.equal(loss, expected)
+    assert all(parameter.grad is not None for parameter in one.model.parameters())
+    assert all(map(torch.equal, gradients(one), gradients(other)))
+
+
 @pytest.mark.parametrize("name", ["pixart", "sd3"])
 def test_text_is_whole_in_every_block(name):
     """And is bit for bit the text of the unrouted model, where no picture token has spoken to it yet."""
