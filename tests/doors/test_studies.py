@@ -118,7 +118,7 @@ def test_rivals_see_what_convergence_saw():
 
 
 def test_architectures_see_the_same():
-    """Photos once, 60,000 images; digits by three seeds, trained as docs/measurements.md trained dit, tread and rwkv."""
+    """60,000 photos once; digits by three seeds, trained as docs/measurements.md trained dit, tread and rwkv."""
     photos, digits = (study.read_study(name, "small") for name in ("architectures", "architectures_digits"))
     assert photos.arms == digits.arms and len(photos.arms) == 9
     assert (photos.scale.seeds, digits.scale.seeds) == (1, 3)
