@@ -58,6 +58,7 @@ def test_a_hybrid_says_what_it_is_and_goes_on_bit_equal(runs):
     assert any("mixer.A_log" in key for key in whole) and any("attn.qkv" in key for key in whole)
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(runs):
     """Up to the order of sums, 4 samples a batch each; they wait for each parameter's gradient."""
     folder, _ = runs
