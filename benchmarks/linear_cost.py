@@ -39,7 +39,7 @@ from tread.models.wkv import wkv
 from tread.runtime import schema
 from tread.runtime.cli import answer_help, explained
 from tread.runtime.compiling import compile_blocks
-from tread.runtime.device import autocast, device_name
+from tread.runtime.device import autocast, device_name, use_precision
 from tread.runtime.schema import Count
 from tread.runtime.versions import git_revision
 
@@ -67,7 +67,7 @@ def main() -> None:
     schema.check_overrides(sys.argv[1:], schema.known_keys(Options))
     options = schema.read(OmegaConf.to_container(OmegaConf.from_cli(sys.argv[1:])), Options)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision = "bf16" if device.type == "cuda" else "fp32"
+    precision = use_precision("auto", device)
     total = max(options.most, 65536 if device.type == "cuda" else 4096)
     compiled = options.compile and device.type == "cuda"
     blocks = {
