@@ -1,113 +1,193 @@
-"""What mixing tokens costs as they become more: python benchmarks/linear_cost.py [width=384 heads=6 most=4096 …]
+"""What mixing tokens costs as they become more: python benchmarks/linear_cost.py [options]
 
-Forward and backward of one DiT block and one RWKV block, of their token mixing alone (attention, WKV), in turns in one
-process, for 64 tokens up to `most`, with as many samples as make 4,096 tokens (65,536 on a GPU). Milliseconds are
-medians over the rounds, for 1,000 tokens: what is linear in the tokens stays the same down its column. Beside them
-stand the multiply-adds a token of the two blocks, by arithmetic.
+Forward and backward of one block of DiT, Diffusion-RWKV and Mamba-2 (its defaults: two directions), and of their token
+mixing alone (attention, WKV, the scan SSD), in turns in one process, for 64 tokens up to `most`, with as many samples
+as make the same number of tokens each time. Milliseconds are medians over the rounds, and memory is what a pass holds
+at most beside weights and inputs, both for 1,000 tokens: what is linear in the tokens stays the same down its column.
+Beside them stand the multiply-adds a token of the blocks, by arithmetic.
+
+    width=384       channels, a multiple of heads and of 32
+    heads=6         of attention
+    most=16384      tokens; what memory does not suffice for is left out and said
+    rounds=5
+    compile=true    compile what runs on a GPU; on a CPU nothing is
+    out=…           a JSON file to write as well
+
+python benchmarks/linear_cost.py                       # GPU
+python benchmarks/linear_cost.py rounds=3 most=4096    # CPU
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 import torch
-from timing import seconds
-from torch import Tensor
+from omegaconf import OmegaConf
+from step_time import write
+from timing import command, most_allocated, seconds, why_failed
+from torch import Tensor, nn
 
 from dit import DiTBlock
+from tread.models.mamba import Mamba
 from tread.models.rwkv import RWKVBlock
+from tread.models.ssd import ssd
 from tread.models.wkv import wkv
+from tread.runtime import schema
 from tread.runtime.cli import answer_help, explained
 from tread.runtime.compiling import compile_blocks
-from tread.runtime.device import autocast, device_name
+from tread.runtime.device import autocast, device_name, use_precision
+from tread.runtime.schema import Count
 from tread.runtime.versions import git_revision
+
+COLUMNS = ("attention", "WKV", "SSD", "DiT block", "RWKV block", "Mamba block")
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Options:
+    width: Count = 384
+    heads: Count = 6
+    most: Count = 16384
+    rounds: Count = 5
+    compile: bool = True
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads or self.width % 32:
+            raise ValueError(f"width is {self.width}, but must be a multiple of 32 and of heads, {self.heads}")
+        if self.most < 64:
+            raise ValueError(f"most is {self.most}, but must be at least 64, where it begins")
 
 
 def main() -> None:
-    given = {"width": 384, "heads": 6, "most": 4096, "rounds": 5, "out": ""}
-    for argument in sys.argv[1:]:
-        key, _, value = argument.partition("=")
-        if key not in given:
-            sys.exit(f"error: unknown option {key!r}; there are {', '.join(given)}")
-        if key != "out" and not value.isdigit():
-            sys.exit(f"error: {key} is {value!r}, but must be a whole number")
-        given[key] = value if key == "out" else int(value)
+    schema.check_overrides(sys.argv[1:], schema.known_keys(Options))
+    options = schema.read(OmegaConf.to_container(OmegaConf.from_cli(sys.argv[1:])), Options)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision = "bf16" if device.type == "cuda" else "fp32"
-    total = 65536 if device.type == "cuda" else 4096
-    blocks = DiTBlock(given["width"], given["heads"], 4.0).to(device), RWKVBlock(given["width"], 4.0).to(device)
-    if device.type == "cuda":
-        compile_blocks(blocks)
-    mixing = torch.compile(wkv, dynamic=False) if device.type == "cuda" else wkv
+    precision = use_precision("auto", device)
+    total = max(options.most, 65536 if device.type == "cuda" else 4096)
+    compiled = options.compile and device.type == "cuda"
+    blocks = {
+        "DiT block": DiTBlock(options.width, options.heads, 4.0).to(device),
+        "RWKV block": RWKVBlock(options.width, 4.0).to(device),
+        "Mamba block": Mamba(hidden_size=options.width, depth=1, num_classes=1).blocks[0].to(device),
+    }
+    kernels = {"WKV": wkv, "SSD": ssd}
+    if compiled:
+        compile_blocks(blocks.values())
+        kernels = {name: torch.compile(kernel, dynamic=False) for name, kernel in kernels.items()}
 
-    facts = {"device": device_name(device), "precision": precision, "batch_tokens": total, "commit": git_revision()}
-    print(", ".join(f"{key} {value}" for key, value in (facts | given).items()))
-    print(
-        "ms of forward and backward for 1,000 tokens; MMAC: millions of multiply-adds of a forward pass for one token\n"
-    )
-    print("| tokens | attention | WKV | DiT block | RWKV block | WKV/attention | DiT block, MMAC | RWKV block, MMAC |")
-    print("|---|---|---|---|---|---|---|---|")
+    facts = {"device": device_name(device), "precision": precision, "compiled": compiled, "batch_tokens": total}
+    facts |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "commit": git_revision()}
+    facts |= {key: value for key, value in asdict(options).items() if key not in ("out", "compile")}
+    print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    print("\nms of forward and backward for 1,000 tokens\n")
+    print(f"| tokens | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}")
     rows, tokens = [], 64
-    while tokens <= given["most"]:
-        row = measure(blocks, mixing, tokens, max(1, total // tokens), given["rounds"], device, precision)
-        for name, block in zip(("dit", "rwkv"), blocks):  # without its modulation
-            row[f"{name}_mmac"] = (block.multiply_adds(tokens) - 6 * given["width"] ** 2) / tokens / 1e6
-        row["tokens"] = tokens
+    while tokens <= options.most:
+        row = {"tokens": tokens, **measure(blocks, kernels, tokens, total // tokens, options, device, precision)}
+        row["mmac"] = {  # without its modulation
+            name: (block.multiply_adds(tokens) - 6 * options.width**2) / tokens / 1e6 for name, block in blocks.items()
+        }
         rows.append(row)
-        columns = ("attention", "wkv", "dit_block", "rwkv_block")
-        cells = " | ".join(f"{row[name]:.2f}" for name in columns)
-        cells += f" | {row['wkv'] / row['attention']:.2f} | {row['dit_mmac']:.2f} | {row['rwkv_mmac']:.2f}"
-        print(f"| {tokens:,} | {cells} |", flush=True)
+        print(f"| {tokens:,} | {cells(row, 'ms', 2)} |", flush=True)
+        write(options.out, {**facts, "rows": rows, "command": command()})
         tokens *= 4
-    if given["out"]:
-        Path(given["out"]).write_text(json.dumps({**facts, **given, "rows": rows}, indent=1) + "\n")
+    print("\nMB for 1,000 tokens; MMAC: millions of multiply-adds of a forward pass for one token\n")
+    print(f"| tokens | {' | '.join(COLUMNS)} | {', MMAC | '.join(blocks)}, MMAC |")
+    print(f"|{'---|' * (len(COLUMNS) + len(blocks) + 1)}")
+    for row in rows:
+        mmac = " | ".join(f"{row['mmac'][name]:.2f}" for name in blocks)
+        print(f"| {row['tokens']:,} | {cells(row, 'mb', 1)} | {mmac} |")
+    print(f"\nlargest ms over the smallest: {spread(rows, 'ms')}")
+    print(f"largest MB over the smallest: {spread(rows, 'mb')}")
+
+
+def cells(row: dict, kind: str, places: int) -> str:
+    """A row of a table, with the reason where there is no number."""
+    return " | ".join(f"{row[kind][name]:.{places}f}" if name in row[kind] else row["failed"][name] for name in COLUMNS)
+
+
+def spread(rows: list[dict], kind: str) -> str:
+    """How far each column is from flat: over all lengths, and over those of 256 tokens and more."""
+    parts = []
+    for name in COLUMNS:
+        found = [(row["tokens"], row[kind][name]) for row in rows if name in row[kind]]
+        groups = [[value for tokens, value in found if tokens >= least] for least in (64, 256)]
+        said = [f"{max(values) / min(values):.2f}" for values in groups if values]
+        parts += [f"{name} {said[0]}" + (f" ({said[1]} from 256 on)" if len(said) > 1 else "")] if said else []
+    return ", ".join(parts)
 
 
 def measure(
-    blocks: tuple[DiTBlock, RWKVBlock],
-    mixing: Callable[..., Tensor],
+    blocks: dict[str, nn.Module],
+    kernels: dict[str, Callable[..., Tensor]],
     tokens: int,
     batch: int,
-    rounds: int,
+    options: Options,
     device: torch.device,
     precision: str,
-) -> dict[str, float]:
-    """Median milliseconds of a forward and backward pass for 1,000 tokens, by what runs."""
-    attended, mixed = blocks
-    width, side = attended.attn.proj.out_features, math.isqrt(tokens)
-    x, k, v = (torch.randn(batch, tokens, width, device=device, requires_grad=True) for _ in range(3))
-    c = torch.randn(batch, width, device=device)
-    mix = mixed.spatial_mix
-    heads = attended.attn.num_heads
+) -> dict[str, dict]:
+    """Of a forward and backward pass, by what runs: median ms and MB at most, for 1,000 tokens, or why it failed."""
+    calls = passes(blocks, kernels, tokens, batch, device)
+
+    def both(name: str) -> None:
+        with autocast(device, precision):
+            output = calls[name]()
+        output.float().sum().backward()
+
+    times, memory, failed = {name: [] for name in calls}, {}, {}
+    for turn in range(-2, options.rounds):
+        for name in [one for one in calls if one not in failed]:
+            try:
+                if turn == -2:  # which warms up, and makes the gradients that stay
+                    both(name)
+                elif turn == -1:
+                    memory[name] = most_allocated(lambda name=name: both(name), device) / (1e3 * batch * tokens)
+                else:
+                    times[name].append(1e6 * seconds(lambda name=name: both(name), device) / (batch * tokens))
+            except Exception as error:  # memory and compilers fail in many ways; others go on
+                failed[name] = why_failed(error)
+    medians = {name: statistics.median(found) for name, found in times.items() if name not in failed}
+    return {"ms": medians, "mb": {name: memory[name] for name in medians}, "failed": failed}
+
+
+def passes(
+    blocks: dict[str, nn.Module],
+    kernels: dict[str, Callable[..., Tensor]],
+    tokens: int,
+    batch: int,
+    device: torch.device,
+) -> dict[str, Call]:
+    """Forward passes by name, of random inputs; the scan is of all heads of both directions, as in its mixer."""
+    attended, mixed, scanned = blocks["DiT block"].attn, blocks["RWKV block"].spatial_mix, blocks["Mamba block"].mixer
+    width, heads, side = attended.proj.out_features, attended.num_heads, math.isqrt(tokens)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(batch, tokens, *shape, device=device, requires_grad=True)
+
+    x, k, v = (random(width) for _ in range(3))
+    c, grid = torch.randn(batch, width, device=device), (side, tokens // side)
+    of_heads = len(scanned.A_log)
+    inner, dt = random(of_heads, scanned.head_dim), torch.rand(batch, tokens, of_heads, device=device) / 10
+    B, C = (random(scanned.directions, scanned.state) for _ in range(2))
+    dt.requires_grad_()
 
     def attention() -> Tensor:
         q, keys, values = (one.unflatten(2, (heads, -1)).transpose(1, 2) for one in (x, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q, keys, values)
+        return nn.functional.scaled_dot_product_attention(q, keys, values)
 
-    calls: dict[str, Callable[[], Tensor]] = {
+    return {
         "attention": attention,
-        "wkv": lambda: mixing(k, v, mix.decay, mix.bonus),
-        "dit_block": lambda: attended(x, c),
-        "rwkv_block": lambda: mixed(x, c, grid=(side, tokens // side)),
+        "WKV": lambda: kernels["WKV"](k, v, mixed.decay, mixed.bonus),
+        "SSD": lambda: kernels["SSD"](inner, dt, -scanned.A_log.exp(), B, C),
+        "DiT block": lambda: blocks["DiT block"](x, c),
+        "RWKV block": lambda: blocks["RWKV block"](x, c, grid=grid),
+        "Mamba block": lambda: blocks["Mamba block"](x, c, grid=grid),
     }
-
-    def both_passes(call: Callable[[], Tensor]) -> None:
-        with autocast(device, precision):
-            output = call()
-        output.float().sum().backward()
-
-    times = {name: [] for name in calls}
-    for turn in range(rounds + 1):
-        for name, call in calls.items():
-            taken = seconds(lambda call=call: both_passes(call), device)
-            if turn:  # the first one warms up
-                times[name].append(1e6 * taken / (batch * tokens))
-    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import platform
 import statistics
 import sys
@@ -25,13 +24,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from timing import composed, random_shards, seconds
-from torch.profiler import ProfilerActivity, profile
+from timing import command, composed, most_allocated, random_shards, seconds
 
 import train
 from tread.checkpoints.network import DECODER, LIGHTNING, SCANS
@@ -175,7 +173,7 @@ def measure(kinds: dict[str, tuple[Run, settings.Settings]], pairs: int, staged:
         "pairs": pairs,
         "block": block,
         "kinds": rows,
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": command(),
         "commit": commit,
         "torch": torch.__version__,
         "machine": platform.platform(),
@@ -209,17 +207,7 @@ def peak_memory(run: Run, work: Callable[[], object]) -> float:
     held = [*chain.from_iterable(chain(one.parameters(), one.buffers()) for one in networks)]
     held += [one for state in run.optimizer.state.values() for one in state.values() if torch.is_tensor(one)]
     own = sum(one.nbytes for one in held)
-    if run.processes.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(run.processes.device)
-        before = torch.cuda.memory_allocated(run.processes.device)
-        work()
-        return (own + torch.cuda.max_memory_allocated(run.processes.device) - before) / 1e9
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler speaks of itself
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        work()
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    allocated = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
-    return (own + max(allocated, default=0)) / 1e9
+    return (own + most_allocated(work, run.processes.device)) / 1e9
 
 
 def stages(run: Run) -> dict[str, float]:

@@ -1,15 +1,19 @@
-"""What the benchmarks share: the config and the data of what is timed, and clocks that wait for the device."""
+"""What the benchmarks share: the config and the data of what is timed, clocks that wait for the device, its memory."""
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from torch.profiler import ProfilerActivity, profile
 
 from tread.data.latents import LatentSpec
 from tread.runtime.device import wait_for
@@ -38,3 +42,37 @@ def seconds(function: Callable[[], object], device: torch.device) -> float:
     function()
     wait_for(device)
     return time.perf_counter() - began
+
+
+def most_allocated(work: Callable[[], object], device: torch.device) -> int:
+    """Bytes of tensors that some work holds at most, beside those that were there before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler speaks of itself
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(allocated, default=0)
+
+
+def why_failed(error: Exception) -> str:
+    """In a few words: that memory did not suffice, as CUDA, torch's CPU and numpy say it, or the error's first line."""
+    lacking = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return "out of memory" if lacking else f"{type(error).__name__}: {first}"[:120]
+
+
+def command() -> str:
+    """What was called, to be called again; an absolute path is told from this checkout, or by its last name."""
+    words = []
+    for word in sys.argv[1:]:
+        key, equals, value = word.rpartition("=")
+        path = Path(value)
+        if path.is_absolute():
+            value = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+        words.append(f"{key}{equals}{value}")
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])

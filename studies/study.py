@@ -193,7 +193,7 @@ def read_study(name: str, scale: ScaleName) -> Study:
     own = tree.pop("scales", {})
     shared = _yaml(HERE / "scales.yaml")[scale]
     said = own.get(scale) or {}
-    merged = {**shared, **said, "overrides": [*shared["overrides"], *said.get("overrides", [])]}
+    merged = {**shared, **said, "overrides": _last_words(shared["overrides"], said.get("overrides", []))}
     others = merged.pop("arms", {})
     try:
         arms = {arm: _arm(own, others.get(arm, {}), f"arms.{arm}.") for arm, own in tree.pop("arms").items()}

@@ -4,6 +4,7 @@ default ../shared beside the repository; tests that need them skip with a reason
 # ruff: noqa: E402
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -180,6 +181,13 @@ def asset():
         return path
 
     return find
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """A function from a benchmark's name to its module, as `python benchmarks/<name>.py` sees it."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
 
 
 @pytest.fixture

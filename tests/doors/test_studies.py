@@ -6,6 +6,7 @@ References: FLOPs that training itself counts, arithmetic by hand, and a run tha
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 import signal
@@ -114,6 +115,30 @@ def test_rivals_see_what_convergence_saw():
     for scale, width, depth in (("demo", 8, 2), ("small", 48, 2), ("paper", 512, 8)):
         model = planned("rivals", scale)["maskdit", 0].training.cfg.model
         assert (model.decoder_hidden_size, model.decoder_depth) == (width, depth)
+
+
+def test_architectures_see_the_same():
+    """60,000 photos once; digits by three seeds, trained as docs/measurements.md trained dit, tread and rwkv."""
+    photos, digits = (study.read_study(name, "small") for name in ("architectures", "architectures_digits"))
+    assert photos.arms == digits.arms and len(photos.arms) == 9
+    assert (photos.scale.seeds, digits.scale.seeds) == (1, 3)
+    for read, images in ((photos, 60_032), (digits, 192_000)):
+        for one in study.plan(read, seeds=1):
+            assert one.training.images == images and len(one.scores) == 1
+            assert (one.training.cfg.model.attention_every == 4) == one.arm.startswith("hybrid")
+    ours, theirs = one.training.cfg, study.settings_of(["model=tread_mamba", "train.steps=3000"])
+    for part in (
+        "dataset",
+        "edm",
+        "ema",
+        "optim",
+        "train.steps",
+        "train.batch_size",
+        "model.hidden_size",
+        "model.depth",
+    ):
+        assert operator.attrgetter(part)(ours) == operator.attrgetter(part)(theirs), part
+    assert ours.eval.points == theirs.eval.points
 
 
 def test_flops_are_those_that_training_counts(tmp_path):
@@ -311,7 +336,10 @@ def test_slurm_gets_each_training_and_scores_that_wait_for_it(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["study=convergense"], "there is no study 'convergense'; there are alignment, architectures, convergence"),
+        (
+            ["study=convergense"],
+            "there is no study 'convergense'; there are alignment, architectures, architectures_digits",
+        ),
         (["study=convergence", "scale=large"], "scale is 'large'"),
         (["study=convergence", "publish=true"], "publish=true is for scale=small"),
         (["study=convergence", "sceds=3"], "the nearest known one is 'seeds'"),

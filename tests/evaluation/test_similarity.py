@@ -27,6 +27,7 @@ from tread.diffusion.edm import EDM
 from tread.diffusion.sampling import Model
 from tread.evaluation.similarity import States, adjacent, block_states, noised_states, open_latents, similarity
 from tread.models.backbone import Backbone
+from tread.models.mamba import Mamba
 from tread.models.maskdit import MaskDiT
 from tread.models.rwkv import RWKV
 from tread.routing.ids import choose_ids
@@ -121,17 +122,28 @@ ROUTES = {
 
 
 DECODER = {"decoder_hidden_size": 8, "decoder_depth": 1, "decoder_heads": 2}
-NETWORKS = {"dit": (DiT, {"num_heads": 2}), "rwkv": (RWKV, {}), "maskdit": (MaskDiT, {"num_heads": 2, **DECODER})}
+HYBRID = {"head_dim": 8, "state": 4, "directions": 4, "attention_every": 2, "num_heads": 2}
+NETWORKS = {
+    "dit": (DiT, {"num_heads": 2}),
+    "rwkv": (RWKV, {}),
+    "mamba": (Mamba, HYBRID),
+    "maskdit": (MaskDiT, {"num_heads": 2, **DECODER}),
+}
 
 
 @pytest.mark.parametrize(
     ("network", "kind"),
-    [*itertools.product(("dit", "rwkv"), ROUTES), ("maskdit", "none"), ("maskdit", "the whole network")],
+    [
+        *itertools.product(("dit", "rwkv"), ROUTES),
+        ("mamba", "rejoining earlier"),
+        ("maskdit", "none"),
+        ("maskdit", "the whole network"),
+    ],
 )
 @torch.no_grad()
 def test_states_and_similarity_equal_those_by_hand(network, kind):
     """Of MaskDiT no state behind the first holds what was dropped, the last one neither."""
-    own = {"rwkv": {"select": "row"}, "maskdit": {"fp32": "off"}}.get(network, {})
+    own = {"rwkv": {"select": "row"}, "mamba": {"select": "row"}, "maskdit": {"fp32": "off"}}.get(network, {})
     network = lively(NETWORKS[network][0], **NETWORKS[network][1])
     x, t, y = inputs(3)
     uniform = torch.rand(2, 3, 16, generator=torch.Generator().manual_seed(1))

@@ -12,9 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dit import DiT
-from routing_module import Route, run_blocks
+from routing_module import Route, gather_tokens, run_blocks
 from tread.models.mamba import DECAYS, STEPS, AttentionBlock, Mamba, Mamba2Mixer, MambaBlock
 from tread.models.ssd import ssd
+from tread.routing.hooks import attach_routes
 from tread.routing.ids import choose_ids, row_ids
 from tread.runtime import compiling
 from tread.runtime.device import autocast
@@ -261,7 +262,9 @@ def test_blocks_cost_in_proportion_to_the_tokens():
 
 @pytest.mark.parametrize("directions", [2, 4])
 def test_a_row_route_is_the_smaller_image_and_leaves_the_rest(directions):
-    """The twin cuts the rows out of the image by hand, runs the blocks on what is then an image, and puts them back."""
+    """The twin cuts the rows out of the image by hand, runs the blocks on what is then an image, and puts them back;
+    hooks come to the same, told the kept rows' shape where columns are scanned.
+    """
     height, width = 5, 3
     blocks = [scramble(MambaBlock(12, 2.0, mixer(directions))) for _ in range(4)]
     x, c = torch.randn(3, height * width, 12), torch.randn(3, 12)
@@ -282,6 +285,16 @@ def test_a_row_route_is_the_smaller_image_and_leaves_the_rest(directions):
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     bypassed = torch.ones(3, height * width, dtype=torch.bool).scatter_(1, ids, False)
     assert torch.equal(found[bypassed], before[bypassed]) and not torch.equal(found[~bypassed], before[~bypassed])
+
+    def select(args, kwargs, ids):
+        return (gather_tokens(args[0], ids), *args[1:]), {"grid": (ids.shape[1] // width, width)}
+
+    listed = torch.nn.ModuleList(blocks[:3])
+    told = attach_routes(listed, route, select) if directions == 4 else attach_routes(listed, route)
+    with told.on_ids(ids):
+        for block in listed:
+            x = block(x, c, grid=(height, width))
+    torch.testing.assert_close(x, found)
 
 
 def test_ratio_zero_equals_dense():

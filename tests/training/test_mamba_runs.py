@@ -10,7 +10,7 @@ from dataclasses import asdict
 import export_checkpoint
 import pytest
 import torch
-from conftest import launch, launch_door, state
+from conftest import launch, launch_door, launch_processes, records, state
 
 import fid
 import sample
@@ -56,6 +56,16 @@ def test_a_hybrid_says_what_it_is_and_goes_on_bit_equal(runs):
     whole, parts = (state(folder / "results" / name) for name in ("digits-tread_mamba", "parts"))
     assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)
     assert any("mixer.A_log" in key for key in whole) and any("attn.qkv" in key for key in whole)
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(runs):
+    """Up to the order of sums, 4 samples a batch each; they wait for each parameter's gradient."""
+    folder, _ = runs
+    launch_processes(folder, "model=tread_mamba", *HYBRID, "name=two", "train.steps=3", processes=2)
+    one, two = (records(folder / "results" / name) for name in ("digits-tread_mamba", "two"))
+    losses = [[record["loss"] for record in each if "loss" in record] for each in (one, two)]
+    assert losses[1] == pytest.approx(losses[0][:3], rel=1e-5) and len(losses[1]) == 3
 
 
 def test_without_a_route_with_recomputation_and_aligned_with_itself(runs, seen):
