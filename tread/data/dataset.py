@@ -30,6 +30,7 @@ from tread.data.autoencoder import holds_pixels, stored_pictures
 from tread.data.beside import FeatureSpec, open_features, open_pictures
 from tread.data.latents import LatentSpec
 from tread.data.npy import open_array, rows_in_place, torch_dtype, will_need
+from tread.models.text import Text
 from tread.runtime.files import plain_name, sha256, size_text
 from tread.runtime.randomness import generator
 from tread.runtime.schema import check
@@ -53,6 +54,7 @@ class Batch(NamedTuple):
     indices: np.ndarray
     features: Tensor | None = None
     pictures: Tensor | None = None
+    text: Text | None = None
 
     def rows(self, rows: slice) -> Batch:
         """Some of the samples."""
