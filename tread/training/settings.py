@@ -203,6 +203,11 @@ class Settings:
                 f"text.encoder is null, but model={self.model.name} takes texts: text.encoder=… names the encoder "
                 "whose text of the captions scripts/prepare_text.py put beside the latents; dataset=emoji sets words"
             )
+        if self.model.takes_text and self.eval.fid_every:
+            raise ValueError(
+                f"eval.fid_every is {self.eval.fid_every}, but FID in training is of classes, which model="
+                f"{self.model.name} has not: fid.py scores its checkpoints"
+            )
         self.alignment.blocks(self.model.depth)  # raises ValueError for blocks that the network has not
         for key, kinds in (("block", ("repa", "self")), ("encoder", ("repa",)), ("teacher", ("self",))):
             if (value := getattr(self.alignment, key)) is not None and self.alignment.kind not in kinds:

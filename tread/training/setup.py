@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
 from torch import nn
@@ -21,9 +22,11 @@ from tread.data.beside import check_grid
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
+from tread.diffusion.sampling import spread_classes
 from tread.evaluation.encoders import encoder_name, open_encoder
 from tread.evaluation.online_fid import open_online_fid
 from tread.models.backbone import Backbone
+from tread.models.text import Text
 from tread.runtime.compiling import compile_blocks, settle_compile
 from tread.runtime.distributed import open_training
 from tread.runtime.files import check_place, explain_failure, point_to, write_whole
@@ -123,6 +126,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         stop=stop,
         began=began,
         statistics=StepStatistics(device, found and statistics_of(found.info, processes.rank, processes.count)),
+        prompts=grid_prompts(cfg, heldout or data) if cfg.model.takes_text else None,
         step=found.step if found else 0,
         saved=found.step if found else None,
         **(spent_before(found, cfg, network, aligner) if found else {"flops": 0, "seconds": 0.0}),
@@ -241,6 +245,11 @@ def shallow_teacher(cfg: Settings) -> list[str]:
     return [
         f"the teacher's block {teacher} is not deeper than the aligned one, {block}: see alignment.teacher and .block"
     ]
+
+
+def grid_prompts(cfg: Settings, data: LatentDataset) -> Text:
+    """Captions to draw grids of, the first ones of samples spread over a dataset."""
+    return data.read(np.array(spread_classes(len(data), cfg.sampling.classes))).text
 
 
 def build_optimizer(cfg: Settings, network: nn.Module, projector: nn.Module | None = None) -> torch.optim.AdamW:
