@@ -16,7 +16,7 @@ from torch import nn
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, process_of
 from tread.checkpoints.origin import load_weights
-from tread.data import autoencoder, digits
+from tread.data import autoencoder, digits, emojis
 from tread.data.beside import check_grid
 from tread.data.dataset import LatentDataset, heldout_beside
 from tread.data.latents import LatentSpec
@@ -41,6 +41,7 @@ from tread.training.settings import Settings, read
 from tread.training.tracking import check_tracker, open_tracker
 
 MEASURES = ("channels", "size", "num_classes")
+EMBEDDED = {"digits": digits.prepare, "emoji": emojis.prepare}  # what writes a part of an embedded dataset
 
 
 def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ()) -> Run:
@@ -319,8 +320,8 @@ def open_dataset(
 
     The embedded one is written first if it is not there. Raises ValueError or FileNotFoundError.
     """
-    if cfg.dataset.embedded == "digits":
-        digits.prepare(Path(path), part)
+    if cfg.dataset.embedded is not None:
+        EMBEDDED[cfg.dataset.embedded](Path(path), part)
     repa = part == "train" and cfg.alignment.kind == "repa"
     features = encoder_name(cfg.alignment.encoder) if repa and cfg.alignment.source == "stored" else None
     pictures = repa and cfg.alignment.source == "live"
