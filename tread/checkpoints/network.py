@@ -135,7 +135,7 @@ class Dataset:
     name: str
     path: str | None
     heldout: str | None
-    embedded: Literal["digits"] | None
+    embedded: Literal["digits", "emoji"] | None
     channels: Count | None
     size: Count | None
     num_classes: Count | None

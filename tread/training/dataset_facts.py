@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from tread.data import digits
+from tread.data import digits, emojis
 from tread.data.dataset import LatentDataset, heldout_beside
 from tread.training.settings import Settings, read
 
 MEASURES = ("channels", "size", "num_classes")
+EMBEDDED = {"digits": digits.prepare, "emoji": emojis.prepare}  # what writes a part of an embedded dataset
 
 
 def complete(config: dict) -> dict:
@@ -48,5 +49,5 @@ def _with_text(config: dict) -> dict:
 
 def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
     """Write a part of an embedded dataset, unless it is there."""
-    if cfg.dataset.embedded == "digits":
-        digits.prepare(Path(path), part)
+    if cfg.dataset.embedded is not None:
+        EMBEDDED[cfg.dataset.embedded](Path(path), part)

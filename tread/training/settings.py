@@ -223,7 +223,7 @@ class Settings:
         process.schedule(process.default_steps if steps is None else steps)  # raises ValueError for what can't be
         if "/" in self.name or self.name in ("", ".", ".."):
             raise ValueError(f"name is {self.name!r}, but must be the name of one folder; see also results=…")
-        if self.eval.demo_samples and self.dataset.embedded is None:
+        if self.eval.demo_samples and self.dataset.embedded != "digits":
             raise ValueError(
                 f"eval.demo_samples is {self.eval.demo_samples}, but only the embedded digits can be "
                 f"judged that way, not {self.dataset.name}; set it to 0"
