@@ -7,6 +7,7 @@ same: a shard is encoded in batches that never cross it.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,12 +51,12 @@ def prepare(options: Options, processes: Processes) -> None:
     index = read_index(folder)
     if options.captions is not None:
         processes.from_main(lambda: _take_captions(options, folder, index))
-    like = options.like or index.get("train") and str(folder / index["train"])
-    _prepare(options, folder, like, processes)
+    train = index.get("train") and os.path.normpath(folder / str(index["train"]))
+    _prepare(options, folder, options.like or train, processes)
     beside = index.get("heldout")
     if beside is None or options.like is not None:
         return
-    heldout = folder / str(beside)
+    heldout = Path(os.path.normpath(folder / str(beside)))
     if not (heldout / "index.json").is_file():
         processes.say(f"  held out  {heldout} is not there")
     elif "captions" not in read_index(heldout):
