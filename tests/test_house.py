@@ -109,7 +109,8 @@ def test_who_knows_which_library():
 
 def test_one_file_knows_which_architecture_runs():
     """It makes networks, and says which routes fit them; the summary prints the name."""
-    networks = {"dit.py", *(f"tread/models/{name}.py" for name in ("lightning", "mamba", "maskdit", "rwkv", "sprint"))}
+    names = ("lightning", "mamba", "maskdit", "rwkv", "sprint", "text_dit")
+    networks = {"dit.py", *(f"tread/models/{name}.py" for name in names)}
     assert {name for name in NAMES if networks & imported_files(name)} - networks == {"tread/checkpoints/network.py"}
     attributes = {
         name: {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} for name, tree in TREES.items()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from rf import RF
-from tread.checkpoints.network import Dataset, Model, Objective, process_of
+from tread.checkpoints.network import Dataset, Model, Objective, TextSettings, process_of
 from tread.diffusion.edm import EDM
 from tread.diffusion.solvers import Solver
 from tread.routing.ids import RatioSchedule, check_ratio
@@ -174,6 +174,7 @@ class Settings:
     wandb: Wandb
     tags: Tags
     alignment: Alignment = Alignment()
+    text: TextSettings = TextSettings()
 
     def __post_init__(self) -> None:
         fits = self.dataset.size and self.dataset.size % self.model.patch_size == 0  # else the network says so
@@ -196,6 +197,16 @@ class Settings:
             raise ValueError(
                 f"train.path_drop is {self.train.path_drop:g}, but model={self.model.name} has no sparse path: "
                 "model=sprint has one"
+            )
+        if self.model.takes_text and self.text.encoder is None:
+            raise ValueError(
+                f"text.encoder is null, but model={self.model.name} takes texts: text.encoder=… names the encoder "
+                "whose text of the captions scripts/prepare_text.py put beside the latents; dataset=emoji sets words"
+            )
+        if self.model.takes_text and self.eval.fid_every:
+            raise ValueError(
+                f"eval.fid_every is {self.eval.fid_every}, but FID in training is of classes, which model="
+                f"{self.model.name} has not: fid.py scores its checkpoints"
             )
         self.alignment.blocks(self.model.depth)  # raises ValueError for blocks that the network has not
         for key, kinds in (("block", ("repa", "self")), ("encoder", ("repa",)), ("teacher", ("self",))):
