@@ -16,9 +16,7 @@ A kind's meaning is fixed here and goes into the dataset's index; nothing is gue
 
 from __future__ import annotations
 
-import glob
 import io
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +27,8 @@ import numpy as np
 from tread.data import lightningdit
 from tread.data.autoencoder import UNKNOWN, located
 from tread.data.latents import Dtype, LatentSpec
-from tread.data.photos import MOST_CLASSES, Folder, check_table, label_table
+from tread.data.photos import MOST_CLASSES, check_table, label_table
+from tread.data.stores import Folder, tar_paths
 from tread.data.tars import Tar
 
 Kind = Annotated[Literal["maskdit_lmdb", "tread_tar", "repa_npy", "lightningdit"], "pictures: prepare_latents.py"]
@@ -173,19 +172,8 @@ def _maskdit(source: Path, flipped: bool):
 
 
 def _tread(source: Path):
-    if source.is_dir():
-        paths = sorted(source.glob("*.tar"))
-    elif braces := re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", str(source)):
-        before, first, last, after = braces.groups()
-        paths = [Path(f"{before}{n:0{len(first)}d}{after}") for n in range(int(first), int(last) + 1)]
-    else:
-        paths = [Path(name) for name in sorted(glob.glob(str(source)))] if glob.has_magic(str(source)) else [source]
-    if not paths or not all(path.is_file() for path in paths):
-        raise FileNotFoundError(
-            f"{source} is not there; source must be a tar, a folder of tars or a pattern (*.tar, {{00..99}}.tar)"
-        )
     samples, labels = [], []
-    for tar in map(Tar, paths):
+    for tar in map(Tar, tar_paths(source)):
         parts: dict[str, dict[str, str]] = {}
         for name in tar.names:
             folder, _, file = name.rpartition("/")
