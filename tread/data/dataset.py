@@ -19,7 +19,7 @@ import mmap
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import psutil
@@ -27,9 +27,13 @@ import torch
 from torch import Tensor
 
 from tread.data.autoencoder import holds_pixels, stored_pictures
+from tread.data.batch import Batch
 from tread.data.beside import FeatureSpec, open_features, open_pictures
+from tread.data.captions import captions_of
+from tread.data.encoded_text import TextSpec, open_text
 from tread.data.latents import LatentSpec
 from tread.data.npy import open_array, rows_in_place, torch_dtype, will_need
+from tread.models.text import Text
 from tread.runtime.files import plain_name, sha256, size_text
 from tread.runtime.randomness import generator
 from tread.runtime.schema import check
@@ -39,24 +43,6 @@ SHARD_KEYS = ("count", "file", "labels", "file_sha256", "labels_sha256")
 Verify = Literal["open", "full"]
 Placement = Literal["mmap", "ram", "device"]
 PLACEMENTS = get_args(Placement)
-
-
-class Batch(NamedTuple):
-    """Samples as stored (B, stored channels, S, S), labels (B,) int64, indices into the dataset (B,).
-
-    And of the same views, where the dataset was opened with them, features (B, T, z) float16 and pictures
-    (B, 3, H, W) uint8.
-    """
-
-    stored: Tensor
-    labels: Tensor
-    indices: np.ndarray
-    features: Tensor | None = None
-    pictures: Tensor | None = None
-
-    def rows(self, rows: slice) -> Batch:
-        """Some of the samples."""
-        return Batch(*(None if part is None else part[rows] for part in self))
 
 
 def check_labels(labels: np.ndarray, num_classes: int, where: object) -> None:
@@ -82,8 +68,9 @@ class LatentDataset:
     features   the encoder whose features are to be read too; `feature_spec` says more of them.
     pictures   read the pictures too: those that were kept, or the latents themselves where they are pixels.
                `picture_size` is their side.
+    text       the encoder whose text of the captions is to be read too; `text_spec` says more of it.
 
-    Features and pictures are memory-mapped, whatever the placement.
+    Features and pictures are memory-mapped, whatever the placement; text lies where the latents do.
 
     Raises FileNotFoundError or ValueError that says which file and why, or what does not fit.
     """
@@ -94,8 +81,10 @@ class LatentDataset:
     device: torch.device | str = "cpu"
     features: str | None = None
     pictures: bool = False
+    text: str | None = None
     latents: LatentSpec = field(init=False)
     feature_spec: FeatureSpec | None = field(init=False, default=None)
+    text_spec: TextSpec | None = field(init=False, default=None)
     picture_size: int | None = field(init=False, default=None)
     labels: np.ndarray = field(init=False, repr=False)
     statistics: tuple[tuple[float, ...], tuple[float, ...]] | None = field(init=False)  # mean, std of each channel
@@ -142,7 +131,10 @@ class LatentDataset:
         self._place()
 
     def _open_beside(self, index: dict) -> None:
-        full, self._features, self._pictures = self.verify == "full", None, None
+        full, self._features, self._pictures, self._text = self.verify == "full", None, None, None
+        if self.text is not None:
+            self._text = open_text(self.folder, index, self.text, full)
+            self.text_spec = self._text.spec
         if self.features is not None:
             found = open_features(self.folder, index, self.features, self.latents.views, full)
             self.feature_spec, self._features = found
@@ -172,12 +164,15 @@ class LatentDataset:
             starts = (np.cumsum([0, *counts]) * views).tolist()
             self._next_view, self._next_sample = 1, views
             self._rows = self._read_all(starts, width)
+            if self._text is not None:
+                self._text.place(self._rows.device)
         each = [start + self._next_sample * np.arange(count) for start, count in zip(starts, counts)]
         self._row_of = torch.from_numpy(np.concatenate(each) if each else np.zeros(0, dtype=np.int64))
 
     def _read_all(self, starts: list[int], width: int) -> Tensor:
         device = torch.device(self.device if self.placement == "device" else "cpu")
-        needed, free = sum(shard.nbytes for shard in self._shards), _free_memory(device)
+        needed = sum(shard.nbytes for shard in self._shards) + (0 if self._text is None else self._text.nbytes)
+        free = _free_memory(device)
         if needed > free:
             raise ValueError(
                 f"{self.folder} takes {size_text(needed)}, but {device} has {size_text(free)} of memory free: "
@@ -191,7 +186,7 @@ class LatentDataset:
 
     def __reduce__(self) -> tuple:
         # another process opens the files anew, rather than being sent what they hold
-        how = (self.folder, "open", self.placement, self.device, self.features, self.pictures)
+        how = (self.folder, "open", self.placement, self.device, self.features, self.pictures, self.text)
         return LatentDataset, how, {"latents": self.latents}
 
     def __len__(self) -> int:
@@ -225,26 +220,35 @@ class LatentDataset:
     def batch(self, seed: int, step: int, batch_size: int, rows: slice = slice(None), pin: bool = False) -> Batch:
         """Rows of the global batch of a step (0, 1, …), the same whoever reads them.
 
-        No sample comes twice in a batch or an epoch. The view is drawn by (seed, step).
+        No sample comes twice in a batch or an epoch. The view and the caption are drawn by (seed, step).
         """
-        return self.read(*self._chosen(seed, step, batch_size, rows), pin)
+        indices, views, captions = self._chosen(seed, step, batch_size, rows)
+        return self.read(indices, views, pin, captions)
 
-    def _chosen(self, seed: int, step: int, batch_size: int, rows: slice) -> tuple[np.ndarray, np.ndarray | int]:
-        """Indices and views of rows of the global batch of a step."""
+    def _chosen(
+        self, seed: int, step: int, batch_size: int, rows: slice
+    ) -> tuple[np.ndarray, np.ndarray | int, np.ndarray | None]:
+        """Indices, views and, where there is text, caption numbers of rows of the global batch of a step."""
         epoch, number = divmod(step, self.steps_per_epoch(batch_size))
         indices = _epoch_order(seed, epoch, len(self))[number * batch_size : (number + 1) * batch_size][rows]
-        if self.latents.views == 1:
-            return indices, 0
-        views = torch.randint(self.latents.views, (batch_size,), generator=generator(seed, step, "view")).numpy()
-        return indices, views[rows]
+        views, captions = 0, None
+        if self.latents.views > 1:
+            drawn = torch.randint(self.latents.views, (batch_size,), generator=generator(seed, step, "view"))
+            views = drawn.numpy()[rows]
+        if self._text is not None:
+            drawn = torch.rand(batch_size, dtype=torch.float64, generator=generator(seed, step, "caption"))
+            captions = self._text.numbers(indices, drawn.numpy()[rows])
+        return indices, views, captions
 
     def expect(self, seed: int, step: int, batch_size: int, rows: slice = slice(None)) -> None:
         """Have the operating system read what `batch` will need, all at once; memory-mapped data only.
 
         A gather alone would meet the disk's latency page after page.
         """
-        indices, views = self._chosen(seed, step, batch_size, rows)
+        indices, views, captions = self._chosen(seed, step, batch_size, rows)
         views = np.broadcast_to(views, indices.shape)
+        if captions is not None:
+            self._text.expect(captions)
         for beside in (self._features, self._pictures):
             if beside is not None:
                 beside.expect(indices, views)
@@ -256,8 +260,12 @@ class LatentDataset:
         for shard, start in zip(shards.tolist(), ((samples * self.latents.views + views) * size).tolist()):
             will_need(self._shards[shard], start, size)
 
-    def read(self, indices: np.ndarray, views: np.ndarray | int = 0, pin: bool = False) -> Batch:
+    def read(
+        self, indices: np.ndarray, views: np.ndarray | int = 0, pin: bool = False, captions: np.ndarray | None = None
+    ) -> Batch:
         """Samples by index, in the order given; views chooses the stored view of each.
+
+        captions  numbers of their captions among all of the dataset; None: of each its first one.
 
         They lie in CPU memory, page-locked with `pin`; with placement "device" the stored numbers lie in
         that device's. Raises IndexError for an index or view that is not there.
@@ -278,7 +286,22 @@ class LatentDataset:
         pictures = self._pictures and self._pictures.read(indices, views, pin)
         if self.pictures and pictures is None:
             pictures = stored_pictures(stored, self.latents)
-        return Batch(stored, torch.from_numpy(self.labels[indices]), indices, features, pictures)
+        text = None
+        if self._text is not None:
+            text = self._text.read(self._text.numbers(indices) if captions is None else captions, pin)
+        return Batch(stored, torch.from_numpy(self.labels[indices]), indices, features, pictures, text)
+
+    def text_of(self, captions: np.ndarray) -> Text:
+        """The text of captions by their numbers among all of the dataset, which was opened with text."""
+        return self._text.read(captions)
+
+    def null_text(self) -> Text:
+        """The text of the empty caption, one row."""
+        return self._text.null()
+
+    def captions_of(self, sample: int) -> list[str]:
+        """A sample's captions, with or without text of them. Raises FileNotFoundError or ValueError without any."""
+        return captions_of(self.folder, read_index(self.folder))[sample]
 
 
 def read_index(folder: Path) -> dict:

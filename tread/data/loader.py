@@ -16,6 +16,10 @@ import torch
 from torch import Tensor
 
 from tread.data.dataset import Batch, LatentDataset
+from tread.models import conditions
+from tread.models.text import Text
+
+Field = Tensor | np.ndarray | Text | None  # of a batch
 
 
 class Loader:
@@ -67,13 +71,15 @@ class Loader:
         if copied is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(copied)
-            for tensor in batch:
+            for tensor in (*batch, *(batch.text or ())):
                 if isinstance(tensor, Tensor):
                     tensor.record_stream(current)  # its memory may be reused only after this step
         return [Batch(*parts) for parts in zip(*map(self._split, batch))]
 
-    def _split(self, of_all: Tensor | np.ndarray | None) -> Sequence[Tensor | np.ndarray | None]:
+    def _split(self, of_all: Field) -> Sequence[Field]:
         """A field of a batch, by micro-batches."""
+        if isinstance(of_all, Text):
+            return [Text(*parts) for parts in zip(*map(self._split, of_all))]
         if isinstance(of_all, Tensor):
             return of_all.split(self.sizes)
         return [None] * len(self.sizes) if of_all is None else np.split(of_all, np.cumsum(self.sizes)[:-1])
@@ -83,13 +89,19 @@ class Loader:
             self.data.expect(self.seed, step, self.batch_size, self.rows)
         if self._stream is None:
             batch = self.data.batch(self.seed, step, self.batch_size, self.rows)
-            return Batch(*(part.to(self.device) if isinstance(part, Tensor) else part for part in batch)), None
+            return Batch(*map(self._moved, batch)), None
         with torch.cuda.stream(self._stream):  # all of it: the gather, where the dataset lies on the device, too
             batch = self.data.batch(self.seed, step, self.batch_size, self.rows, pin=True)
             return Batch(*map(self._copy, batch)), self._stream.record_event()
 
-    def _copy(self, part: Tensor | np.ndarray | None) -> Tensor | np.ndarray | None:
-        """A field of a batch, on its way to the GPU where it is a tensor."""
+    def _moved(self, part: Field) -> Field:
+        """A field of a batch, on the device where it is of tensors."""
+        return conditions.to(part, self.device) if isinstance(part, (Tensor, Text)) else part
+
+    def _copy(self, part: Field) -> Field:
+        """A field of a batch, on its way to the GPU where it is of tensors."""
+        if isinstance(part, Text):
+            return Text(*map(self._copy, part))
         if not isinstance(part, Tensor):
             return part
         locked = part if part.is_cuda or part.is_pinned() else part.pin_memory()

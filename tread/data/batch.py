@@ -1,0 +1,30 @@
+"""What a dataset hands out: a batch of samples."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from tread.models import conditions
+from tread.models.text import Text
+
+
+class Batch(NamedTuple):
+    """Samples as stored (B, stored channels, S, S), labels (B,) int64, indices into the dataset (B,).
+
+    And of the same views, where the dataset was opened with them, features (B, T, z) float16 and pictures
+    (B, 3, H, W) uint8; and of one caption of each sample its text.
+    """
+
+    stored: Tensor
+    labels: Tensor
+    indices: np.ndarray
+    features: Tensor | None = None
+    pictures: Tensor | None = None
+    text: Text | None = None
+
+    def rows(self, rows: slice) -> Batch:
+        """Some of the samples."""
+        return Batch(*(None if part is None else conditions.rows(part, rows) for part in self))

@@ -1,0 +1,114 @@
+"""Captions of a dataset's samples, as text: captions.jsonl beside its shards, which index.json names.
+
+    ["woman firefighter, medium skin tone", "a firefighter"]        line i: the captions of sample i, at least one
+    ["red apple"]
+
+What encoders made of them lies beside it too, see encoded_text.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tread.runtime.files import explain_failure, plain_name, sha256, whole_file, write_whole
+
+FILE = "captions.jsonl"
+
+
+def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = False) -> None:
+    """Write the captions of a dataset's samples, in its order, and let its index.json name them.
+
+    folder    that holds index.json, of a finished dataset or of one that its writer has just assembled (writer.data).
+    captions  of each sample, at least one, none of them blank.
+    again     put them in the place of others; what encoders made of those stays, and is refused when it is opened.
+
+    Raises ValueError that names the sample if some are missing, too many or blank, or where there are others; nothing
+    that was there has changed then.
+    """
+    folder = Path(folder)
+    path = folder / "index.json"
+    index = json.loads(path.read_text())
+    count = index["count"]
+    with explain_failure(folder / FILE), whole_file(folder / FILE, ".new") as partial:
+        written = 0
+        with partial.open("w", encoding="utf-8") as file:
+            for number, own in enumerate(captions):
+                if number >= count:
+                    raise ValueError(f"there are captions of more than {count:,} samples, which {folder} holds")
+                check_captions(own, f"sample {number:,} of {folder}")
+                file.write(json.dumps(list(own), ensure_ascii=False) + "\n")
+                written += 1
+        if written < count:
+            raise ValueError(f"there are captions of {written:,} samples, but {folder} holds {count:,}")
+        entry = {"file": FILE, "sha256": sha256(partial)}
+        before = index.get("captions")
+        if before not in (None, entry) and not again:
+            raise ValueError(f"{folder} has other captions already: again=true replaces them")
+        write_whole(
+            path, json.dumps({key: value for key, value in index.items() if key != "captions"}, indent=1) + "\n"
+        )
+    with explain_failure(path):
+        write_whole(path, json.dumps({**index, "captions": entry}, indent=1) + "\n")
+
+
+def check_captions(captions: object, whose: str) -> None:
+    """Raise ValueError unless these are a sample's captions."""
+    if not isinstance(captions, (list, tuple)) or not all(isinstance(one, str) for one in captions):
+        raise ValueError(f"{whose} has captions {str(captions)[:80]!r}, but must have a list of strings")
+    if not captions or not all(one.strip() for one in captions):
+        raise ValueError(
+            f"{whose} has {'a blank caption' if captions else 'no caption'}; each sample needs one at least"
+        )
+
+
+def read_captions(folder: Path, index: dict) -> list[list[str]]:
+    """The captions of each sample of a dataset. Raises FileNotFoundError or ValueError."""
+    folder, entry = Path(folder), index.get("captions")
+    if entry is None:
+        raise ValueError(
+            f"{folder} has no captions: python scripts/prepare_text.py dataset={folder} captions=<file> encoder=… adds "
+            "them, a line of JSON for each sample; or prepare it again from a source that has captions"
+        )
+    file = folder / plain_name(entry["file"], folder / "index.json")
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing, though index.json names it; prepare the dataset again")
+    if (found := sha256(file)) != entry["sha256"]:
+        raise ValueError(f"{file} was changed: its sha256 is {found}, but index.json says {entry['sha256']}")
+    return list(itertools.islice(parse_captions(file), index["count"]))
+
+
+def parse_captions(file: Path) -> Iterable[list[str]]:
+    """Captions of sample after sample in a .jsonl file, where a line may also be one string, or in a .txt file of a
+    caption a line. Raises FileNotFoundError, or ValueError that names the line."""
+    if file.suffix not in (".jsonl", ".txt"):
+        raise ValueError(
+            f"{file} must be a .jsonl file, a line of JSON for each sample, or a .txt file, a caption a line"
+        )
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{file}, line {number:,},"
+            try:
+                text = line.decode().rstrip("\r\n")
+                found = text if file.suffix == ".txt" else json.loads(text)
+            except ValueError as error:
+                kind = "JSON" if file.suffix == ".jsonl" else "UTF-8"
+                raise ValueError(f"{where} is no {kind} ({error}): {line[:60]!r}") from error
+            own = [found] if isinstance(found, str) else found
+            check_captions(own, where)
+            yield own
+
+
+@functools.lru_cache(maxsize=2)
+def _of(folder: Path, stamp: str) -> list[list[str]]:
+    return read_captions(folder, json.loads((folder / "index.json").read_text()))
+
+
+def captions_of(folder: Path, index: dict) -> list[list[str]]:
+    """As read_captions, once for a folder."""
+    return _of(Path(folder), str(index.get("captions")))

@@ -1,0 +1,245 @@
+"""What text encoders made of a dataset's captions, beside its shards; and reading it.
+
+    text-words-00000.npy            (n, T, C) float16, or (n, T) int32 word numbers
+    text-words-00000.lengths.npy    (n,) int32: how many of the T tokens are the caption's; the others are padding
+    text-words-00000.pooled.npy     (n, P) float16, where the encoder pools
+    text-words-counts.npy           (samples,) int32: how many captions each sample has
+    text-words-null.npy             and .lengths, .pooled: the empty caption's own encoding, n = 1
+
+Captions lie one behind the other in the order of samples, whatever shards those lie in. index.json has a section for
+each encoder, text[<name>], see TextSpec. text_writer.py writes all this.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256 as digest
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tread.data.beside import LOOKED_AT, latents_hash
+from tread.data.npy import open_array, torch_dtype, will_need
+from tread.models.text import Text
+from tread.runtime.files import plain_name, sha256
+from tread.runtime.schema import Count, read
+
+
+@dataclass(frozen=True)
+class TextSpec:
+    """An encoder of text and the shape of what it makes.
+
+    encoder      its name, as text_encoders.py records it.
+    fingerprint  hash of its weights and of how it cuts text up, or of its vocabulary; None where nobody knows.
+    tokens       T: every caption is cut off or padded to so many.
+    width        C, numbers of a token; None: tokens are word numbers.
+    pooled       P, numbers of a whole caption; None: none are stored.
+    vocabulary   of word numbers, in their order: "<begin>", "<unknown>", and words.
+    """
+
+    encoder: str
+    fingerprint: str | None
+    tokens: Count
+    width: Count | None
+    pooled: Count | None
+    vocabulary: tuple[str, ...] | None = None
+
+    @property
+    def dtype(self) -> str:
+        """Of the stored tokens."""
+        return "int32" if self.width is None else "float16"
+
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        """(T, C), or (T,) of word numbers."""
+        return (self.tokens,) if self.width is None else (self.tokens, self.width)
+
+    @property
+    def stem(self) -> str:
+        """How the names of its files begin."""
+        plain = re.sub(r"[^A-Za-z0-9.]+", "-", self.encoder).strip("-.")[-40:]
+        return f"text-{plain}" + ("" if plain == self.encoder else f"-{digest(self.encoder.encode()).hexdigest()[:6]}")
+
+    @property
+    def caption_bytes(self) -> int:
+        """Size of one stored caption."""
+        return int(np.prod(self.token_shape)) * np.dtype(self.dtype).itemsize + 2 * (self.pooled or 0) + 4
+
+    def describe(self) -> str:
+        """For people."""
+        what = f"{self.tokens} tokens of {self.width}"
+        if self.width is None:
+            what = f"{self.tokens} word numbers below {len(self.vocabulary):,}"
+        return f"text of {self.encoder}, {what} (hash {str(self.fingerprint)[:8]})"
+
+
+class Columns:
+    """Arrays of shards, as one column of rows: memory-mapped, or, after `place`, in a device's memory."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        self._arrays, self._placed = list(arrays), None
+        self._firsts = np.cumsum([0, *map(len, arrays)])[:-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all rows."""
+        return sum(array.nbytes for array in self._arrays)
+
+    def place(self, device: torch.device | str) -> None:
+        """Read all rows into a device's memory."""
+        parts = [torch.from_numpy(np.array(array)).to(device) for array in self._arrays]
+        self._placed, self._arrays = torch.cat(parts), []
+
+    def _at(self, numbers: np.ndarray) -> list[tuple[int, int]]:
+        shards = np.searchsorted(self._firsts, numbers, side="right") - 1
+        return list(zip(shards.tolist(), (numbers - self._firsts[shards]).tolist()))
+
+    def read(self, numbers: np.ndarray, pin: bool) -> Tensor:
+        """Rows by number."""
+        if self._placed is not None:
+            device = self._placed.device
+            lock = pin and device.type == "cpu"
+            shape = (len(numbers), *self._placed.shape[1:])
+            found = torch.empty(shape, dtype=self._placed.dtype, device=device, pin_memory=lock)
+            return torch.index_select(self._placed, 0, torch.from_numpy(numbers).to(device), out=found)
+        first = self._arrays[0]
+        found = torch.empty(len(numbers), *first.shape[1:], dtype=torch_dtype(first.dtype), pin_memory=pin)
+        for row, (shard, at) in zip(found.numpy(), self._at(numbers)):
+            row[...] = self._arrays[shard][at]
+        return found
+
+    def expect(self, numbers: np.ndarray) -> None:
+        """Have the operating system read what `read` will need, all at once."""
+        for shard, at in self._at(numbers) if self._placed is None else ():
+            size = self._arrays[shard].nbytes // len(self._arrays[shard])
+            will_need(self._arrays[shard], at * size, size)
+
+
+class EncodedText:
+    """An encoder's text of a dataset, opened for reading.
+
+    spec    what it is.
+    counts  (samples,) captions of each sample; those of sample i are numbers firsts[i] to firsts[i] + counts[i] − 1.
+    """
+
+    def __init__(
+        self,
+        spec: TextSpec,
+        counts: np.ndarray,
+        lengths: np.ndarray,
+        tokens: Sequence[np.ndarray],
+        pooled: Sequence[np.ndarray] | None,
+        null: Text,
+    ) -> None:
+        self.spec, self.counts, self._null = spec, counts, null
+        self.firsts = np.cumsum([0, *counts])[:-1]
+        self._lengths = torch.from_numpy(lengths.astype(np.int64))
+        self._columns = [Columns(arrays) for arrays in (tokens, pooled) if arrays is not None]
+
+    def __len__(self) -> int:
+        """All captions."""
+        return len(self._lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all captions' encodings."""
+        return sum(column.nbytes for column in self._columns)
+
+    def place(self, device: torch.device | str) -> None:
+        """Read everything into a device's memory."""
+        for column in self._columns:
+            column.place(device)
+
+    def numbers(self, indices: np.ndarray, uniform: np.ndarray | float = 0.0) -> np.ndarray:
+        """Caption numbers of samples; of a sample's captions the one that a uniform number in [0, 1) chooses."""
+        counts = self.counts[indices]
+        return self.firsts[indices] + np.minimum((np.asarray(uniform) * counts).astype(np.int64), counts - 1)
+
+    def read(self, numbers: np.ndarray, pin: bool = False) -> Text:
+        """Captions by number: tokens (B, T, C) float16 or (B, T) int64, in CPU memory or where they were placed."""
+        numbers = np.asarray(numbers, dtype=np.int64)
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
+            raise IndexError(f"captions {numbers.min()}..{numbers.max()}, but there are {len(self):,}")
+        tokens, *pooled = (column.read(numbers, pin) for column in self._columns)
+        return as_text(self.spec, tokens, self._lengths[torch.from_numpy(numbers)], *pooled)
+
+    def expect(self, numbers: np.ndarray) -> None:
+        """Have the operating system read what `read` will need, all at once."""
+        for column in self._columns:
+            column.expect(numbers)
+
+    def null(self) -> Text:
+        """The empty caption, one row."""
+        return self._null
+
+
+def as_text(spec: TextSpec, tokens: Tensor, lengths: Tensor, pooled: Tensor | None = None) -> Text:
+    """Stored tokens, lengths (B,) and pooled → Text on the tokens' device."""
+    mask = (torch.arange(spec.tokens) < lengths[:, None]).to(tokens.device)
+    return Text(tokens.long() if spec.width is None else tokens, mask, pooled)
+
+
+def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedText:
+    """What an encoder made of a dataset's captions, checked: of these latents and captions, whole and finite.
+
+    full  look at all of it, hashes too; else at headers and sizes, at all lengths, and at some captions.
+
+    Raises FileNotFoundError or ValueError, KeyError or TypeError for a bad index.
+    """
+    path, sections = folder / "index.json", index.get("text", {})
+    make = f"python scripts/prepare_text.py dataset={folder} encoder={encoder}"
+    if encoder not in sections:
+        others = f", but of {', '.join(sections)}" if sections else ""
+        raise ValueError(f"{folder} has no text of encoder {encoder}{others}: {make} makes it")
+    section = sections[encoder]
+    spec = read({key: section[key] for key in TextSpec.__dataclass_fields__}, TextSpec, f"text.{encoder}.")
+    captions = index.get("captions")
+    known = None if captions is None else captions["sha256"]
+    if section["of"] != latents_hash(index) or section["captions_sha256"] not in (None, known):
+        raise ValueError(f"the text of {encoder} in {folder} is of other captions: replace it by {make} again=true")
+
+    def opened(entry: dict, key: str, dtype: str, shape: tuple[int, ...], hashed: bool) -> np.ndarray:
+        file = folder / plain_name(entry[key], path)
+        array = open_array(file, dtype, shape)
+        if hashed and (found := sha256(file)) != entry[f"{key}_sha256"]:
+            raise ValueError(
+                f"{file} was changed: its sha256 is {found}, but index.json says {entry[f'{key}_sha256']}; "
+                f"{make} again=true makes it anew"
+            )
+        return array
+
+    counts = np.array(opened(section, "counts", "int32", (index["count"],), True), dtype=np.int64)
+    if (len(counts) and counts.min() < 1) or counts.sum() != section["captions"]:
+        raise ValueError(f"{path} says {section['captions']} captions, but {section['counts']} counts {counts.sum()}")
+    parts: list[tuple] = []
+    for entry in (*section["shards"], section["null"]):
+        count = entry["count"]
+        tokens = opened(entry, "file", spec.dtype, (count, *spec.token_shape), full)
+        lengths = np.array(opened(entry, "lengths", "int32", (count,), True))
+        pooled = None if spec.pooled is None else opened(entry, "pooled", "float16", (count, spec.pooled), full)
+        if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= spec.tokens:
+            raise ValueError(f"{folder / entry['lengths']} must hold lengths in 1..{spec.tokens}; {make} again=true")
+        parts.append((tokens, lengths, pooled))
+        for row in range(count) if full else np.unique(np.linspace(0, count - 1, min(LOOKED_AT, count)).astype(int)):
+            _check_row(spec, tokens[row], None if pooled is None else pooled[row], folder / entry["file"], row, make)
+    *shards, (null, null_length, null_pooled) = parts
+    lengths = np.concatenate([lengths for _, lengths, _ in shards]) if shards else np.zeros(0, np.int32)
+    if len(lengths) != counts.sum():
+        raise ValueError(f"{path} says {counts.sum()} captions, but the shards of {encoder} hold {len(lengths)}")
+    empty = [torch.from_numpy(np.array(part)) for part in (null, null_length, null_pooled) if part is not None]
+    pooled = None if spec.pooled is None else [own for *_, own in shards]
+    return EncodedText(spec, counts, lengths, [tokens for tokens, *_ in shards], pooled, as_text(spec, *empty))
+
+
+def _check_row(spec: TextSpec, tokens: np.ndarray, pooled: np.ndarray | None, file: Path, row: int, make: str) -> None:
+    if spec.width is None:
+        good = 0 <= tokens.min() <= tokens.max() < len(spec.vocabulary)
+    else:
+        good = np.isfinite(tokens).all() and (pooled is None or np.isfinite(pooled).all())
+    if not good:
+        what = "word numbers beyond its vocabulary" if spec.width is None else "numbers that are not finite"
+        raise ValueError(f"{file}, row {row}, holds {what}: replace it by {make} again=true")
