@@ -1,4 +1,4 @@
-"""Pictures in parquet files, as Hugging Face's `datasets` writes them: an Image column, and classes, captions or both."""
+"""Pictures in parquet files, as Hugging Face's `datasets` writes them: an Image column, and classes or captions."""
 
 from __future__ import annotations
 

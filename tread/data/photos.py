@@ -80,7 +80,7 @@ class Photos:
             )
 
     def refuse(self) -> None:
-        """Raise ValueError that names the files that are no pictures, and what has no captions or no picture, if any."""
+        """Raise ValueError that names the files that are no pictures, or what has no captions or no picture, if any."""
         if self.refused:
             raise ValueError(
                 f"{self.where}: files that are no pictures, {len(self.refused):,} in all"
