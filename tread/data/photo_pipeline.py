@@ -34,7 +34,7 @@ class Options:
     """configs/prepare_latents.yaml."""
 
     source: str
-    root: str | None
+    root: str | int | None
     labels: str | None
     captions: str | None
     out: str
@@ -65,7 +65,8 @@ def prepare(options: Options, processes: Processes) -> None:
         raise ValueError(
             f"out {out} lies inside source {source}, whose pictures it would be among; choose another place"
         )
-    photos = find_photos(source, options.root, options.labels, options.captions)
+    root = None if options.root is None else str(options.root)
+    photos = find_photos(source, root, options.labels, options.captions)
     if options.on_error == "stop" and (photos.names or photos.unpaired):
         photos.refuse()
     photos.check_classes(options.allow_empty)

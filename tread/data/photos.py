@@ -38,7 +38,7 @@ NAMED = 20  # files that an error names
 MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake
 ONE_CLASS = ("all",)  # of captioned pictures without classes
 NO_PICTURE = "its name is not a picture's"
-NONE = "none"  # captions=none: what lies beside pictures are no captions
+NONE = "none"  # captions=none: text beside pictures is left alone
 
 
 @dataclass
@@ -162,9 +162,10 @@ def _photos_in(source: Path, store: Store, root: str | None, labels: str | None,
     where = f"{source}:{inside}" if inside else str(source)
 
     chosen = labels or next((name for name in LABEL_FILES if name in names), None)
-    texts = {} if captions == NONE else texts_beside([name for name in names if name != chosen], _is_picture)
+    texts = texts_beside([name for name in names if name != chosen], _is_picture)
     if texts:
         names = [name for name in pictures_among(names, _is_picture) if name != chosen] + [chosen] * (chosen in names)
+    texts = {} if captions == NONE else texts
     if chosen is not None:
         if chosen not in names and not Path(chosen).is_file():
             raise FileNotFoundError(f"labels file {chosen} is neither in {where} nor a file of that path")

@@ -132,10 +132,10 @@ class DatasetWriter:
         """Size of a sample's picture, where pictures are kept; else 0."""
         return math.prod(self.pictures) if self.pictures else 0
 
-    def check_space(self, samples: int) -> None:
-        """Raise OSError unless the disk can take this many samples more."""
+    def check_space(self, samples: int, beside: int = 0) -> None:
+        """Raise OSError unless the disk can take this many samples more, and so many bytes beside them."""
         each = self.latents.sample_bytes + self.picture_bytes + 8
-        needed, free = int(1.01 * samples * each), free_bytes(self.work)
+        needed, free = int(1.01 * samples * each) + beside, free_bytes(self.work)
         if needed > free:
             raise OSError(f"{samples:,} samples take {size_text(needed)}, but {self.work} has {size_text(free)} free")
 
