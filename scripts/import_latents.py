@@ -105,7 +105,7 @@ def import_all(options: Options) -> None:
     print(f"  source    {options.kind}, {len(foreign.labels):,} samples, {views}, {options.source}")
     print(f"  holds     {latents.meaning}")
     if foreign.text is not None:
-        known = "with the captions themselves" if foreign.text.captions else "the captions themselves unknown"
+        known = "with the captions as words" if foreign.text.captions else "the captions as words unknown"
         print(f"  text      {foreign.text.spec.describe()}, {foreign.text.counts.sum():,} captions, {known}")
         print(f"  stores    {size_text(text_bytes)} of text")
     guessed = options.num_classes is None and options.classes is None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -149,8 +150,7 @@ def _check_names(source: Path) -> np.ndarray:
 
 
 def _same_size(source: Path, sizes: dict[str, int]) -> None:
-    values = list(sizes.values())
-    usual = max(set(values), key=values.count) if len(set(values)) > 1 else values[0]
+    ((usual, _),) = Counter(sizes.values()).most_common(1)
     if odd := [f"{name} has {size}" for name, size in sizes.items() if size != usual]:
         raise ValueError(f"{source}: damaged files, {listed(odd)} bytes, where others have {usual}")
 
