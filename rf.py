@@ -22,6 +22,7 @@ from torch import Tensor
 from tread.diffusion.guidance import Branch, Routes, guided
 from tread.diffusion.process import Process
 from tread.diffusion.solvers import solve
+from tread.models.conditions import Condition
 from tread.runtime.schema import Positive, PositiveOrZero, check
 
 Time = Literal["logit_normal", "uniform"]
@@ -85,7 +86,7 @@ class RF(Process):
         network: Callable[..., Tensor],
         x: Tensor,
         t: Tensor,
-        y: Tensor,
+        y: Condition,
         routes: Routes = (),
     ) -> Tensor:
         """The predicted velocity, of ε − x, at x_t: (B, C, S, S) fp32.
@@ -102,7 +103,7 @@ class RF(Process):
         network: Callable[..., Tensor],
         x: Tensor,
         t: Tensor,
-        y: Tensor,
+        y: Condition,
         routes: Routes = (),
     ) -> Tensor:
         """D = x_t − t·v, the predicted data, in the precision of x. The flow is v = (x_t − D) / t."""
@@ -113,7 +114,7 @@ class RF(Process):
         self,
         network: Callable[..., Tensor],
         x: Tensor,
-        y: Tensor,
+        y: Condition,
         t: Tensor,
         noise: Tensor,
         routes: Routes = (),
@@ -135,7 +136,7 @@ class RF(Process):
         return (torch.arange(count, dtype=torch.float64) + 0.5) / count
 
     def evaluation_loss(
-        self, network: Callable[..., Tensor], x: Tensor, y: Tensor, t: Tensor, noise: Tensor, routes: Routes = ()
+        self, network: Callable[..., Tensor], x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
         """The squared error of the velocity alone, whatever the training weighs: (B,) fp32."""
         return replace(self, direction=0.0).loss(network, x, y, t, noise, routes)
@@ -156,7 +157,7 @@ class RF(Process):
         self,
         network: Callable[..., Tensor],
         noise: Tensor,
-        y: Tensor,
+        y: Condition,
         null_class: int | None = None,
         scale: float = 1.0,
         steps: int = 50,
@@ -176,13 +177,13 @@ class RF(Process):
         self,
         network: Callable[..., Tensor],
         noise: Tensor,
-        y: Tensor,
+        y: Condition,
         strong: Routes | Callable[[int], Routes],
         weak: Routes | Callable[[int], Routes],
         scale: float = 1.0,
         steps: int = 50,
         solver: str = "euler",
-        weak_y: Tensor | None = None,
+        weak_y: Condition | None = None,
     ) -> Tensor:
         """Samples by Sparse Guidance, each branch under its routes: (B, C, S, S) float64.
 

@@ -30,6 +30,7 @@ from tread.runtime.cli import open_door, plain
 from tread.runtime.device import autocast
 from tread.runtime.signals import INTERRUPTED, Stop, leave_at_once
 from tread.training import settings
+from tread.training.dataset_facts import complete
 from tread.training.memory import explain_memory
 from tread.training.objective import losses, step_draws
 from tread.training.optimizer import backward, learning_rate, optimizer_step
@@ -38,7 +39,7 @@ from tread.training.progress import Clock, log
 from tread.training.report import write_report
 from tread.training.resuming import settle
 from tread.training.run import Failure, Run, first_line, leave, note_failure
-from tread.training.setup import complete, start
+from tread.training.setup import start
 from tread.training.summary import describe, describe_outcome
 
 
@@ -134,13 +135,13 @@ def training_step(run: Run) -> None:
     """One optimizer step on global batch number run.step. Nothing in it waits for the device."""
     cfg, latents = run.cfg, run.data.latents
     draws = step_draws(cfg, latents, run.step, run.processes.device)
-    weights = (1.0, cfg.alignment.weight)
+    weights, null = (1.0, cfg.alignment.weight), run.network.null(1)
     totals = [0.0, 0.0] if run.aligner else [0.0]
     for rows, batch in zip(run.micro_batches, run.loader.batches(run.step)):
         synchronise = rows is run.micro_batches[-1]
         with contextlib.nullcontext() if synchronise else run.processes.no_sync(run.wrapped):
             with autocast(run.processes.device, run.precision):
-                terms = losses(cfg, run.wrapped, run.aligner, latents, batch, draws.rows(rows))
+                terms = losses(cfg, run.wrapped, run.aligner, latents, batch, draws.rows(rows), null)
             means = [term.mean() / len(run.micro_batches) for term in terms]
             backward(sum(weight * mean for weight, mean in zip(weights, means)))
         totals = [total + mean.detach() for total, mean in zip(totals, means)]

@@ -39,7 +39,7 @@ from tread.runtime.files import explain_failure, write_whole
 from tread.runtime.tensor_files import read_state_dicts
 from tread.runtime.versions import versions
 from tread.training import settings
-from tread.training.setup import complete
+from tread.training.dataset_facts import complete
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> tuple
         raise FileExistsError(f"{folder} is there already; name=<another name> writes elsewhere")
     origins, expected = chosen(options), build_network(cfg).state_dict()
     first = next(iter(origins.values()))
-    parts = {kind: origin.fit(expected, cfg.model) for kind, origin in origins.items()}
+    parts = {kind: origin.fit(expected, cfg.model, cfg.text) for kind, origin in origins.items()}
     latents = latents_of(options, cfg)
     info = {
         "config": config,

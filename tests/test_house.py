@@ -25,7 +25,7 @@ KNOWS = {  # library → who may import it; a package means all of its files
     "plotly": {"tread/evaluation/page.py"},
     "diffusers": {"tread/data/autoencoder.py"},
     "gradio": {"tread/evaluation/explore_page.py"},
-    "transformers": {"tread/evaluation/encoders.py"},
+    "transformers": {"tread/evaluation/encoders.py", "tread/data/text_encoders.py"},  # of pictures, of text
     "mamba_ssm": {"tread/models/ssd.py"},
 }
 
@@ -109,7 +109,8 @@ def test_who_knows_which_library():
 
 def test_one_file_knows_which_architecture_runs():
     """It makes networks, and says which routes fit them; the summary prints the name."""
-    networks = {"dit.py", *(f"tread/models/{name}.py" for name in ("lightning", "mamba", "maskdit", "rwkv", "sprint"))}
+    names = ("lightning", "mamba", "maskdit", "rwkv", "sprint", "text_dit")
+    networks = {"dit.py", *(f"tread/models/{name}.py" for name in names)}
     assert {name for name in NAMES if networks & imported_files(name)} - networks == {"tread/checkpoints/network.py"}
     attributes = {
         name: {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} for name, tree in TREES.items()
@@ -120,7 +121,8 @@ def test_one_file_knows_which_architecture_runs():
 
 def test_packages_are_declared():
     files = [
-        ROOT / f"requirements{kind}.txt" for kind in ("", "-import", "-tensorboard", "-explore", "-alignment", "-mamba")
+        ROOT / f"requirements{kind}.txt"
+        for kind in ("", "-import", "-tensorboard", "-explore", "-alignment", "-mamba", "-emoji", "-text")
     ]
     declared = {line.split(">")[0] for file in files for line in file.read_text().splitlines()}
     names = {"hydra": "hydra-core", "mamba_ssm": "mamba-ssm", "sklearn": "scikit-learn", "PIL": "pillow"}

@@ -35,8 +35,8 @@ from tread.data.tars import Tar
 from tread.data.writer import DatasetWriter
 from tread.runtime import schema
 from tread.runtime.distributed import share_work
+from tread.training.dataset_facts import complete
 from tread.training.run_folder import RunLog
-from tread.training.setup import complete
 
 SIZES = {"ant": 7, "bee": 5, "cow": 9}
 PIXELS = ["autoencoder=none", "dtype=float32"]

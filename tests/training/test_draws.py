@@ -9,9 +9,10 @@ import torch
 
 from routing_module import Route, draw_ids
 from tread.data.latents import LatentSpec
+from tread.models.conditions import drop
 from tread.runtime.randomness import generator, seeded_normal
 from tread.training.alignment import Alignment
-from tread.training.objective import drop_labels, split_batch, step_draws
+from tread.training.objective import split_batch, step_draws
 
 
 def draws(seed=0, step=5, num_routes=1, posterior=True, batch_size=8):
@@ -67,9 +68,10 @@ def test_moments_of_the_draws():
 
 def test_label_drop():
     y, u = torch.tensor([3, 1, 2, 0]), torch.tensor([0.05, 0.5, 0.0999, 0.1])
-    assert drop_labels(y, u, 0.1, 10).tolist() == [10, 1, 10, 0]
-    assert drop_labels(y, u, 0.0, 10).tolist() == y.tolist()
-    assert drop_labels(y, u, 1.0, 10).tolist() == [10] * 4
+    null = torch.tensor([10])
+    assert drop(y, u, 0.1, null).tolist() == [10, 1, 10, 0]
+    assert drop(y, u, 0.0, null).tolist() == y.tolist()
+    assert drop(y, u, 1.0, null).tolist() == [10] * 4
 
 
 def test_seeded_noise_depends_on_its_seed_alone():

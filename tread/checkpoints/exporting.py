@@ -24,7 +24,7 @@ def stored_dtype(info: Mapping) -> Dtype:
 
 def as_dtype(tensors: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
     """The same tensors, rounded to a type. Raises ValueError where numbers are not finite in it."""
-    rounded = {name: value.to(TYPES[dtype]) for name, value in tensors.items()}
+    rounded = {n: value.to(TYPES[dtype]) if value.is_floating_point() else value for n, value in tensors.items()}
     if lost := [name for name, value in rounded.items() if not value.isfinite().all()]:
         most = max(tensors[name].abs().max().item() for name in lost)
         limit = f"{dtype} ends at {torch.finfo(TYPES[dtype]).max:,.0f}"

@@ -17,10 +17,12 @@ from tread.models.mamba import Directions, Kernel, Mamba
 from tread.models.maskdit import MaskDiT, check_spans
 from tread.models.rwkv import RWKV
 from tread.models.sprint import Sprint, check_sparse_part
+from tread.models.text_dit import TextDiT
 from tread.runtime.schema import Count, CountOrZero, PositiveOrZero, read
 
 Objective = Annotated[Literal["edm", "rf"], "rectified flow"]
-LIGHTNING = ("norm", "mlp", "positions", "qk_norm")  # settings of lightning and sprint alone
+TEXTS = ("dit_text", "lightning_text")  # architectures that take texts in the place of labels
+LIGHTNING = ("norm", "mlp", "positions", "qk_norm")  # settings of lightning, lightning_text and sprint alone
 DECODER = ("decoder_hidden_size", "decoder_depth", "decoder_heads")  # of maskdit alone
 # and of mamba alone
 SCANS = ("state", "head_dim", "expand", "conv", "directions", "attention_every", "kernel", "allow_token_routes")
@@ -29,7 +31,7 @@ SCANS = ("state", "head_dim", "expand", "conv", "directions", "attention_every",
 @dataclass(frozen=True)
 class Model:
     name: str
-    architecture: Literal["dit", "lightning", "mamba", "maskdit", "rwkv", "sprint"]
+    architecture: Literal["dit", "dit_text", "lightning", "lightning_text", "mamba", "maskdit", "rwkv", "sprint"]
     routes: tuple[Route, ...]
     hidden_size: Count
     depth: Count
@@ -56,7 +58,11 @@ class Model:
 
     def __post_init__(self) -> None:
         for owners, names, models in (
-            (("lightning", "sprint"), LIGHTNING, "model=lightning, model=tread_lightning and model=sprint have it"),
+            (
+                ("lightning", "lightning_text", "sprint"),
+                LIGHTNING,
+                "model=lightning, model=tread_lightning, both with _text, and model=sprint have it",
+            ),
             (("maskdit",), DECODER, "model=maskdit has it"),
             (("mamba",), SCANS, "model=mamba and model=tread_mamba have it"),
         ):
@@ -86,6 +92,11 @@ class Model:
         if self.architecture == "mamba" and self.allow_token_routes:
             return ("row", *(name for name in SELECT_CHOICES if name != "row"))
         return ("row",) if self.architecture in ("rwkv", "mamba") else SELECT_CHOICES
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether the network takes texts in the place of labels."""
+        return self.architecture in TEXTS
 
     @property
     def has_path(self) -> bool:
@@ -124,7 +135,7 @@ class Dataset:
     name: str
     path: str | None
     heldout: str | None
-    embedded: Literal["digits"] | None
+    embedded: Literal["digits", "emoji"] | None
     channels: Count | None
     size: Count | None
     num_classes: Count | None
@@ -138,6 +149,28 @@ class Dataset:
 
 
 @dataclass(frozen=True)
+class TextSettings:
+    """The encoder of a text network's captions; all but its name come from the dataset, see dataset_facts.py.
+
+    fingerprint  hash of the encoder, or of the vocabulary; None where nobody knows.
+    tokens       T; width C and pooled P are None where it has no such thing.
+    vocabulary   of word numbers, in their order.
+    """
+
+    encoder: str | None = None
+    fingerprint: str | None = None
+    tokens: Count | None = None
+    width: Count | None = None
+    pooled: Count | None = None
+    vocabulary: tuple[str, ...] | None = None
+
+    @property
+    def decisive(self) -> dict[str, object]:
+        """What decides which function weights are, by dotted name; the fingerprint says which vocabulary."""
+        return {f"text.{item.name}": getattr(self, item.name) for item in fields(self) if item.name != "vocabulary"}
+
+
+@dataclass(frozen=True)
 class Network:
     """The part of the settings that a checkpoint's network depends on."""
 
@@ -146,6 +179,7 @@ class Network:
     edm: EDM
     rf: RF
     objective: Objective
+    text: TextSettings = TextSettings()
 
 
 def read_network(config: dict) -> Network:
@@ -156,6 +190,15 @@ def read_network(config: dict) -> Network:
 def process_of(cfg: Network) -> Process:
     """The diffusion process that a network is trained on and sampled by; a run's Settings serve too."""
     return cfg.edm if cfg.objective == "edm" else cfg.rf
+
+
+def check_text(cfg: Network) -> None:
+    """Raise ValueError for a network of texts whose encoder's shapes nobody has said."""
+    if cfg.model.takes_text and cfg.text.tokens is None:
+        raise ValueError(
+            f"text.tokens is null, but model={cfg.model.name} needs what the dataset says of text.encoder="
+            f"{cfg.text.encoder}: its tokens, and their width or vocabulary"
+        )
 
 
 def build_network(cfg: Network) -> Backbone:
@@ -170,10 +213,16 @@ def build_network(cfg: Network) -> Backbone:
         "hidden_size": cfg.model.hidden_size,
         "depth": cfg.model.depth,
         "mlp_ratio": cfg.model.mlp_ratio,
-        "num_classes": cfg.dataset.num_classes,
         "learn_sigma": cfg.model.learn_sigma,
         "init": cfg.model.init,
     }
+    choices = {name: getattr(cfg.model, name) for name in LIGHTNING}
+    if cfg.model.takes_text:
+        check_text(cfg)
+        words = cfg.text.vocabulary and len(cfg.text.vocabulary)
+        text = {"text_tokens": cfg.text.tokens, "text_width": cfg.text.width, "text_pooled": cfg.text.pooled}
+        return TextDiT(num_heads=cfg.model.num_heads, vocabulary=words, **text, **choices, **sizes)
+    sizes["num_classes"] = cfg.dataset.num_classes
     if cfg.model.architecture == "rwkv":
         return RWKV(**sizes)
     if cfg.model.architecture == "mamba":
@@ -193,10 +242,7 @@ def build_network(cfg: Network) -> Backbone:
         network = Sprint if cfg.model.architecture == "sprint" else LightningDiT
         return network(
             num_heads=cfg.model.num_heads,
-            norm=cfg.model.norm,
-            mlp=cfg.model.mlp,
-            positions=cfg.model.positions,
-            qk_norm=cfg.model.qk_norm,
+            **choices,
             **sizes,
         )
     if cfg.model.architecture == "maskdit":

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.network import Model, Network, process_of
+from tread.checkpoints.network import Model, Network, TextSettings, process_of
 from tread.checkpoints.state_dicts import fit, sizes, usual_heads
 from tread.data.latents import LatentSpec
 from tread.runtime.tensor_files import read_kind
@@ -47,7 +47,7 @@ class Origin:
         return f"{kind} of {self.where}, step {self.found.step:,}" + (f", imported from {imported}" if imported else "")
 
     def recorded(self) -> dict[str, object] | None:
-        """What is recorded of Model's settings, by dotted name; None without a record.
+        """What is recorded of Model's settings, and of text's, by dotted name; None without a record.
 
         A setting that a record is too old to know has its default, if Model gives one.
         """
@@ -55,7 +55,8 @@ class Origin:
             return None
         model = self._config.get("model", {})
         stated = {item.name: model.get(item.name, item.default) for item in fields(Model)}
-        return {f"model.{name}": value for name, value in stated.items() if value is not MISSING}
+        text = {f"text.{name}": value for name, value in self._config.get("text", {}).items()}
+        return text | {f"model.{name}": value for name, value in stated.items() if value is not MISSING}
 
     @property
     def _config(self) -> dict:
@@ -66,13 +67,16 @@ class Origin:
         latents = self.found.info.get("latents", {}) if self.found else {}
         return {key: tuple(value) if isinstance(value, list) else value for key, value in latents.items()}
 
-    def fit(self, expected: Mapping[str, Tensor], model: Model | None = None) -> dict[str, Tensor]:
-        """What a network with the state dict `expected`, built by `model`, is to load.
+    def fit(
+        self, expected: Mapping[str, Tensor], model: Model | None = None, text: TextSettings | None = None
+    ) -> dict[str, Tensor]:
+        """What a network with the state dict `expected`, built by `model` (for text's encoder), is to load.
 
         Raises ValueError unless names and shapes are the network's, and what the record says of its Model.
         """
         own = {name: value for name, value in self.state.items() if not name.startswith(PROJECTORS)}
-        return fit(own, expected, self.where, model and model.decisive, model and self.recorded())
+        ours = model and (model.decisive | text.decisive if text and model.takes_text else model.decisive)
+        return fit(own, expected, self.where, ours, model and self.recorded())
 
     def warnings(self, cfg: Network, latents: LatentSpec, predicts: str = "objective") -> list[str]:
         """What weights that fit meant otherwise, a line each with both values, and what nobody recorded.
@@ -150,13 +154,19 @@ def read_origin(path: Path, weights: str = "ema") -> Origin:
     return Origin(str(path), *read_kind(path, weights))
 
 
-def load_weights(network: nn.Module, path: str, weights: str = "ema", model: Model | None = None) -> Origin:
+def load_weights(
+    network: nn.Module,
+    path: str,
+    weights: str = "ema",
+    model: Model | None = None,
+    text: TextSettings | None = None,
+) -> Origin:
     """Put in other weights (init_from), "ema" or "model". Raises FileNotFoundError, or ValueError unless they fit.
 
-    model  the settings that the network was built by, which the weights' own record must not contradict.
+    model, text  the settings that the network was built by, which the weights' own record must not contradict.
     """
     origin = read_origin(Path(path).expanduser(), weights)
-    network.load_state_dict(origin.fit(network.state_dict(), model))
+    network.load_state_dict(origin.fit(network.state_dict(), model, text))
     return origin
 
 

@@ -53,7 +53,8 @@ def fit(
         if whole[name].shape != expected[name].shape
     ]:
         problems.append(f"of other shapes: {listed(other)}")
-    if coarse := [f"{name} {whole[name].dtype}" for name in shared if not whole[name].is_floating_point()]:
+    numbers = [name for name in shared if expected[name].is_floating_point()]  # the others: a text's words and mask
+    if coarse := [f"{name} {whole[name].dtype}" for name in numbers if not whole[name].is_floating_point()]:
         problems.append(f"no floating-point numbers: {listed(coarse)}")
     elif broken := [name for name in shared if not whole[name].isfinite().all()]:
         raise ValueError(f"the weights of {where} are broken: not all numbers are finite in {listed(broken)}")
@@ -135,6 +136,8 @@ def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
         found |= {"model.architecture": "rwkv", "model.mlp_ratio": width[0] / hidden_size}
     elif width := shapes.get("blocks.0.mlp.w12.weight"):
         found["model.mlp_ratio"] = _swiglu_ratio(width[0] // 2, hidden_size)
+    if "blocks.0.cross_attn.q.weight" in shapes:
+        found["model.architecture"] += "_text"
     if "fusion_proj.weight" in shapes:
         found["model.architecture"] = "sprint"
     if len(shapes.get("blocks.0.mixer.conv1d.weight", ())) == 3:

@@ -45,6 +45,11 @@ class Trained:
         return LatentSpec.from_json(self.found.info["latents"])
 
     @property
+    def text(self) -> dict[str, object] | None:
+        """What its texts are; None: it takes classes."""
+        return self.cfg.text.decisive if self.cfg.model.takes_text else None
+
+    @property
     def sha256(self) -> str:
         return self.found.sha256(self.weights)
 
@@ -115,7 +120,9 @@ def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
         raise ValueError(
             f"guidance.checkpoint={guidance.checkpoint} is the network that checkpoint=… names: it can't guide itself"
         )
-    meanings = [{"objective": one.cfg.objective, **one.latents.to_network_scale} for one in (strong, weak)]
+    meanings = [
+        {"objective": one.cfg.objective, "text": one.text, **one.latents.to_network_scale} for one in (strong, weak)
+    ]
     for name, ours in meanings[0].items():
         if meanings[1][name] != ours:
             raise ValueError(

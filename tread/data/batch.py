@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from tread.models import conditions
+from tread.models.conditions import Condition
 from tread.models.text import Text
 
 
@@ -24,6 +25,11 @@ class Batch(NamedTuple):
     features: Tensor | None = None
     pictures: Tensor | None = None
     text: Text | None = None
+
+    @property
+    def condition(self) -> Condition:
+        """What a network gets of them: the text where the dataset was opened with it, else the labels."""
+        return self.labels if self.text is None else self.text
 
     def rows(self, rows: slice) -> Batch:
         """Some of the samples."""

@@ -238,11 +238,13 @@ class DatasetWriter:
         self._lock.release()
 
 
-def write_dataset(folder: Path, latents: LatentSpec, shards: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+def write_dataset(
+    folder: Path, latents: LatentSpec, shards: Iterable[tuple[np.ndarray, np.ndarray]], **beside: object
+) -> None:
     """Write a dataset in one go; the folder appears under its name only when it is whole.
 
-    shards yields (stored (n, *latents.stored_shape), labels (n,)). Raises FileExistsError if the
-    folder is there already, ValueError for a shard that is not what `latents` says.
+    shards yields (stored (n, *latents.stored_shape), labels (n,)); beside is what else index.json is to say. Raises
+    FileExistsError if the folder is there already, ValueError for a shard that is not what `latents` says.
     """
     writer = DatasetWriter(folder, latents, plan={})
     writer.begin(anew=not writer.has_any())
@@ -251,7 +253,7 @@ def write_dataset(folder: Path, latents: LatentSpec, shards: Iterable[tuple[np.n
         for stored, labels in shards:
             writer.write(count, stored, labels)
             count += 1
-        writer.assemble(count)
+        writer.assemble(count, **beside)
         writer.publish()
     except BaseException:
         writer.discard()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tread.diffusion.guidance import Routes
 from tread.diffusion.process import Process
+from tread.models.conditions import Condition
 from tread.runtime.schema import Positive, check
 
 
@@ -63,7 +64,7 @@ class EDM(Process):
         network: Callable[..., Tensor],
         x: Tensor,
         sigma: Tensor,
-        y: Tensor,
+        y: Condition,
         routes: Routes = (),
     ) -> Tensor:
         """D(x; σ, y) = c_skip·x + c_out·F(c_in·x; ln σ / 4, y) in fp32 (Eq. 7, Table 1).
@@ -83,7 +84,7 @@ class EDM(Process):
         self,
         network: Callable[..., Tensor],
         x: Tensor,
-        y: Tensor,
+        y: Condition,
         sigma: Tensor,
         noise: Tensor,
         routes: Routes = (),

@@ -14,7 +14,8 @@ That is the one convention of this code, for all kinds, for all channels, for ED
     path_drop      class                no class, without g   SPRINT's, arXiv 2510.21986: g is its sparse part
     path_drop_class class               class, without g      likewise
 
-A ratio is the share of tokens routed around, of the routes that the network was trained with.
+A ratio is the share of tokens routed around, of the routes that the network was trained with. Of a network that takes
+texts read "text" for "class": without one it sees the empty caption.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 from routing_module import Route
+from tread.models.conditions import Condition, join
 from tread.runtime.schema import check
 from tread.runtime.tensor_files import Weights
 
@@ -256,12 +258,12 @@ class Branch:
     """One of the two denoisers.
 
     denoise  (x, level, y, routes) → D.
-    y        (B,) int64 labels, or the null class.
+    y        (B,) int64 labels, or the null class; or texts, or the empty one.
     routes   number of the call → its routes with ids drawn; () runs all tokens.
     """
 
-    denoise: Callable[[Tensor, Tensor, Tensor, Routes], Tensor]
-    y: Tensor
+    denoise: Callable[[Tensor, Tensor, Condition, Routes], Tensor]
+    y: Condition
     routes: Callable[[int], Routes] = lambda call: ()
 
 
@@ -282,7 +284,7 @@ def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -
         weak_routes = weak.routes(call)
         if strong.denoise is weak.denoise and _shapes(routes) == _shapes(weak_routes):
             both = [(route, torch.cat([ids, other])) for (route, ids), (_, other) in zip(routes, weak_routes)]
-            x, y = torch.cat([x, x]), torch.cat([strong.y, weak.y])
+            x, y = torch.cat([x, x]), join(strong.y, weak.y)
             level = torch.cat([level, level]) if level.ndim else level
             D_strong, D_weak = strong.denoise(x, level, y, both).chunk(2)
         else:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tread.diffusion.guidance import Routes
+from tread.models.conditions import Condition
 
 CLEANEST = 0.001  # the lowest quantile of the training's noise levels that `cleaner` goes to
 
@@ -25,7 +26,8 @@ class Process(Protocol):
     evaluation                     what the mean of evaluation_loss is called in metrics.jsonl: processes whose numbers
                                    mean something else have another name.
 
-    Shapes: x (B, C, S, S); level (B,) or a scalar; y (B,) int64; network(x, time, y, routes=) → (B, C or 2C, S, S).
+    Shapes: x (B, C, S, S); level (B,) or a scalar; y (B,) int64, or a Text; network(x, time, y, routes=) →
+    (B, C or 2C, S, S).
     """
 
     default_steps: int
@@ -60,12 +62,12 @@ class Process(Protocol):
         """Loss weight of each noise level."""
 
     def denoise(
-        self, network: Callable[..., Tensor], x: Tensor, level: Tensor, y: Tensor, routes: Routes = ()
+        self, network: Callable[..., Tensor], x: Tensor, level: Tensor, y: Condition, routes: Routes = ()
     ) -> Tensor:
         """D(x; l, y), the predicted data."""
 
     def loss(
-        self, network: Callable[..., Tensor], x: Tensor, y: Tensor, level: Tensor, noise: Tensor, routes: Routes = ()
+        self, network: Callable[..., Tensor], x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
         """Weighted error of each sample, averaged over C, S, S: (B,) fp32.
 
@@ -75,7 +77,7 @@ class Process(Protocol):
         return self.weight(level.float()) * squared.mean(dim=(1, 2, 3))
 
     def errors(
-        self, network: Callable[..., Tensor], x: Tensor, y: Tensor, level: Tensor, noise: Tensor, routes: Routes = ()
+        self, network: Callable[..., Tensor], x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What `loss` averages and weighs: squared errors, D and the noisy input, each (B, C, S, S) fp32."""
 
@@ -84,7 +86,7 @@ class Process(Protocol):
         return self.quantiles(count)
 
     def evaluation_loss(
-        self, network: Callable[..., Tensor], x: Tensor, y: Tensor, level: Tensor, noise: Tensor, routes: Routes = ()
+        self, network: Callable[..., Tensor], x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
         """What runs are compared by on held-out data, of each sample: (B,) fp32; arguments as in `loss`."""
         return self.loss(network, x, y, level, noise, routes)

@@ -19,6 +19,8 @@ from routing_module import Route
 from tread.diffusion.guidance import NO_GUIDANCE, Branch, Call, Guidance, Routes, guided
 from tread.diffusion.process import Process
 from tread.diffusion.solvers import Churn, call_order, solve
+from tread.models.conditions import Condition, count, pad, replaced, rows, to
+from tread.models.text import Text
 from tread.routing.ids import check_ratio, choose_ids, count_kept, with_ratio
 from tread.runtime.device import autocast
 from tread.runtime.randomness import generator, seeded_normal, seeded_uniform
@@ -33,11 +35,37 @@ class Model:
 
     process  what it was trained on.
     routes   those that it can be run under, whose ratios a guidance sets; () for all tokens only.
+    prompts  of a network that takes texts: the texts that labels number; None: labels are classes.
     """
 
     process: Process
     network: nn.Module
     routes: tuple[Route, ...] = ()
+    prompts: Text | None = None
+
+    @property
+    def num_labels(self) -> int:
+        """Labels are 0..num_labels−1, classes or prompts; num_labels itself is no class, or the empty caption.
+
+        Raises ValueError for a network that takes texts without prompts.
+        """
+        if self.prompts is not None:
+            return count(self.prompts)
+        if self.network.num_classes is None:
+            raise ValueError("this network takes texts, but there are no prompts for labels to number")
+        return self.network.num_classes
+
+    def condition(self, labels: Tensor, device: torch.device) -> Condition:
+        """What the network gets for labels (n,), on a device."""
+        if self.prompts is None:
+            return labels.to(device)
+        known = to(rows(self.prompts, labels.clamp(max=self.num_labels - 1)), device)
+        return replaced(known, labels.to(device) == self.num_labels, self.null(1, device))
+
+    def null(self, total: int, device: torch.device) -> Condition:
+        """No class, or the empty caption, so many times."""
+        takes_text = self.network.num_classes is None
+        return self.network.null(total) if takes_text else torch.full((total,), self.network.num_classes, device=device)
 
 
 @dataclass(frozen=True)
@@ -101,7 +129,7 @@ class Sampler:
 
 
 def check_labels(labels: Tensor, num_classes: int) -> None:
-    """Raise ValueError unless labels (n,) are classes, or the number of classes for none."""
+    """Raise ValueError unless labels (n,) are classes (or prompts), or their number for none."""
     if not 0 <= int(labels.min()) <= int(labels.max()) <= num_classes:
         raise ValueError(
             f"classes lie in {int(labels.min())}..{int(labels.max())}, but must lie in 0..{num_classes - 1}, "
@@ -136,10 +164,10 @@ def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> 
 def draw(
     model: Model, seeds: Sequence[int], labels: Tensor, sampler: Sampler, weak: Model | None = None
 ) -> Iterator[Tensor]:
-    """Class-conditional samples, a batch after the other.
+    """Samples of classes, or of prompts, a batch after the other.
 
     seeds   one for each sample; its noise and route ids depend on it alone.
-    labels  (n,) int64 classes, on the CPU.
+    labels  (n,) int64 classes, or numbers of the model's prompts, on the CPU.
     weak    a second network of the guidance; None: the strong one serves.
 
     Yields network latents (b, C, S, S) fp32 on the network's device, in the order of the seeds. A
@@ -148,30 +176,30 @@ def draw(
     """
     if len(seeds) != len(labels) or not len(seeds):
         raise ValueError(f"{len(seeds)} seeds for {len(labels)} labels: each sample needs one of both")
-    check_labels(labels, model.network.num_classes)
+    check_labels(labels, model.num_labels)
     check_ratios(sampler, model, weak)
     for start in range(0, len(seeds), sampler.batch_size):
         part, y = list(seeds[start : start + sampler.batch_size]), labels[start : start + sampler.batch_size]
         missing = sampler.batch_size - len(part)
-        padded, y = part + part[-1:] * missing, torch.cat([y, y[-1:].expand(missing)])
+        padded, y = part + part[-1:] * missing, pad(y, sampler.batch_size)
         yield _draw_batch(model, weak, padded, y, sampler)[: len(part)]
 
 
 def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tensor, sampler: Sampler) -> Tensor:
     network, device = model.network, next(model.network.parameters()).device
     plan, row = sampler.plan(model.process), sampler.guidance.row
-    labels, no_class = labels.to(device), torch.full_like(labels, network.num_classes, device=device)
+    y, weaker = model.condition(labels, device), weak or model
     denoise = _denoiser(model, sampler.precision)
     routes = _routes(model, seeds, [call.strong for call in plan], "strong", device)
-    strong, other = Branch(denoise, labels if row.strong_class else no_class, routes), None
+    strong, other = Branch(denoise, y if row.strong_class else model.null(len(seeds), device), routes), None
     if row.weak_class is not None:
         if weak is not None:  # else one function, so that branches of one shape run as one batch
             denoise = _denoiser(weak, sampler.precision)
         elif row.drops_path:
             denoise = _denoiser(model, sampler.precision, path_drop=True)
         stream = "strong" if sampler.guidance.same_ids else "weak"
-        routes = _routes(weak or model, seeds, [call.weak or 0.0 for call in plan], stream, device)
-        other = Branch(denoise, labels if row.weak_class else no_class, routes)
+        routes = _routes(weaker, seeds, [call.weak or 0.0 for call in plan], stream, device)
+        other = Branch(denoise, y if row.weak_class else weaker.null(len(seeds), device), routes)
     denoiser = guided(strong, other, lambda call: plan[call].scale)
     shape = (network.in_channels, network.input_size, network.input_size)
 
@@ -182,10 +210,10 @@ def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tens
     return solve(sampler.solver, denoiser, noise, levels, sampler.churn, churn_noise).float()
 
 
-def _denoiser(model: Model, precision: str, **more: bool) -> Callable[[Tensor, Tensor, Tensor, Routes], Tensor]:
+def _denoiser(model: Model, precision: str, **more: bool) -> Callable[[Tensor, Tensor, Condition, Routes], Tensor]:
     network = partial(model.network, **more) if more else model.network
 
-    def denoise(x: Tensor, level: Tensor, y: Tensor, routes: Routes) -> Tensor:
+    def denoise(x: Tensor, level: Tensor, y: Condition, routes: Routes) -> Tensor:
         with autocast(x.device, precision):
             return model.process.denoise(network, x, level, y, routes)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tread.data.dataset import LatentDataset
 from tread.data.latents import to_network
 from tread.diffusion.process import Process
+from tread.models.conditions import Condition, to
 from tread.runtime.randomness import seeded_normal
 
 CALLED = {"eval_loss": "evaluation loss", "eval_velocity": "velocity error"}  # Process.evaluation → for people
@@ -38,18 +39,18 @@ def read_points(
     noise_levels: int,
     device: torch.device,
     stream: str = "evaluation",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Latents (n, C, S, S), labels (n,), noise levels (n,) and noise (n, C, S, S) of evaluation points, on a device.
+) -> tuple[Tensor, Condition, Tensor, Tensor]:
+    """Latents (n, C, S, S), labels (n,) or texts, noise levels (n,) and noise (n, C, S, S) of evaluation points.
 
-    Arguments as in `heldout_loss`; stream is what the noise is drawn for. Moments are represented by their mean,
-    labels are kept.
+    All on a device; arguments as in `heldout_loss`, stream is what the noise is for. Moments are represented by their
+    mean, labels are kept, and of several captions the first is taken.
     """
     sample, level = point(numbers, points, len(data), noise_levels)
     batch = data.read(sample.numpy())
     x = to_network(batch.stored.to(device), data.latents)
     noise = seeded_normal(numbers.tolist(), data.latents.shape, stream).to(device)
     quantiles = process.evaluation_levels(noise_levels).float()[level].to(device)
-    return x, batch.labels.to(device), quantiles, noise
+    return x, to(batch.condition, device), quantiles, noise
 
 
 @torch.no_grad()

@@ -161,7 +161,7 @@ def open_latents(trained: Trained, folder: str | None = None) -> LatentDataset:
     if folder is None and dataset.embedded == "digits":
         digits.prepare(place, "heldout" if dataset.heldout else "train")
     try:
-        data = LatentDataset(place)
+        data = LatentDataset(place, text=trained.cfg.text.encoder if trained.cfg.model.takes_text else None)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{error}; if the latents that {trained.found.folder} was trained on have moved: data=<folder>"

@@ -81,6 +81,9 @@ class LabelEmbedder(nn.Module):
         super().__init__()
         self.embedding_table = nn.Embedding(num_classes + 1, hidden_size)
 
+    def initialize(self) -> None:
+        nn.init.normal_(self.embedding_table.weight, std=0.02)
+
     def forward(self, y: Tensor) -> Tensor:
         return self.embedding_table(y)
 
@@ -112,6 +115,7 @@ class Backbone(nn.Module):
     init         "adaln_zero": modulations and the last layer start at zero, so that an untrained
                  network outputs 0 (the paper's); "xavier": all linear layers Xavier-uniform, what
                  the released TREAD code runs, since there the zeroing is overwritten.
+    embedder     makes what embeds conditions that are no labels, where num_classes is None (TextDiT).
 
     Raises ValueError for sizes that do not fit one another.
     """
@@ -128,9 +132,10 @@ class Backbone(nn.Module):
         in_channels: int,
         hidden_size: int,
         depth: int,
-        num_classes: int,
+        num_classes: int | None,
         learn_sigma: bool,
         init: Init,
+        embedder: Callable[[], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         if input_size % patch_size:
@@ -147,7 +152,7 @@ class Backbone(nn.Module):
 
         self.x_embedder = PatchEmbed(in_channels, patch_size, hidden_size)
         self.t_embedder = TimestepEmbedder(hidden_size)
-        self.y_embedder = LabelEmbedder(num_classes, hidden_size)
+        self.y_embedder = embedder() if embedder else LabelEmbedder(num_classes, hidden_size)
         self.register_buffer("pos_embed", sincos_positions(hidden_size, side)[None])
         self.blocks = nn.ModuleList(make_block() for _ in range(depth))
         self.final_layer = FinalLayer(hidden_size, patch_size**2 * self.out_channels, hidden_size)
@@ -161,7 +166,7 @@ class Backbone(nn.Module):
                     nn.init.zeros_(module.bias)
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.view(self.x_embedder.proj.out_channels, -1))
         nn.init.zeros_(self.x_embedder.proj.bias)
-        nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
+        self.y_embedder.initialize()
         if init == "adaln_zero":
             nn.init.normal_(self.t_embedder.mlp[0].weight, std=0.02)
             nn.init.normal_(self.t_embedder.mlp[2].weight, std=0.02)
@@ -189,11 +194,21 @@ class Backbone(nn.Module):
         expected = (self.in_channels, self.input_size, self.input_size)
         if tuple(x.shape[1:]) != expected:
             raise ValueError(f"x has shape {tuple(x.shape)}, but this network takes (B, *{expected})")
+        self.check_condition(y, len(x))
+
+    def check_condition(self, y: Tensor, batch: int) -> None:
+        """Raise ValueError for what is no condition of so many samples; see check_inputs."""
+        if not isinstance(y, Tensor):
+            raise ValueError(f"y is {type(y).__name__}, but this network takes (B,) int64 labels")
         if y.device.type == "cpu" and y.numel() and not 0 <= int(y.min()) <= int(y.max()) <= self.num_classes:
             raise ValueError(
                 f"labels lie in {int(y.min())}..{int(y.max())}, but this network knows "
                 f"0..{self.num_classes - 1} and the null class {self.num_classes}"
             )
+
+    def null(self, count: int) -> Tensor:
+        """The condition that stands for none, so many times: (count,) int64, the null class."""
+        return torch.full((count,), self.num_classes, device=self.pos_embed.device)
 
     def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None) -> int:
         """FLOPs of one forward pass for one sample, two a multiply-add: matrix products and token mixing.
@@ -227,9 +242,9 @@ class Backbone(nn.Module):
         outputs  its keys are blocks whose outputs the caller wants; each is put there as the block leaves it,
                  (B, N, D), or (B, K, D) of a block on a route.
         """
-        x, c = self.embed(x, t, y)
-        grid = self.grid if self.needs_grid else None
-        x = run_blocks(self.called(self.blocks, outputs), x, c, routes=routes, along=self.along(len(x)), grid=grid)
+        x, c, *more = self.embed(x, t, y)
+        grid, along = self.grid if self.needs_grid else None, self.along(len(x))
+        x = run_blocks(self.called(self.blocks, outputs), x, c, *more, routes=routes, along=along, grid=grid)
         return self.unpatchify(self.final_layer(x, c))
 
     def called(
@@ -245,12 +260,13 @@ class Backbone(nn.Module):
 
     def output_of(self, block: int, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         """The output of block number `block` with all tokens, (B, N, D); what lies behind it is not computed."""
-        x, c = self.embed(x, t, y)
+        x, *shared = self.embed(x, t, y)
         grid = self.grid if self.needs_grid else None
-        return run_blocks(self.blocks[: block + 1], x, c, along=self.along(len(x)), grid=grid)
+        return run_blocks(self.blocks[: block + 1], x, *shared, along=self.along(len(x)), grid=grid)
 
-    def embed(self, x: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """forward's inputs → tokens (B, N, D) and conditioning (B, D). Raises ValueError for what does not fit."""
+    def embed(self, x: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        """forward's inputs → tokens (B, N, D), conditioning (B, D), and what else a class's blocks get, which routes
+        leave whole. Raises ValueError for what does not fit."""
         self.check_inputs(x, y)
         return self.x_embedder(x) + self.pos_embed, self.t_embedder(t) + self.y_embedder(y)
 

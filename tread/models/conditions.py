@@ -45,11 +45,15 @@ def to(y: Condition, device: torch.device | str) -> Condition:
     return _each(lambda part: part.to(device), y)
 
 
-def drop(y: Condition, uniform: Tensor, probability: float, null: Condition) -> Condition:
-    """Replace conditions by the null one (1, …) where the uniform number (B,) is below the probability."""
-    dropped = uniform < probability
+def replaced(y: Condition, where: Tensor, null: Condition) -> Condition:
+    """The null condition (1, …) where (B,) bool says so."""
 
     def choose(part: Tensor, empty: Tensor) -> Tensor:
-        return torch.where(dropped.view(-1, *[1] * (part.ndim - 1)), empty.to(part.dtype), part)
+        return torch.where(where.view(-1, *[1] * (part.ndim - 1)), empty.to(part.dtype), part)
 
     return _each(choose, y, null)
+
+
+def drop(y: Condition, uniform: Tensor, probability: float, null: Condition) -> Condition:
+    """The null condition (1, …) where the uniform number (B,) is below the probability."""
+    return replaced(y, uniform < probability, null)

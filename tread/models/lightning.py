@@ -9,7 +9,7 @@ Shapes: B samples, N tokens of a grid in raster order, D hidden size, H heads of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -102,6 +102,7 @@ class LightningDiT(Backbone):
     positions  "rope": queries and keys turn by their token's place, and the fixed sines and cosines are added to the
                tokens besides, as public checkpoints have both; "sincos": these alone.
     qk_norm    True: RMSNorm of each head's queries and keys, before they turn.
+    block, embedder  what makes a block, as LightningBlock, and what embeds the conditions, see Backbone.
 
     Raises ValueError for sizes that do not fit one another.
     """
@@ -115,7 +116,7 @@ class LightningDiT(Backbone):
         depth: int = 28,
         num_heads: int = 16,
         mlp_ratio: float = 4.0,
-        num_classes: int = 1000,
+        num_classes: int | None = 1000,
         learn_sigma: bool = False,
         init: str = "adaln_zero",
         *,
@@ -123,13 +124,15 @@ class LightningDiT(Backbone):
         mlp: MlpKind = "swiglu",
         positions: Positions = "rope",
         qk_norm: bool = False,
+        block: Callable[..., nn.Module] = LightningBlock,
+        embedder: Callable[[], nn.Module] | None = None,
     ) -> None:
         if hidden_size % num_heads:
             raise ValueError(f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}")
         for name, value, kind in (("norm", norm, Norm), ("mlp", mlp, MlpKind), ("positions", positions, Positions)):
             check(name, value, kind)
         super().__init__(
-            lambda: LightningBlock(hidden_size, num_heads, mlp_ratio, norm, mlp, qk_norm),
+            lambda: block(hidden_size, num_heads, mlp_ratio, norm, mlp, qk_norm),
             input_size,
             patch_size,
             in_channels,
@@ -138,6 +141,7 @@ class LightningDiT(Backbone):
             num_classes,
             learn_sigma,
             init,
+            embedder,
         )
         self.final_layer.norm_final = make_norm(norm, hidden_size)
         self.head_dim = hidden_size // num_heads if positions == "rope" else None  # of heads that turn

@@ -1,4 +1,7 @@
-"""Texts as conditions."""
+"""Captions as a network takes them in the place of labels; tread/models/text_dit.py is such a network.
+
+Shapes: B samples, T text tokens, C and P channels of an encoder's tokens and of its pooled text.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from torch import Tensor
 
 
 class Text(NamedTuple):
-    """Captions as a network takes them in the place of labels.
+    """Captions of B samples.
 
     tokens  (B, T, C) of a frozen encoder, or (B, T) int64 word numbers, which the network embeds.
     mask    (B, T) bool, True where there is a word. No row is all False: the empty caption is one begin token.

@@ -42,7 +42,8 @@ def explain_memory(run: Run, error: str) -> str:
         few, moments = slice(0, size), [] if run.optimizer.state else 2 * parameters  # of AdamW, yet to come
         room = [torch.empty_like(parameter) for parameter in moments]
         with torch.compiler.set_stance("force_eager"), autocast(run.processes.device, run.precision):
-            terms = losses(cfg, module, run.aligner, run.data.latents, batch.rows(few), draws.rows(few))
+            given = (batch.rows(few), draws.rows(few), run.network.null(1))
+            terms = losses(cfg, module, run.aligner, run.data.latents, *given)
             loss = sum(term.mean() for term in terms)
         torch.autograd.grad(loss, parameters)  # not backward(), which would have DDP wait for other processes
         del room  # held until here

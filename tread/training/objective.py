@@ -16,6 +16,7 @@ from tread.checkpoints.network import process_of
 from tread.data.dataset import Batch
 from tread.data.latents import LatentSpec, to_network
 from tread.models.backbone import Backbone
+from tread.models.conditions import Condition, drop
 from tread.routing.ids import choose_ids
 from tread.runtime.randomness import generator
 from tread.training.alignment import Aligner, alignment_loss, ids_at, self_loss
@@ -29,7 +30,7 @@ class Draws:
 
     level      (B,) standard normal, to become noise levels.
     noise      (B, C, S, S) standard normal, to be added to the latents.
-    drop       (B,) uniform, to drop labels.
+    drop       (B,) uniform, to drop labels or texts.
     routes     pairs (Route, ids_keep (B, K)), the tokens that each route keeps.
     posterior  (B, C, S, S) standard normal, to sample latents from moments; None if they are plain.
     back       (B,) uniform, by which share of alignment.gap self's teacher sees less noise; None without it.
@@ -67,11 +68,6 @@ def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | 
             f"images over {ranks} processes"
         )
     return [slice(first, first + micro) for first in range(rank * share, (rank + 1) * share, micro)]
-
-
-def drop_labels(y: Tensor, uniform: Tensor, probability: float, null_class: int) -> Tensor:
-    """Replace labels by the null class where the uniform number is below the probability: (B,)."""
-    return torch.where(uniform < probability, null_class, y)
 
 
 def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
@@ -124,15 +120,22 @@ def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.devi
 
 
 def training_loss(
-    cfg: Settings, network: Callable[..., Tensor], latents: LatentSpec, stored: Tensor, labels: Tensor, draws: Draws
+    cfg: Settings,
+    network: Callable[..., Tensor],
+    latents: LatentSpec,
+    stored: Tensor,
+    labels: Condition,
+    draws: Draws,
+    null: Condition | None = None,
 ) -> Tensor:
     """Loss of each sample (B,) fp32 by the run's objective, with dropped labels and under the routes drawn for.
 
-    stored (B, C or 2C, S, S) and labels (B,) as the dataset holds them, on the network's device;
-    `latents` says what the stored numbers mean, `draws` holds all that is random.
+    stored (B, C or 2C, S, S) and labels (B,), or texts, as the dataset holds them, on the network's device;
+    `latents` says what the stored numbers mean, `draws` holds all that is random; null is what dropped labels become,
+    see Backbone.null, None: the null class.
     """
     x = to_network(stored, latents, draws.posterior)
-    y = drop_labels(labels, draws.drop, cfg.train.label_drop, cfg.dataset.num_classes)
+    y = dropped(cfg, labels, draws, null)
     process, routes = process_of(cfg), draws.routes
     if draws.path is not None:
         network = partial(network, path_drop=draws.path < cfg.train.path_drop)
@@ -147,6 +150,13 @@ def training_loss(
     return loss
 
 
+def dropped(cfg: Settings, labels: Condition, draws: Draws, null: Condition | None) -> Condition:
+    """Labels or texts, of which a share of train.label_drop has become the null one."""
+    if null is None:
+        null = draws.drop.new_full((1,), cfg.dataset.num_classes, dtype=torch.int64)
+    return drop(labels, draws.drop, cfg.train.label_drop, null)
+
+
 def losses(
     cfg: Settings,
     network: Callable[..., Tensor],
@@ -154,18 +164,21 @@ def losses(
     latents: LatentSpec,
     batch: Batch,
     draws: Draws,
+    null: Condition | None = None,
 ) -> list[Tensor]:
     """The losses of each sample, (B,) fp32: denoising, and alignment where there is one, which is yet to be weighed.
 
     network  the run's network, or its aligner's module, as processes share it.
+    null     see training_loss.
     """
+    y = batch.condition
     if aligner is None:
-        return [training_loss(cfg, network, latents, batch.stored, batch.labels, draws)]
+        return [training_loss(cfg, network, latents, batch.stored, y, draws, null)]
     if aligner.teacher is not None:
-        targets = teacher_tokens(cfg, aligner.teacher, latents, batch.stored, batch.labels, draws)
+        targets = teacher_tokens(cfg, aligner.teacher, latents, batch.stored, y, draws, null)
     else:
         targets = aligner.encoder.encode(batch.pictures) if aligner.encoder else batch.features
-    return list(aligned_losses(cfg, network, latents, batch.stored, batch.labels, draws, targets))
+    return list(aligned_losses(cfg, network, latents, batch.stored, y, draws, targets, null))
 
 
 def aligned_losses(
@@ -173,9 +186,10 @@ def aligned_losses(
     aligned: Callable[..., tuple[Tensor, Tensor]],
     latents: LatentSpec,
     stored: Tensor,
-    labels: Tensor,
+    labels: Condition,
     draws: Draws,
     targets: Tensor,
+    null: Condition | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each sample as training_loss, and that of its alignment, which cfg.alignment.weight is yet to weigh.
 
@@ -189,7 +203,7 @@ def aligned_losses(
         projected.append(tokens)
         return output
 
-    denoising = training_loss(cfg, network, latents, stored, labels, draws)
+    denoising = training_loss(cfg, network, latents, stored, labels, draws, null)
     depth = cfg.model.depth
     ids_keep = ids_at(cfg.alignment.blocks(depth)[0], draws.routes, depth)
     loss = self_loss if cfg.alignment.kind == "self" else alignment_loss
@@ -198,15 +212,21 @@ def aligned_losses(
 
 @torch.no_grad()
 def teacher_tokens(
-    cfg: Settings, teacher: Backbone, latents: LatentSpec, stored: Tensor, labels: Tensor, draws: Draws
+    cfg: Settings,
+    teacher: Backbone,
+    latents: LatentSpec,
+    stored: Tensor,
+    labels: Condition,
+    draws: Draws,
+    null: Condition | None = None,
 ) -> Tensor:
     """The targets of alignment.kind=self, (B, N, D): what the teacher's block makes of all tokens of the same samples,
     with the same noise and labels, at the cleaner level that draws.back says.
     """
     x, process, found = to_network(stored, latents, draws.posterior), process_of(cfg), []
-    y = drop_labels(labels, draws.drop, cfg.train.label_drop, cfg.dataset.num_classes)
+    y = dropped(cfg, labels, draws, null)
 
-    def network(x: Tensor, t: Tensor, y: Tensor, routes: object = ()) -> Tensor:
+    def network(x: Tensor, t: Tensor, y: Condition, routes: object = ()) -> Tensor:
         found.append(teacher.output_of(cfg.alignment.blocks(cfg.model.depth)[1], x, t, y))
         return x  # of which nothing is used: the process has preconditioned the input, which is all that is wanted
 

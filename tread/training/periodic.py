@@ -117,11 +117,11 @@ def grid_path(run: Run) -> Path:
 
 
 def draw_grid(run: Run) -> None:
-    """The loss curve, and a grid of EMA samples: a row a class, the same noise each time."""
+    """The loss curve, and a grid of EMA samples: a row a class or prompt, the same noise each time."""
 
     def draw() -> None:
         cfg = run.cfg
-        classes = spread_classes(cfg.dataset.num_classes, cfg.sampling.classes)
+        classes = spread_classes(run.model.num_labels, cfg.sampling.classes)
         labels = torch.tensor(classes).repeat_interleave(cfg.sampling.per_class)
         pictures = draw_samples(run, labels)
         with explain_failure(grid_path(run)):
@@ -132,7 +132,7 @@ def draw_grid(run: Run) -> None:
 
 
 def draw_samples(run: Run, labels: Tensor) -> Tensor:
-    """EMA samples of the classes asked for, with seeds 0, 1, …: pictures (n, 1 or 3, H, W) uint8."""
+    """EMA samples of the classes or prompts asked for, with seeds 0, 1, …: pictures (n, 1 or 3, H, W) uint8."""
     sampling, batch_size = run.cfg.sampling, min(64, len(labels))
     sampler = Sampler.of(run.model.process, sampling.steps, sampling.solver, batch_size, run.precision)
     stream = draw_pictures(run.model, run.decoder, range(len(labels)), labels, sampler)

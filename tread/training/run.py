@@ -17,6 +17,7 @@ from tread.data.dataset import LatentDataset
 from tread.data.loader import Loader
 from tread.diffusion.sampling import Model
 from tread.evaluation.online_fid import OnlineFID
+from tread.models.text import Text
 from tread.runtime.distributed import Processes
 from tread.runtime.files import explain_failure
 from tread.runtime.signals import INTERRUPTED, Stop
@@ -66,13 +67,14 @@ class Run:
     saved: int | None  # step of the newest checkpoint
     flops: int  # of the training up to what Clock has counted
     seconds: float | None  # likewise; None: not known of a run that began before they were counted
+    prompts: Text | None = None  # what grids are drawn of, of a network that takes texts
     tracker: Tracker | None = None
     spent: dict[str, float] = field(default_factory=dict)  # seconds beside training since the last record, by what
 
     @property
     def model(self) -> Model:
         """What is sampled and evaluated: the EMA weights, by the run's process."""
-        return Model(process_of(self.cfg), self.ema.network)
+        return Model(process_of(self.cfg), self.ema.network, prompts=self.prompts)
 
     @contextlib.contextmanager
     def beside(self, what: str) -> Iterator[None]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rf import RF
 from routing_module import Route
 from tread.checkpoints.checkpoint import Checkpoint, find_whole, newest, sweep
-from tread.checkpoints.network import Model
+from tread.checkpoints.network import Model, TextSettings
 from tread.diffusion.edm import EDM
 from tread.runtime.files import Lock, write_whole
 from tread.runtime.schema import written
@@ -27,6 +27,7 @@ FIXED = (
     "objective",
     "model",
     "alignment",
+    "text",
     "dataset.name",
     "dataset.channels",
     "dataset.size",
@@ -40,7 +41,7 @@ FIXED = (
     "init_from",
 )
 # fixed sections that gain keys, whose defaults are what was there before
-YOUNGER = {"model": Model, "edm": EDM, "rf": RF, "alignment": Alignment}
+YOUNGER = {"model": Model, "edm": EDM, "rf": RF, "alignment": Alignment, "text": TextSettings}
 LAUNCH = ("name", "results", "resume", "run")  # what is of a launch, not of a run
 NOTHING = "nothing"  # said of a key that is not there
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from rf import RF
-from tread.checkpoints.network import Dataset, Model, Objective, process_of
+from tread.checkpoints.network import Dataset, Model, Objective, TextSettings, process_of
 from tread.diffusion.edm import EDM
 from tread.diffusion.solvers import Solver
 from tread.routing.ids import RatioSchedule, check_ratio
@@ -174,6 +174,7 @@ class Settings:
     wandb: Wandb
     tags: Tags
     alignment: Alignment = Alignment()
+    text: TextSettings = TextSettings()
 
     def __post_init__(self) -> None:
         fits = self.dataset.size and self.dataset.size % self.model.patch_size == 0  # else the network says so
@@ -197,6 +198,16 @@ class Settings:
                 f"train.path_drop is {self.train.path_drop:g}, but model={self.model.name} has no sparse path: "
                 "model=sprint has one"
             )
+        if self.model.takes_text and self.text.encoder is None:
+            raise ValueError(
+                f"text.encoder is null, but model={self.model.name} takes texts: text.encoder=… names the encoder "
+                "whose text of the captions scripts/prepare_text.py put beside the latents; dataset=emoji sets words"
+            )
+        if self.model.takes_text and self.eval.fid_every:
+            raise ValueError(
+                f"eval.fid_every is {self.eval.fid_every}, but FID in training is of classes, which model="
+                f"{self.model.name} has not: fid.py scores its checkpoints"
+            )
         self.alignment.blocks(self.model.depth)  # raises ValueError for blocks that the network has not
         for key, kinds in (("block", ("repa", "self")), ("encoder", ("repa",)), ("teacher", ("self",))):
             if (value := getattr(self.alignment, key)) is not None and self.alignment.kind not in kinds:
@@ -212,7 +223,7 @@ class Settings:
         process.schedule(process.default_steps if steps is None else steps)  # raises ValueError for what can't be
         if "/" in self.name or self.name in ("", ".", ".."):
             raise ValueError(f"name is {self.name!r}, but must be the name of one folder; see also results=…")
-        if self.eval.demo_samples and self.dataset.embedded is None:
+        if self.eval.demo_samples and self.dataset.embedded != "digits":
             raise ValueError(
                 f"eval.demo_samples is {self.eval.demo_samples}, but only the embedded digits can be "
                 f"judged that way, not {self.dataset.name}; set it to 0"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
 from torch import nn
@@ -16,14 +17,16 @@ from torch import nn
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, process_of
 from tread.checkpoints.origin import load_weights
-from tread.data import autoencoder, digits
+from tread.data import autoencoder
 from tread.data.beside import check_grid
-from tread.data.dataset import LatentDataset, heldout_beside
+from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
+from tread.diffusion.sampling import spread_classes
 from tread.evaluation.encoders import encoder_name, open_encoder
 from tread.evaluation.online_fid import open_online_fid
 from tread.models.backbone import Backbone
+from tread.models.text import Text
 from tread.runtime.compiling import compile_blocks, settle_compile
 from tread.runtime.distributed import open_training
 from tread.runtime.files import check_place, explain_failure, point_to, write_whole
@@ -32,15 +35,14 @@ from tread.runtime.schema import written
 from tread.runtime.signals import Stop
 from tread.training import posthoc_ema
 from tread.training.alignment import Aligned, Aligner, build_projector
+from tread.training.dataset_facts import prepare_embedded
 from tread.training.ema import EMA, exponential, power
 from tread.training.objective import split_batch, training_flops
 from tread.training.optimizer import StepStatistics, learning_rate
 from tread.training.run import Run
 from tread.training.run_folder import Claim, RunLog, claim
-from tread.training.settings import Settings, read
+from tread.training.settings import Settings
 from tread.training.tracking import check_tracker, open_tracker
-
-MEASURES = ("channels", "size", "num_classes")
 
 
 def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ()) -> Run:
@@ -72,6 +74,8 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
         network = build_network(cfg)
     origin, doubts = bring_weights(cfg, network, found, data.latents)
+    if cfg.model.takes_text:  # of the encoder that these weights are for
+        network.take_null(data.null_text())
     doubts = [*doubts, *read_otherwise(cfg, data, heldout)]
     if cfg.objective == "rf" and cfg.rf.direction and cfg.dataset.channels == 1:
         doubts.append(
@@ -122,6 +126,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         stop=stop,
         began=began,
         statistics=StepStatistics(device, found and statistics_of(found.info, processes.rank, processes.count)),
+        prompts=grid_prompts(cfg, heldout or data) if cfg.model.takes_text else None,
         step=found.step if found else 0,
         saved=found.step if found else None,
         **(spent_before(found, cfg, network, aligner) if found else {"flops": 0, "seconds": 0.0}),
@@ -206,7 +211,7 @@ def bring_weights(
         return f"raw and averaged, with the optimizer, of {found.folder}, step {found.step:,}{unread}", []
     if cfg.init_from is None:
         return f"new, drawn by seed {cfg.seed}", []
-    origin = load_weights(network, cfg.init_from, cfg.init_weights, cfg.model)
+    origin = load_weights(network, cfg.init_from, cfg.init_weights, cfg.model, cfg.text)
     return origin.describe(), origin.warnings(cfg, latents)
 
 
@@ -242,6 +247,11 @@ def shallow_teacher(cfg: Settings) -> list[str]:
     ]
 
 
+def grid_prompts(cfg: Settings, data: LatentDataset) -> Text:
+    """Captions to draw grids of, the first ones of samples spread over a dataset."""
+    return data.read(np.array(spread_classes(len(data), cfg.sampling.classes))).text
+
+
 def build_optimizer(cfg: Settings, network: nn.Module, projector: nn.Module | None = None) -> torch.optim.AdamW:
     """AdamW over all parameters of a network and of alignment's projector, fused; build it after moving them."""
     return torch.optim.AdamW(
@@ -252,25 +262,6 @@ def build_optimizer(cfg: Settings, network: nn.Module, projector: nn.Module | No
         weight_decay=cfg.optim.weight_decay,
         fused=True,
     )
-
-
-def complete(config: dict) -> dict:
-    """The config with dataset.channels, size and num_classes; those that are null come from the dataset itself.
-
-    So does dataset.heldout=auto: the held-out data that was prepared with it, or null.
-
-    Raises ValueError or FileNotFoundError.
-    """
-    dataset = read(config).dataset
-    if dataset.heldout == "auto":
-        found = heldout_beside(dataset.path)
-        config = {**config, "dataset": {**config["dataset"], "heldout": found and str(found)}}
-    if all(getattr(dataset, key) is not None for key in MEASURES):
-        return config
-    found = LatentDataset(dataset.path).latents
-    measures = dict(zip(MEASURES, (found.shape[0], found.shape[1], len(found.classes))))
-    known = {key: value for key, value in config["dataset"].items() if key not in MEASURES or value is not None}
-    return {**config, "dataset": {**measures, **known}}
 
 
 def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[LatentDataset, LatentDataset | None]:
@@ -294,6 +285,11 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
                 f"{cfg.dataset.heldout} and {cfg.dataset.path} differ in {key}: prepare both alike, or set "
                 f"dataset.heldout=null\n  {str(theirs)[:100]}\n  {str(ours)[:100]}"
             )
+    if data.text_spec != heldout.text_spec:
+        raise ValueError(
+            f"{cfg.dataset.heldout} and {cfg.dataset.path} hold text of other encoders named {cfg.text.encoder}: "
+            "encode both by the same, or set dataset.heldout=null"
+        )
     normalization = {key: getattr(data.latents, key) for key in ("channel_shift", "channel_scale")}
     heldout.latents = replace(heldout.latents, **normalization)
     return data, heldout
@@ -319,12 +315,12 @@ def open_dataset(
 
     The embedded one is written first if it is not there. Raises ValueError or FileNotFoundError.
     """
-    if cfg.dataset.embedded == "digits":
-        digits.prepare(Path(path), part)
+    prepare_embedded(cfg, path, part)
     repa = part == "train" and cfg.alignment.kind == "repa"
     features = encoder_name(cfg.alignment.encoder) if repa and cfg.alignment.source == "stored" else None
     pictures = repa and cfg.alignment.source == "live"
-    data = LatentDataset(path, cfg.dataset.verify, placement, device, features, pictures)
+    text = cfg.text.encoder if cfg.model.takes_text else None
+    data = LatentDataset(path, cfg.dataset.verify, placement, device, features, pictures, text)
     expected = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size)
     if data.latents.shape != expected:
         raise ValueError(

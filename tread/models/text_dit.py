@@ -1,0 +1,237 @@
+"""Texts as conditions: LightningDiT's blocks, and so DiT's, with cross-attention on the words of a caption.
+
+Between attention and MLP the picture tokens ask (queries), and the text gives keys and values (as in PixArt-α, Chen et
+al. 2023, arXiv 2310.00426). The text is normalised and projected once to the tokens' width; a whole caption's vector,
+its pooled text, joins the timestep's conditioning. The projections behind both start at zero, so that the network
+starts as the same network without text. A text belongs to a sample, not to its tokens: routes gather picture tokens,
+and every block sees the whole text. With norm="layer", mlp="gelu", positions="sincos" the shared parts are dit.py's
+DiT, by its names.
+
+Shapes: B samples, N picture tokens, T text tokens, D hidden size, C and P channels of the encoder's tokens and pooled
+text.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tread.models.backbone import modulate
+from tread.models.lightning import LightningBlock, LightningDiT, MlpKind, Norm, Positions, make_norm
+from tread.models.text import Text
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention of picture tokens on a text; its output starts at zero. (B, N, D), (B, T, D) → (B, N, D)."""
+
+    def __init__(self, dim: int, num_heads: int, qk_norm: bool) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q, self.kv = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim)
+        self.q_norm, self.k_norm = (nn.RMSNorm(dim // num_heads, eps=1e-6) if qk_norm else None for _ in range(2))
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+        """mask (B, T) bool: the words that are there."""
+        q = self.q(x).unflatten(2, (self.num_heads, -1))  # (B, N, H, d)
+        k, v = self.kv(text).unflatten(2, (2, self.num_heads, -1)).unbind(2)  # (B, T, H, d)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q.float()), self.k_norm(k.float())
+        q, k, v = (one.to(v.dtype).transpose(1, 2) for one in (q, k, v))
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None])  # (B, H, N, d)
+        return self.proj(x.transpose(1, 2).flatten(2))
+
+
+class TextBlock(LightningBlock):
+    """LightningDiT's block, or DiT's, with cross-attention on a text of T tokens between attention and MLP."""
+
+    def __init__(
+        self, dim: int, num_heads: int, mlp_ratio: float, norm: Norm, mlp: MlpKind, qk_norm: bool, text_tokens: int
+    ) -> None:
+        super().__init__(dim, num_heads, mlp_ratio, norm, mlp, qk_norm)
+        self.text_tokens = text_tokens
+        self.cross_norm = make_norm(norm, dim)
+        self.cross_attn = CrossAttention(dim, num_heads, qk_norm)
+
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+        """As LightningBlock's, and behind the conditioning the text (B, T, D) and its mask (B, T)."""
+        *table, c, text, mask = given
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
+        x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1), *table)
+        x = x + self.cross_attn(self.cross_norm(x), text, mask)
+        x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
+        return x
+
+    def multiply_adds(self, tokens: int, attention: bool = True) -> int:
+        D, T = self.attn.proj.out_features, self.text_tokens
+        products = 2 * tokens * T * D if attention else 0
+        return super().multiply_adds(tokens, attention) + 2 * D * D * (tokens + T) + products
+
+
+class TextEmbedder(nn.Module):
+    """A text → what joins the conditioning (B, D), and what the blocks attend to (B, T, D).
+
+    width       C, of an encoder's tokens; None: word numbers, embedded here, with a place each, so that their order
+                counts.
+    pooled      P; None: the mean of the tokens stands for it.
+    vocabulary  how many words have numbers; None: an encoder's tokens.
+    """
+
+    def __init__(
+        self, text_tokens: int, width: int | None, pooled: int | None, vocabulary: int | None, dim: int, norm: Norm
+    ) -> None:
+        super().__init__()
+        if (width is None) == (vocabulary is None) or (vocabulary and pooled):
+            raise ValueError(
+                f"text width {width}, pooled {pooled} and vocabulary {vocabulary} do not fit: a text has either tokens "
+                "of a width, pooled or not, or word numbers of a vocabulary"
+            )
+        self.text_tokens, self.width, self.pooled, self.vocabulary = text_tokens, width, pooled, vocabulary
+        if vocabulary:
+            self.words = nn.Embedding(vocabulary, dim)
+            self.places = nn.Embedding(text_tokens, dim)
+        width = width or dim
+        self.norm, self.proj = make_norm(norm, width), nn.Linear(width, dim)
+        self.pooled_norm, self.pooled_proj = make_norm(norm, pooled or width), nn.Linear(pooled or width, dim)
+
+    def initialize(self) -> None:
+        for table in (self.words, self.places) if self.vocabulary else ():
+            nn.init.normal_(table.weight, std=0.02)
+        nn.init.zeros_(self.pooled_proj.weight)
+
+    def forward(self, y: Text) -> tuple[Tensor, Tensor]:
+        hidden = ~y.mask.unsqueeze(2)
+        if self.vocabulary:
+            tokens = self.words(y.tokens.masked_fill(~y.mask, 0)) + self.places.weight
+        else:
+            tokens = y.tokens.to(self.proj.weight.dtype)
+        tokens = tokens.masked_fill(hidden, 0)
+        pooled = tokens.sum(1) / y.mask.sum(1, keepdim=True) if y.pooled is None else y.pooled.to(tokens.dtype)
+        return self.pooled_proj(self.pooled_norm(pooled)), self.proj(self.norm(tokens))
+
+    def multiply_adds(self) -> int:
+        """Of one sample."""
+        return self.text_tokens * self.proj.weight.numel() + self.pooled_proj.weight.numel()
+
+    def check(self, y: Text, batch: int) -> None:
+        """Raise ValueError for what is no text of this encoder, or of other samples; values as labels' are looked at
+        on a CPU alone."""
+        if not isinstance(y, Text):
+            raise ValueError(
+                f"y is {type(y).__name__}, but this network takes Text(tokens, mask, pooled), not class numbers"
+            )
+        T = self.text_tokens
+        expected = {
+            "tokens": (batch, T) if self.vocabulary else (batch, T, self.width),
+            "mask": (batch, T),
+            "pooled": self.pooled and (batch, self.pooled),
+        }
+        for name, shape in expected.items():
+            found = getattr(y, name)
+            if (None if found is None else tuple(found.shape)) != shape:
+                raise ValueError(
+                    f"the text's {name} have shape {None if found is None else tuple(found.shape)}, but this network "
+                    f"takes {shape}: {T} tokens of the encoder that it was made for"
+                )
+        if self.vocabulary and y.tokens.is_floating_point():
+            raise ValueError(f"the text's tokens are {y.tokens.dtype}, but this network takes int64 word numbers")
+        if y.mask.device.type != "cpu":
+            return
+        if not y.mask.any(dim=1).all():
+            raise ValueError("a text has no token at all: the empty caption is one begin token")
+        if self.vocabulary:
+            known = y.tokens[y.mask]
+            if not 0 <= int(known.min()) <= int(known.max()) < self.vocabulary:
+                raise ValueError(
+                    f"word numbers lie in {int(known.min())}..{int(known.max())}, but this network knows "
+                    f"0..{self.vocabulary - 1}"
+                )
+
+
+class TextDiT(LightningDiT):
+    """The network F(x; t, y) of y a Text; sizes and start: see Backbone; choices: see LightningDiT, DiT's by default.
+
+    text_tokens, text_width, text_pooled, vocabulary  T, C, P and the number of words, see TextEmbedder.
+
+    It holds the empty caption's encoding (`take_null`), which travels with its weights. Raises ValueError for sizes
+    that do not fit one another.
+    """
+
+    def __init__(
+        self,
+        input_size: int = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        hidden_size: int = 1152,
+        depth: int = 28,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        learn_sigma: bool = False,
+        init: str = "adaln_zero",
+        *,
+        text_tokens: int,
+        text_width: int | None = None,
+        text_pooled: int | None = None,
+        vocabulary: int | None = None,
+        norm: Norm = "layer",
+        mlp: MlpKind = "gelu",
+        positions: Positions = "sincos",
+        qk_norm: bool = False,
+    ) -> None:
+        super().__init__(
+            input_size,
+            patch_size,
+            in_channels,
+            hidden_size,
+            depth,
+            num_heads,
+            mlp_ratio,
+            None,
+            learn_sigma,
+            init,
+            norm=norm,
+            mlp=mlp,
+            positions=positions,
+            qk_norm=qk_norm,
+            block=partial(TextBlock, text_tokens=text_tokens),
+            embedder=lambda: TextEmbedder(text_tokens, text_width, text_pooled, vocabulary, hidden_size, norm),
+        )
+        mask = self.pos_embed.new_zeros(1, text_tokens).bool()
+        mask[:, 0] = True
+        tokens = mask.long() * 0 if vocabulary else self.pos_embed.new_zeros(1, text_tokens, text_width)
+        self.register_buffer("null_tokens", tokens)
+        self.register_buffer("null_mask", mask)
+        self.register_buffer("null_pooled", self.pos_embed.new_zeros(1, text_pooled) if text_pooled else None)
+
+    def initialize(self, init: str) -> None:
+        super().initialize(init)
+        for block in self.blocks:
+            nn.init.zeros_(block.cross_attn.proj.weight)
+
+    def take_null(self, text: Text) -> None:
+        """Let one text (1, …) be the empty caption's encoding. Raises ValueError for another encoder's."""
+        self.y_embedder.check(text, 1)
+        self.null_tokens.copy_(text.tokens)
+        self.null_mask.copy_(text.mask)
+        if text.pooled is not None:
+            self.null_pooled.copy_(text.pooled)
+
+    def null(self, count: int) -> Text:
+        """The empty caption, so many times."""
+        held = (self.null_tokens, self.null_mask, self.null_pooled)
+        return Text(*(None if one is None else one.expand(count, *one.shape[1:]) for one in held))
+
+    def check_condition(self, y: Text, batch: int) -> None:
+        self.y_embedder.check(y, batch)
+
+    def forward_flops(self, *given: object, **more: object) -> int:
+        """As Backbone's, with the text's projections."""
+        return super().forward_flops(*given, **more) + 2 * self.y_embedder.multiply_adds()
+
+    def embed(self, x: Tensor, t: Tensor, y: Text) -> tuple[Tensor, ...]:
+        """As Backbone's, and for the blocks the text (B, T, D) and its mask (B, T)."""
+        self.check_inputs(x, y)
+        pooled, text = self.y_embedder(y)
+        return self.x_embedder(x) + self.pos_embed, self.t_embedder(t) + pooled, text, y.mask

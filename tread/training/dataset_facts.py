@@ -1,0 +1,53 @@
+"""What a run's settings leave to its dataset: sizes, held-out data, and what an encoder of captions is."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from tread.data import digits, emojis
+from tread.data.dataset import LatentDataset, heldout_beside
+from tread.training.settings import Settings, read
+
+MEASURES = ("channels", "size", "num_classes")
+EMBEDDED = {"digits": digits.prepare, "emoji": emojis.prepare}  # what writes a part of an embedded dataset
+
+
+def complete(config: dict) -> dict:
+    """The config with dataset.channels, size and num_classes; those that are null come from the dataset itself, as
+    what there is to know of a text network's encoder does.
+
+    So does dataset.heldout=auto: the held-out data that was prepared with it, or null.
+
+    Raises ValueError or FileNotFoundError.
+    """
+    dataset = read(config).dataset
+    if dataset.heldout == "auto":
+        found = heldout_beside(dataset.path)
+        config = {**config, "dataset": {**config["dataset"], "heldout": found and str(found)}}
+    config = _with_text(config)
+    if all(getattr(dataset, key) is not None for key in MEASURES):
+        return config
+    found = LatentDataset(dataset.path).latents
+    measures = dict(zip(MEASURES, (found.shape[0], found.shape[1], len(found.classes))))
+    known = {key: value for key, value in config["dataset"].items() if key not in MEASURES or value is not None}
+    return {**config, "dataset": {**measures, **known}}
+
+
+def _with_text(config: dict) -> dict:
+    """The config of a text network with what the dataset says of text.encoder, whatever it said before.
+
+    Raises ValueError or FileNotFoundError.
+    """
+    cfg = read(config)
+    if not cfg.model.takes_text:
+        return config
+    prepare_embedded(cfg, cfg.dataset.path, "train")
+    found = LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec
+    return {**config, "text": asdict(found)}
+
+
+def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
+    """Write a part of an embedded dataset, unless it is there."""
+    if cfg.dataset.embedded is not None:
+        EMBEDDED[cfg.dataset.embedded](Path(path), part)
