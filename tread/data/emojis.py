@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 import tempfile
 from collections import defaultdict
@@ -17,7 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tread.data.captions import add_captions
+from tread.data.captions import add_captions, read_captions
+from tread.data.dataset import read_index
 from tread.data.emoji_names import (
     all_emoji,
     captions_of_all,
@@ -27,8 +29,13 @@ from tread.data.emoji_names import (
     of_the_rest,
     tones,
 )
+from tread.data.encoded_text import read_spec
 from tread.data.latents import LatentSpec
+from tread.data.text_encoders import text_encoder
+from tread.data.text_pipeline import write_shards
+from tread.data.text_writer import TextWriter
 from tread.data.writer import write_dataset
+from tread.runtime.files import Lock, explain_failure
 
 SIZE = 32
 MEANING = LatentSpec(shape=(3, SIZE, SIZE), classes=("emoji",), autoencoder="pixels", scale_applied=True)
@@ -114,14 +121,38 @@ def samples(part: str) -> list[Emoji]:
     return parts["train"] if part == "train" else parts["compositions"] + parts["rest"]
 
 
-def prepare(folder: Path, part: str) -> None:
+def prepare(folder: Path, part: str, encoder: str | None = None) -> None:
     """Write one part, "train" or "heldout", as a dataset with captions, unless it is there: 0..255 becomes −1..1.
 
-    index.json of "heldout" says how many of its first samples are compositions. Several processes may do so at once, as
-    digits.prepare does.
+    encoder  whose text of the captions is to be there too, fitted to those of "train"; None: none needs to.
+
+    index.json of "heldout" says how many of its first samples are compositions. Several processes may do so at once:
+    each writes its own copy, and the first one done gives it the name; of text one waits for the other.
     """
-    if folder.exists():
-        return
+    if not folder.exists():
+        _write(folder, part)
+    if encoder is not None and read_spec(folder, read_index(folder), encoder) is None:
+        with explain_failure(folder):
+            lock = Lock(folder / ".text.lock", None)
+        try:
+            if read_spec(folder, read_index(folder), encoder) is None:
+                _write_text(folder, encoder)
+        finally:
+            lock.release()
+
+
+def _write_text(folder: Path, encoder: str) -> None:
+    found = text_encoder(encoder, [caption for one in samples("train") for caption in one.captions])
+    captions = read_captions(folder, read_index(folder))
+    flat = list(itertools.chain.from_iterable(captions))
+    writer = TextWriter(folder, found.spec, [len(own) for own in captions])
+    writer.begin(again=True)
+    write_shards(writer, found, flat, writer.missing(), batch_size=16)
+    writer.write_null(found.encode([""]))
+    writer.publish()
+
+
+def _write(folder: Path, part: str) -> None:
     own = samples(part)
     stored = np.stack([one.picture for one in own]).transpose(0, 3, 1, 2)[:, None] / 127.5 - 1
     other = "heldout" if part == "train" else "train"

@@ -28,6 +28,13 @@ from tread.models.text import Text
 from tread.runtime.files import plain_name, sha256
 from tread.runtime.schema import Count, read
 
+CLIP_L = "openai/clip-vit-large-patch14"  # its short name is clip-l
+
+
+def encoder_name(name: str) -> str:
+    """What is recorded of an encoder's name: CLIP-L's short one, folders in full, others as given."""
+    return "clip-l" if name == CLIP_L else str(Path(name).resolve()) if Path(name).is_dir() else name
+
 
 @dataclass(frozen=True)
 class TextSpec:
@@ -183,6 +190,18 @@ def as_text(spec: TextSpec, tokens: Tensor, lengths: Tensor, pooled: Tensor | No
     return Text(tokens.long() if spec.width is None else tokens, mask, pooled)
 
 
+def read_spec(folder: Path, index: dict, encoder: str) -> TextSpec | None:
+    """What a parsed index.json says of an encoder's text; None if there is none. Raises ValueError for a bad one."""
+    section = index.get("text", {}).get(encoder_name(encoder))
+    if section is None:
+        return None
+    try:
+        known = {key: section[key] for key in TextSpec.__dataclass_fields__}
+        return read(known, TextSpec, f"text.{encoder}.")
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder / 'index.json'} is damaged: {type(error).__name__}: {error}") from error
+
+
 def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedText:
     """What an encoder made of a dataset's captions, checked: of these latents and captions, whole and finite.
 
@@ -192,11 +211,11 @@ def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedTex
     """
     path, sections = folder / "index.json", index.get("text", {})
     make = f"python scripts/prepare_text.py dataset={folder} encoder={encoder}"
-    if encoder not in sections:
+    spec = read_spec(folder, index, encoder)
+    if spec is None:
         others = f", but of {', '.join(sections)}" if sections else ""
         raise ValueError(f"{folder} has no text of encoder {encoder}{others}: {make} makes it")
-    section = sections[encoder]
-    spec = read({key: section[key] for key in TextSpec.__dataclass_fields__}, TextSpec, f"text.{encoder}.")
+    section = sections[encoder_name(encoder)]
     captions = index.get("captions")
     known = None if captions is None else captions["sha256"]
     if section["of"] != latents_hash(index) or section["captions_sha256"] not in (None, known):

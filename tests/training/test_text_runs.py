@@ -1,0 +1,269 @@
+"""Whole runs of text networks on digits with captions: they go on, align, are sampled, exported and started from.
+
+The references are the same run made another way, what the network is called with, and the dataset's own text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import export_checkpoint
+import numpy as np
+import pytest
+import torch
+from conftest import launch, launch_door, state
+
+from tread.checkpoints import checkpoint
+from tread.checkpoints.network import build_network
+from tread.checkpoints.origin import load_weights
+from tread.checkpoints.state_dicts import sizes
+from tread.checkpoints.trained import open_trained, open_weak
+from tread.data import digits
+from tread.data.captions import add_captions
+from tread.data.dataset import LatentDataset
+from tread.data.encoded_text import TextSpec
+from tread.data.text_writer import TextWriter
+from tread.diffusion.guidance import Guidance
+from tread.diffusion.sampling import Sampler, draw
+from tread.evaluation.similarity import noised_states, open_latents
+from tread.models import conditions
+from tread.models.text import Text
+from tread.models.text_dit import TextDiT
+from tread.training import settings
+from tread.training.dataset_facts import complete
+from tread.training.objective import losses, step_draws, teacher_tokens, training_loss
+
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+VOCABULARY = ("<begin>", "<unknown>", "digit", *NUMBERS)
+WORDS = TextSpec("words", "of these words", 4, None, None, VOCABULARY)
+FROZEN = TextSpec("frozen", "of these weights", 4, 6, 3)
+OTHER = replace(FROZEN, encoder="other", fingerprint="of others")
+
+
+def encoded(spec: TextSpec, labels: np.ndarray) -> Text:
+    """The captions of digits, of two tokens; the empty one of label −1 has the begin token alone."""
+    labels = torch.from_numpy(labels)
+    mask = torch.arange(4) <= (labels >= 0).long()[:, None]
+    words = torch.stack([torch.zeros_like(labels), labels.clamp(min=0) + 3, *[torch.zeros_like(labels)] * 2], dim=1)
+    if spec.width is None:
+        return Text(words * mask, mask)
+    table = torch.randn(len(VOCABULARY), 9, generator=torch.Generator().manual_seed(len(spec.encoder)))
+    return Text(table[words * mask][..., :6] * mask[..., None], mask, table[words[:, 1] * mask[:, 1], 6:])
+
+
+def write_text(folder, *specs: TextSpec) -> None:
+    """Captions beside digits, and text of them."""
+    labels = LatentDataset(folder).labels
+    add_captions(folder, [[f"digit {NUMBERS[label]}"] for label in labels])
+    for spec in specs:
+        writer = TextWriter(folder, spec, [1] * len(labels))
+        writer.begin()
+        writer.write(0, encoded(spec, labels))
+        writer.write_null(encoded(spec, np.array([-1])))
+        writer.publish()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with digits and their text, and a run of 6 steps of each encoder."""
+    folder = tmp_path_factory.mktemp("text")
+    for part in ("train", "heldout"):
+        digits.prepare(folder / "data" / "digits" / part, part)
+        write_text(folder / "data" / "digits" / part, WORDS, FROZEN, OTHER)
+    for encoder in ("words", "frozen"):
+        launch(folder, "model=tread_text", f"text.encoder={encoder}", f"name={encoder}")
+    return folder
+
+
+def trained(folder, run="words", weights="ema"):
+    return open_trained(checkpoint.find(folder / "results" / run), weights)
+
+
+@pytest.mark.parametrize("spec", [WORDS, FROZEN], ids=lambda spec: spec.encoder)
+def test_a_run_knows_its_encoder_and_keeps_the_empty_caption(folder, spec):
+    found = trained(folder, spec.encoder)
+    assert asdict(found.cfg.text) == asdict(spec)
+    network = found.load(torch.device("cpu")).network
+    null = LatentDataset(folder / "data" / "digits" / "train", text=spec.encoder).null_text()
+    for held, given in zip(network.null(2), null):
+        assert held is given is None or torch.equal(held, given.to(held.dtype).expand_as(held))
+    assert "embedding_table" not in "".join(network.state_dict())
+    assert (folder / "results" / spec.encoder / "samples" / "step_0000006.png").exists()
+
+
+def test_it_goes_on_bit_equal_also_in_micro_batches_and_recomputed(folder):
+    words = ("model=tread_text", "text.encoder=words")
+    launch(folder, *words, "name=parts", "train.steps=3")
+    text = launch(folder, *words, "name=parts", "train.activation_checkpointing=true")
+    assert "goes on at step 3" in text
+    assert "network   dit_text, " in text and "r(2→2) keeps 8 of 16 tokens" in text
+    whole, parts = state(folder / "results" / "words"), state(folder / "results" / "parts")
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)
+    launch(folder, *words, "name=micro", "train.micro_batch_size=2")
+    micro = state(folder / "results" / "micro")
+    for key in whole:
+        torch.testing.assert_close(micro[key], whole[key], rtol=1e-2, atol=1e-4)
+
+
+def test_another_encoder_is_another_run(folder):
+    with pytest.raises(SystemExit, match="text.encoder: frozen there, other here"):
+        launch(folder, "model=tread_text", "text.encoder=other", "name=frozen", "train.steps=9")
+
+
+def test_lightning_and_alignment_with_itself(folder):
+    text = launch(folder, "model=tread_lightning_text", "text.encoder=frozen", "alignment=self", "objective=rf")
+    assert "network   lightning_text" in text and "alignment self" in text
+    found = trained(folder, "digits-tread_lightning_text-rf-self")
+    assert found.load(torch.device("cpu")).network.head_dim == 8
+
+
+def test_label_drop_makes_captions_the_empty_one(folder, composed, monkeypatch):
+    """Of a step's batch just those whose number lies below train.label_drop, as the network is called; of labels the
+    same rows become the null class. Reference: the dataset's own empty caption."""
+    config = complete(
+        composed(
+            "model=tread_text",
+            "text.encoder=frozen",
+            f"dataset.path={folder}/data/digits/train",
+            "train.label_drop=0.4",
+            "train.batch_size=16",
+        )
+    )
+    cfg = settings.read(config)
+    data = LatentDataset(cfg.dataset.path, text="frozen")
+    torch.manual_seed(0)
+    network, seen = build_network(cfg), []
+    network.take_null(data.null_text())
+    batch, draws = data.batch(0, 3, 16), step_draws(cfg, data.latents, 3, "cpu")
+    monkeypatch.setattr(TextDiT, "check_condition", lambda _, y, size: seen.append(y))
+    losses(cfg, network, None, data.latents, batch, draws, network.null(1))[0].mean().backward()
+    teacher_tokens(replace(cfg, alignment=replace(cfg.alignment, gap=0.0)), network, data.latents, batch.stored,
+                   batch.condition, replace(draws, back=torch.zeros(16)), network.null(1))  # fmt: skip
+    gone = draws.drop < 0.4
+    assert 0 < gone.sum() < 16 and len(seen) == 2
+    for y in seen:
+        for found, kept, null in zip(y, batch.text, data.null_text()):
+            assert all(torch.equal(found[row], null[0] if gone[row] else kept[row]) for row in range(16))
+    labelled = replace(cfg, model=replace(cfg.model, architecture="dit"))
+    called = []
+    training_loss(
+        labelled, lambda x, t, y, routes=(): called.append(y) or x, data.latents, batch.stored, batch.labels, draws
+    )
+    assert torch.equal(called[0], batch.labels.masked_fill(gone, 10))
+
+
+def test_evaluation_and_similarity_see_the_captions(folder, monkeypatch):
+    """The first caption of each sample, never the null one."""
+    found, seen = trained(folder), []
+    monkeypatch.chdir(folder)
+    data = open_latents(found)
+    monkeypatch.setattr(TextDiT, "check_condition", lambda _, y, size: seen.append(y))
+    list(noised_states(found.load(torch.device("cpu")), data, 5, 2, 0, 5))
+    chosen = np.arange(5) * len(data) // 5
+    assert torch.equal(seen[0].tokens, encoded(WORDS, data.labels[chosen]).tokens)
+
+
+def test_it_is_exported_in_half_precision_and_started_from(folder):
+    exports = folder / "exports"
+    launch_door(
+        export_checkpoint.main, "export_checkpoint", folder, "checkpoint=results/words", f"out={exports}", "dtype=fp16"
+    )
+    cfg = trained(folder).cfg
+    network, whole = build_network(cfg), trained(folder).load(torch.device("cpu")).network
+    load_weights(network, str(exports), model=cfg.model, text=cfg.text)
+    for (name, value), other in zip(network.state_dict().items(), whole.state_dict().values()):
+        assert value.dtype == other.dtype
+        torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-4, msg=name)
+    assert open_trained(checkpoint.find(exports), "ema").cfg.text == cfg.text
+    text = launch(folder, "model=dit_text", "text.encoder=words", f"init_from={exports}", "train.steps=1", "name=from")
+    assert "averaged (ema)" in text
+
+
+def test_weights_for_another_encoder_are_refused(folder):
+    """Of equal shapes, by their record; of others, by these. And a class network's."""
+    for overrides, shown in (
+        (["model=dit_text", "text.encoder=other", "init_from=results/frozen"], "text.encoder frozen instead of other"),
+        (["model=dit_text", "text.encoder=words", "init_from=results/frozen"], "missing: y_embedder.words.weight"),
+        (["model=dit", "init_from=results/words"], "the file is of architecture dit_text"),
+    ):
+        with pytest.raises(SystemExit, match=shown):
+            launch(folder, *overrides, "name=refused")
+    assert sizes(trained(folder).found.tensors("ema"))["model.architecture"] == "dit_text"
+
+
+def test_guidance_by_another_run_takes_the_same_text(folder):
+    """Autoguidance by an earlier checkpoint is drawn; by a network of another encoder it is refused."""
+    launch(folder, "model=dit_text", "text.encoder=words", "name=weak", "train.steps=1")
+    strong = trained(folder)
+    guidance = Guidance("autoguidance", 2.0, checkpoint=str(folder / "results" / "weak"))
+    weak = open_weak(guidance, strong)
+    models = [one.load(torch.device("cpu"), guidance) for one in (strong, weak)]
+    prompts = encoded(WORDS, np.array([3, 5]))
+    sampler = Sampler(2, 2, guidance=guidance)
+    [found] = draw(replace(models[0], prompts=prompts), [1, 2], torch.tensor([1, 0]), sampler, models[1])
+    assert found.isfinite().all()
+    guidance = replace(guidance, checkpoint=str(folder / "results" / "frozen"))
+    with pytest.raises(ValueError, match="differ in text, so that their predictions can't be combined"):
+        open_weak(guidance, strong)
+
+
+def test_one_caption_is_learnt_from_the_other(folder, composed):
+    """A step of training on made-up captions lowers the loss of the same step, by weights of the text too."""
+    cfg = settings.read(
+        complete(composed("model=dit_text", "text.encoder=words", f"dataset.path={folder}/data/digits/train"))
+    )
+    data, network = (
+        LatentDataset(cfg.dataset.path, text="words"),
+        build_network(replace(cfg, model=replace(cfg.model, init="xavier"))),
+    )
+    network.take_null(data.null_text())
+    batch, draws = data.batch(0, 0, cfg.train.batch_size), step_draws(cfg, data.latents, 0, "cpu")
+
+    def loss():
+        return losses(cfg, network, None, data.latents, batch, draws, network.null(1))[0].mean()
+
+    before = loss()
+    before.backward()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-5)
+    optimizer.step()
+    assert network.blocks[0].cross_attn.proj.weight.any() and network.y_embedder.pooled_proj.weight.any()
+    assert loss() < before
+    assert not torch.equal(
+        network(batch.stored.float(), draws.level, batch.text),
+        network(
+            batch.stored.float(), draws.level, conditions.rows(batch.text, torch.arange(cfg.train.batch_size).flip(0))
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shown"),
+    [
+        (["model=tread_text"], "text.encoder is null, but model=tread_text takes texts: text.encoder=… names"),
+        (["model=dit_text", "text.encoder=nobody"], "has no text of encoder nobody, but of words, frozen, other"),
+        (["model=dit_text", "text.encoder=words", "model.norm=rms"], "model.norm is 'rms', but dit_text has no such"),
+        (["model=dit_text", "text.encoder=words", "eval.fid_every=1", "eval.fid_reference=x"], "FID in training is of"),
+        (["model=dit_text", "text.encoder=words", "train.path_drop=0.1"], "model=dit_text has no sparse path"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(folder, overrides, shown):
+    with pytest.raises(SystemExit, match=shown):
+        launch(folder, *overrides, "name=refused")
+    assert not (folder / "results" / "refused").exists()
+
+
+def test_a_dataset_without_captions_is_refused_and_labels_need_none(tmp_path):
+    with pytest.raises(SystemExit, match="has no text of encoder words"):
+        launch(tmp_path, "model=tread_text", "text.encoder=words")
+    launch(tmp_path, "model=dit", "text.encoder=words", "train.steps=1")
+    info = json.loads((tmp_path / "results" / "digits-dit" / "latest" / "info.json").read_text())
+    assert info["config"]["text"] == {"encoder": "words"}
+
+
+def test_heldout_text_of_another_encoder_is_refused(folder, tmp_path):
+    for part in ("train", "heldout"):
+        digits.prepare(tmp_path / "data" / "digits" / part, part)
+        spec = WORDS if part == "train" else replace(WORDS, fingerprint="of other words")
+        write_text(tmp_path / "data" / "digits" / part, spec)
+    with pytest.raises(SystemExit, match="hold text of other encoders named words: encode both by the same"):
+        launch(tmp_path, "model=dit_text", "text.encoder=words")
