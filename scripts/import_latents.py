@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import partial
 
 import hydra
 import numpy as np
@@ -31,9 +32,11 @@ from tread.data.importers import ForeignLatents, Kind, open_foreign
 from tread.data.latents import Dtype
 from tread.data.lightningdit import STATISTICS
 from tread.data.prepare import shard_ranges
+from tread.data.uvit import write_text
 from tread.data.writer import DatasetWriter
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.files import size_text
 from tread.runtime.schema import Count, CountOrZero
 
 
@@ -50,6 +53,7 @@ class Options:
     flipped: bool
     num_classes: int | None
     classes: str | None
+    captions: str | None
     dtype: Dtype
     shard_size: Count
     decode: CountOrZero
@@ -73,6 +77,7 @@ def import_all(options: Options) -> None:
         options.num_classes,
         options.autoencoder,
         options.dtype,
+        options.captions,
     )
     latents = foreign.latents
     if options.classes is not None:
@@ -85,24 +90,32 @@ def import_all(options: Options) -> None:
     plan["labels_sha256"] = hashlib.sha256(foreign.labels.tobytes()).hexdigest()
     if foreign.normalize:
         plan["normalize_by"] = foreign.normalize
+    if foreign.text is not None:
+        plan["captions"] = hashlib.sha256(foreign.text.counts.tobytes()).hexdigest()
+        plan["captions_of"] = options.captions and str(Path(options.captions).resolve())
     writer = DatasetWriter(Path(options.out), latents, plan)
     if writer.is_finished():
         print(f"{options.out} is finished")
         return
     writer.begin(anew=not writer.has_any())
     missing = writer.missing(len(ranges))
-    writer.check_space(sum(len(ranges[number]) for number in missing))
+    text_bytes = int(foreign.text.counts.sum()) * foreign.text.spec.caption_bytes if foreign.text else 0
+    writer.check_space(sum(len(ranges[number]) for number in missing), text_bytes if missing else 0)
     views = "with flipped copies" if latents.views == 2 else "one view"
     print(f"  source    {options.kind}, {len(foreign.labels):,} samples, {views}, {options.source}")
     print(f"  holds     {latents.meaning}")
+    if foreign.text is not None:
+        known = "with the captions as words" if foreign.text.captions else "the captions as words unknown"
+        print(f"  text      {foreign.text.spec.describe()}, {foreign.text.counts.sum():,} captions, {known}")
+        print(f"  stores    {size_text(text_bytes)} of text")
     guessed = options.num_classes is None and options.classes is None
-    print(f"  classes   {len(latents.classes)}{', from the largest label' * guessed}")
+    if foreign.text is None:
+        print(f"  classes   {len(latents.classes)}{', from the largest label' * guessed}")
     if options.kind == "lightningdit":
         by = STATISTICS if foreign.normalize else f"what is measured here, for there is no {STATISTICS}"
         print(f"  normal    dataset.normalize=true takes {by}")
     print(f"  work      {len(missing)} of {len(ranges)} shards")
-    pace = 0.5 if sys.stderr.isatty() else 20  # seconds between updates of the bar
-    with tqdm(total=sum(len(ranges[n]) for n in missing), unit="sample", mininterval=pace) as bar:
+    with progress(sum(len(ranges[number]) for number in missing), "sample") as bar:
         for number in missing:
             stored = []
             for index in ranges[number]:
@@ -112,6 +125,11 @@ def import_all(options: Options) -> None:
                 bar.update()
             writer.write(number, np.stack(stored), foreign.labels[ranges[number]])
     finish(writer, len(ranges), options, foreign)
+
+
+def progress(total: int, unit: str) -> tqdm:
+    """A bar of work that is under way."""
+    return tqdm(total=total, unit=unit, mininterval=0.5 if sys.stderr.isatty() else 20)  # seconds between updates
 
 
 def finish(writer: DatasetWriter, shards: int, options: Options, foreign: ForeignLatents) -> None:
@@ -127,6 +145,8 @@ def finish(writer: DatasetWriter, shards: int, options: Options, foreign: Foreig
             save_grid(data.folder / "report.png", after, columns=4)
         except (ValueError, RuntimeError) as error:
             pictures = f"  pictures  none, so nobody has seen whether the scale is right: {error}"
+    if foreign.text is not None:
+        write_text(writer.data, foreign.text, partial(progress, unit="caption"))
     writer.publish(made)
     print(dataset_report.text(made))
     if options.kind == "lightningdit":

@@ -108,6 +108,26 @@ def test_the_objective_says_which_process(composed):
     assert process_of(read_network(composed("objective=rf", "rf.time_scale=1000"))) == RF(time_scale=1000)
 
 
+@pytest.mark.parametrize("objective", ["edm", "rf"])
+def test_coco_states_what_it_costs(read_config, objective):
+    """Three forward passes' FLOPs an image, as the network counts them with CLIP ViT-L/14's text."""
+    head = (ROOT / "configs" / "experiment" / "coco256_b2.yaml").read_text()
+    stated = re.search(r"(\d+) EFLOP with the route, (\d+) without; (\d+) h and (\d+) h of one", head).groups()
+    found = []
+    for model in ("tread_text", "dit_text"):
+        cfg = read_config("experiment=coco256_b2", f"model={model}", f"objective={objective}")
+        assert (cfg.train.batch_size, cfg.train.steps, cfg.train.label_drop) == (256, 400_000, 0.1)
+        assert (cfg.model.hidden_size, cfg.model.depth, cfg.model.num_heads, cfg.model.patch_size) == (768, 12, 12, 2)
+        assert cfg.name == f"coco256_b2-{model}{'-rf' * (objective == 'rf')}" and cfg.text.encoder == "clip-l"
+        assert [r.resolve(12) for r in cfg.model.routes] == [Route(2, 8, 0.5).resolve(12)] * (model == "tread_text")
+        with_text = replace(cfg, text=replace(cfg.text, tokens=77, width=768, pooled=768))
+        with torch.device("meta"):
+            network = build_network(with_text)
+        found.append(3 * network.forward_flops(cfg.model.routes) * cfg.train.batch_size * cfg.train.steps)
+    assert [f"{flops / 1e18:.0f}" for flops in found] == list(stated[:2])
+    assert [f"{flops / (0.4 * 989e12 * 3600):.0f}" for flops in found] == list(stated[2:])
+
+
 def test_finetuning_stage(read_config):
     cfg = read_config("experiment=imagenet256_xl2_finetune")
     assert cfg.model.routes == () and cfg.train.batch_size == 1024 and cfg.optim.lr == 1e-5

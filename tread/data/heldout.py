@@ -1,4 +1,4 @@
-"""Which pictures of a source are held out: of each class those whose names have the smallest hashes."""
+"""Which pictures of a source are held out: of each class those whose names have the smallest hashes, or a split."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: float | int) -> np.ndarray:
+def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: float | int | str) -> np.ndarray:
     """(n,) bool, True for pictures that are held out.
 
     wanted  a share in (0, 1) of all pictures, at least one, divided over the classes by their sizes; or a count,
-            divided over the classes evenly. A class keeps at least one picture for training.
+            divided over the classes evenly. A class keeps at least one picture for training. Or how the names begin
+            of those that the source itself holds out.
 
     Which ones they are of a class depends on the names alone. Raises ValueError if there are too few pictures.
     """
+    if isinstance(wanted, str):
+        return np.array([name.startswith(wanted) for name in names], dtype=bool)
     sizes = np.bincount(labels, minlength=classes)
     if isinstance(wanted, float):
         total, shares = max(1, round(wanted * len(labels))), wanted * sizes

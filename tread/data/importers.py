@@ -10,15 +10,15 @@
     lightningdit  LightningDiT's folders. *.safetensors: latents and latents_flip float32 (n, C, S, S), samples
                   of the posterior, unscaled, and labels (n,); latents_stats.pt: mean and std by channel,
                   which dataset.normalize takes. The autoencoder is not said.
+    uvit_coco     U-ViT's folders of MS-COCO. {i}.npy: float32 (8, S, S), mean and log-variance, unscaled;
+                  {i}_{k}.npy: float32 (77, 768), CLIP ViT-L/14's text of its captions; empty_context.npy.
 
 A kind's meaning is fixed here and goes into the dataset's index; nothing is guessed from the numbers.
 """
 
 from __future__ import annotations
 
-import glob
 import io
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +26,17 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from tread.data import lightningdit
+from tread.data import lightningdit, uvit
 from tread.data.autoencoder import UNKNOWN, located
 from tread.data.latents import Dtype, LatentSpec
-from tread.data.photos import MOST_CLASSES, Folder, check_table, label_table
+from tread.data.photos import MOST_CLASSES, ONE_CLASS, check_table, label_table
+from tread.data.stores import Folder, tar_paths
 from tread.data.tars import Tar
+from tread.data.uvit import ForeignText
 
-Kind = Annotated[Literal["maskdit_lmdb", "tread_tar", "repa_npy", "lightningdit"], "pictures: prepare_latents.py"]
+Kind = Annotated[
+    Literal["maskdit_lmdb", "tread_tar", "repa_npy", "lightningdit", "uvit_coco"], "pictures: prepare_latents.py"
+]
 SCALE, AUTOENCODER = 0.18215, "stabilityai/sd-vae-ft-ema"  # of all kinds but lightningdit, unless set
 
 
@@ -45,6 +49,7 @@ class ForeignLatents:
     read        index → (views, C or 2C, S, S), as stored in the source.
     name        index → what to call a sample in a message.
     normalize   {"mean", "std"} by channel of network latents that the source says to normalise by; None: it says none.
+    text        what its encoder made of captions; None: it has none.
     """
 
     latents: LatentSpec
@@ -52,6 +57,7 @@ class ForeignLatents:
     read: Callable[[int], np.ndarray]
     name: Callable[[int], str]
     normalize: dict[str, list[float]] | None = None
+    text: ForeignText | None = None
 
 
 def open_foreign(
@@ -63,6 +69,7 @@ def open_foreign(
     num_classes: int | None,
     autoencoder: str | None,
     dtype: Dtype,
+    captions: str | None = None,
 ) -> ForeignLatents:
     """Open a source of a kind.
 
@@ -72,10 +79,11 @@ def open_foreign(
     num_classes    None: the largest label + 1.
     autoencoder    which decodes the latents; None: Stable Diffusion's, of lightningdit "unknown".
     dtype          of the dataset.
+    captions       uvit_coco: MS-COCO's annotations, for the captions themselves; None: they stay unknown.
 
     Raises FileNotFoundError, or ValueError for a source that is not what its kind says.
     """
-    source, statistics = Path(source), None
+    source, statistics, text = Path(source), None, None
     theirs = (1.0, UNKNOWN) if kind == "lightningdit" else (SCALE, AUTOENCODER)
     scale, autoencoder = (own if given is None else given for own, given in zip(theirs, (scale, autoencoder)))
     if kind != "tread_tar" and scale_applied:
@@ -86,12 +94,16 @@ def open_foreign(
             "tread_tar holds samples whose scale can't be seen: say scale_applied=true if they were multiplied by "
             f"scale={scale} before they were written (standard deviation near 1), else scale_applied=false (near 5)"
         )
+    if captions is not None and kind != "uvit_coco":
+        raise ValueError(f"captions={captions}, but {kind} has classes; leave captions out")
     if kind == "maskdit_lmdb":
         labels, read, name = _maskdit(source, flipped)
     elif kind == "tread_tar":
         labels, read, name = _tread(source)
     elif kind == "lightningdit":
         labels, read, name, statistics = lightningdit.open_shards(source, flipped)
+    elif kind == "uvit_coco":
+        labels, read, name, text = uvit.open_folder(source, captions and Path(captions))
     else:
         labels, read, name = _repa(source)
     if not len(labels):
@@ -100,10 +112,11 @@ def open_foreign(
     if not 0 <= labels.min() <= labels.max() < classes <= MOST_CLASSES:
         raise ValueError(f"{source}: labels lie in {labels.min()}..{labels.max()}, but num_classes is {classes}")
     views, channels, *size = read(0).shape
-    spread = {"maskdit_lmdb": "logvar", "repa_npy": "std"}.get(kind)
+    spread = {"maskdit_lmdb": "logvar", "uvit_coco": "logvar", "repa_npy": "std"}.get(kind)
+    one = ONE_CLASS if text is not None and num_classes is None else None
     latents = LatentSpec(
         shape=(channels // 2 if spread else channels, *size),
-        classes=tuple(str(number) for number in range(classes)),
+        classes=one or tuple(str(number) for number in range(classes)),
         content="moments" if spread else "latents",
         spread=spread,
         scale=scale,
@@ -114,7 +127,7 @@ def open_foreign(
     )
     factors = {"mean": scale, "std": abs(scale)}
     normalize = statistics and {key: [factor * value for value in statistics[key]] for key, factor in factors.items()}
-    return ForeignLatents(latents, labels, read, name, normalize)
+    return ForeignLatents(latents, labels, read, name, normalize, text)
 
 
 def _maskdit(source: Path, flipped: bool):
@@ -173,19 +186,8 @@ def _maskdit(source: Path, flipped: bool):
 
 
 def _tread(source: Path):
-    if source.is_dir():
-        paths = sorted(source.glob("*.tar"))
-    elif braces := re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", str(source)):
-        before, first, last, after = braces.groups()
-        paths = [Path(f"{before}{n:0{len(first)}d}{after}") for n in range(int(first), int(last) + 1)]
-    else:
-        paths = [Path(name) for name in sorted(glob.glob(str(source)))] if glob.has_magic(str(source)) else [source]
-    if not paths or not all(path.is_file() for path in paths):
-        raise FileNotFoundError(
-            f"{source} is not there; source must be a tar, a folder of tars or a pattern (*.tar, {{00..99}}.tar)"
-        )
     samples, labels = [], []
-    for tar in map(Tar, paths):
+    for tar in map(Tar, tar_paths(source)):
         parts: dict[str, dict[str, str]] = {}
         for name in tar.names:
             folder, _, file = name.rpartition("/")

@@ -1,4 +1,4 @@
-"""Pictures in parquet files, as Hugging Face's `datasets` writes them: an Image and a ClassLabel column."""
+"""Pictures in parquet files, as Hugging Face's `datasets` writes them: an Image column, and classes or captions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from tread.data.caption_files import cleaned
 from tread.data.dataset import check_labels
+
+CAPTIONS = ("caption", "captions", "text")  # usual names of the column that holds them
+TEXTS = ("string", "large_string", "list<item: string>", "large_list<item: string>")
 
 
 @dataclass
@@ -51,10 +55,16 @@ def parquet_files(source: Path) -> list[Path]:
     return sorted(path for place in (source, source / "data") for path in place.glob("*.parquet"))
 
 
-def open_pictures(source: Path, paths: list[Path], split: str | None) -> tuple[list[str], np.ndarray, list[str], Rows]:
-    """Names, labels (n,), classes and reader of the pictures in parquet files.
+def open_pictures(
+    source: Path, paths: list[Path], split: str | None, captions: str | None = None
+) -> tuple[list[str], np.ndarray, list[str], Rows, list[list[str] | str] | None]:
+    """Names, labels (n,), classes, reader and captions of the pictures in parquet files.
 
-    split  of several (train-00000-of-…, validation-…) the one to take.
+    split     of several (train-00000-of-…, validation-…) the one to take.
+    captions  their column; None: one of CAPTIONS, if it is there; "none": they are to be left alone.
+
+    Of captioned pictures without a column of classes the labels are 0 and classes []. A picture's captions are a list,
+    or why there is none; without a column of captions they are None altogether.
 
     Raises ValueError if the split or the columns are not clear.
     """
@@ -67,8 +77,9 @@ def open_pictures(source: Path, paths: list[Path], split: str | None) -> tuple[l
     schema = _open(paths[0]).schema_arrow
     features = _features(schema)
     image = _column(source, schema.names, features, "Image", "image")
-    label = _column(source, schema.names, features, "ClassLabel", "label")
-    groups, labels, names, first = [], [], [], 0
+    words = _captions(source, schema, captions)
+    label = _column(source, schema.names, features, "ClassLabel", "label", needed=words is None)
+    groups, labels, names, found, first = [], [], [], [], 0
     for path in paths:
         opened = _open(path)
         if not opened.schema_arrow.equals(schema) or _features(opened.schema_arrow) != features:
@@ -77,6 +88,10 @@ def open_pictures(source: Path, paths: list[Path], split: str | None) -> tuple[l
             groups.append((first, path, number))
             first += opened.metadata.row_group(number).num_rows
         names += [f"{path.name}:{row}" for row in range(opened.metadata.num_rows)]
+        if words is not None:
+            found += [_own(row) for row in opened.read(columns=[words])[words].to_pylist()]
+        if label is None:
+            continue
         column = opened.read(columns=[label])[label]
         if column.null_count or not str(column.type).startswith(("int", "uint")):
             raise ValueError(
@@ -84,10 +99,32 @@ def open_pictures(source: Path, paths: list[Path], split: str | None) -> tuple[l
                 "hold a class's number in each"
             )
         labels.append(column.to_numpy())
+    captioned = None if words is None else found
+    if label is None:
+        return names, np.zeros(len(names), dtype=np.int64), [], Rows(image, groups), captioned
     numbers = np.concatenate(labels).astype(np.int64)
     classes = features.get(label, {}).get("names") or [str(n) for n in range(int(numbers.max(initial=-1)) + 1)]
     check_labels(numbers, len(classes), source)
-    return names, numbers, list(classes), Rows(image, groups)
+    return names, numbers, list(classes), Rows(image, groups), captioned
+
+
+def _captions(source: Path, schema, wanted: str | None) -> str | None:
+    """The column of captions; None if there is none."""
+    texts = [name for name in schema.names if str(schema.field(name).type).replace("element", "item") in TEXTS]
+    if wanted not in (None, "none"):
+        if wanted not in texts:
+            raise ValueError(f"captions={wanted}: {source} has the columns of words {', '.join(texts) or 'none'}")
+        return wanted
+    found = [name for name in texts if name in CAPTIONS and wanted is None]
+    if len(found) > 1:
+        raise ValueError(f"{source} has the columns {', '.join(found)}: choose one by captions=…, or captions=none")
+    return found[0] if found else None
+
+
+def _own(row: str | list[str | None] | None) -> list[str] | str:
+    """The captions of a row, or why it has none."""
+    own = cleaned([caption for caption in ([row] if isinstance(row, str) else row or []) if caption])
+    return own or "the row is blank"
 
 
 def _features(schema) -> dict:
@@ -101,9 +138,11 @@ def _split(path: Path) -> str:
     return re.sub(r"^\d+$|-\d+-of-\d+$", "", path.stem)
 
 
-def _column(source: Path, names: list[str], features: dict, kind: str, usual: str) -> str:
+def _column(source: Path, names: list[str], features: dict, kind: str, usual: str, needed: bool = True) -> str | None:
     found = [name for name, feature in features.items() if isinstance(feature, dict) and feature.get("_type") == kind]
     found = found if len(found) == 1 else [name for name in names if name == usual]
+    if not found and not needed:
+        return None
     if not found:
         raise ValueError(f"{source} has the columns {', '.join(names)}, but needs one {kind} column, or {usual!r}")
     return found[0]

@@ -14,11 +14,13 @@ import numpy as np
 import torch
 
 from tread.data import autoencoder, dataset_report
+from tread.data.caption_files import captions_hash
+from tread.data.captions import add_captions
 from tread.data.dataset import LatentDataset
 from tread.data.grids import save_grid
 from tread.data.images import Alpha, Crop, Orientation
 from tread.data.latents import Dtype
-from tread.data.photos import Photos, find_photos
+from tread.data.photos import ONE_CLASS, Photos, find_photos
 from tread.data.prepare import Crops, Damage, Piece, check_sizes, make_shards, source_hash
 from tread.data.writer import DatasetWriter
 from tread.runtime.device import use_precision
@@ -32,8 +34,9 @@ class Options:
     """configs/prepare_latents.yaml."""
 
     source: str
-    root: str | None
+    root: str | int | None
     labels: str | None
+    captions: str | None
     out: str
     heldout: Count | Fraction | None
     resolution: Count
@@ -62,10 +65,17 @@ def prepare(options: Options, processes: Processes) -> None:
         raise ValueError(
             f"out {out} lies inside source {source}, whose pictures it would be among; choose another place"
         )
-    photos = find_photos(source, options.root, options.labels)
-    photos.check_classes(options.allow_empty)
-    if photos.refused and options.on_error == "stop":
+    root = None if options.root is None else str(options.root)
+    photos = find_photos(source, root, options.labels, options.captions)
+    if options.on_error == "stop" and (photos.names or photos.unpaired):
         photos.refuse()
+    photos.check_classes(options.allow_empty)
+    if photos.heldout and options.heldout is not None:
+        raise ValueError(
+            f"{photos.where} holds out {photos.heldout.rstrip('/')} itself: leave heldout={options.heldout} out, or "
+            "choose one split by root="
+        )
+    heldout = photos.heldout or options.heldout
     if not options.enlarge:
         check_sizes(photos, options.resolution)
     use_precision(options.precision, processes.device)
@@ -81,13 +91,16 @@ def prepare(options: Options, processes: Processes) -> None:
     plan = {key: getattr(options, key) for key in ("resolution", "precision", "shard_size")}
     plan["pictures"] = source_hash(photos.classes, photos.names, photos.labels)
     crop_shape = (3, options.resolution, options.resolution) if options.keep_pictures else None
-    if options.heldout is None:
-        writers = {"train": DatasetWriter(out, latents, plan, crop_shape)}
+    said = {} if photos.captions is None else {"captions": captions_hash(photos.captions)}
+    said |= {"captions_in": options.captions} if photos.captions is not None and options.captions else {}
+    if heldout is None:
+        writers = {"train": DatasetWriter(out, latents, plan, crop_shape, said)}
     else:
         folders = {"train": out, "heldout": out.with_name(f"{out.name}-heldout")}
-        plan["heldout"] = options.heldout
+        plan["heldout"] = heldout
         writers = {
-            part: DatasetWriter(folder, latents, {**plan, "part": part}, crop_shape) for part, folder in folders.items()
+            part: DatasetWriter(folder, latents, {**plan, "part": part}, crop_shape, said)
+            for part, folder in folders.items()
         }
     unfinished = {part: writer for part, writer in writers.items() if not writer.is_finished()}
     for part, writer in writers.items():
@@ -101,14 +114,14 @@ def prepare(options: Options, processes: Processes) -> None:
             for writer in unfinished.values():
                 writer.check_free()
             pictures = damage.begun()
-            pictures.cut(len(photos.classes), options.heldout, options.shard_size)  # which may be refused
+            pictures.cut(len(photos.classes), heldout, options.shard_size)  # which may be refused
             pictures = source_hash(photos.classes, pictures.names, pictures.labels)
             first = next(iter(unfinished.values()))
             anew = not first.has_any()  # both parts, or neither
             for writer in unfinished.values():
                 writer.begin(anew, pictures=pictures)
         begun = damage.begun()
-        shards = begun.cut(len(photos.classes), options.heldout, options.shard_size)
+        shards = begun.cut(len(photos.classes), heldout, options.shard_size)
         pieces = [
             Piece(writer, number, shards[part][number], f"{part}-{number:05d}")
             for part, writer in unfinished.items()
@@ -118,10 +131,14 @@ def prepare(options: Options, processes: Processes) -> None:
     if processes.main:
         next(iter(unfinished.values())).check_space(sum(len(piece.pictures) for piece in pieces))
     stored = f"{latents.stored_shape[1:]} {latents.dtype}, {size_text(len(photos) * latents.sample_bytes)}"
-    processes.say(f"  pictures  {len(photos):,} in {len(photos.classes):,} classes, {photos.where}")
-    if options.heldout is not None:
-        kept = sum(map(len, shards["heldout"]))
-        processes.say(f"  held out  {kept:,} of them, chosen by a hash of their names: {writers['heldout'].folder}")
+    classes = f"in {len(photos.classes):,} classes, " if photos.classes != ONE_CLASS else ""
+    processes.say(f"  pictures  {len(photos):,} {classes}{photos.where}")
+    if photos.captions is not None:
+        counts = sorted(map(len, photos.captions))
+        processes.say(f"  captions  {sum(counts):,}, {counts[0]} to {counts[-1]} a picture")
+    if heldout is not None:
+        kept, by = sum(map(len, shards["heldout"])), photos.heldout or "chosen by a hash of their names"
+        processes.say(f"  held out  {kept:,} of them, {by.rstrip('/')}: {writers['heldout'].folder}")
     processes.say(
         f"  crop      {options.resolution}², {'with' if options.flip else 'without'} flipped copies; "
         f"orientation={options.orientation}, alpha={options.alpha}"
@@ -186,6 +203,8 @@ def finish(
         if options.decode:
             processes.say(f"  pictures  {folder / 'report.png'}: photo, decoded latents")
         processes.say(f"  dataset   {folder}: train with dataset=folder dataset.path={folder}")
+        if photos.captions is not None:
+            processes.say(f"  text      encode its captions: python scripts/prepare_text.py dataset={folder}")
 
 
 def look_at(
@@ -199,7 +218,12 @@ def look_at(
     device: torch.device,
 ) -> dict:
     """Assemble a dataset and return its report; its pictures are indices into photos."""
-    notes = writer.assemble(shards, **beside)
+    notes = writer.notes(shards)
+    skipped = {name for note in notes for name, _ in note["left_out"]}
+    kept = [index for index in pictures.tolist() if photos.names[index] not in skipped]
+    writer.assemble(shards, **beside)
+    if photos.captions is not None:
+        add_captions(writer.data, (photos.captions[index] for index in kept))
     data = LatentDataset(writer.data)
     made = dataset_report.numbers(data)
     empty = [name for name, count in made["class_counts"].items() if not count]
@@ -209,7 +233,7 @@ def look_at(
             f"no picture of {', '.join(empty[:5])} could be read; repair some of {photos.where} and start the same "
             "command again, or set allow_empty=true"
         )
-    refused = photos.refused if part == "train" else []
+    refused = [*photos.refused, *photos.unpaired] if part == "train" else []
     left_out = [*refused, *(tuple(one) for note in notes for one in note["left_out"])]
     made |= {
         "enlarged": sum(note["enlarged"] for note in notes),
@@ -218,8 +242,6 @@ def look_at(
     }
     if options.decode:
         chosen = dataset_report.spread(len(data), options.decode)
-        skipped = {name for name, _ in left_out}
-        kept = [index for index in pictures if photos.names[index] not in skipped]
         crops = Crops(photos, Crop(options.resolution, options.orientation, options.alpha))
         before = np.stack([crops[kept[index]][0].numpy() for index in chosen])
         after = dataset_report.decode(data, chosen, device)

@@ -1,7 +1,10 @@
-"""Where pictures and their classes come from: folders, tars, parquet files.
+"""Where pictures, their classes and captions come from: folders, zips, tars, parquet files.
 
-    class folders     train/n01440764/1.jpg, in a folder or a tar; classes are the sorted folder names
+    class folders     train/n01440764/1.jpg, in a folder, zip or tar; classes are the sorted folder names
     a labels file     beside pictures in a flat folder or tar: EDM's dataset.json or a CSV, see label_table
+    captions          a.txt beside a.jpg, see caption_files.py, in tars of a webdataset too; class folders are classes,
+                      else there is one class of all
+    MS-COCO           its pictures and captions_….json, see coco.py
     parquet           as Hugging Face writes picture datasets, see parquet.py
 
 Nothing is decoded here; images.py does.
@@ -12,19 +15,20 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from tread.data.caption_files import Faults, pictures_among, read_texts, texts_beside
+from tread.data.coco import open_coco
 from tread.data.parquet import open_pictures, parquet_files
-from tread.data.tars import Tar
+from tread.data.stores import Store, Tars, holds_tars, is_pattern, open_store
 from tread.runtime.tensor_files import listed
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff")
@@ -32,6 +36,9 @@ LABEL_FILES = ("dataset.json", "labels.csv", "metadata.csv")
 LABEL_FORMATS = 'EDM\'s dataset.json, {"labels": [[file, label], …]}, or a CSV with the header file,label'
 NAMED = 20  # files that an error names
 MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake
+ONE_CLASS = ("all",)  # of captioned pictures without classes
+NO_PICTURE = "its name is not a picture's"
+NONE = "none"  # captions=none: text beside pictures is left alone
 
 
 @dataclass
@@ -42,6 +49,9 @@ class Photos:
     labels   (n,) int64, indices into classes.
     read     index → the picture's file content; raises OSError.
     refused  (name, why) of files that lie among the pictures and are none.
+    captions of each picture, at least one; None: the source has none.
+    unpaired (name, why) of pictures without captions, and captions without a picture; neither is among the others.
+    heldout  how the names of pictures begin that the source itself holds out; None: none.
     """
 
     where: str
@@ -49,7 +59,10 @@ class Photos:
     labels: np.ndarray
     classes: tuple[str, ...]
     read: Callable[[int], bytes]
-    refused: list[tuple[str, str]] = field(default_factory=list)
+    refused: Faults = field(default_factory=list)
+    captions: list[list[str]] | None = None
+    unpaired: Faults = field(default_factory=list)
+    heldout: str | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -67,79 +80,116 @@ class Photos:
             )
 
     def refuse(self) -> None:
-        """Raise ValueError that names the files that are no pictures."""
-        raise ValueError(
-            f"{self.where}: files that are no pictures, {len(self.refused):,} in all"
-            f"{named(self.refused, 'is no picture: {}')}\nRemove them, or leave them out with on_error=skip"
+        """Raise ValueError that names the files that are no pictures, or what has no captions or no picture, if any."""
+        if self.refused:
+            raise ValueError(
+                f"{self.where}: files that are no pictures, {len(self.refused):,} in all"
+                f"{named(self.refused, 'is no picture: {}')}\nRemove them, or leave them out with on_error=skip"
+            )
+        if self.unpaired:
+            raise ValueError(
+                f"{self.where}: pictures without captions or captions without a picture, {len(self.unpaired):,} in all"
+                f"{named(self.unpaired, ': {}', '')}\nMend or remove them, or leave them out with on_error=skip"
+            )
+
+    def captioned(self, captions: Sequence[list[str] | str], faults: Faults, heldout: str | None = None) -> Photos:
+        """Those that have captions; a picture's are a list, or the reason why it has none. faults: of no picture."""
+        kept = [index for index, own in enumerate(captions) if isinstance(own, list)]
+        unpaired = [(name, f"no caption: {own}") for name, own in zip(self.names, captions) if isinstance(own, str)]
+        return Photos(
+            self.where,
+            [self.names[index] for index in kept],
+            self.labels[kept],
+            self.classes,
+            self.read if len(kept) == len(self) else partial(_read_some, self.read, kept),
+            self.refused,
+            [captions[index] for index in kept],
+            [*unpaired, *((name, f"a caption: {why}") for name, why in faults)],
+            heldout,
         )
 
 
-def named(files: list[tuple[str, str]], what: str) -> str:
+def named(files: Faults, what: str, between: str = " ") -> str:
     """The first of some files and why they are refused, a line each, and how many more there are."""
     more = f"\n  and {len(files) - NAMED:,} more" if len(files) > NAMED else ""
-    return "".join(f"\n  {name} {what.format(why)}" for name, why in files[:NAMED]) + more
+    return "".join(f"\n  {name}{between}{what.format(why)}" for name, why in files[:NAMED]) + more
 
 
-class Folder:
-    """A folder's files, with the same attributes as a Tar."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.names, self.folders = Path(path), [], []
-        for folder, inner, files in os.walk(path, followlinks=True, onerror=_raise):
-            inside = PurePosixPath(os.path.relpath(folder, path).replace(os.sep, "/"))
-            self.names += [str(inside / name) for name in files]
-            self.folders += [str(inside / name) for name in inner]
-        self.names.sort()
-
-    def read(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
+def _read_some(read: Callable[[int], bytes], kept: list[int], index: int) -> bytes:
+    return read(kept[index])
 
 
-def _raise(error: OSError) -> None:
-    raise error
+def find_photos(
+    source: Path, root: str | None = None, labels: str | None = None, captions: str | None = None
+) -> Photos:
+    """The pictures of a folder, a zip, tars, or a parquet file or folder of such.
 
-
-def find_photos(source: Path, root: str | None = None, labels: str | None = None) -> Photos:
-    """The pictures of a folder, a tar, or a parquet file or folder of such.
-
-    root    a folder inside the source (of parquet files: a split) that holds the pictures; None: the
-            outermost that does.
-    labels  a labels file, beside the source or inside it; None: one of LABEL_FILES if it lies beside
-            the pictures, else class folders.
+    root      a folder inside the source (of parquet files and MS-COCO: a split) that holds the pictures; None: the
+              outermost that does.
+    labels    a labels file, beside the source or inside it; None: one of LABEL_FILES if it lies beside
+              the pictures, else class folders.
+    captions  the column of parquet files that holds them; "none": there are to be none; None: those that are found.
 
     Raises FileNotFoundError, or ValueError that says what was found instead.
     """
     source = Path(source)
-    if not source.exists():
-        raise FileNotFoundError(f"{source} is not there; source must be a folder, a tar or parquet files")
-    if paths := parquet_files(source):
-        names, numbers, classes, read = open_pictures(source, paths, root)
-        return Photos(str(source), names, numbers, tuple(classes), read)
-    store = Folder(source) if source.is_dir() else Tar(source)
+    if root is not None and holds_tars(source / root):
+        source, root = source / root, None
+    if not source.exists() and not is_pattern(source):
+        raise FileNotFoundError(f"{source} is not there; source must be a folder, a zip, tars or parquet files")
+    paths = [] if is_pattern(source) or holds_tars(source) else parquet_files(source)
+    if captions not in (None, NONE) and not paths:
+        raise ValueError(f"captions={captions} would be a column of parquet files, but {source} holds none")
+    if paths:
+        names, numbers, classes, read, found = open_pictures(source, paths, root, captions)
+        photos = Photos(str(source), names, numbers, tuple(classes or ONE_CLASS), read)
+        return photos if found is None else photos.captioned(found, [])
+    if captions is None and labels is None and (coco := open_coco(source, root)):
+        numbers = np.zeros(len(coco.names), dtype=np.int64)
+        photos = Photos(str(source), coco.names, numbers, ONE_CLASS, coco.read)
+        return photos.captioned(coco.captions, coco.faults, coco.heldout)
+    return _photos_in(source, open_store(source), root, labels, captions)
+
+
+def _photos_in(source: Path, store: Store, root: str | None, labels: str | None, captions: str | None) -> Photos:
     names = [name for name in store.names if not _hidden(name)]
     folders = set(store.folders) | {name.rpartition("/")[0] for name in names}
     folders |= {str(parent) for folder in folders for parent in PurePosixPath(folder).parents}
     folders = {folder for folder in folders if not _hidden(folder)} - {"", "."}
-    inside = _inside(source, names, folders, root, labels)
+    inside = "" if isinstance(store, Tars) else _inside(source, names, folders, root, labels)
     prefix = f"{inside}/" if inside else ""
     names = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     where = f"{source}:{inside}" if inside else str(source)
 
     chosen = labels or next((name for name in LABEL_FILES if name in names), None)
+    texts = texts_beside([name for name in names if name != chosen], _is_picture)
+    if texts:
+        names = [name for name in pictures_among(names, _is_picture) if name != chosen] + [chosen] * (chosen in names)
+    texts = {} if captions == NONE else texts
     if chosen is not None:
         if chosen not in names and not Path(chosen).is_file():
             raise FileNotFoundError(f"labels file {chosen} is neither in {where} nor a file of that path")
         content = store.read(prefix + chosen) if chosen in names else Path(chosen).read_bytes()
         names = [name for name in names if name not in (chosen, *LABEL_FILES)]
         names, numbers, classes, refused = _by_table(where, names, label_table(chosen, content))
+    elif isinstance(store, Tars) and not texts:
+        raise ValueError(
+            f"{where} holds tars without a text file beside any picture (a.txt, a.jpg), nor a labels file: one of both "
+            "is needed, for a tar's name is no class"
+        )
+    elif texts and (isinstance(store, Tars) or any(name.count("/") != 1 for name in names if _is_picture(name))):
+        kept, classes = [name for name in names if _is_picture(name)], ONE_CLASS
+        refused = [(name, NO_PICTURE) for name in names if not _is_picture(name)]
+        names, numbers = kept, [0] * len(kept)
     else:
         classes = sorted({f.removeprefix(prefix).split("/")[0] for f in folders if f.startswith(prefix)})
         names, numbers, refused = _by_folder(where, names, classes)
     read = partial(_read, store, [prefix + name for name in names])
-    return Photos(where, names, np.array(numbers, dtype=np.int64), tuple(classes), read, refused)
+    photos = Photos(where, names, np.array(numbers, dtype=np.int64), tuple(classes), read, refused)
+    return photos.captioned(*read_texts(store, prefix, names, texts)) if texts else photos
 
 
-def _read(store: Folder | Tar, names: list[str], index: int) -> bytes:
+def _read(store: Store, names: list[str], index: int) -> bytes:
     return store.read(names[index])
 
 
@@ -199,14 +249,14 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> tuple[list, 
             kept.append(name)
             numbers.append(index[folder])
         else:
-            refused.append((name, "its name is not a picture's"))
+            refused.append((name, NO_PICTURE))
     return kept, numbers, refused
 
 
 def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tuple:
     """Pictures, labels, classes and refused files, as a labels file has them."""
     check_table(where, table, {name for name in names if _is_picture(name) or name in table})
-    refused = [(name, "its name is not a picture's") for name in names if name not in table]
+    refused = [(name, NO_PICTURE) for name in names if name not in table]
     kept = sorted(table)
     labels = [table[name] for name in kept]
     if all(isinstance(label, int) for label in labels):

@@ -101,7 +101,7 @@ class Begun:
     labels: np.ndarray
     at: np.ndarray
 
-    def cut(self, classes: int, heldout: float | int | None, shard_size: int) -> dict[str, list[np.ndarray]]:
+    def cut(self, classes: int, heldout: float | int | str | None, shard_size: int) -> dict[str, list[np.ndarray]]:
         """{"train" and, if some are held out, "heldout"} → the pictures of each shard, as indices into those of now."""
         parts = {"train": np.ones(len(self.names), dtype=bool)}
         if heldout is not None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from tread.data.dataset import LatentDataset
 from tread.data.heldout import held_out
 from tread.data.images import Crop
-from tread.data.photos import find_photos
+from tread.data.photos import NONE, find_photos
 from tread.data.prepare import Crops, collate, end_with, source_hash
 
 
@@ -40,7 +40,7 @@ class SourcePictures:
                 f"{data.folder} does not say which photos it was made of: scripts/prepare_latents.py did not make it. "
                 "Prepare it from the photos, or take a dataset that keeps its pictures"
             )
-        photos = find_photos(source, root, labels)
+        photos = find_photos(source, root, labels, plan.get("captions_in") if "captions" in plan else NONE)
         if source_hash(photos.classes, photos.names, photos.labels) != plan["pictures"]:
             raise ValueError(
                 f"{photos.where} holds other pictures than {data.folder} was made of ({len(photos):,}, by names and "

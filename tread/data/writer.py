@@ -38,12 +38,19 @@ class DatasetWriter:
     plan      what decides its content, anything JSON can hold: an unfinished dataset made by another
               plan is not continued.
     pictures  (3, H, W) of the uint8 pictures that are kept beside the latents; None: none are.
+    besides   what of the plan no shard depends on: a finished dataset must have it, unfinished work may have begun with
+              another.
 
     Of several processes that write shards, one begins and finishes the work.
     """
 
     def __init__(
-        self, folder: Path, latents: LatentSpec, plan: dict, pictures: tuple[int, int, int] | None = None
+        self,
+        folder: Path,
+        latents: LatentSpec,
+        plan: dict,
+        pictures: tuple[int, int, int] | None = None,
+        besides: dict | None = None,
     ) -> None:
         self.folder, self.latents, self.pictures = Path(folder), latents, pictures
         if self.folder.name in ("", ".."):
@@ -52,11 +59,12 @@ class DatasetWriter:
         self.data, self._done = self.work / "data", self.work / "done"
         kept = {"keep_pictures": True} if pictures else {}  # older plans know no such key
         self._plan = json.loads(json.dumps({**asdict(latents), **plan, **kept}))
+        self._besides = dict(besides or {})
 
     def is_finished(self) -> bool:
         """Whether the dataset is there already, made by the same plan; then what is left of the work on it goes."""
-        made = self.folder / "report.json"
-        finished = made.is_file() and _with_later_keys(json.loads(made.read_text()).get("plan", {})) == self._plan
+        made, expected = self.folder / "report.json", self._plan | self._besides
+        finished = made.is_file() and _with_later_keys(json.loads(made.read_text()).get("plan", {})) == expected
         if finished:  # a process may have been killed just then
             shutil.rmtree(self.work, ignore_errors=True)
         return finished
@@ -124,10 +132,10 @@ class DatasetWriter:
         """Size of a sample's picture, where pictures are kept; else 0."""
         return math.prod(self.pictures) if self.pictures else 0
 
-    def check_space(self, samples: int) -> None:
-        """Raise OSError unless the disk can take this many samples more."""
+    def check_space(self, samples: int, beside: int = 0) -> None:
+        """Raise OSError unless the disk can take this many samples more, and so many bytes beside them."""
         each = self.latents.sample_bytes + self.picture_bytes + 8
-        needed, free = int(1.01 * samples * each), free_bytes(self.work)
+        needed, free = int(1.01 * samples * each) + beside, free_bytes(self.work)
         if needed > free:
             raise OSError(f"{samples:,} samples take {size_text(needed)}, but {self.work} has {size_text(free)} free")
 
@@ -178,8 +186,12 @@ class DatasetWriter:
         for number in numbers:
             self._note(number).unlink()
 
-    def assemble(self, shards: int, **beside: object) -> list[dict]:
-        """Write index.json into `data`, once all shards are there; returns what was noted of each.
+    def notes(self, shards: int) -> list[dict]:
+        """What was noted of each shard."""
+        return [json.loads(self._note(number).read_text())["note"] for number in range(shards)]
+
+    def assemble(self, shards: int, **beside: object) -> None:
+        """Write index.json into `data`, once all shards are there.
 
         beside  what else index.json is to say: where the dataset is that belongs to this one (heldout, train), or by
                 which mean and std each channel is to be normalised, where not by measured ones (normalize_by).
@@ -205,7 +217,6 @@ class DatasetWriter:
         }
         with explain_failure(self.data / "index.json"):
             write_whole(self.data / "index.json", json.dumps(index, indent=1) + "\n")
-        return [one["note"] for one in done]
 
     def publish(self, report: dict | None = None) -> None:
         """Give the assembled dataset its name and forget the work.
@@ -215,7 +226,7 @@ class DatasetWriter:
         if report is not None:
             path = self.data / "report.json"
             with explain_failure(path):
-                write_whole(path, json.dumps(report | {"plan": self._plan}, indent=1) + "\n")
+                write_whole(path, json.dumps(report | {"plan": self._plan | self._besides}, indent=1) + "\n")
         sync(self.data)
         self.data.rename(self.folder)
         sync(self.folder.parent)

@@ -22,7 +22,8 @@ from PIL import Image, UnidentifiedImageError
 
 from tread.data.images import FORMATS, Crop, centre_crop, read_rgb
 from tread.data.npy import write_array
-from tread.data.photos import SUFFIXES, Folder
+from tread.data.photos import SUFFIXES
+from tread.data.stores import Folder
 from tread.data.tars import Tar
 from tread.runtime.distributed import Processes
 from tread.runtime.files import sha256, size_text, whole_file
