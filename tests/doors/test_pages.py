@@ -211,8 +211,10 @@ def test_commands_for_other_machines_compose(page):
 
 
 IN_TURN = """
-import contextlib, io, json, os, runpy, sys, traceback
+import contextlib, gc, io, json, os, runpy, sys, traceback
+import conftest  # configs are read once
 from tread.runtime import cli
+gc.freeze()
 cli.leave_at_once = sys.exit  # after its own work each door would end the process
 for words in json.loads(sys.argv[1]):
     printed, sys.argv, path = io.StringIO(), words, sys.path
