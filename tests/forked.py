@@ -1,7 +1,8 @@
 """Python commands run by forks of a process that has imported torch and the doors already.
 
 What a command does from there on is what it does from the command line: its own process, folder, arguments,
-output and exit code. runtime/test_signals.py and doors/test_launches.py start real interpreters and launchers.
+output and exit code. runtime/test_signals.py and doors/test_launches.py start launchers, and with them real
+interpreters.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["train", "sample", "fid", "matplotlib.figure", "sklearn.neighbors", "sklearn.datasets"])
+SLOW_TO_IMPORT = ["matplotlib.figure", "sklearn.neighbors", "sklearn.datasets"]
+SLOW_TO_IMPORT += ["diffusers.models.autoencoders.autoencoder_kl", "diffusers.models.autoencoders.autoencoder_tiny"]
+FORKS.set_forkserver_preload(["train", "sample", "fid", *SLOW_TO_IMPORT])
 
 
 def _become(command: list[str], folder: str, environment: dict[str, str], outputs: list[str]) -> None:
@@ -56,26 +59,34 @@ def start_python(
     return process
 
 
+def start_together(
+    *command: object, cwd: Path, outputs: list[str], processes: int, environment: dict[str, str] | None = None
+) -> list[multiprocessing.Process]:
+    """Start `python *command` by several processes as torchrun does, or by one."""
+    base = dict(os.environ if environment is None else environment)
+    started = []
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    for rank in range(processes):
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        place |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+        place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
+        own = base | place if processes > 1 else base
+        started.append(start_python(*command, cwd=cwd, outputs=outputs, environment=own))
+    return started
+
+
 def run_python(
     *command: object, cwd: Path, processes: int = 1, environment: dict[str, str] | None = None, timeout: float = 120
 ) -> subprocess.CompletedProcess:
-    """Run `python *command` to its end, by several processes as torchrun starts them if asked; their output together.
+    """Run `python *command` to its end, by several processes if asked; their output together.
 
     The exit code is the first that is not 0.
     """
-    base = dict(os.environ if environment is None else environment)
     with tempfile.TemporaryDirectory() as folder:
         outputs = [f"{folder}/stdout", f"{folder}/stderr"]
-        started = []
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = str(free.getsockname()[1])
-        for rank in range(processes):
-            place = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-            place |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-            place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
-            own = base | place if processes > 1 else base
-            started.append(start_python(*command, cwd=cwd, outputs=outputs, environment=own))
+        started = start_together(*command, cwd=cwd, outputs=outputs, processes=processes, environment=environment)
         for process in started:
             process.join(timeout)
         hanging = [process for process in started if process.exitcode is None]

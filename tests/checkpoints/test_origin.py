@@ -94,7 +94,11 @@ def test_rwkv_has_no_heads_to_compare(tmp_path, composed):
     config = composed(*SIZES, "model=rwkv")
     network = build_network(read_network(config))
     checkpoint.save(tmp_path, 1, {"ema": network.state_dict()}, {"config": config})
-    load_weights(network, str(tmp_path), model=read_network(composed(*SIZES, "model=rwkv", "model.num_heads=4")).model)
+    other = read_network(composed(*SIZES, "model=rwkv", "model.num_heads=4"))
+    loaded = build_network(other)
+    load_weights(loaded, str(tmp_path), model=other.model)
+    found, saved = loaded.state_dict(), network.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in saved.items())
 
 
 RF = ("objective=rf",)

@@ -6,6 +6,7 @@ the checkout. What a page says in words is checked for keys, files and links tha
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -44,6 +45,7 @@ NOT_RUN = {  # how a command starts → why it is neither run nor composed
     "python3 -m venv": "installs",
     "pip install": "installs",
     "pytest": "a slow test of its own",
+    "python -m pytest": "these are the tests",
     "python scripts/compare_runs.py results/seeds-": "of runs that are composed alone",
     "python studies/": "trains for minutes to days (tests/doors/test_studies.py reads their words)",
     "python scripts/explore.py": "serves a page",
@@ -208,10 +210,34 @@ def test_commands_for_other_machines_compose(page):
                 raise AssertionError(f"{command}: {error}") from error
 
 
+IN_TURN = """
+import contextlib, gc, io, json, os, runpy, sys, traceback
+import conftest  # configs are read once
+from tread.runtime import cli
+gc.freeze()
+cli.leave_at_once = sys.exit  # after its own work each door would end the process
+for words in json.loads(sys.argv[1]):
+    printed, sys.argv, path = io.StringIO(), words, sys.path
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        sys.path, code = [os.path.dirname(words[0]), *path], 0
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code or 0
+        except Exception:
+            code = traceback.format_exc()
+    sys.path = path
+    print(json.dumps([code, printed.getvalue()]), flush=True)
+    if code:
+        break
+"""
+
+
 def test_commands_run_in_small(tmp_path):
-    """In one folder, in the order of the pages: what train.py makes is there for sample.py and fid.py; models/, too."""
+    """In one folder and one process, in the order of the pages: what train.py makes is there for sample.py and fid.py,
+    and models/, too."""
     shutil.copytree(ROOT / "models", tmp_path / "models")
-    seen = {}  # what runs → the page where it stands first
+    seen, commands, given = {}, [], []  # what runs → the page where it stands first
     for command in COMMANDS:
         if command.kind != "run" or seen.setdefault(command.text, command.page) != command.page:
             continue
@@ -220,13 +246,19 @@ def test_commands_run_in_small(tmp_path):
         words += ["model.head_dim=8"] if any(word.endswith("mamba") for word in words) else []  # of a width of 16
         for long, short in EARLIER.items():
             words = [word.replace(long, short) for word in words]
-        done = run_python(ROOT / words[0], *words[1:], cwd=tmp_path)
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        commands.append(command)
+        given.append([str(ROOT / words[0]), *words[1:]])
+    done = run_python("-c", IN_TURN, json.dumps(given), cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for command, line in zip(commands, done.stdout.splitlines()):
+        code, printed = json.loads(line)
+        assert code == 0, f"{command}\n{printed}{code}"
         if command.door == "train.py" and not command.prints_alone:
-            (run,) = set(re.findall(r"results/[\w.-]+(?=/latest|/?$| is finished)", done.stdout, re.M))
+            (run,) = set(re.findall(r"results/[\w.-]+(?=/latest|/?$| is finished)", printed, re.M))
             assert RunLog(tmp_path / run).records()[-1]["step"] == 6, command
         elif command.door == "fid.py":
-            assert "label_agreement" in done.stdout, command
+            assert "label_agreement" in printed, command
+    assert len(done.stdout.splitlines()) == len(commands) > 50
     assert (tmp_path / "samples.png").is_file() and (tmp_path / "results" / "sweep" / "sweep.png").is_file()
 
 

@@ -18,6 +18,7 @@ from tread.evaluation.reference_scorer import ReferenceScorer
 from tread.runtime.distributed import share_work
 
 METRICS = tuple(ReferenceScorer.metrics)
+NARROW = 16  # times fewer features than the Inception has, 2048 / 16 = 128 of them, where a file states their moments
 
 
 def parts_of(folder, arrays, size=7):
@@ -30,7 +31,7 @@ def parts_of(folder, arrays, size=7):
 
 
 def score(samples, reference, features, with_classes=True):
-    network = Inception(with_classes, narrow=16)  # says the device, and whether there are probabilities
+    network = Inception(with_classes, narrow=NARROW)  # says the device, and whether there are probabilities
     scorer = ReferenceScorer(reference, network, "weights", features, 0.0, share_work(None))
     values, unavailable, counts = scorer.score(samples)
     assert counts == {}
@@ -86,11 +87,13 @@ def test_a_set_against_itself(tmp_path, pictures_of):
 
 
 def test_what_can_t_be_scored_is_said(tmp_path, pictures_of):
-    ours = features(30, 1, 0.0, sizes=(2048, 35))
+    ours = features(30, 1, 0.0, sizes=(128, 35))
     del ours["probabilities"]
     mean, covariance = ours["pool"].mean(axis=0), np.cov(ours["pool"], rowvar=False)
     np.savez(tmp_path / "edm.npz", mu=mean, sigma=covariance)
-    values, unavailable = score(parts_of(tmp_path / "a", ours), open_reference(tmp_path / "edm.npz"), None, False)
+    values, unavailable = score(
+        parts_of(tmp_path / "a", ours), open_reference(tmp_path / "edm.npz", NARROW), None, False
+    )
     assert values.keys() == {"fid"} and values["fid"] == pytest.approx(0, abs=1e-4)
     assert "mu_s" in unavailable["sfid"] and "fc" in unavailable["inception_score"] and "arr_0" in unavailable["recall"]
     assert set(values) | set(unavailable) == set(METRICS)
@@ -101,10 +104,10 @@ def test_what_can_t_be_scored_is_said(tmp_path, pictures_of):
 
 
 def test_statistics_in_the_file_decide_over_its_pictures(tmp_path, pictures_of):
-    ours, theirs = features(40, 1, 0.0, sizes=(2048, 35)), features(40, 2, 0.5, sizes=(2048, 35))
+    ours, theirs = features(40, 1, 0.0, sizes=(128, 35)), features(40, 2, 0.5, sizes=(128, 35))
     mu, sigma = ours["pool"].mean(axis=0), np.cov(ours["pool"].astype(np.float64), rowvar=False)
     np.savez(tmp_path / "adm.npz", pictures_of(40, 8, 0), mu=mu, sigma=sigma)
-    reference = open_reference(tmp_path / "adm.npz")
+    reference = open_reference(tmp_path / "adm.npz", NARROW)
     values, _ = score(parts_of(tmp_path / "a", ours), reference, parts_of(tmp_path / "b", theirs))
     assert values["fid"] == pytest.approx(0, abs=1e-4) and values["sfid"] > 5 and values["precision"] == 0
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
+from row_routes import assert_compiled_as_eager, assert_smaller_image, batch, rows
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,9 +16,7 @@ from routing_module import Route, gather_tokens, run_blocks
 from tread.models.mamba import DECAYS, STEPS, AttentionBlock, Mamba, Mamba2Mixer, MambaBlock
 from tread.models.ssd import ssd
 from tread.routing.hooks import attach_routes
-from tread.routing.ids import choose_ids, row_ids
-from tread.runtime import compiling
-from tread.runtime.device import autocast
+from tread.routing.ids import choose_ids
 
 CPU = torch.device("cpu")
 SIZES = {"input_size": 8, "hidden_size": 32, "num_classes": 10, "state": 8, "head_dim": 16}
@@ -39,16 +37,6 @@ def network(depth=6, **sizes):
 
 def mixer(directions=2, dim=12, state=5, head_dim=8, expand=2, conv=4):
     return scramble(Mamba2Mixer(dim, state, head_dim, expand, conv, directions))
-
-
-def batch(size=4):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(size, 4, 8, 8, generator=generator), torch.rand(size, generator=generator), torch.arange(size)
-
-
-def rows(count, ratio=0.5, grid=(4, 4), seed=0):
-    """ids of whole rows, (count, K)"""
-    return row_ids(torch.rand(count, grid[0] * grid[1], generator=torch.Generator().manual_seed(seed)), ratio, grid)
 
 
 def silu(x):
@@ -262,37 +250,25 @@ def test_blocks_cost_in_proportion_to_the_tokens():
 
 @pytest.mark.parametrize("directions", [2, 4])
 def test_a_row_route_is_the_smaller_image_and_leaves_the_rest(directions):
-    """The twin cuts the rows out of the image by hand, runs the blocks on what is then an image, and puts them back;
-    hooks come to the same, told the kept rows' shape where columns are scanned.
-    """
+    blocks = [scramble(MambaBlock(12, 2.0, mixer(directions))) for _ in range(3)]
+    assert_smaller_image(blocks, naive_block, 12)
+
+
+@pytest.mark.parametrize("directions", [2, 4])
+def test_hooks_route_rows_as_run_blocks_does(directions):
+    """They are told the kept rows' shape where columns are scanned."""
     height, width = 5, 3
-    blocks = [scramble(MambaBlock(12, 2.0, mixer(directions))) for _ in range(4)]
+    blocks = torch.nn.ModuleList(scramble(MambaBlock(12, 2.0, mixer(directions))) for _ in range(3))
     x, c = torch.randn(3, height * width, 12), torch.randn(3, 12)
     route, ids = Route(1, 2, 0.5, select="row"), rows(3, 0.5, (height, width))
-    chosen = ids.view(3, -1, width)[:, :, 0] // width
-    assert chosen.shape == (3, 3) and (chosen.diff(dim=1) > 1).any()  # with gaps
-    found = run_blocks(blocks[:3], x, c, routes=[(route, ids)], grid=(height, width))
-
-    before = blocks[0](x, c, (height, width))
-    expected = before.clone().double()
-    for sample in range(3):
-        image = before[sample].view(height, width, 12)
-        part = torch.stack([image[row] for row in chosen[sample]]).reshape(1, -1, 12).double()
-        for block in blocks[1:3]:
-            part = naive_block(double(block), part, c[sample : sample + 1].double(), (3, width))
-        for place, row in enumerate(chosen[sample]):
-            expected[sample].view(height, width, 12)[row] = part[0].view(3, width, 12)[place]
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-    bypassed = torch.ones(3, height * width, dtype=torch.bool).scatter_(1, ids, False)
-    assert torch.equal(found[bypassed], before[bypassed]) and not torch.equal(found[~bypassed], before[~bypassed])
+    found = run_blocks(list(blocks), x, c, routes=[(route, ids)], grid=(height, width))
 
     def select(args, kwargs, ids):
         return (gather_tokens(args[0], ids), *args[1:]), {"grid": (ids.shape[1] // width, width)}
 
-    listed = torch.nn.ModuleList(blocks[:3])
-    told = attach_routes(listed, route, select) if directions == 4 else attach_routes(listed, route)
-    with told.on_ids(ids):
-        for block in listed:
+    attached = attach_routes(blocks, route, select) if directions == 4 else attach_routes(blocks, route)
+    with attached.on_ids(ids):
+        for block in blocks:
             x = block(x, c, grid=(height, width))
     torch.testing.assert_close(x, found)
 
@@ -352,23 +328,7 @@ def test_gradients_reach_everything_and_recomputation_finds_the_same():
 def test_compiled_blocks_have_a_graph_for_each_kind_of_call():
     """Kinds: all tokens and half of the rows, in fp32 and bf16, of a hybrid's two blocks, but for the route's last one,
     which runs in fp32."""
-    torch._dynamo.reset()
-    model = network(depth=4, attention_every=2, num_heads=2)
-    eager = copy.deepcopy(model)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiling.compile_blocks(model.compiled(), counter)
-    for precision, fp32, graphs in (("fp32", "off", 4), ("bf16", "end", 7)):
-        routes = [(Route(1, 2, 0.5, fp32, "row"), rows(4))]
-        with autocast(CPU, precision):
-            ours, theirs = (each(*batch(), routes=routes) for each in (model, eager))
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0.02 if precision == "bf16" else 1e-5)
-        assert counter.frame_count == graphs
-        if precision == "fp32":
-            for output in (ours, theirs):
-                output.square().sum().backward()
-            for name, parameter in eager.named_parameters():
-                torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-4)
-    torch._dynamo.reset()
+    assert_compiled_as_eager(network(depth=4, attention_every=2, num_heads=2), fp32=4, bf16=7)
 
 
 def test_half_precision_is_close_and_the_state_stays_fp32():

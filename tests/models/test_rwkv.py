@@ -6,16 +6,14 @@ import copy
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
+from row_routes import assert_compiled_as_eager, assert_smaller_image, batch, rows
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dit import DiT
-from routing_module import Route, draw_ids, run_blocks
+from routing_module import Route, draw_ids
 from tread.models.rwkv import RWKV, ChannelMix, RWKVBlock, SpatialMix, quad_shift
-from tread.routing.ids import choose_ids, row_ids
-from tread.runtime import compiling
-from tread.runtime.device import autocast
+from tread.routing.ids import choose_ids
 
 CPU = torch.device("cpu")
 
@@ -33,16 +31,6 @@ def scramble(module):
 def network(depth=6, **sizes):
     sizes = {"input_size": 8, "hidden_size": 32, "num_classes": 10, **sizes}
     return scramble(RWKV(depth=depth, **sizes))
-
-
-def batch(size=4):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(size, 4, 8, 8, generator=generator), torch.rand(size, generator=generator), torch.arange(size)
-
-
-def rows(count, ratio=0.5, grid=(4, 4), seed=0):
-    """ids of whole rows, (count, K)"""
-    return row_ids(torch.rand(count, grid[0] * grid[1], generator=torch.Generator().manual_seed(seed)), ratio, grid)
 
 
 def naive_shift(x, grid):
@@ -225,30 +213,7 @@ def test_blocks_on_a_route_see_the_kept_grid():
 
 
 def test_a_row_route_is_the_smaller_image_and_leaves_the_rest():
-    """The twin cuts the rows out of the image by hand, runs the blocks on what is then an image, and puts them back."""
-    height, width = 5, 3
-    blocks = [scramble(RWKVBlock(16, 2.0)) for _ in range(4)]
-    x, c = torch.randn(3, height * width, 16), torch.randn(3, 16)
-    route, ids = Route(1, 2, 0.5, select="row"), rows(3, 0.5, (height, width))
-    chosen = ids.view(3, -1, width)[:, :, 0] // width
-    assert chosen.shape == (3, 3) and len(chosen.unique(dim=0)) > 1 and (chosen.diff(dim=1) > 1).any()  # and gaps
-    found = run_blocks(blocks[:3], x, c, routes=[(route, ids)], grid=(height, width))
-
-    before = blocks[0](x, c, (height, width))
-    expected = before.clone().double()
-    for sample in range(3):
-        image = before[sample].view(height, width, 16)
-        part = torch.stack([image[row] for row in chosen[sample]]).reshape(1, -1, 16).double()
-        for block in blocks[1:3]:
-            part = naive_block(copy.deepcopy(block).double(), part, c[sample : sample + 1].double(), (3, width))
-        for place, row in enumerate(chosen[sample]):
-            expected[sample].view(height, width, 16)[row] = part[0].view(3, width, 16)[place]
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-
-    bypassed = torch.ones(3, height * width, dtype=torch.bool).scatter_(1, ids, False)
-    assert bypassed.sum() == 3 * 2 * width
-    assert torch.equal(found[bypassed], before[bypassed])
-    assert not torch.equal(found[~bypassed], before[~bypassed])
+    assert_smaller_image([scramble(RWKVBlock(16, 2.0)) for _ in range(3)], naive_block, 16)
 
 
 def test_ratio_zero_equals_dense():
@@ -301,23 +266,7 @@ def test_gradients_reach_everything_and_recomputation_finds_the_same():
 
 def test_compiled_blocks_have_a_graph_for_each_kind_of_call():
     """Kinds: all tokens and half of the rows, in fp32 and bf16; the route's fp32 block is one of them."""
-    torch._dynamo.reset()
-    model = network(depth=4)
-    eager = copy.deepcopy(model)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiling.compile_blocks(model.blocks, counter)
-    for precision, fp32, graphs in (("fp32", "off", 2), ("bf16", "end", 4)):
-        routes = [(Route(1, 2, 0.5, fp32, "row"), rows(4))]
-        with autocast(CPU, precision):
-            ours, theirs = (each(*batch(), routes=routes) for each in (model, eager))
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0.02 if precision == "bf16" else 1e-5)
-        assert counter.frame_count == graphs
-        if precision == "fp32":
-            for output in (ours, theirs):
-                output.square().sum().backward()
-            for name, parameter in eager.named_parameters():
-                torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-4)
-    torch._dynamo.reset()
+    assert_compiled_as_eager(network(depth=4), fp32=2, bf16=4)
 
 
 def test_half_precision_is_close_and_the_routes_last_block_runs_in_fp32():

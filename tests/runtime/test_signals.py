@@ -12,15 +12,16 @@ import time
 import pytest
 import torch
 from conftest import ROOT, TINY, launch, state
+from forked import start_python, start_together
 
 LONG = [*TINY, "train.steps=100000", "every.save=100000", "every.sample=100000", "every.evaluate=100000"]
 RUN = "results/digits-tread"
 
 
-def begin(folder, *command: str) -> subprocess.Popen:
-    """Start train.py, by `command` before it, and wait until it has done some steps."""
+def begin(folder, *launcher: str) -> subprocess.Popen:
+    """Start train.py by a launcher, and wait until it has done some steps."""
     process = subprocess.Popen(
-        [sys.executable, *command, str(ROOT / "train.py"), *LONG],
+        [sys.executable, *launcher, str(ROOT / "train.py"), *LONG],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -29,6 +30,21 @@ def begin(folder, *command: str) -> subprocess.Popen:
     )
     wait_until(lambda: steps_logged(folder) >= 3, process)
     return process
+
+
+def begin_forks(folder, processes: int = 1) -> list:
+    """The same without a launcher; what they print is in folder/printed."""
+    outputs = [str(folder / "printed")] * 2
+    started = start_together(ROOT / "train.py", *LONG, cwd=folder, outputs=outputs, processes=processes)
+    wait_until(lambda: steps_logged(folder) >= 3)
+    return started
+
+
+def end_of(processes: list, folder) -> str:
+    """Wait for them; returns what they printed."""
+    for process in processes:
+        process.join(60)
+    return (folder / "printed").read_text()
 
 
 def steps_logged(folder) -> int:
@@ -63,11 +79,11 @@ def equals_an_undisturbed_run(folder, reference):
 )
 def test_a_signal_finishes_the_step_saves_and_exits_with_75(tmp_path, number):
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    process = begin(tmp_path / "a")
+    (process,) = begin_forks(tmp_path / "a")
     assert status(tmp_path / "a")["state"] == "running"
-    process.send_signal(number)
-    text = process.communicate(timeout=60)[0]
-    assert process.returncode == 75 and "Traceback" not in text
+    os.kill(process.pid, number)
+    text = end_of([process], tmp_path / "a")
+    assert process.exitcode == 75 and "Traceback" not in text
     found = status(tmp_path / "a")
     assert found["state"] == "interrupted" and found["reason"] == number.name and found["step"] >= 3
     assert f"stopped by {number.name} after step {found['step']}; step {found['step']} is saved" in text
@@ -79,18 +95,20 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_75(tmp_path, number):
 @pytest.mark.parametrize("to", ["launcher", "one process"])
 def test_two_processes_stop_after_the_same_step(tmp_path, to):
     """Under torchrun, which passes SIGTERM on; or when a signal reaches one process alone."""
-    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
-    process = begin(tmp_path / "a", *torchrun, "--rdzv_endpoint=localhost:0")
     if to == "launcher":
+        torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
+        process = begin(tmp_path, *torchrun, "--rdzv_endpoint=localhost:0")
         process.terminate()
+        text = process.communicate(timeout=60)[0]
     else:
-        os.kill(status(tmp_path / "a")["pid"], signal.SIGUSR1)
-    text = process.communicate(timeout=60)[0]
-    found = status(tmp_path / "a")
+        both = begin_forks(tmp_path, processes=2)
+        os.kill(status(tmp_path)["pid"], signal.SIGUSR1)
+        text = end_of(both, tmp_path)
+        assert [process.exitcode for process in both] == [75, 75]
+    found = status(tmp_path)
     assert found["state"] == "interrupted" and found["reason"] in ("SIGTERM", "SIGUSR1"), text
     assert text.count("is saved; start it again") == 1
-    resumed = state(tmp_path / "a" / RUN)
+    resumed = state(tmp_path / RUN)
     assert int(resumed["optimizer/step/x_embedder.proj.bias"]) == found["step"]
 
 
@@ -105,8 +123,7 @@ def test_the_end_of_the_launcher_is_a_signal(tmp_path):
 
 
 BUSY = """
-import sys, time, torch
-sys.path.insert(0, sys.argv[1])
+import time, torch
 from tread.runtime.signals import Stop
 torch.set_num_threads(1)
 stop = Stop()
@@ -120,18 +137,19 @@ print("asked by", stop.reason, stop.poll(), flush=True)
 
 
 @pytest.mark.parametrize("again", [0.0, 0.8])
-def test_a_second_signal_ends_at_once_while_the_main_thread_computes(again):
+def test_a_second_signal_ends_at_once_while_the_main_thread_computes(tmp_path, again):
     """One product of seconds, in which no Python handler can run. What comes within half a second is one signal."""
-    process = subprocess.Popen([sys.executable, "-c", BUSY, str(ROOT)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
+    printed = tmp_path / "printed"
+    process = start_python("-c", BUSY, cwd=ROOT, outputs=[str(printed)] * 2)
+    wait_until(lambda: printed.exists() and printed.read_text() == "ready\n")
+    os.kill(process.pid, signal.SIGINT)
     time.sleep(again)
-    process.send_signal(signal.SIGTERM)
-    text = process.communicate(timeout=60)[0]
+    os.kill(process.pid, signal.SIGTERM)
+    text = end_of([process], tmp_path).removeprefix("ready\n")
     if again:
-        assert process.returncode == 128 + signal.SIGTERM and text == "ending by SIGTERM\n"
+        assert process.exitcode == 128 + signal.SIGTERM and text == "ending by SIGTERM\n"
     else:
-        assert process.returncode == 0 and text.startswith("asked by SIG") and text.endswith(" True\n")
+        assert process.exitcode == 0 and text.startswith("asked by SIG") and text.endswith(" True\n")
 
 
 def test_signals_do_again_what_they_did_before(tmp_path):
