@@ -31,7 +31,7 @@ def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
     if prompt is not None:
         if not prompt.strip():
             raise ValueError("prompt is empty: say what to draw, prompt='a red apple, cut open'")
-        return (prompt.strip(),)
+        return (prompt,)
     return () if file is None else _read_file(Path(file).expanduser())
 
 
@@ -45,14 +45,13 @@ def _read_file(path: Path) -> tuple[str, ...]:
         raise ValueError(
             f"{path} is no UTF-8 text ({error}): prompts=… names a text file of a prompt a line"
         ) from error
-    found = tuple(line.strip() for line in (lines if lines[-1] else lines[:-1]))
-    if not any(found):
+    found = lines if lines[-1] else lines[:-1]
+    blank = [number for number, line in enumerate(found, 1) if not line.strip()]
+    if len(blank) == len(found):
         raise ValueError(f"{path} holds no prompt: write one a line")
-    if "" in found:
-        raise ValueError(
-            f"{path}, line {found.index('') + 1}, is an empty prompt: write one a line, without blank lines"
-        )
-    return found
+    if blank:
+        raise ValueError(f"{path}, line {blank[0]}, is an empty prompt: write one a line, without blank lines")
+    return tuple(found)
 
 
 def row_labels(trained: Trained, classes: Sequence[int | None] | None, prompts: Sequence[str]) -> list[int]:
@@ -92,7 +91,8 @@ def encode_prompts(
     """
     if place is not None and trained.cfg.text.width is None:
         raise ValueError(
-            f"text_encoder={place} is given, but the words of {trained.found.folder} are in its checkpoint: leave it out"
+            f"text_encoder={place} is given, but the words of {trained.found.folder} are in its checkpoint: "
+            "leave it out"
         )
     encoder = encoder_for(text_spec(trained), device, place)
     return encoder.encode(prompts), doubts(encoder, prompts)
