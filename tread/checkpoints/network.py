@@ -216,7 +216,12 @@ def build_network(cfg: Network) -> Backbone:
         "learn_sigma": cfg.model.learn_sigma,
         "init": cfg.model.init,
     }
-    choices = {name: getattr(cfg.model, name) for name in LIGHTNING}
+    choices = {
+        "norm": cfg.model.norm,
+        "mlp": cfg.model.mlp,
+        "positions": cfg.model.positions,
+        "qk_norm": cfg.model.qk_norm,
+    }
     if cfg.model.takes_text:
         check_text(cfg)
         words = cfg.text.vocabulary and len(cfg.text.vocabulary)
