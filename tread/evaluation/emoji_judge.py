@@ -7,6 +7,7 @@ held out: by their pixels at 16×16, and by the FID Inception's features where i
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -14,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tread.checkpoints.trained import Trained
+from tread.data import emojis
 from tread.data.autoencoder import stored_pictures
 from tread.data.dataset import LatentDataset, read_index
 from tread.evaluation.inception import Inception, extract
-from tread.models.conditions import join, to
+from tread.models.conditions import join, rows, to
 from tread.models.text import Text
 
 SIDE = 16  # of the pictures that are compared pixel by pixel
@@ -46,6 +49,41 @@ class Asked(NamedTuple):
     numbers: np.ndarray
     parts: np.ndarray
     texts: Text
+
+    def repeated(self, times: int) -> Asked:
+        """Each so many times, one behind the other."""
+        each = np.repeat(np.arange(len(self.numbers)), times)
+        return Asked(self.numbers[each], self.parts[each], rows(self.texts, torch.from_numpy(each)))
+
+
+def open_emoji(trained: Trained, folder: str | None = None) -> tuple[LatentDataset, LatentDataset]:
+    """Both parts of dataset=emoji, training and held out, with the text that a network was trained on.
+
+    folder  where train/ and heldout/ lie now, if not where the checkpoint says.
+
+    They are written first if they are not where it says. Raises FileNotFoundError, or ValueError for a network of
+    other data, or of classes.
+    """
+    dataset, text = trained.cfg.dataset, trained.cfg.text
+    if dataset.embedded != "emoji" or not trained.cfg.model.takes_text:
+        raise ValueError(
+            f"{trained.found.folder} was trained with model={trained.cfg.model.name} dataset={dataset.name}, but only "
+            "a network of texts trained on dataset=emoji can be judged by the emoji's captions"
+        )
+    places = {"train": dataset.path, "heldout": dataset.heldout or str(Path(dataset.path).parent / "heldout")}
+    found = []
+    for part, place in places.items():
+        place = Path(folder) / part if folder else Path(place)
+        if folder is None:
+            emojis.prepare(place, part, text.encoder)
+        data = LatentDataset(place, text=text.encoder)
+        if data.text_spec.fingerprint != text.fingerprint or data.latents.shape != trained.latents.shape:
+            raise ValueError(
+                f"{place} holds other emoji than {trained.found.folder} was trained on: {data.latents.shape}, "
+                f"{data.text_spec.describe()}; data=<folder> names those"
+            )
+        found.append(data)
+    return found[0], found[1]
 
 
 def real_emoji(train: LatentDataset, heldout: LatentDataset | None) -> Emoji:
