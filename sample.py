@@ -28,12 +28,11 @@ from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import (
     Sampler,
     check_ratios,
-    class_labels,
     draw_pictures,
     relative_cost,
-    spread_classes,
 )
 from tread.diffusion.solvers import Churn, Solver
+from tread.evaluation.prompts import encode_prompts, read_prompts, row_labels
 from tread.evaluation.sample_files import SampleFiles, check_name, facts_of, parse_seeds
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
@@ -48,6 +47,8 @@ class Options:
 
     checkpoint: str
     classes: tuple[int | None, ...] | None
+    prompt: str | None
+    prompts: str | None
     seeds: str | int | tuple[int, ...]
     steps: Count | None
     solver: Solver | None
@@ -61,6 +62,7 @@ class Options:
     decode: bool
     save_latents: bool
     autoencoder: str | None
+    text_encoder: str | None
     out: str | None
     overwrite: bool
 
@@ -81,9 +83,9 @@ def main(composed: DictConfig) -> None:
         found = checkpoint.find(Path(options.checkpoint).expanduser())
         trained = open_trained(found, options.weights, options.shift)
         weaker = open_weak(options.guidance, trained)
-        classes = options.classes or spread_classes(trained.cfg.dataset.num_classes, 10)
-        numbers = class_labels(classes, trained.cfg.dataset.num_classes, trained.label_drop)
-        all_seeds, labels = seeds * len(classes), torch.tensor(numbers).repeat_interleave(len(seeds))
+        prompts = read_prompts(options.prompt, options.prompts)
+        rows = row_labels(trained, options.classes, prompts)
+        all_seeds, labels = seeds * len(rows), torch.tensor(rows).repeat_interleave(len(seeds))
         batch_size = min(options.batch_size, len(all_seeds))
         churn = Churn(options.churn) if isinstance(options.churn, float) else options.churn
         given = (options.steps, options.solver, batch_size, precision, options.guidance, churn)
@@ -94,11 +96,17 @@ def main(composed: DictConfig) -> None:
         cost = relative_cost(sampler, *outlines)
         relative = "" if options.guidance.kind == "none" else f"{cost:.3f} times the FLOPs of no guidance, "
         out = options.out and Path(options.out).expanduser()
-        rows = labels[:: len(seeds)].tolist()
-        files = SampleFiles(out, options.overwrite, seeds, rows, trained.latents.classes, options.save_latents)
+        names = prompts or trained.latents.classes
+        files = SampleFiles(out, options.overwrite, seeds, rows, names, options.save_latents, bool(prompts))
         files.check()
+        text = None
+        if prompts:
+            text, doubts = encode_prompts(trained, prompts, device, options.text_encoder)
+            for doubt in doubts:
+                print(f"note: {doubt}")
         facts = facts_of(asdict(options), sampler, trained, weaker) | {"device": device_name(device)}
         model, weak = trained.load(device, options.guidance), weaker and weaker.load(device, options.guidance)
+        model = replace(model, prompts=text)
         decoder = autoencoder.preview
         if options.save_latents:
             facts["latents"] = asdict(replace(trained.latents, classes=()))
@@ -110,9 +118,9 @@ def main(composed: DictConfig) -> None:
         pictures = (part.numpy() for part in tqdm(stream, desc="sampling", total=batches, unit="batch"))
         written, grey = files.write(pictures, facts)
         kind = "latents" if options.save_latents else "pictures"
-        rows, columns = ("rows are", "columns ") if files.form == "grid" else (f"{len(labels)} {kind} of", "")
+        of, columns = ("rows are", "columns ") if files.form == "grid" else (f"{len(labels)} {kind} of", "")
         print(
-            f"{written}: {rows} classes {json.dumps(classes)}, {columns}seeds {options.seeds}"
+            f"{written}: {of} {told(files)}, {columns}seeds {options.seeds}"
             f"{', grey as RGB of three equal channels' if grey else ''}; step {trained.found.step}, "
             f"{options.weights} weights, {sampler.solver} with {sampler.steps} steps"
             f"{f' and shift {trained.shift:g}' if trained.shift not in (None, 1) else ''}"
@@ -121,5 +129,13 @@ def main(composed: DictConfig) -> None:
         )
 
 
+def told(files: SampleFiles) -> str:
+    """What is in the rows."""
+    if not files.prompts:
+        return f"classes {json.dumps([None if label == len(files.classes) else label for label in files.labels])}"
+    first = json.dumps(files.classes[0], ensure_ascii=False)
+    return f"{len(files.classes)} prompts from {first} on" if files.classes[1:] else f"prompt {first}"
+
+
 if __name__ == "__main__":
-    open_door(main, schema.known_keys(Options))
+    open_door(main, schema.known_keys(Options), literal=("prompt",))

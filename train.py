@@ -25,16 +25,16 @@ from omegaconf import DictConfig
 from torch._dynamo.exc import BackendCompilerFailed
 from tqdm import tqdm
 
-from tread.evaluation.digits_judge import judge_digits
 from tread.runtime.cli import open_door, plain
 from tread.runtime.device import autocast
 from tread.runtime.signals import INTERRUPTED, Stop, leave_at_once
 from tread.training import settings
 from tread.training.dataset_facts import complete
+from tread.training.demo import judge_demo
 from tread.training.memory import explain_memory
 from tread.training.objective import losses, step_draws
 from tread.training.optimizer import backward, learning_rate, optimizer_step
-from tread.training.periodic import done_before, draw_samples, evaluate_and_draw, interrupts, save, save_snapshot
+from tread.training.periodic import done_before, evaluate_and_draw, interrupts, save, save_snapshot
 from tread.training.progress import Clock, log
 from tread.training.report import write_report
 from tread.training.resuming import settle
@@ -159,10 +159,10 @@ def finish(run: Run) -> None:
     if run.processes.main:
         count = run.cfg.eval.demo_samples
         if count and not any(r["step"] == run.step and "demo_samples" in r for r in run.log.records()):
-            labels = torch.arange(count) % run.cfg.dataset.num_classes
             with run.beside("judge"):
-                judged = judge_digits(draw_samples(run, labels).numpy(), labels.numpy())
-            run.record(**judged, demo_samples=count)
+                judged = judge_demo(run)
+            if judged:
+                run.record(**judged, demo_samples=count)
         run.processes.say(describe_outcome(run, run.log.records()))
 
 

@@ -42,6 +42,7 @@ from tread.data.images import Crop
 from tread.data.latents import LatentSpec
 from tread.evaluation import image_sets, reference
 from tread.evaluation.inception import Inception, sizes_of
+from tread.runtime.cli import take_literally
 from tread.runtime.distributed import share_work
 from tread.training import settings
 from tread.training.run_folder import RunLog
@@ -77,7 +78,7 @@ def pytest_collection_finish():
 def launch_door(main: Callable, config: str, folder: Path, *overrides: str) -> str:
     """Do in this process what a door does from the command line in a folder; returns what it prints."""
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        composed = compose(config, overrides=list(overrides))
+        composed = compose(config, overrides=take_literally(overrides, ("prompt",)))
     before, arguments, threads, printed = Path.cwd(), sys.argv, torch.get_num_threads(), io.StringIO()
     os.chdir(folder)
     sys.argv = [f"{main.__module__}.py", *overrides]

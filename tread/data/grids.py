@@ -30,8 +30,11 @@ def draw_grid(pictures: np.ndarray, columns: int) -> Image.Image:
     return Image.fromarray(grid.squeeze(2) if channels == 1 else grid)
 
 
-def name_rows(grid: Image.Image, names: Sequence[str]) -> Image.Image:
-    """A grid with a margin to its left that names each row; its own pixels stay. Long names are cut and end in …"""
+def name_rows(grid: Image.Image, names: Sequence[str], wrap: bool = False) -> Image.Image:
+    """A grid with a margin to its left that names each row; its own pixels stay. Long names are cut and end in …
+
+    wrap  over as many lines as a row has room for.
+    """
     import matplotlib  # for its font alone, which has more letters than Pillow's; imported where used: it takes a while
 
     pitch = (grid.height + GAP) // len(names)
@@ -45,13 +48,26 @@ def name_rows(grid: Image.Image, names: Sequence[str]) -> Image.Image:
             name = name[:-1]
         return name + "…"
 
-    shown = [cut(name) for name in names]
-    margin = max(int(font.getlength(name)) + 1 for name in shown) + 2 * space
+    def lines(name: str) -> list[str]:
+        most, found, words = pitch * 4 // (5 * font.size) if wrap else 1, [], name.split(" ")
+        while words:
+            taken = len(words) if len(found) + 1 >= most else 1
+            while taken < len(words) and font.getlength(" ".join(words[: taken + 1])) <= limit:
+                taken += 1
+            found.append(cut(" ".join(words[:taken])))
+            words = words[taken:]
+        return found
+
+    shown = [lines(name) for name in names]
+    margin = max(int(font.getlength(line)) + 1 for name in shown for line in name) + 2 * space
     named = Image.new(grid.mode, (margin + grid.width, grid.height), "white")
     named.paste(grid, (margin, 0))
     for row, name in enumerate(shown):
         middle = row * pitch + (pitch - GAP) / 2
-        ImageDraw.Draw(named).text((margin - space, middle), name, fill="black", font=font, anchor="rm")
+        told = {"fill": "black", "font": font, "anchor": "rm"}
+        for number, line in enumerate(name):
+            lower = (number - (len(name) - 1) / 2) * font.size * 5 / 4
+            ImageDraw.Draw(named).text((margin - space, middle + lower), line, **told)
     return named
 
 

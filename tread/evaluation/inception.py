@@ -265,6 +265,15 @@ def extract(network: Inception, pictures: Tensor) -> dict[str, np.ndarray]:
 # ---------------------------------------------------------------------------------------- weights
 
 
+def _kept() -> Path:
+    return Path(torch.hub.get_dir()) / "checkpoints" / URL.rpartition("/")[2]
+
+
+def at_hand(path: str | None = None) -> bool:
+    """Whether `find_weights` would fetch nothing."""
+    return bool(path or os.environ.get(VARIABLE)) or _kept().is_file()
+
+
 def find_weights(path: str | None = None) -> Path:
     """The weight file: `path`, else $TREAD_INCEPTION, else pytorch-fid's file in torch's cache, fetched if needed.
 
@@ -275,7 +284,7 @@ def find_weights(path: str | None = None) -> Path:
         if not Path(given).is_file():
             raise FileNotFoundError(f"{given} is not there; inception=… or {VARIABLE} must name the Inception weights")
         return Path(given)
-    kept = Path(torch.hub.get_dir()) / "checkpoints" / URL.rpartition("/")[2]
+    kept = _kept()
     if not kept.is_file():
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)

@@ -84,8 +84,9 @@ class SampleFiles:
     overwrite  whether files that are there are replaced.
     seeds      of the columns.
     labels     of the rows.
-    classes    the dataset's class names; a label beyond them is no class.
+    classes    the dataset's class names, or the prompts; a label beyond them is no class.
     latents    whether latents are written, and no pictures.
+    prompts    whether labels number prompts.
     """
 
     out: Path | None
@@ -94,6 +95,7 @@ class SampleFiles:
     labels: Sequence[int]
     classes: Sequence[str]
     latents: bool = False
+    prompts: bool = False
 
     @property
     def form(self) -> str:
@@ -148,7 +150,7 @@ class SampleFiles:
                 self._save_latents(path, batches, facts)
             else:
                 for (label, seed), picture in zip(self.pairs, itertools.chain.from_iterable(rgb())):
-                    own = {"seed": seed, "class": label, "class_name": self._name(label)}
+                    own = {"seed": seed} | self._told(label)
                     save_png(self._single(label, seed), Image.fromarray(picture.transpose(1, 2, 0)), {**facts, **own})
         return path, channels == 1
 
@@ -166,17 +168,24 @@ class SampleFiles:
         return next(path for path in map(Path, names) if self.overwrite or not path.exists())
 
     def _single(self, label: int, seed: int) -> Path:
-        return self.out / f"seed{seed:06d}_{f'class{label}' if label < len(self.classes) else 'noclass'}.png"
+        kind = "prompt" if self.prompts else "class"
+        return self.out / f"seed{seed:06d}_{f'{kind}{label}' if label < len(self.classes) else 'noclass'}.png"
 
     def _name(self, label: int) -> str:
         return self.classes[label] if label < len(self.classes) else "no class"
 
+    def _told(self, label: int) -> dict:
+        name = self._name(label)
+        return {"prompt": name} if self.prompts else {"class": label, "class_name": name}
+
     def _rows(self) -> list[dict]:
-        return [{"class": n, "class_name": self._name(n), "seeds": list(self.seeds)} for n in self.labels]
+        return [self._told(label) | {"seeds": list(self.seeds)} for label in self.labels]
 
     def grid(self, pictures: np.ndarray) -> Image.Image:
         """Pictures (n, 1 or 3, H, W) uint8, and the rows' names, unless all are but numbers, as digits' are."""
         grid, names = draw_grid(pictures, len(self.seeds)), [self._name(label) for label in self.labels]
+        if self.prompts:
+            return name_rows(grid, names, wrap=True)
         if names == [str(label) for label in self.labels]:
             return grid
         known = len(self.classes)

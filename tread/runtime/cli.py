@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,11 +22,17 @@ from tread.runtime.signals import leave_at_once
 PRINTS = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help"}  # flags by which Hydra prints, and no more
 
 
-def open_door(main: Callable[[], None], known: Iterable[str], moved: Mapping[str, str] | None = None) -> None:
+def open_door(
+    main: Callable[[], None],
+    known: Iterable[str],
+    moved: Mapping[str, str] | None = None,
+    literal: Collection[str] = (),
+) -> None:
     """Run a door's Hydra `main`, answer --help, or end with a message that names the nearest known key, or its heir.
 
-    known  dotted keys.
-    moved  keys that are gone → what to set in their place.
+    known    dotted keys.
+    moved    keys that are gone → what to set in their place.
+    literal  keys whose text is taken as it stands behind the =, see `take_literally`.
 
     What Hydra refuses is told in one line too; HYDRA_FULL_ERROR=1 shows where it came from.
     """
@@ -36,6 +42,7 @@ def open_door(main: Callable[[], None], known: Iterable[str], moved: Mapping[str
     asked = os.environ.get("HYDRA_FULL_ERROR")
     with explained():
         answer_help(door["__doc__"], Path(door["__file__"]))
+        sys.argv[1:] = take_literally(sys.argv[1:], literal)
         check_overrides(check_words(sys.argv[1:], known), known, moved)
         os.environ["HYDRA_FULL_ERROR"] = "1"  # so that it hands its errors on
         try:
@@ -46,6 +53,21 @@ def open_door(main: Callable[[], None], known: Iterable[str], moved: Mapping[str
                 raise
             sys.exit(f"error: {in_one_line(error)}")
     leave_at_once(0)
+
+
+def take_literally(words: Iterable[str], keys: Collection[str]) -> list[str]:
+    """A command line's words, those of some keys so that Hydra's grammar meets nothing of their text.
+
+    `plain` has the text again, whatever commas, quotes, signs, braces or $ are in it.
+    """
+    parted = [(word, *word.partition("=")) for word in words]
+    return [
+        f"{key}=${{literal:x{os.fsencode(text).hex()}}}" if equals and key in keys else word
+        for word, key, equals, text in parted
+    ]
+
+
+OmegaConf.register_new_resolver("literal", lambda word: os.fsdecode(bytes.fromhex(word[1:])), replace=True)
 
 
 def config_of(door: Path) -> Path:

@@ -13,6 +13,7 @@ from tread.training.comparison import COMPARABLE, FAIR, OF_METRIC, Group, reache
 
 CURVES = {**CALLED, "fid": "FID"}  # lower is better
 COLUMNS = CURVES | {"label_agreement": "label agreement", "frechet_pixels": "Fréchet distance in pixels"}
+COLUMNS |= {"seen_top1": "seen captions retrieved", "held_top1": "held-out compositions retrieved"}
 AXES = {"step": "steps", "flops": "training FLOPs", "seconds": "training time"}
 TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 

@@ -6,7 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from tread.diffusion.sampling import Sampler, draw_pictures, spread_classes
 from tread.evaluation.figures import save_curve
 from tread.evaluation.heldout_loss import CALLED, heldout_loss
 from tread.evaluation.metrics import Moments
+from tread.models.text import Text
 from tread.runtime.device import autocast
 from tread.runtime.files import explain_failure
 from tread.training import posthoc_ema
@@ -131,11 +132,15 @@ def draw_grid(run: Run) -> None:
     run.processes.from_main(draw)
 
 
-def draw_samples(run: Run, labels: Tensor) -> Tensor:
-    """EMA samples of the classes or prompts asked for, with seeds 0, 1, …: pictures (n, 1 or 3, H, W) uint8."""
+def draw_samples(run: Run, labels: Tensor, prompts: Text | None = None) -> Tensor:
+    """EMA samples of the classes or prompts asked for, with seeds 0, 1, …: pictures (n, 1 or 3, H, W) uint8.
+
+    prompts  that labels number; None: the run's.
+    """
+    model = run.model if prompts is None else replace(run.model, prompts=prompts)
     sampling, batch_size = run.cfg.sampling, min(64, len(labels))
     sampler = Sampler.of(run.model.process, sampling.steps, sampling.solver, batch_size, run.precision)
-    stream = draw_pictures(run.model, run.decoder, range(len(labels)), labels, sampler)
+    stream = draw_pictures(model, run.decoder, range(len(labels)), labels, sampler)
     return torch.cat(list(stream))
 
 

@@ -28,7 +28,8 @@ DRAWN = {  # metrics, and how they are called
     "images_per_s": "images/s of training",
 }
 LINEAR = ("lr", "images_per_s")
-COUNTS = {"fid": "fid_samples"} | dict.fromkeys(("label_agreement", "frechet_pixels"), "demo_samples")
+DEMO = ("label_agreement", "frechet_pixels", "seen_top1", "held_top1")
+COUNTS = {"fid": "fid_samples"} | dict.fromkeys(DEMO, "demo_samples")
 ABOUT = {  # a scoring's columns beside its metrics
     "count": "samples",
     "guidance": "guidance",

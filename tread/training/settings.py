@@ -223,9 +223,9 @@ class Settings:
         process.schedule(process.default_steps if steps is None else steps)  # raises ValueError for what can't be
         if "/" in self.name or self.name in ("", ".", ".."):
             raise ValueError(f"name is {self.name!r}, but must be the name of one folder; see also results=…")
-        if self.eval.demo_samples and self.dataset.embedded != "digits":
+        if self.eval.demo_samples and self.dataset.embedded not in ("digits", "emoji"):
             raise ValueError(
-                f"eval.demo_samples is {self.eval.demo_samples}, but only the embedded digits can be "
+                f"eval.demo_samples is {self.eval.demo_samples}, but only the embedded digits and emoji can be "
                 f"judged that way, not {self.dataset.name}; set it to 0"
             )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from routing_module import check_routes
 from tread.checkpoints.network import process_of
-from tread.evaluation.digits_judge import VALUES
+from tread.evaluation import digits_judge, emoji_judge
 from tread.evaluation.heldout_loss import CALLED
 from tread.routing.ids import describe_route
 from tread.runtime.files import size_text
@@ -93,7 +93,7 @@ def describe_alignment(run: Run, parameters: int) -> str:
 def describe_outcome(run: Run, records: list[dict]) -> str:
     """The last evaluation and demo metrics, and where everything is: one line each."""
     lines = []
-    for name in (*CALLED, "fid", *VALUES):
+    for name in (*CALLED, "fid", *digits_judge.VALUES, *emoji_judge.VALUES):
         found = [record for record in records if name in record]
         count = f" of {found[-1]['fid_samples']:,} samples" if found and name == "fid" else ""
         if found:

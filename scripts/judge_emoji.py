@@ -1,0 +1,157 @@
+"""How well a network draws the emoji asked for: python scripts/judge_emoji.py checkpoint=results/emoji-tread_text
+
+Of seen captions and of held-out compositions, the share whose nearest real emoji (and one of the five nearest) carries
+the caption, and what the real pictures reach: tread/evaluation/emoji_judge.py. Writes judge_emoji.json, and
+judge_emoji.png: rows of captions with the real emoji, then those drawn; files of these names that are there are
+replaced. All options: configs/judge_emoji.yaml.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    from tread.runtime.early import guard_imports
+
+    guard_imports(globals())
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+from tqdm import tqdm
+
+from tread.checkpoints import checkpoint
+from tread.checkpoints.origin import KINDS
+from tread.checkpoints.trained import open_trained, open_weak
+from tread.data.autoencoder import load_decoder
+from tread.data.grids import draw_grid, name_rows, save_png
+from tread.diffusion.guidance import Guidance
+from tread.diffusion.sampling import Sampler, check_ratios, draw_pictures, relative_cost
+from tread.diffusion.solvers import Solver
+from tread.evaluation.emoji_judge import Asked, Emoji, ask, judge_emoji, open_emoji, real_emoji
+from tread.evaluation.inception import at_hand, find_weights, load_inception
+from tread.runtime import schema
+from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.device import Precision, device_name, use_cores, use_precision
+from tread.runtime.files import check_place, explain_failure, write_whole
+from tread.runtime.schema import Count, TwoOrMore
+from tread.runtime.tensor_files import Weights
+from tread.runtime.versions import versions
+
+
+@dataclass(frozen=True)
+class Options:
+    """configs/judge_emoji.yaml."""
+
+    checkpoint: str
+    num_samples: TwoOrMore
+    rows: Count
+    columns: Count
+    steps: Count | None
+    solver: Solver | None
+    batch_size: Count
+    precision: Precision
+    cpu_threads: Count | None
+    weights: Weights
+    inception: str | None
+    guidance: Guidance
+    data: str | None
+    out: str | None
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="judge_emoji")
+def main(composed: DictConfig) -> None:
+    with explained("stopped; nothing was written"):
+        tree = plain(composed)
+        paths = ("checkpoint", "data", "out", "inception")
+        tree |= {key: str(Path(tree[key]).expanduser()) for key in paths if tree[key]}
+        run(schema.read(tree, Options))
+
+
+def run(options: Options) -> None:
+    """Check, draw, judge, write. Raises ValueError or OSError."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision = use_precision(options.precision, device)
+    use_cores(options.cpu_threads, processes=1)
+    trained = open_trained(checkpoint.find(Path(options.checkpoint)), options.weights)
+    weaker = open_weak(options.guidance, trained)
+    batch_size = min(options.batch_size, options.num_samples)
+    sampler = Sampler.of(trained.process, options.steps, options.solver, batch_size, precision, options.guidance)
+    outlines = [one and one.outline(options.guidance) for one in (trained, weaker)]
+    check_ratios(sampler, *outlines)
+    train, heldout = open_emoji(trained, options.data)
+    real, asked = real_emoji(train, heldout), ask(train, heldout, options.num_samples)
+    weights = find_weights(options.inception) if at_hand(options.inception) else None
+    inception = weights and load_inception(weights, device)
+    folder = Path(options.out) if options.out else trained.found.folder
+    check_place(folder, 0)
+    model, weak = trained.load(device, options.guidance), weaker and weaker.load(device, options.guidance)
+    decoder = load_decoder(trained.latents, device)
+    cost = relative_cost(sampler, *outlines)
+    print(
+        f"  checkpoint  {trained.found.folder}: {KINDS[options.weights]} weights of step {trained.found.step:,}\n"
+        f"  samples     {options.num_samples:,}, of {len(real.captions):,} real emoji; {sampler.solver} with "
+        f"{sampler.steps} steps, guidance {options.guidance.describe()}, {cost:.3f} times the FLOPs of none"
+    )
+
+    def drawn(asked: Asked, name: str) -> Tensor:
+        count, own = len(asked.numbers), replace(model, prompts=asked.texts)
+        stream = draw_pictures(own, decoder, range(count), torch.arange(count), sampler, weak, check=True)
+        batches = -(-count // sampler.batch_size)
+        return torch.cat(list(tqdm(stream, desc=name, total=batches, unit="batch", leave=False)))
+
+    began = time.perf_counter()
+    pictures = drawn(asked, "samples")
+    seconds = time.perf_counter() - began
+    found = judge_emoji(pictures, asked, real, inception)
+    for name, value in found.items():
+        print(f"  {name:<27} {value:.4f}")
+    record = {
+        "checkpoint": str(trained.found.folder),
+        "step": trained.found.step,
+        "sha256": trained.sha256,
+        "weights": options.weights,
+        "data": [str(data.folder) for data in (train, heldout)],
+        "count": options.num_samples,
+        "guidance": options.guidance.describe(),
+        "solver": sampler.solver,
+        "steps": sampler.steps,
+        "precision": precision,
+        "nfe": sampler.nfe(trained.process),
+        "flops": sampler.flops(*outlines),
+        "flops_relative": round(cost, 4),
+        **{name: round(value, 6) for name, value in found.items()},
+        "seconds": round(seconds, 1),
+        "device": device_name(device),
+        "versions": versions(),
+    }
+    shown = ask(train, heldout, 2 * options.rows)
+    files = [folder / "judge_emoji.json", folder / "judge_emoji.png"]
+    with explain_failure(folder):
+        write_whole(files[0], json.dumps(record, indent=1) + "\n")
+        save_grid(files[1], shown, real, options.columns, lambda asked: drawn(asked, "grid"), asdict(options))
+    print(f"  written     {', '.join(map(str, files))}")
+
+
+def save_grid(
+    path: Path, shown: Asked, real: Emoji, columns: int, drawn: Callable[[Asked], Tensor], facts: dict
+) -> None:
+    """A row for each caption: the real emoji, then those drawn."""
+    repeated = shown.repeated(columns)
+    pictures = drawn(repeated).unflatten(0, (len(shown.numbers), columns))
+    rows = torch.cat([real.pictures[torch.from_numpy(shown.numbers)][:, None], pictures], dim=1)
+    captions = [real.captions[number][0] for number in shown.numbers]
+    grid = draw_grid(rows.flatten(0, 1).numpy(), columns + 1)
+    save_png(path, name_rows(grid, captions, wrap=True), facts | {"captions": captions})
+
+
+if __name__ == "__main__":
+    open_door(main, schema.known_keys(Options))

@@ -1,0 +1,149 @@
+"""How well generated emoji show what was asked for: the nearest real emoji should carry the caption, for the demo.
+
+A caption is asked for, and the real emoji nearest to what was drawn are looked up among all of them, training and
+held out: by their pixels at 16×16, and by the FID Inception's features where its weights are at hand. It is no FID.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tread.checkpoints.trained import Trained
+from tread.data import emojis
+from tread.data.autoencoder import stored_pictures
+from tread.data.dataset import LatentDataset, read_index
+from tread.evaluation.inception import Inception, extract
+from tread.models.conditions import join, rows, to
+from tread.models.text import Text
+
+SIDE = 16  # of the pictures that are compared pixel by pixel
+RANKS = (1, 5)
+PARTS = ("seen", "held")  # captions of training emoji; of compositions that no training emoji shows
+COMPARED = ("", "_real", "_shifted")  # what was drawn; the emoji asked for itself; the same, a pixel to the right
+VALUES = tuple(
+    f"{part}_top{rank}{features}{what}"
+    for features in ("", "_inception")
+    for part in PARTS
+    for rank in RANKS
+    for what in COMPARED
+)
+
+
+class Emoji(NamedTuple):
+    """All real emoji, training first: pictures (m, 3, S, S) uint8, and the captions of each."""
+
+    pictures: Tensor
+    captions: list[list[str]]
+
+
+class Asked(NamedTuple):
+    """What is asked for: the numbers of emoji (n,) whose first captions are, their part's and their texts."""
+
+    numbers: np.ndarray
+    parts: np.ndarray
+    texts: Text
+
+    def repeated(self, times: int) -> Asked:
+        """Each so many times, one behind the other."""
+        each = np.repeat(np.arange(len(self.numbers)), times)
+        return Asked(self.numbers[each], self.parts[each], rows(self.texts, torch.from_numpy(each)))
+
+
+def open_emoji(trained: Trained, folder: str | None = None) -> tuple[LatentDataset, LatentDataset]:
+    """Both parts of dataset=emoji, training and held out, with the text that a network was trained on.
+
+    folder  where train/ and heldout/ lie now, if not where the checkpoint says.
+
+    They are written first if they are not where it says. Raises FileNotFoundError, or ValueError for a network of
+    other data, or of classes.
+    """
+    dataset, text = trained.cfg.dataset, trained.cfg.text
+    if dataset.embedded != "emoji" or not trained.cfg.model.takes_text:
+        raise ValueError(
+            f"{trained.found.folder} was trained with model={trained.cfg.model.name} dataset={dataset.name}, but only "
+            "a network of texts trained on dataset=emoji can be judged by the emoji's captions"
+        )
+    places = {"train": dataset.path, "heldout": dataset.heldout or str(Path(dataset.path).parent / "heldout")}
+    found = []
+    for part, place in places.items():
+        place = Path(folder) / part if folder else Path(place)
+        if folder is None:
+            emojis.prepare(place, part, text.encoder)
+        data = LatentDataset(place, text=text.encoder)
+        if data.text_spec.fingerprint != text.fingerprint or data.latents.shape != trained.latents.shape:
+            raise ValueError(
+                f"{place} holds other emoji than {trained.found.folder} was trained on: {data.latents.shape}, "
+                f"{data.text_spec.describe()}; data=<folder> names those"
+            )
+        found.append(data)
+    return found[0], found[1]
+
+
+def real_emoji(train: LatentDataset, heldout: LatentDataset | None) -> Emoji:
+    """The pictures and captions of both parts of dataset=emoji."""
+    pictures, captions = [], []
+    for data in filter(None, (train, heldout)):
+        pictures.append(stored_pictures(data.read(np.arange(len(data))).stored, data.latents).cpu())
+        captions += [data.captions_of(number) for number in range(len(data))]
+    return Emoji(torch.cat(pictures), captions)
+
+
+def ask(train: LatentDataset, heldout: LatentDataset | None, count: int) -> Asked:
+    """First captions, `count` of them: half of training emoji, spread over all, and half of held-out compositions,
+    one after the other and again from the first; without held-out data all of the former."""
+    compositions = read_index(heldout.folder).get("compositions", 0) if heldout else 0
+    held = np.arange(count // 2) % compositions if compositions else np.arange(0)
+    seen = np.linspace(0, len(train) - 1, count - len(held)).round().astype(np.int64)
+    texts = to(train.read(seen).text, "cpu")
+    if len(held):
+        texts = join(texts, to(heldout.read(held).text, "cpu"))
+    parts = np.repeat(PARTS, (len(seen), len(held)))
+    return Asked(np.concatenate([seen, len(train) + held]), parts, texts)
+
+
+def judge_emoji(pictures: Tensor, asked: Asked, real: Emoji, inception: Inception | None = None) -> dict[str, float]:
+    """Score generated emoji: pictures (n, 3, S, S) uint8, drawn for the texts that were asked.
+
+    seen_top1, seen_top5    share of the captions of training emoji that the nearest real emoji carries, or one of the
+                            five nearest.
+    held_top1, held_top5    the same of held-out compositions.
+    …_real                  the same of the emoji asked for themselves: below 1 where others look alike to the features.
+    …_shifted               the same of these, shifted by one pixel: what a right but inexact picture reaches.
+    …_inception…            the same by Inception's features in the place of pixels.
+    """
+    shown = real.pictures[torch.from_numpy(asked.numbers)]
+    compared = dict(zip(COMPARED, (pictures, shown, shown.roll(1, dims=3))))
+    features: dict[str, Callable[[Tensor], Tensor]] = {"": small_pixels}
+    if inception is not None:
+        features["_inception"] = lambda pictures: torch.from_numpy(extract(inception, pictures)["pool"]).double()
+    found = {}
+    for name, look in features.items():
+        known = look(real.pictures)
+        for what, own in compared.items():
+            right = retrieved(look(own), known, asked, real)
+            for part in dict.fromkeys(asked.parts.tolist()):
+                for rank in RANKS:
+                    share = right[asked.parts == part, :rank].any(axis=1).mean()
+                    found[f"{part}_top{rank}{name}{what}"] = float(share)
+    return {name: found[name] for name in VALUES if name in found}
+
+
+def small_pixels(pictures: Tensor) -> Tensor:
+    """(n, 3, S, S) uint8 → (n, 3·16·16), the means of areas."""
+    return F.adaptive_avg_pool2d(pictures.double() / 255, SIDE).flatten(1)
+
+
+def retrieved(features: Tensor, known: Tensor, asked: Asked, real: Emoji) -> np.ndarray:
+    """Features (n, F) asked for, of real emoji (m, F) → (n, 5) bool: whether the nearest, the next, … carries the
+    caption."""
+    nearest = torch.cdist(features, known).topk(min(max(RANKS), len(known)), largest=False).indices
+    carried = [{caption.lower() for caption in own} for own in real.captions]
+    wanted = [real.captions[number][0].lower() for number in asked.numbers]
+    return np.array([[caption in carried[one] for one in row] for caption, row in zip(wanted, nearest.tolist())])

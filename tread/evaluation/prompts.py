@@ -1,0 +1,112 @@
+"""Prompts of a network that takes texts: read, checked, and made into what it sees, by its training's own encoder.
+
+Whatever draws pictures numbers them: the labels of a text network are 0 to n−1, the numbers of its prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from tread.checkpoints.trained import Trained
+from tread.data.encoded_text import TextSpec
+from tread.data.text_encoders import TextEncoder, encoder_for
+from tread.diffusion.sampling import class_labels, spread_classes
+from tread.models.text import Text
+from tread.runtime.files import explain_failure
+
+NOTED = 3  # prompts that are named where something holds of many
+
+
+def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
+    """The prompt, or those of a file, one a line; none where neither is given.
+
+    Raises OSError, or ValueError for both at once, an empty prompt, an empty file or one that is no text.
+    """
+    if prompt is not None and file is not None:
+        raise ValueError("prompt=… and prompts=… are both given: name one prompt, or a file of them")
+    if prompt is not None:
+        if not prompt.strip():
+            raise ValueError("prompt is empty: say what to draw, prompt='a red apple, cut open'")
+        return (prompt,)
+    return () if file is None else _read_file(Path(file).expanduser())
+
+
+def _read_file(path: Path) -> tuple[str, ...]:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}: prompts=… names a text file of a prompt a line")
+    try:
+        with explain_failure(path):
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is no UTF-8 text ({error}): prompts=… names a text file of a prompt a line"
+        ) from error
+    found = lines if lines[-1] else lines[:-1]
+    blank = [number for number, line in enumerate(found, 1) if not line.strip()]
+    if len(blank) == len(found):
+        raise ValueError(f"{path} holds no prompt: write one a line")
+    if blank:
+        raise ValueError(f"{path}, line {blank[0]}, is an empty prompt: write one a line, without blank lines")
+    return tuple(found)
+
+
+def row_labels(trained: Trained, classes: Sequence[int | None] | None, prompts: Sequence[str]) -> list[int]:
+    """The labels of what is asked for: of classes (None: ten, spread over all), or the prompts' numbers.
+
+    Raises ValueError for what the network does not take, and for a network of texts without a prompt.
+    """
+    where, count = trained.found.folder, trained.cfg.dataset.num_classes
+    if trained.text is None:
+        if prompts:
+            raise ValueError(
+                f"{where} was trained with classes, and takes no prompt: classes=[0,1] names them, or leave all out"
+            )
+        return class_labels(spread_classes(count, 10) if classes is None else classes, count, trained.label_drop)
+    if classes is not None:
+        raise ValueError(f"{where} was trained with captions, and takes no classes: prompt='…', or prompts=<file>")
+    if not prompts:
+        raise ValueError(
+            f"{where} was trained with captions: prompt='…' says what to draw, or prompts=<file>, one a line"
+        )
+    return list(range(len(prompts)))
+
+
+def text_spec(trained: Trained) -> TextSpec:
+    """What the texts of a network that takes them are."""
+    return TextSpec(**asdict(trained.cfg.text))
+
+
+def encode_prompts(
+    trained: Trained, prompts: Sequence[str], device: torch.device, place: str | None = None
+) -> tuple[Text, list[str]]:
+    """What the network sees of prompts, and what to know of it: words that it never met, and what is cut off.
+
+    place  where the encoder lies now, a hub id or folder; None: where it lay at training.
+
+    Raises ValueError if the encoder can't be had, or is another one by its hash.
+    """
+    if place is not None and trained.cfg.text.width is None:
+        raise ValueError(
+            f"text_encoder={place} is given, but the words of {trained.found.folder} are in its checkpoint: "
+            "leave it out"
+        )
+    encoder = encoder_for(text_spec(trained), device, place)
+    return encoder.encode(prompts), doubts(encoder, prompts)
+
+
+def doubts(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
+    """What does not reach the network of some prompts, in a line each of the first ones."""
+    tokens, found = encoder.spec.tokens, []
+    for prompt, length in zip(prompts, encoder.lengths(prompts)):
+        shown = repr(prompt if len(prompt) <= 60 else prompt[:59] + "…")
+        if unknown := list(dict.fromkeys(encoder.unknown(prompt))):
+            words = ", ".join(unknown[:10]) + ", …" * (len(unknown) > 10)
+            found.append(f"{shown} has words that no caption of the training had, which are all alike to it: {words}")
+        if length > tokens:
+            found.append(f"{shown} has {length:,} tokens, of which the network sees the first {tokens}")
+    more = len(found) - NOTED
+    return found[:NOTED] + ([f"likewise of {more:,} more"] if more > 0 else [])
