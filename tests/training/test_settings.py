@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from rf import RF
 from routing_module import Route
-from tread.checkpoints.network import build_network, process_of, read_network
+from tread.checkpoints.network import TextSettings, build_network, process_of, read_network
 from tread.diffusion.edm import EDM
 from tread.routing.ids import choose_ids
 from tread.runtime import schema
@@ -36,6 +36,7 @@ PAPER = {  # experiment → hidden size, depth, heads, end of the route (TREAD, 
 
 CHOSEN = [f"dataset={name}" for name in DATASETS] + [f"experiment={name}" for name in EXPERIMENTS]
 WITH_ALL = ["dataset=digits", "dataset=folder", *(f"experiment={name}" for name in PAPER)]  # models; others with some
+WITH_TEXT = ("dataset=folder", "experiment=imagenet256_b2")
 
 
 @pytest.mark.parametrize(
@@ -44,20 +45,25 @@ WITH_ALL = ["dataset=digits", "dataset=folder", *(f"experiment={name}" for name 
         (one, model)
         for one in CHOSEN
         for model in (MODELS if one in WITH_ALL else ("dit", "tread", "maskdit", "sprint"))
+        if "text" not in model or one in WITH_TEXT
     ],
 )
 def test_every_config_composes_and_builds(read_config, chosen, model):
     of_any_shape = ("dataset=folder", "experiment=small", "experiment=tiny")
-    cfg = read_config(chosen, f"model={model}", *(SHAPE if chosen in of_any_shape else ()))
-    few = replace(cfg, model=replace(cfg.model, depth=6))  # blocks are alike
+    encoder = ["text.encoder=clip"] if "text" in model else []
+    cfg = read_config(chosen, f"model={model}", *encoder, *(SHAPE if chosen in of_any_shape else ()))
+    text = TextSettings("clip", tokens=77, width=768)  # as a dataset says it
+    few = replace(cfg, model=replace(cfg.model, depth=6), text=text)  # blocks are alike
     with torch.device("meta"):
         network = build_network(few)
     noise = torch.zeros(2, dtype=torch.float32, device="meta")
     x = torch.zeros(2, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, device="meta")
     noise_of_tokens = torch.zeros(2, network.num_tokens, device="meta")
     routes = [(route, choose_ids(route, noise_of_tokens, network.grid)) for route in cfg.model.routes]
-    assert network(x, noise, noise.long(), routes=routes).shape == x.shape
-    assert (model not in ("dit", "lightning", "mamba", "rwkv")) == bool(cfg.model.routes)
+    y = network.null(2) if cfg.model.takes_text else noise.long()
+    assert network(x, noise, y, routes=routes).shape == x.shape
+    without = ("dit", "lightning", "mamba", "rwkv", "dit_text", "lightning_text")
+    assert (model not in without) == bool(cfg.model.routes)
 
 
 @pytest.mark.parametrize("experiment", PAPER)
@@ -255,6 +261,7 @@ def test_every_key_is_read_somewhere():
         "train.ratio_schedule",
         "tags",
         "alignment",
+        "text",
     )  # read as objects of their own
     for key in settings.known_keys():
         if key.startswith(tuple(f"{name}." for name in whole)) or any(

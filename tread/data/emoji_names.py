@@ -2,7 +2,8 @@
 
 A composition is a person doing something (a profession, a sport, a kind of hair, …), of a gender and a skin tone. Of
 each thing done the woman of one tone and the man of another are held out whole, so that no such person was seen in
-training, though each two of thing, gender and tone were seen together. Of the rest 5% are held out, by their hash.
+training, though each two of thing, gender and tone were seen together. Of all that is no composition 5% are held out,
+by their hash.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ JOIN, AS_PICTURE, RIGHT = "\u200d", "\ufe0f", "➡"
 PERSONS = {"👩": "woman", "👨": "man", "🧑": "person"}
 SIGNS = {"♀": "woman", "♂": "man"}
 NAMED_TONE = re.compile(r"\b((?:medium-light|medium-dark|medium|light|dark) skin tone)\b")
-REST = 0.05  # held out, of what is no held-out composition
+REST = 0.05  # held out, of what is no composition
 
 
 class Composition(NamedTuple):
@@ -116,6 +117,6 @@ def held_compositions(known: dict[str, dict]) -> set[Composition]:
     return found
 
 
-def of_the_rest(text: str) -> bool:
-    """Whether an emoji is among the 5% of the rest."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < REST * 2**64
+def part_of_rest(text: str) -> str:
+    """ "rest" for the 5% that are held out of emoji that are no compositions, else "train"."""
+    return "rest" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < REST * 2**64 else "train"

@@ -13,6 +13,7 @@ import itertools
 import os
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from tread.data.emoji_names import (
     composition,
     distinct,
     held_compositions,
-    of_the_rest,
+    part_of_rest,
     tones,
 )
 from tread.data.encoded_text import read_spec
@@ -75,23 +76,27 @@ def font_file() -> Path:
     return Path(package.submodule_search_locations[0]) / FONT
 
 
-@functools.lru_cache(maxsize=1)  # both parts of a run are made of it
-def render() -> dict[str, np.ndarray]:
-    """Every emoji that the font has a picture of → (SIZE, SIZE, 3) uint8, in ten seconds. Raises as font_file."""
+def draw(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
+    """Emoji → pictures (size, size, 3) uint8, None where the font has none. Raises ValueError as font_file."""
     from PIL import Image, ImageDraw, ImageFont
 
-    known, side = all_emoji(), SIZE * FINER
-    font = ImageFont.truetype(str(font_file()), 96, layout_engine=ImageFont.Layout.RAQM)  # 96 is 124 pixels wide
-    widest, found = side, {}
-    for text in known:
-        if font.getlength(text) > widest:  # two pictures side by side, as a font draws what it can't put together
+    side = size * FINER
+    font = ImageFont.truetype(str(font_file()), 0.75 * side, layout_engine=ImageFont.Layout.RAQM)
+    for text in texts:
+        if font.getlength(text) > side:  # two pictures side by side, as a font draws what it can't put together
+            yield None
             continue
         canvas = Image.new("RGB", (side, side), "white")
-        ImageDraw.Draw(canvas).text((side / 2, 101), text, font=font, embedded_color=True, anchor="ms")
+        ImageDraw.Draw(canvas).text((side / 2, 0.79 * side), text, font=font, embedded_color=True, anchor="ms")
         picture = np.asarray(canvas.reduce(FINER))
-        if picture.min() < 250:  # else it is blank
-            found[text] = picture
-    return found
+        yield picture if picture.min() < 250 else None  # it is blank
+
+
+@functools.lru_cache(maxsize=1)  # both parts of a run are made of it
+def render() -> dict[str, np.ndarray]:
+    """Every emoji that the font has a picture of → (SIZE, SIZE, 3) uint8, in ten seconds."""
+    known = all_emoji()
+    return {text: picture for text, picture in zip(known, draw(known, SIZE)) if picture is not None}
 
 
 @functools.lru_cache(maxsize=1)
@@ -109,8 +114,8 @@ def split() -> dict[str, list[Emoji]]:
         if not texts:
             continue
         own = distinct([caption for text in texts for caption in captions[text]])
-        part = "rest" if of_the_rest(texts[0]) else "train"
-        part = "compositions" if any(composition(text, known) in held for text in texts) else part
+        composed = {composition(text, known) for text in texts}
+        part = "compositions" if composed & held else "train" if any(composed) else part_of_rest(texts[0])
         parts[part].append(Emoji(texts[0], render()[texts[0]], own))
     return parts
 
@@ -168,3 +173,17 @@ def _write(folder: Path, part: str) -> None:
         except OSError:
             if not folder.exists():
                 raise
+
+
+def write_pictures(folder: Path | str, size: int) -> None:
+    """Write all emoji in another size, for an autoencoder: train/00000.png with its captions in train/00000.txt, a line
+    each, and heldout/…, as scripts/prepare_latents.py takes them. Raises FileExistsError if they are there already."""
+    from PIL import Image
+
+    for part in ("train", "heldout"):
+        own = samples(part)
+        (Path(folder) / part).mkdir(parents=True)
+        for number, (one, picture) in enumerate(zip(own, draw([one.text for one in own], size))):
+            file = Path(folder) / part / f"{number:05d}"
+            Image.fromarray(picture).save(file.with_suffix(".png"))
+            file.with_suffix(".txt").write_text("\n".join(one.captions) + "\n", encoding="utf-8")

@@ -10,7 +10,6 @@ from tread.data.dataset import LatentDataset, heldout_beside
 from tread.training.settings import Settings, read
 
 MEASURES = ("channels", "size", "num_classes")
-EMBEDDED = {"digits": digits.prepare, "emoji": emojis.prepare}  # what writes a part of an embedded dataset
 
 
 def complete(config: dict) -> dict:
@@ -49,6 +48,8 @@ def _with_text(config: dict) -> dict:
 
 
 def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
-    """Write a part of an embedded dataset, unless it is there."""
-    if cfg.dataset.embedded is not None:
-        EMBEDDED[cfg.dataset.embedded](Path(path), part)
+    """Write a part of an embedded dataset, and its captions' text if a network takes it, unless they are there."""
+    if cfg.dataset.embedded == "digits":
+        digits.prepare(Path(path), part)
+    elif cfg.dataset.embedded == "emoji":
+        emojis.prepare(Path(path), part, cfg.text.encoder if cfg.model.takes_text else None)
