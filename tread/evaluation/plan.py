@@ -18,6 +18,7 @@ from tread.diffusion.process import Process
 from tread.diffusion.sampling import Labels, Sampler, check_ratios, relative_cost
 from tread.diffusion.solvers import Solver
 from tread.evaluation.scored_prompts import HELDOUT, ScoredPrompts, heldout_folder, open_prompts
+from tread.evaluation.scorers import EMBEDDED
 from tread.runtime import schema
 from tread.runtime.compiling import Compile
 from tread.runtime.device import Precision
@@ -220,7 +221,8 @@ def plan_scoring(options: Options, found: checkpoint.Checkpoint, precision: str,
     trained = open_trained(found, options.weights, options.shift)
     weak, cfg, process = open_weak(options.guidance, trained), trained.cfg, trained.process
     prompts = _settle_prompts(options, trained)
-    embedded = cfg.dataset.embedded if options.reference is None and options.prompts is None else None
+    judged = cfg.dataset.embedded in EMBEDDED and prompts is None and options.reference is None
+    embedded = cfg.dataset.embedded if judged else None
     if not options.save_samples and options.reference is None and embedded is None and prompts is None:
         raise ValueError(
             f"{found.folder} is of dataset {cfg.dataset.name}, which needs reference=…: ADM's .npz, an .npz with mu "
@@ -265,13 +267,13 @@ def _settle_prompts(options: Options, trained: Trained) -> ScoredPrompts | None:
 
 
 def settle_reference(options: Options, plans: list[ScoringPlan]) -> Options:
-    """The options with the folder of the held-out data as reference, where that is asked for: by reference=heldout,
-    and by a network of texts which has no other judge.
+    """The options with the folder of the held-out data as reference, where reference=heldout asks for it, or nothing
+    is named and networks of texts are to be scored.
 
     Raises ValueError or FileNotFoundError.
     """
-    alone = options.save_samples or any(plan.prompts is None or plan.embedded for plan in plans)
-    if not plans or (options.reference != HELDOUT and (options.reference is not None or alone)):
+    unnamed = options.reference is None and not options.save_samples and all(plan.prompts for plan in plans)
+    if not plans or not (options.reference == HELDOUT or unnamed):
         return options
     folders = {str(heldout_folder(plan.trained)) for plan in plans}
     if len(folders) > 1:
