@@ -296,7 +296,7 @@ def test_work_that_was_stopped_goes_on_and_other_work_is_not_lost(folder):
     writer.write(1, part(text, slice(13, 26)))
     with pytest.raises(FileExistsError, match="another process is making text"):
         TextWriter(folder, spec, COUNTS, 13).begin()
-    writer._lock.release()
+    writer.release()
     other = TextWriter(folder, TextSpec("later", "other hash", T, 8, 6), COUNTS, 13)
     with pytest.raises(ValueError, match="unfinished work of another kind .they differ in fingerprint."):
         other.begin()

@@ -57,6 +57,17 @@ def test_500_words_are_cut_off(folders, kind):
     assert text.mask.all() and text.tokens.isfinite().all()
 
 
+def test_padding_counts_where_a_run_was_trained_so(folders):
+    """As U-ViT's features: all tokens of CLIP's last hidden state, of input that is padded and not masked."""
+    spec = TextSpec(str(folders["clip"]), None, 12, WIDTH, None, padding=True)
+    text = encoder_for(spec).encode(CAPTIONS[:1])
+    padded = torch.tensor([IDS["clip"] + [0] * 4])
+    with torch.no_grad():
+        whole = CLIPTextModel.from_pretrained(folders["clip"]).eval()(input_ids=padded).last_hidden_state
+    assert text.pooled is None and text.mask.all()
+    assert torch.allclose(text.tokens.float(), whole, atol=2e-3)
+
+
 def test_a_runs_encoder_is_known_again_by_its_hash(folders, tmp_path):
     spec = text_encoder(str(folders["t5"]), CAPTIONS).spec
     again = encoder_for(spec)

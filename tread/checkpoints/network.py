@@ -155,6 +155,7 @@ class TextSettings:
     fingerprint  hash of the encoder, or of the vocabulary; None where nobody knows.
     tokens       T; width C and pooled P are None where it has no such thing.
     vocabulary   of word numbers, in their order.
+    padding      True: what the encoder makes of its padding counts as words.
     """
 
     encoder: str | None = None
@@ -163,6 +164,7 @@ class TextSettings:
     width: Count | None = None
     pooled: Count | None = None
     vocabulary: tuple[str, ...] | None = None
+    padding: bool = False
 
     @property
     def decisive(self) -> dict[str, object]:

@@ -46,6 +46,7 @@ class TextSpec:
     width        C, numbers of a token; None: tokens are word numbers.
     pooled       P, numbers of a whole caption; None: none are stored.
     vocabulary   of word numbers, in their order: "<begin>", "<unknown>", and words.
+    padding      True: what the encoder makes of its padding counts as words, as in U-ViT's features; nothing is masked.
     """
 
     encoder: str
@@ -54,6 +55,7 @@ class TextSpec:
     width: Count | None
     pooled: Count | None
     vocabulary: tuple[str, ...] | None = None
+    padding: bool = False
 
     @property
     def dtype(self) -> str:

