@@ -79,9 +79,8 @@ def save_png(path: Path, picture: Image.Image, facts: Mapping) -> None:
         picture.save(partial, format="PNG", pnginfo=info)
 
 
-def save_grid(path: Path, pictures: np.ndarray, columns: int, names: Sequence[str] | None = None) -> None:
-    """Write pictures as a grid, see `draw_grid`; names, of rows, beside it, wrapped."""
+def save_grid(path: Path, pictures: np.ndarray, columns: int) -> None:
+    """Write pictures as a grid, see `draw_grid`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    grid = draw_grid(pictures, columns)
     with whole_file(path, f".{os.getpid()}") as partial:
-        (name_rows(grid, names, wrap=True) if names else grid).save(partial, format="PNG")
+        draw_grid(pictures, columns).save(partial, format="PNG")

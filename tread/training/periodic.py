@@ -125,7 +125,7 @@ def draw_grid(run: Run) -> None:
         labels = torch.tensor(classes).repeat_interleave(cfg.sampling.per_class)
         pictures = draw_samples(run, labels)
         with explain_failure(grid_path(run)):
-            save_grid(grid_path(run), pictures.numpy(), cfg.sampling.per_class, run.captions)
+            save_grid(grid_path(run), pictures.numpy(), cfg.sampling.per_class)
             save_curve(run.folder / "loss.png", run.log.records(), routed=bool(cfg.model.routes))
 
     run.processes.from_main(draw)

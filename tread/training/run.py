@@ -68,7 +68,6 @@ class Run:
     flops: int  # of the training up to what Clock has counted
     seconds: float | None  # likewise; None: not known of a run that began before they were counted
     prompts: Text | None = None  # what grids are drawn of, of a network that takes texts
-    captions: list[str] | None = None  # of these, as people read them, where the dataset has them
     tracker: Tracker | None = None
     spent: dict[str, float] = field(default_factory=dict)  # seconds beside training since the last record, by what
 
