@@ -21,6 +21,7 @@ import import_checkpoint
 import import_latents
 import prepare_features
 import prepare_latents
+import prepare_text
 import pytest
 import reconstruct_ema
 import similarity
@@ -32,7 +33,7 @@ from hydra import compose, initialize_config_dir
 import sample
 from tread.evaluation import plan
 from tread.runtime import schema
-from tread.runtime.cli import plain
+from tread.runtime.cli import plain, take_literally
 from tread.training import settings
 from tread.training.run_folder import RunLog
 
@@ -44,6 +45,7 @@ NOT_RUN = {  # how a command starts → why it is neither run nor composed
     "bash scripts/test.sh": "these are the tests",
     "python3 -m venv": "installs",
     "pip install": "installs",
+    "python -c": "renders for half a minute",
     "pytest": "a slow test of its own",
     "python -m pytest": "these are the tests",
     "python scripts/compare_runs.py results/seeds-": "of runs that are composed alone",
@@ -58,7 +60,10 @@ COMPOSED = {  # what a command has → why it can't be run here
     r"experiment=": "ImageNet and GPUs",
     r"source=|dataset=folder|imagenette": "photos or latents of others",
     r"prepare_features.py": "pictures of others, and an encoder from the hub",
+    r"prepare_text.py": "captions of others, and an encoder from the hub",
+    r"dataset=emoji": "renders for half a minute; tests/data/test_emojis.py makes a few",
     r" weights=\S+\.pt": "weights of others",
+    r"(emoji|coco256)-tread_text": "a network of captions, which trains for hours (tests/evaluation/test_prompts.py)",
     r"reference=|samples=\S+\.npz": "pictures to compare with, and the FID Inception",
     r"name=(seeds|fp32|bf16)-": "studies: commands that run elsewhere, with other steps and seeds",
 }
@@ -100,8 +105,8 @@ class Command:
         given = list(self.words[self.place + 1 :])
         if self.words[self.place] == "scripts/quickstart.sh":
             return ["model=tread", *given]
-        if self.words[self.place] == "scripts/prepare_features.py":
-            return [prepare_features.spelt(word) for word in given]
+        if self.words[self.place] in ("scripts/prepare_features.py", "scripts/prepare_text.py"):
+            return [prepare_features.spelt(word) for word in given]  # both spell it alike
         own = ("pairs=", "out=", "beside=") if self.words[self.place] == "benchmarks/step_time.py" else ()
         return [word for word in given if not (own and word.startswith(own))]
 
@@ -155,6 +160,7 @@ DOORS = {  # script → its config, the keys it knows, and how it reads them
     "fid.py": ("fid", schema.known_keys(plan.Options), plan.read_options),
     "scripts/prepare_latents.py": ("prepare_latents", *read_as(prepare_latents.Options)),
     "scripts/prepare_features.py": ("prepare_features", *read_as(prepare_features.Options)),
+    "scripts/prepare_text.py": ("prepare_text", *read_as(prepare_text.Options)),
     "scripts/import_latents.py": ("import_latents", *read_as(import_latents.Options)),
     "scripts/import_checkpoint.py": (
         "import_checkpoint",
@@ -178,7 +184,7 @@ def composed_settings(command: Command) -> object:
     config, known, read = DOORS[command.door]
     schema.check_overrides(command.arguments, known)
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        return read(plain(compose(config, overrides=command.arguments)))
+        return read(plain(compose(config, overrides=take_literally(command.arguments, ("prompt",)))))
 
 
 def test_pages_have_commands_of_all_kinds():
@@ -299,7 +305,7 @@ def test_files_and_keys_named_in_words_exist(page):
         assert (ROOT / path).exists(), f"{page}: {path}"
     known = [*settings.known_keys(), *schema.known_keys(plan.Options)]
     sections = "|".join({key.partition(".")[0] for key in known if "." in key})
-    no_keys = ("train.py", "rf.py", "dataset.json", "model.routing", "alignment.txt")  # files; a variable of an example
+    no_keys = ("train.py", "rf.py", "dataset.json", "model.routing", "alignment.txt", "text.txt")  # files; a variable
     for code in re.findall(r"`([^`]+)`", text):
         for key in re.findall(rf"(?<![\w./])(?:{sections})\.[\w.]*\w", code):
             assert key in no_keys or re.sub(r"\.\d+", ".*", key) in known, f"{page}: {key}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+from tread.checkpoints.network import TextSettings
 from tread.data import digits, emojis
 from tread.data.dataset import LatentDataset, heldout_beside
 from tread.training.settings import Settings, read
@@ -34,15 +35,22 @@ def complete(config: dict) -> dict:
 
 
 def _with_text(config: dict) -> dict:
-    """The config of a text network with what the dataset says of text.encoder, whatever it said before.
+    """The config of a text network with what the dataset says of text.encoder.
 
-    Raises ValueError or FileNotFoundError.
+    Raises FileNotFoundError, or ValueError, also where the config says otherwise.
     """
     cfg = read(config)
     if not cfg.model.takes_text:
         return config
     prepare_embedded(cfg, cfg.dataset.path, "train")
     found = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
+    for key, value in found.items():
+        if (given := getattr(cfg.text, key)) not in (getattr(TextSettings, key), value):
+            raise ValueError(
+                f"text.{key} is {str(given)[:80]}, as typed or as the run was begun, but {str(value)[:80]} of the text "
+                f"of {cfg.text.encoder} in {cfg.dataset.path}: leave it null, or name=<another name> starts a run of "
+                "its own"
+            )
     words = found["vocabulary"]
     return {**config, "text": {**found, "vocabulary": words and list(words)}}  # as info.json gives it back
 
