@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from tread.checkpoints.network import TextSettings
 from tread.data import digits, emojis
 from tread.data.dataset import LatentDataset, heldout_beside
 from tread.training.settings import Settings, read
@@ -33,16 +34,23 @@ def complete(config: dict) -> dict:
     return {**config, "dataset": {**measures, **known}}
 
 
-def _with_text(config: dict) -> dict:
-    """The config of a text network with what the dataset says of text.encoder, whatever it said before.
+def with_text(cfg: Settings) -> Settings:
+    """The settings of a text network with what the dataset says of text.encoder, whatever they said before.
 
     Raises ValueError or FileNotFoundError.
     """
+    if not cfg.model.takes_text:
+        return cfg
+    prepare_embedded(cfg, cfg.dataset.path, "train")
+    found = LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec
+    return replace(cfg, text=TextSettings(**asdict(found)))
+
+
+def _with_text(config: dict) -> dict:
     cfg = read(config)
     if not cfg.model.takes_text:
         return config
-    prepare_embedded(cfg, cfg.dataset.path, "train")
-    found = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
+    found = asdict(with_text(cfg).text)
     words = found["vocabulary"]
     return {**config, "text": {**found, "vocabulary": words and list(words)}}  # as info.json gives it back
 
