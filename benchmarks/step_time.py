@@ -30,7 +30,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from timing import composed, random_shards, seconds
+from timing import composed, random_shards, random_text, seconds
 from torch.profiler import ProfilerActivity, profile
 
 import train
@@ -43,6 +43,7 @@ from tread.runtime.schema import check_overrides
 from tread.runtime.signals import Stop
 from tread.runtime.versions import git_revision
 from tread.training import settings
+from tread.training.dataset_facts import complete
 from tread.training.ema import EMA
 from tread.training.run import Run
 from tread.training.setup import start
@@ -93,17 +94,21 @@ def write(path: str | None, result: dict) -> None:
 
 
 def open_run(folder: Path, overrides: list[str]) -> Run:
-    """A run as train.py starts it, on random latents of the config's shape, in a temporary folder."""
+    """A run as train.py starts it, on random latents of the config's shape (and text), in a temporary folder."""
     fixed = [f"dataset.path={folder}/data", f"results={folder}", "dataset.heldout=null", "sampling.decode=false"]
     fixed += ["dataset.embedded=null", "eval.demo_samples=0", "init_from=null", "train.steps=1000000"]
+    fixed += ["text.encoder=random"]
     config = composed("config", overrides + fixed)
     cfg = settings.read(config)
     shape, classes = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size), cfg.dataset.num_classes
     count = 4 * cfg.train.batch_size
     meaning = LatentSpec(shape, tuple(map(str, range(classes))), "pixels", scale_applied=True)
     write_dataset(folder / "data", meaning, random_shards(meaning, count, count))
+    if cfg.model.takes_text:
+        random_text(folder / "data", count)
+        config = complete(config)
     stop = Stop()
-    run = start(cfg, config, stop)
+    run = start(settings.read(config), config, stop)
     stop.close()  # Ctrl-C ends a benchmark
     return run
 

@@ -11,7 +11,10 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from tread.data.encoded_text import TextSpec
 from tread.data.latents import LatentSpec
+from tread.data.text_writer import TextWriter
+from tread.models.text import Text
 from tread.runtime.device import wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,6 +32,23 @@ def random_shards(latents: LatentSpec, count: int, per_shard: int) -> Iterator[t
     for first in range(0, count, per_shard):
         stored = rng.standard_normal((per_shard, *latents.stored_shape), dtype=np.float32).astype(latents.dtype)
         yield stored, np.arange(first, first + per_shard) % len(latents.classes)
+
+
+def random_text(folder: Path, count: int) -> None:
+    """Text of one caption for each sample of a dataset: 4 to 77 standard normal tokens of the width of CLIP ViT-L."""
+    writer = TextWriter(folder, TextSpec("random", None, 77, 768, 768), [1] * count)
+    writer.begin()
+    draws = torch.Generator().manual_seed(0)
+
+    def text(rows: int) -> Text:
+        lengths = torch.randint(4, 78, (rows, 1), generator=draws)
+        tokens, pooled = torch.randn(rows, 77, 768, generator=draws), torch.randn(rows, 768, generator=draws)
+        return Text(tokens, torch.arange(77) < lengths, pooled)
+
+    for number in writer.missing():
+        writer.write(number, text(len(writer.range_of(number))))
+    writer.write_null(text(1))
+    writer.publish()
 
 
 def seconds(function: Callable[[], object], device: torch.device) -> float:

@@ -31,11 +31,12 @@ from tqdm import tqdm
 from tread.checkpoints import checkpoint
 from tread.diffusion.guidance import NO_GUIDANCE, Schedule
 from tread.evaluation import pipeline
+from tread.evaluation.clip_score import METRIC as CLIP
 from tread.evaluation.curves import Line, Panel, save_panels
 from tread.evaluation.figures import save_heat_maps
-from tread.evaluation.plan import Options, plan_scoring, read_options, settle_paths
+from tread.evaluation.plan import Options, ScoringPlan, plan_scoring, read_options, settle_paths, settle_reference
 from tread.evaluation.reference_scorer import ReferenceScorer
-from tread.evaluation.scorers import METRICS
+from tread.evaluation.scorers import METRICS, choose_scorer
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import use_precision
@@ -96,7 +97,7 @@ def main(composed: DictConfig) -> None:
 def run(sweep: Sweep, options: Options, processes: Processes) -> None:
     """Check all settings, score each, then write the table and the figures."""
     options, paths = processes.from_main(lambda: settle_paths(options))
-    metric = check(sweep, options, paths)
+    check(sweep, options, paths)
     options, routed = replace(options, checkpoint=str(paths[0])), options.guidance.row.routed
     grid = sweep.points(routed)
     free = options.guidance.force or options.guidance.checkpoint is not None
@@ -108,8 +109,8 @@ def run(sweep: Sweep, options: Options, processes: Processes) -> None:
         )
     without = replace(options, guidance=NO_GUIDANCE, out=str(Path(options.out) / "none"))
     found = checkpoint.find(Path(options.checkpoint))
-    for one in chosen.values():
-        plan_scoring(one, found, use_precision(one.precision, processes.device))
+    plans = [plan_scoring(one, found, use_precision(one.precision, processes.device)) for one in chosen.values()]
+    metric = choose_metric(sweep, options, plans)
     folder, records = Path(options.out), {}
     with processes.main_first():
         if processes.main:
@@ -130,8 +131,8 @@ def run(sweep: Sweep, options: Options, processes: Processes) -> None:
         write(folder, sweep, records, metric, routed)
 
 
-def check(sweep: Sweep, options: Options, paths: list[Path]) -> str:
-    """The metric to draw. Raises ValueError for a sweep that can't be."""
+def check(sweep: Sweep, options: Options, paths: list[Path]) -> None:
+    """Raise ValueError for a sweep that can't be."""
     if options.out is None:
         raise ValueError("out=… is needed: the folder for the table, the figures and each setting's score")
     if len(paths) != 1:
@@ -145,10 +146,16 @@ def check(sweep: Sweep, options: Options, paths: list[Path]) -> str:
     for name in ("scale", "strong", "weak"):
         if isinstance(getattr(options.guidance, name), Schedule):
             raise ValueError(f"a sweep is over constant numbers, but guidance.{name} is a schedule")
-    allowed = [name for name in METRICS if (name in ReferenceScorer.metrics) == bool(options.reference)]
-    metric = sweep.metric or allowed[0]
+
+
+def choose_metric(sweep: Sweep, options: Options, plans: list[ScoringPlan]) -> str:
+    """The metric to draw. Raises ValueError for one that is not found."""
+    reference = settle_reference(options, plans).reference
+    judge = ReferenceScorer if reference else choose_scorer(plans[0].embedded, None)
+    allowed = [*judge.metrics, *([CLIP] if options.clip else [])]
+    metric = sweep.metric or next(iter(allowed), None)
     if metric not in allowed:
-        given = "a reference" if options.reference else "no reference"
+        given = "a reference" if reference else "no reference"
         raise ValueError(f"sweep.metric is {metric}, but with {given} there are {', '.join(allowed)}")
     return metric
 

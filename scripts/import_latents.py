@@ -162,8 +162,9 @@ def finish(writer: DatasetWriter, shards: int, options: Options, foreign: Foreig
         )
     if options.decode:
         print(pictures)
-    normalised = " dataset.normalize=true" if options.kind == "lightningdit" else ""
-    print(f"  dataset   {writer.folder}: train with dataset=folder dataset.path={writer.folder}{normalised}")
+    more = " dataset.normalize=true" if options.kind == "lightningdit" else ""
+    more += f" text.encoder={foreign.text.spec.encoder}" if foreign.text else ""
+    print(f"  dataset   {writer.folder}: train with dataset=folder dataset.path={writer.folder}{more}")
 
 
 if __name__ == "__main__":

@@ -216,8 +216,8 @@ def test_a_damaged_picture_takes_its_captions_with_it(coco, prepare, tmp_path):
     with pytest.raises(ValueError, match="(?s)damaged pictures, 1 in all.*000000000009.jpg"):
         prepare(coco)
     done = {path: path.stat().st_mtime_ns for path in tmp_path.glob(".data*/done/*")}
-    (coco / "train2014" / coco_name("train2014", 9)).unlink()
     prepare(coco, "on_error=skip", f"out={tmp_path / 'anew'}")
+    (coco / "train2014" / coco_name("train2014", 9)).unlink()
     assert len(done) == 2 and done == {path: path.stat().st_mtime_ns for path in done}
     prepare(coco, "on_error=skip")
     rest = {number: own for number, own in TRAIN.items() if number != 9}
@@ -381,6 +381,18 @@ def test_a_zip_is_the_folder_it_was_made_of(tmp_path):
     assert (photos.names, photos.classes) == (same.names, same.classes)
     again = pickle.loads(pickle.dumps(photos.read))  # as it is handed to a reading process
     assert [again(i) for i in range(3)] == [photos.read(i) for i in range(3)] == [picture(n) for n in (9, 25, 30)]
+
+
+def test_a_forked_process_opens_a_zip_anew(tmp_path, monkeypatch):
+    """Else two would move one another's place in the file."""
+    put(tmp_path / "photos" / "ant", 9, None)
+    photos, opened = find_photos(pack_zip(tmp_path / "photos")), []
+    whole = zipfile.ZipFile
+    monkeypatch.setattr(zipfile, "ZipFile", lambda path: opened.append(path) or whole(path))
+    for process in (1, 1, 2):
+        monkeypatch.setattr("os.getpid", lambda process=process: process)
+        assert photos.read(0) == picture(9)
+    assert len(opened) == 2
 
 
 def test_a_damaged_picture_in_a_zip_is_named(prepare, tmp_path):

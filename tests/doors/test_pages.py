@@ -20,6 +20,7 @@ import import_checkpoint
 import import_latents
 import prepare_features
 import prepare_latents
+import prepare_text
 import pytest
 import reconstruct_ema
 import similarity
@@ -43,6 +44,7 @@ NOT_RUN = {  # how a command starts → why it is neither run nor composed
     "bash scripts/test.sh": "these are the tests",
     "python3 -m venv": "installs",
     "pip install": "installs",
+    "python -c": "renders for half a minute",
     "pytest": "a slow test of its own",
     "python scripts/compare_runs.py results/seeds-": "of runs that are composed alone",
     "python studies/": "trains for minutes to days (tests/doors/test_studies.py reads their words)",
@@ -56,6 +58,8 @@ COMPOSED = {  # what a command has → why it can't be run here
     r"experiment=": "ImageNet and GPUs",
     r"source=|dataset=folder|imagenette": "photos or latents of others",
     r"prepare_features.py": "pictures of others, and an encoder from the hub",
+    r"prepare_text.py": "captions of others, and an encoder from the hub",
+    r"dataset=emoji": "renders for half a minute; tests/data/test_emojis.py makes a few",
     r" weights=\S+\.pt": "weights of others",
     r"reference=|samples=\S+\.npz": "pictures to compare with, and the FID Inception",
     r"name=(seeds|fp32|bf16)-": "studies: commands that run elsewhere, with other steps and seeds",
@@ -98,8 +102,8 @@ class Command:
         given = list(self.words[self.place + 1 :])
         if self.words[self.place] == "scripts/quickstart.sh":
             return ["model=tread", *given]
-        if self.words[self.place] == "scripts/prepare_features.py":
-            return [prepare_features.spelt(word) for word in given]
+        if self.words[self.place] in ("scripts/prepare_features.py", "scripts/prepare_text.py"):
+            return [prepare_features.spelt(word) for word in given]  # both spell it alike
         own = ("pairs=", "out=", "beside=") if self.words[self.place] == "benchmarks/step_time.py" else ()
         return [word for word in given if not (own and word.startswith(own))]
 
@@ -153,6 +157,7 @@ DOORS = {  # script → its config, the keys it knows, and how it reads them
     "fid.py": ("fid", schema.known_keys(plan.Options), plan.read_options),
     "scripts/prepare_latents.py": ("prepare_latents", *read_as(prepare_latents.Options)),
     "scripts/prepare_features.py": ("prepare_features", *read_as(prepare_features.Options)),
+    "scripts/prepare_text.py": ("prepare_text", *read_as(prepare_text.Options)),
     "scripts/import_latents.py": ("import_latents", *read_as(import_latents.Options)),
     "scripts/import_checkpoint.py": (
         "import_checkpoint",
@@ -267,7 +272,7 @@ def test_files_and_keys_named_in_words_exist(page):
         assert (ROOT / path).exists(), f"{page}: {path}"
     known = [*settings.known_keys(), *schema.known_keys(plan.Options)]
     sections = "|".join({key.partition(".")[0] for key in known if "." in key})
-    no_keys = ("train.py", "rf.py", "dataset.json", "model.routing", "alignment.txt")  # files; a variable of an example
+    no_keys = ("train.py", "rf.py", "dataset.json", "model.routing", "alignment.txt", "text.txt")  # files; a variable
     for code in re.findall(r"`([^`]+)`", text):
         for key in re.findall(rf"(?<![\w./])(?:{sections})\.[\w.]*\w", code):
             assert key in no_keys or re.sub(r"\.\d+", ".*", key) in known, f"{page}: {key}"

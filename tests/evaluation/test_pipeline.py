@@ -238,7 +238,7 @@ def test_a_scorer_of_ones_own_needs_no_other_file(tmp_path, composed, monkeypatc
 
 def test_the_columns_of_a_table_stay():
     """As files of earlier versions begin: another head would begin a new file."""
-    metrics = "fid,sfid,inception_score,precision,recall,kid,label_agreement,frechet_pixels"
+    metrics = "fid,sfid,inception_score,precision,recall,kid,label_agreement,frechet_pixels,clip_score"
     rest = "reference,reference_count,sampler,steps,nfe,flops_relative,guidance,weak_network"
     rest += ",labels,first_seed,weights,dtype,checkpoint"
     assert ",".join(score_files.COLUMNS) == f"time,step,count,{metrics},{rest}"

@@ -135,7 +135,8 @@ def prepare(options: Options, processes: Processes) -> None:
     processes.say(f"  pictures  {len(photos):,} {classes}{photos.where}")
     if photos.captions is not None:
         counts = sorted(map(len, photos.captions))
-        processes.say(f"  captions  {sum(counts):,}, {counts[0]} to {counts[-1]} a picture")
+        each = f"{counts[0]} to {counts[-1]}" if counts[0] < counts[-1] else str(counts[0])
+        processes.say(f"  captions  {sum(counts):,}, {each} a picture")
     if heldout is not None:
         kept, by = sum(map(len, shards["heldout"])), photos.heldout or "chosen by a hash of their names"
         processes.say(f"  held out  {kept:,} of them, {by.rstrip('/')}: {writers['heldout'].folder}")
@@ -204,7 +205,7 @@ def finish(
             processes.say(f"  pictures  {folder / 'report.png'}: photo, decoded latents")
         processes.say(f"  dataset   {folder}: train with dataset=folder dataset.path={folder}")
         if photos.captions is not None:
-            processes.say(f"  text      encode its captions: python scripts/prepare_text.py dataset={folder}")
+            processes.say(f"  text      encode its captions: python scripts/prepare_text.py dataset={folder} encoder=…")
 
 
 def look_at(

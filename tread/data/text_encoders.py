@@ -174,7 +174,7 @@ def _minilm_folder() -> Path:
 
 
 @contextmanager
-def _silent(logging: object) -> Iterator[None]:
+def quiet(logging: object) -> Iterator[None]:
     """Without what transformers would report: it is looked at here."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -198,7 +198,7 @@ def _load(name: str, place: str) -> tuple[nn.Module, object]:
         raise ValueError(
             f"encoder {name!r} needs transformers: pip install -r requirements-text.txt ({error})"
         ) from error
-    with _silent(logging):
+    with quiet(logging):
         try:
             local = Path(place).is_dir() or is_cached(place, WEIGHTS)
             config = AutoConfig.from_pretrained(place, local_files_only=local)

@@ -135,6 +135,11 @@ class Explorer:
         self._lock, self._networks, self._drawn = threading.Lock(), {}, {}
         found = checkpoint.find(Path(options.checkpoint).expanduser())
         self.trained = open_trained(found, options.weights)
+        if self.trained.text is not None:
+            raise ValueError(
+                f"{found.folder} was trained with captions, but this page draws classes: python sample.py "
+                "checkpoint=… prompt='…' draws captions, under the same guidance"
+            )
         self._decoder = autoencoder.preview
         if options.decode:
             self._decoder = autoencoder.load_decoder(self.trained.latents, device, options.autoencoder)

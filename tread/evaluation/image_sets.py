@@ -3,6 +3,7 @@
 batch.npz        arr_0 (n, H, W, 3) uint8, as ADM's evaluator reads and writes it
 folder or tar    JPEG, PNG, WebP or TIFF files of one size, sorted by name, subfolders included; photos.tar/val
                  is a folder inside a tar
+dataset's folder the pictures that were kept with its latents, or the latents where they are pixels
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
+import json
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable
@@ -20,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from tread.data.dataset import LatentDataset, read_index
 from tread.data.images import FORMATS, Crop, centre_crop, read_rgb
 from tread.data.npy import write_array
 from tread.data.photos import SUFFIXES
@@ -64,11 +67,32 @@ def open_pictures(path: Path, crop: Crop | None, processes: Processes) -> Pictur
         if tar is None:
             raise FileNotFoundError(f"{path} is not there: an .npz with arr_0, a folder or a tar of pictures is needed")
         path, inside = tar, f"{path.relative_to(tar)}/"
+    if (path / "index.json").is_file():
+        return _open_dataset(path, crop)
     if path.suffix == ".npy":
         raise ValueError(f"{path} is one array; save it as an .npz: np.savez(…, arr_0=pictures)")
     if path.suffix.lower() == ".npz":
         return _open_npz(path, processes)
     return _open_files(path, inside, crop, processes)
+
+
+def _open_dataset(path: Path, crop: Crop | None) -> Pictures:
+    if crop:
+        raise ValueError(f"{path} is a dataset, whose pictures are cropped already: leave out crop={crop.size}")
+    try:
+        data = LatentDataset(path, pictures=True)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; or name the photos themselves: reference=<folder> crop=256, of the size it was prepared in"
+        ) from error
+    check_count(path, len(data))
+
+    def read(start: int, stop: int) -> np.ndarray:
+        return data.read(np.arange(start, stop)).pictures.numpy()
+
+    size, index = data.picture_size, read_index(path)
+    shards = [[shard.get("pictures_sha256"), shard["file_sha256"]] for shard in index["shards"]]
+    return Pictures(str(path), len(data), (size, size), hashlib.sha256(json.dumps(shards).encode()).hexdigest(), read)
 
 
 # -------------------------------------------------------------------------------------------- npz

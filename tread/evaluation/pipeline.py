@@ -21,11 +21,13 @@ from tread.checkpoints import checkpoint
 from tread.data import autoencoder
 from tread.data.grids import save_grid
 from tread.diffusion.sampling import draw_pictures, seeded_labels
+from tread.evaluation.clip_score import METRIC as CLIP
+from tread.evaluation.clip_score import ClipScore
 from tread.evaluation.features import features_of, part_size
 from tread.evaluation.image_sets import Pictures, open_pictures, save_npz
 from tread.evaluation.inception import feature_sizes, find_weights
 from tread.evaluation.part_store import PartStore
-from tread.evaluation.plan import Options, ScoringPlan, plan_scoring, settle_crop, settle_paths
+from tread.evaluation.plan import Options, ScoringPlan, plan_scoring, settle_crop, settle_paths, settle_reference
 from tread.evaluation.reference import Reference, check_size, open_reference, save_statistics
 from tread.evaluation.reference_scorer import ReferenceScorer, open_scorer
 from tread.evaluation.score_files import ScoreFiles, add_line, table
@@ -50,10 +52,11 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
     if reason:
         processes.say(f"warning: running without torch.compile, which fails here: {reason}")
     plans = [plan_scoring(options, checkpoint.find(path), precision, compiled) for path in paths]
+    options = settle_reference(options, plans)
     crop = settle_crop(options, plans)
     if crop:
         processes.say(f"crop={crop.size} reads photos with orientation={crop.orientation} alpha={crop.alpha}")
-    samples, reference, weights, inception, feature_bytes = None, None, None, None, 0
+    samples, reference, weights, inception, clip, feature_bytes = None, None, None, None, None, 0
     if options.samples is not None:
         samples = open_pictures(Path(options.samples), crop, processes)
     if options.reference is not None:
@@ -62,7 +65,11 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
         inception, sizes = sha256(weights), feature_sizes(weights)
         feature_bytes = 4 * sum(sizes)
         reference = open_reference(Path(options.reference), crop, processes, sizes)
-    plans = [replace(plan, reference=reference and reference.sha256, inception=inception) for plan in plans]
+    if options.clip is not None:
+        with processes.main_first():
+            clip = ClipScore(options.clip, processes.device)
+    hashes = {"reference": reference and reference.sha256, "inception": inception, "clip": clip and clip.sha256}
+    plans = [replace(plan, **hashes) for plan in plans]
     records = processes.from_main(lambda: [find_score(plan, options) for plan in plans])
     all_plans, plans = plans, [plan for plan, record in zip(plans, records) if record is None]
     decoders = {}
@@ -90,7 +97,7 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
     for number, plan in enumerate(all_plans):
         if records[number] is None:
             scorer = choose_scorer(plan.embedded, against)
-            records[number] = score_checkpoint(plan, decoders[plan.latents], scorer, options, processes)
+            records[number] = score_checkpoint(plan, decoders[plan.latents], scorer, clip, options, processes)
     if samples is not None:
         score_pictures(samples, against, options, processes)
     return records
@@ -149,7 +156,12 @@ def keep_statistics(path: Path, scorer: ReferenceScorer, processes: Processes) -
 
 
 def score_checkpoint(
-    plan: ScoringPlan, decoder: autoencoder.Decoder, scorer: Scorer, options: Options, processes: Processes
+    plan: ScoringPlan,
+    decoder: autoencoder.Decoder,
+    scorer: Scorer,
+    clip: ClipScore | None,
+    options: Options,
+    processes: Processes,
 ) -> dict | None:
     """Draw, score, and write down; what is drawn is kept until then. Returns the score in the main process."""
     began, folder, parts = time.perf_counter(), files_of(plan, options).folder, work_of(plan, options)
@@ -169,7 +181,7 @@ def score_checkpoint(
             processes.say(f"  note: {other} holds unfinished work by other settings; remove it if you do not want it")
         for text in scorer.warnings(plan.count):
             processes.say(f"  note: {text}")
-        seconds = draw_parts(plan, decoder, scorer, parts, processes)
+        seconds = draw_parts(plan, decoder, scorer, clip, parts, processes)
         processes.wait()
         if processes.main:
             record = conclude(plan, scorer, parts, seconds, processes)
@@ -181,7 +193,12 @@ def score_checkpoint(
 
 
 def draw_parts(
-    plan: ScoringPlan, decoder: autoencoder.Decoder, scorer: Scorer, parts: PartStore, processes: Processes
+    plan: ScoringPlan,
+    decoder: autoencoder.Decoder,
+    scorer: Scorer,
+    clip: ClipScore | None,
+    parts: PartStore,
+    processes: Processes,
 ) -> dict[str, float]:
     """Draw this process's share of the missing parts, with what the scorer keeps of them; seconds by stage."""
     mine = processes.from_main(lambda: parts.missing(processes))[processes.rank :: processes.count]
@@ -195,13 +212,17 @@ def draw_parts(
     with processes.bar("samples", sum(len(parts.ranges[number]) for number in mine)) as progress:
         for number in mine:
             seeds, began = [plan.seeds[i] for i in parts.ranges[number]], time.perf_counter()
-            labels = seeded_labels(seeds, model.network.num_classes, plan.labels)
+            labels = asked = seeded_labels(seeds, plan.num_labels, plan.labels)
+            if plan.prompts is not None:  # this part's alone, which are few
+                model, asked = replace(model, prompts=plan.prompts.text(labels)), torch.arange(len(labels))
             drawn = []
-            for pictures in draw_pictures(model, decoder, seeds, labels, plan.sampler, weak, check=True):
+            for pictures in draw_pictures(model, decoder, seeds, asked, plan.sampler, weak, check=True):
                 drawn.append(pictures)
                 progress.update(len(pictures))
             pictures, sampled = torch.cat(drawn), time.perf_counter()
             arrays = scorer.prepare(pictures)
+            if clip is not None:
+                arrays[CLIP] = clip.score(pictures, plan.prompts.captions(labels))
             seconds = {"sampling": sampled - began, "features": time.perf_counter() - sampled}
             parts.write(number, {"pictures": pictures.numpy(), "labels": labels.numpy(), **arrays}, seconds=seconds)
             spent = {stage: spent[stage] + seconds[stage] for stage in spent}
@@ -216,7 +237,13 @@ def conclude(
         raise OSError(f"parts {missing} of {parts.folder} are missing: all processes must share the folder")
     began = time.perf_counter()
     spent = [parts.info(number)["seconds"] for number in range(len(parts.ranges))]
-    return common_record(scorer, parts, plan.count, processes) | {
+    record = common_record(scorer, parts, plan.count, processes)
+    if plan.clip is not None:
+        record |= {CLIP: float(np.concatenate(list(parts.arrays(CLIP))).mean(dtype=np.float64))}
+        record["counts"][CLIP] = plan.count
+    if plan.prompts is not None:
+        record["prompts"] = str(plan.prompts.folder)
+    return record | {
         "checkpoint": str(plan.found.folder),
         "step": plan.found.step,
         "resolution": list(parts.first("pictures", 1).shape[2:]),

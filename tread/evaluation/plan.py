@@ -6,6 +6,8 @@ import glob
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+
 from tread.checkpoints import checkpoint
 from tread.checkpoints.trained import Trained, open_trained, open_weak
 from tread.data import autoencoder
@@ -15,13 +17,15 @@ from tread.diffusion.guidance import Guidance
 from tread.diffusion.process import Process
 from tread.diffusion.sampling import Labels, Sampler, check_ratios, relative_cost
 from tread.diffusion.solvers import Solver
+from tread.evaluation.scored_prompts import HELDOUT, ScoredPrompts, heldout_folder, open_prompts
+from tread.evaluation.scorers import EMBEDDED
 from tread.runtime import schema
 from tread.runtime.compiling import Compile
 from tread.runtime.device import Precision
 from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore
 from tread.runtime.tensor_files import Weights
 
-COUNT, EMBEDDED_COUNT = 50_000, 1000  # samples, unless a number is asked for
+COUNT, TEXT_COUNT, EMBEDDED_COUNT = 50_000, 10_000, 1000  # samples, unless a number is asked for
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Options:
     num_samples: TwoOrMore | None
     first_seed: CountOrZero
     labels: Labels
+    prompts: str | None
+    clip: str | None
     steps: Count | None
     solver: Solver | None
     shift: Positive | None
@@ -56,6 +62,8 @@ class Options:
     def __post_init__(self) -> None:
         if (self.checkpoint is None) == (self.samples is None) and not (self.samples is None and self.save_reference):
             raise ValueError("name one of checkpoint=… and samples=… to score, or reference=… save_reference=stats.npz")
+        if self.samples and (self.prompts or self.clip):
+            raise ValueError("prompts=… and clip=… are of a checkpoint; samples=… are scored without their captions")
         if self.reference is None and (self.samples or self.save_reference):
             raise ValueError("reference=… is needed: ADM's .npz, an .npz with mu and sigma, a folder or a tar")
         if self.save_reference and Path(self.save_reference).suffix != ".npz":
@@ -70,7 +78,8 @@ class Options:
 
 def read_options(config: dict) -> Options:
     """The options with ~ in paths expanded, where the shell has not done it."""
-    paths = ("checkpoint", "samples", "reference", "save_reference", "inception", "autoencoder", "out", "cache")
+    paths = ("checkpoint", "samples", "reference", "save_reference", "prompts", "clip")
+    paths += ("inception", "autoencoder", "out", "cache")
     for section, keys in ((config, paths), (config["guidance"], ("checkpoint",))):
         section |= {key: str(Path(section[key]).expanduser()) for key in keys if section[key]}
     return schema.read(config, Options)
@@ -84,8 +93,9 @@ class ScoringPlan:
     embedded    the dataset whose own judge scores it, where there is no reference.
     compiled    whether the networks' blocks are, when samples are drawn.
     decoder     what makes pictures of latents, by its fingerprint.
+    prompts     the captions that it draws, of a network that takes texts.
     flops       of the networks, a sample; flops_relative: over those of the same steps without guidance.
-    reference   sha256 of what it is scored against, and of the Inception; None without them.
+    reference   sha256 of what it is scored against, of the Inception, and of CLIP; None without them.
     """
 
     trained: Trained
@@ -99,8 +109,10 @@ class ScoringPlan:
     embedded: str | None
     flops: int
     flops_relative: float
+    prompts: ScoredPrompts | None = None
     reference: str | None = None
     inception: str | None = None
+    clip: str | None = None
 
     @property
     def found(self) -> checkpoint.Checkpoint:
@@ -114,6 +126,11 @@ class ScoringPlan:
     def nfe(self) -> int:
         """Network function evaluations a sample."""
         return self.sampler.nfe(self.trained.process)
+
+    @property
+    def num_labels(self) -> int:
+        """Classes or captions that it draws of."""
+        return self.trained.cfg.dataset.num_classes if self.prompts is None else self.prompts.count
 
     @property
     def seeds(self) -> range:
@@ -149,6 +166,8 @@ class ScoringPlan:
             trained.cfg.objective: _constants(trained.process),
             "reference": self.reference,
             "inception": self.inception,
+            **({"prompts": self.prompts.sha256} if self.prompts else {}),
+            **({"clip": self.clip} if self.clip else {}),
         }
 
 
@@ -201,13 +220,15 @@ def plan_scoring(options: Options, found: checkpoint.Checkpoint, precision: str,
     """
     trained = open_trained(found, options.weights, options.shift)
     weak, cfg, process = open_weak(options.guidance, trained), trained.cfg, trained.process
-    embedded = cfg.dataset.embedded if options.reference is None else None
-    if not options.save_samples and options.reference is None and embedded is None:
+    prompts = _settle_prompts(options, trained)
+    judged = cfg.dataset.embedded in EMBEDDED and prompts is None and options.reference is None
+    embedded = cfg.dataset.embedded if judged else None
+    if not options.save_samples and options.reference is None and embedded is None and prompts is None:
         raise ValueError(
             f"{found.folder} is of dataset {cfg.dataset.name}, which needs reference=…: ADM's .npz, an .npz with mu "
             "and sigma, a folder or a tar of pictures (save_samples=true draws without scoring)"
         )
-    count = options.num_samples or (EMBEDDED_COUNT if embedded else COUNT)
+    count = options.num_samples or (EMBEDDED_COUNT if embedded else TEXT_COUNT if prompts else COUNT)
     sampler = Sampler.of(
         process, options.steps, options.solver, min(options.batch_size, count), precision, options.guidance
     )
@@ -225,4 +246,38 @@ def plan_scoring(options: Options, found: checkpoint.Checkpoint, precision: str,
         embedded=embedded,
         flops=sampler.flops(*outlines),
         flops_relative=relative_cost(sampler, *outlines),
+        prompts=prompts,
     )
+
+
+def _settle_prompts(options: Options, trained: Trained) -> ScoredPrompts | None:
+    """The captions that a network is scored on; None of one that takes classes.
+
+    Raises ValueError or FileNotFoundError, also for what a network of classes has no use for.
+    """
+    if trained.text is not None:
+        prompts = open_prompts(trained, options.prompts or HELDOUT)
+        if options.clip is not None:
+            prompts.captions(torch.zeros(0, dtype=torch.int64))  # raises where only their encodings are known
+        return prompts
+    for key in ("prompts", "clip"):
+        if (value := getattr(options, key)) is not None:
+            raise ValueError(f"{key}={value} is of captions, but {trained.found.folder} was trained with classes")
+    return None
+
+
+def settle_reference(options: Options, plans: list[ScoringPlan]) -> Options:
+    """The options with the folder of the held-out data as reference, where reference=heldout asks for it, or nothing
+    is named and networks of texts are to be scored.
+
+    Raises ValueError or FileNotFoundError.
+    """
+    unnamed = options.reference is None and not options.save_samples and all(plan.prompts for plan in plans)
+    if not plans or not (options.reference == HELDOUT or unnamed):
+        return options
+    folders = {str(heldout_folder(plan.trained)) for plan in plans}
+    if len(folders) > 1:
+        raise ValueError(
+            f"the checkpoints have other held-out data ({', '.join(sorted(folders))}): score them one by one"
+        )
+    return replace(options, reference=folders.pop())

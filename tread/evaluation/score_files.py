@@ -67,7 +67,7 @@ class ScoreFiles:
         return path
 
 
-SHOWN = {"fid": "FID", "sfid": "sFID", "inception_score": "Inception Score", "kid": "KID"}
+SHOWN = {"fid": "FID", "sfid": "sFID", "inception_score": "Inception Score", "kid": "KID", "clip_score": "CLIP score"}
 
 
 def table(record: dict) -> str:

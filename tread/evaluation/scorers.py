@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 import torch
 
+from tread.evaluation.clip_score import METRIC as CLIP
 from tread.evaluation.digits_judge import DigitsJudge
 from tread.evaluation.part_store import PartStore
 from tread.evaluation.reference import Reference
@@ -54,6 +55,7 @@ class Unscored(Scorer):
 # of embedded datasets, by name, and all metrics there are: a new scorer is named here
 EMBEDDED: dict[str | None, Scorer] = {"digits": DigitsJudge()}
 METRICS = {name: better for one in (ReferenceScorer, *EMBEDDED.values()) for name, better in one.metrics.items()}
+METRICS[CLIP] = "higher"
 
 
 def choose_scorer(embedded: str | None, against: ReferenceScorer | None) -> Scorer:
