@@ -1,4 +1,4 @@
-"""The figure of studies/text.yaml, as guidance.py draws it: retrieval against the scale ω, and against FLOPs a sample."""
+"""The figure of studies/text.yaml, drawn as guidance.py does: retrieval against the scale ω, and FLOPs a sample."""
 
 from __future__ import annotations
 
