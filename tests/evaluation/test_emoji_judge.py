@@ -8,13 +8,13 @@ from __future__ import annotations
 import itertools
 import json
 
+import judge_emoji as door
 import numpy as np
 import pytest
 import torch
 from conftest import launch, launch_door, save_checkpoint
 from PIL import Image
 
-from scripts import judge_emoji as door
 from tread.data.captions import add_captions
 from tread.data.dataset import LatentDataset
 from tread.data.emojis import MEANING
