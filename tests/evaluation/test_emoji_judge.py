@@ -136,6 +136,14 @@ def test_a_run_ends_with_what_the_script_says_of_its_checkpoint(folder):
         assert np.array_equal(pictures[row * 66 : row * 66 + 64 : 2, :64:2], real[number].permute(1, 2, 0).numpy())
 
 
+def test_grids_of_training_name_their_rows_by_captions(folder):
+    grid = np.asarray(Image.open(folder / "results" / "run" / "samples" / "step_0000006.png"))
+    height, width = 6 * 66 - 2, 64  # of six captions that are held out, a picture each
+    assert grid.shape[0] == height and grid.shape[1] > width + 40
+    for row in range(6):
+        assert (grid[row * 66 : row * 66 + 64, : -width - 2] < 128).any()
+
+
 def test_guidance_is_counted(folder):
     words = ("checkpoint=results/run", "num_samples=2", "steps=2", "rows=1", "columns=1", "cpu_threads=1")
     launch_door(door.main, "judge_emoji", folder, *words, "guidance=cfg", "out=guided")
