@@ -25,7 +25,11 @@ KNOWS = {  # library → who may import it; a package means all of its files
     "plotly": {"tread/evaluation/page.py"},
     "diffusers": {"tread/data/autoencoder.py"},
     "gradio": {"tread/evaluation/explore_page.py"},
-    "transformers": {"tread/evaluation/encoders.py", "tread/data/text_encoders.py"},  # of pictures, of text
+    "transformers": {  # of pictures, of text, of both
+        "tread/evaluation/encoders.py",
+        "tread/data/text_encoders.py",
+        "tread/evaluation/clip_score.py",
+    },
     "mamba_ssm": {"tread/models/ssd.py"},
 }
 

@@ -84,7 +84,7 @@ def test_latents_and_text_are_the_sources(bring, source, below, capsys):
     assert np.array_equal(data.null_text().tokens[0], EMPTY.astype(np.float16))
     assert [data.captions_of(index) for index in range(3)] == CAPTIONS
     spec = data.text_spec
-    assert (spec.encoder, spec.fingerprint, spec.tokens, spec.width) == ("clip-l", None, 77, 768)
+    assert (spec.encoder, spec.fingerprint, spec.tokens, spec.width, spec.padding) == ("clip-l", None, 77, 768, True)
     assert "6 captions, with the captions as words" in capsys.readouterr().out
 
 

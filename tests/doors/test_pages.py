@@ -33,7 +33,7 @@ from hydra import compose, initialize_config_dir
 import sample
 from tread.evaluation import plan
 from tread.runtime import schema
-from tread.runtime.cli import plain
+from tread.runtime.cli import plain, take_literally
 from tread.training import settings
 from tread.training.run_folder import RunLog
 
@@ -62,6 +62,7 @@ COMPOSED = {  # what a command has → why it can't be run here
     r"prepare_text.py": "captions of others, and an encoder from the hub",
     r"dataset=emoji|judge_emoji": "renders for half a minute; tests/data/test_emojis.py makes a few",
     r" weights=\S+\.pt": "weights of others",
+    r"(emoji|coco256)-tread_text": "a network of captions, which trains for hours (tests/evaluation/test_prompts.py)",
     r"reference=|samples=\S+\.npz": "pictures to compare with, and the FID Inception",
     r"name=(seeds|fp32|bf16)-": "studies: commands that run elsewhere, with other steps and seeds",
 }
@@ -183,7 +184,7 @@ def composed_settings(command: Command) -> object:
     config, known, read = DOORS[command.door]
     schema.check_overrides(command.arguments, known)
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        return read(plain(compose(config, overrides=command.arguments)))
+        return read(plain(compose(config, overrides=take_literally(command.arguments, ("prompt",)))))
 
 
 def test_pages_have_commands_of_all_kinds():

@@ -309,7 +309,7 @@ def test_out_of_memory_names_the_micro_batch_that_fits(tmp_path, monkeypatch):
     """A device that takes at most 3 images: of 8, 4, 2, 1 it takes 2."""
     losses = train.losses
 
-    def limited(cfg, network, aligner, latents, batch, draws):
+    def limited(cfg, network, aligner, latents, batch, draws, null):
         if len(batch.stored) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
         return losses(cfg, network, aligner, latents, batch, draws)

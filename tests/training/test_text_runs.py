@@ -14,7 +14,7 @@ import torch
 from conftest import launch, launch_door, state
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.network import build_network
+from tread.checkpoints.network import TextSettings, build_network
 from tread.checkpoints.origin import load_weights
 from tread.checkpoints.state_dicts import sizes
 from tread.checkpoints.trained import open_trained, open_weak
@@ -106,7 +106,7 @@ def test_it_goes_on_bit_equal_also_in_micro_batches_and_recomputed(folder):
 
 
 def test_another_encoder_is_another_run(folder):
-    with pytest.raises(SystemExit, match="text.encoder: frozen there, other here"):
+    with pytest.raises(SystemExit, match="text.fingerprint is of these weights, as .* run was begun, but of others of"):
         launch(folder, "model=tread_text", "text.encoder=other", "name=frozen", "train.steps=9")
 
 
@@ -241,6 +241,10 @@ def test_one_caption_is_learnt_from_the_other(folder, composed):
     [
         (["model=tread_text"], "text.encoder is null, but model=tread_text takes texts: text.encoder=… names"),
         (["model=dit_text", "text.encoder=nobody"], "has no text of encoder nobody, but of words, frozen, other"),
+        (
+            ["model=dit_text", "text.encoder=words", "text.tokens=77"],
+            "text.tokens is 77, as typed or .*, but 4 of the text of words in data",
+        ),
         (["model=dit_text", "text.encoder=words", "model.norm=rms"], "model.norm is 'rms', but dit_text has no such"),
         (["model=dit_text", "text.encoder=words", "eval.fid_every=1", "eval.fid_reference=x"], "FID in training is of"),
         (["model=dit_text", "text.encoder=words", "train.path_drop=0.1"], "model=dit_text has no sparse path"),
@@ -257,7 +261,7 @@ def test_a_dataset_without_captions_is_refused_and_labels_need_none(tmp_path):
         launch(tmp_path, "model=tread_text", "text.encoder=words")
     launch(tmp_path, "model=dit", "text.encoder=words", "train.steps=1")
     info = json.loads((tmp_path / "results" / "digits-dit" / "latest" / "info.json").read_text())
-    assert info["config"]["text"] == {"encoder": "words"}
+    assert info["config"]["text"] == asdict(TextSettings("words"))
 
 
 def test_heldout_text_of_another_encoder_is_refused(folder, tmp_path):

@@ -28,7 +28,7 @@ from tread.data.text_writer import TextWriter
 from tread.models.text import Text
 from tread.runtime.tensor_files import listed
 
-SPEC = TextSpec("clip-l", None, 77, 768, None)  # nobody knows the weights' hash
+SPEC = TextSpec("clip-l", None, 77, 768, None, padding=True)  # nobody knows the weights' hash
 EMPTY = "empty_context.npy"
 NAME = re.compile(r"(\d+)(?:_(\d+))?\.npy")
 

@@ -35,15 +35,22 @@ def complete(config: dict) -> dict:
 
 
 def with_text(cfg: Settings) -> Settings:
-    """The settings of a text network with what the dataset says of text.encoder, whatever they said before.
+    """The settings of a text network with what the dataset says of text.encoder.
 
-    Raises ValueError or FileNotFoundError.
+    Raises FileNotFoundError, or ValueError, also where the settings say otherwise.
     """
     if not cfg.model.takes_text:
         return cfg
     prepare_embedded(cfg, cfg.dataset.path, "train")
-    found = LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec
-    return replace(cfg, text=TextSettings(**asdict(found)))
+    found = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
+    for key, value in found.items():
+        if (given := getattr(cfg.text, key)) not in (None, value):
+            raise ValueError(
+                f"text.{key} is {str(given)[:80]}, as typed or as the run was begun, but {str(value)[:80]} of the text "
+                f"of {cfg.text.encoder} in {cfg.dataset.path}: leave it null, or name=<another name> starts a run of "
+                "its own"
+            )
+    return replace(cfg, text=TextSettings(**found))
 
 
 def _with_text(config: dict) -> dict:

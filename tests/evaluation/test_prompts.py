@@ -1,0 +1,322 @@
+"""Prompts at the doors. The references: what the network draws of the encoder's own text, the dataset's stored text and
+pictures, and transformers' CLIP called by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import guidance_sweep
+import numpy as np
+import pytest
+import torch
+from captioned import PIXELS, save_text_checkpoint, write_captioned
+from conftest import launch_door, save_checkpoint, score
+from PIL import Image
+from safetensors import safe_open
+from tiny_text import save_encoder
+
+import sample
+from tread.checkpoints import checkpoint
+from tread.checkpoints.trained import open_trained
+from tread.data.autoencoder import load_decoder
+from tread.data.dataset import LatentDataset
+from tread.data.grids import FACTS, GAP, draw_grid, name_rows
+from tread.data.text_encoders import text_encoder
+from tread.diffusion.guidance import NO_GUIDANCE, Guidance
+from tread.diffusion.sampling import Model, Sampler, draw, seeded_labels, to_pictures
+from tread.evaluation import pipeline
+from tread.evaluation.explore import Explorer, Options
+from tread.evaluation.image_sets import open_pictures
+from tread.evaluation.prompts import read_prompts
+from tread.runtime import cli, schema
+from tread.runtime.distributed import share_work
+
+TRAIN = [["a red apple"], ["an apple, cut open", "half an apple"], ["a woman with a hat"]] * 2
+HELD = [["a red hat", "hat"], ["a man cut open"], ["an open apple"]]
+SAMPLE = ("checkpoint=results/words", "steps=2", "seeds=0-1")
+FID = ("steps=2", "batch_size=4", "num_samples=9")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Data with text of words and of a frozen encoder, and a network of each; and one of classes."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("prompts")
+    bert = save_encoder(folder / "bert", "bert")
+    flat = [caption for own in TRAIN for caption in own]
+    encoders = [text_encoder(name, flat) for name in ("words", str(bert))]
+    write_captioned(folder / "data" / "train", TRAIN, *encoders)
+    write_captioned(folder / "data" / "heldout", HELD, *encoders)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def runs(folder, composed, request):
+    if (folder / "results").exists():
+        return
+    flat = [caption for own in TRAIN for caption in own]
+    for name, where in (("words", "words"), ("bert", str(folder / "bert"))):
+        config = composed(
+            "dataset=folder", f"dataset.path={folder}/data/train", "model=tread_text", "model.hidden_size=32",
+            "model.depth=6", "model.num_heads=2", "model.patch_size=4", f"name={name}",
+        )  # fmt: skip
+        config["dataset"] |= {"channels": 3, "size": 16, "num_classes": 1, "heldout": str(folder / "data/heldout")}
+        encoder = text_encoder(where, flat)
+        for step in (1, 2) if name == "words" else (1,):
+            save_text_checkpoint(folder / "results" / name, config, folder / "data/train", encoder, step)
+    save_checkpoint(folder / "results" / "classes", composed)
+
+
+def launch(folder, *overrides: str) -> str:
+    return launch_door(sample.main, "sample", folder, *SAMPLE, *overrides)
+
+
+def refusal(folder, *overrides: str, door=launch) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        door(folder, *overrides)
+    return str(stopped.value)
+
+
+def expected(folder, run: str, prompts, seeds, labels, size: int, guidance: Guidance = NO_GUIDANCE):
+    """Latents drawn of a text by hand."""
+    trained = open_trained(checkpoint.find(folder / "results" / run), "ema")
+    model = trained.load(torch.device("cpu"), guidance)
+    sampler = Sampler(2, size, guidance=guidance)
+    return torch.cat(list(draw(Model(model.process, model.network, model.routes, prompts), seeds, labels, sampler)))
+
+
+TEXTS = ["a red apple, cut open", "", "${checkpoint} {a: b} [x] = 'q' \"d\" \\ \\' \\${x}", "null", "7", "日本 = –"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_prompt_is_taken_literally(text, composed, monkeypatch):
+    """Whatever Hydra would make of it; other words stay."""
+    words = ["checkpoint=a", f"prompt={text}", "steps=3", "prompt", "prompts=b"]
+    taken = cli.take_literally(words, ("prompt",))
+    assert taken[0::2] == words[0::2] and taken[3] == "prompt"
+    assert composed(*taken[:3], name="sample")["prompt"] == text
+
+    def main() -> None:
+        seen.extend(sys.argv[1:])
+
+    seen, main.__wrapped__ = [], sample.main.__wrapped__
+    monkeypatch.setattr(cli, "leave_at_once", lambda code: None)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "")
+    monkeypatch.setattr(sys, "argv", ["sample.py", *words[:3]])
+    cli.open_door(main, ["checkpoint", "prompt", "steps"], literal=("prompt",))
+    assert seen == taken[:3]  # what Hydra meets
+
+
+@pytest.mark.parametrize("run", ["words", "bert"])
+def test_the_network_sees_the_prompt_as_its_encoder_has_it(folder, run):
+    """Of a file's prompts, under guidance too; and the grid, the facts and the numbers in files are theirs."""
+    prompts = ["a red apple, cut open", "a hat"]
+    (folder / "p.txt").write_bytes("\n".join(prompts).encode() + b"\r\n")
+    out = f"{run}.safetensors"
+    guided = ("guidance=sparse", "guidance.scale=2", "guidance.weak=0.5", "guidance.strong=0")
+    launch(folder, f"checkpoint=results/{run}", "prompts=p.txt", "save_latents=true", f"out={out}", *guided)
+    flat = [caption for own in TRAIN for caption in own]
+    text = text_encoder("words" if run == "words" else str(folder / "bert"), flat).encode(prompts)
+    guidance = Guidance("sparse", 2.0, 0.0, 0.5)
+    found = expected(folder, run, text, [0, 1] * 2, torch.tensor([0, 0, 1, 1]), 4, guidance)
+    with safe_open(folder / out, "pt") as file:
+        assert torch.equal(file.get_tensor("latents"), found) and not torch.equal(found[0], found[2])
+        assert file.get_tensor("labels").tolist() == [0, 0, 1, 1]
+        assert json.loads(file.metadata()[FACTS])["rows"][1] == {"prompt": "a hat", "seeds": [0, 1]}
+
+
+def test_a_grid_names_its_prompts_and_files_say_theirs(folder):
+    said = launch(folder, "prompt=a red apple, cut open", "out=grid.png")
+    assert 'rows are prompt "a red apple, cut open", columns seeds 0-1; step 2' in said and "note" not in said
+    image = Image.open(folder / "grid.png")
+    assert json.loads(image.text[FACTS])["rows"] == [{"prompt": "a red apple, cut open", "seeds": [0, 1]}]
+    flat = [caption for own in TRAIN for caption in own]
+    text = text_encoder("words", flat).encode(["a red apple, cut open"])
+    drawn = to_pictures(expected(folder, "words", text, [0, 1], torch.tensor([0, 0]), 2), load_decoder(PIXELS))
+    shown = np.asarray(image)
+    assert np.array_equal(shown[:, -(2 * 64 + GAP) :], draw_grid(drawn.numpy(), 2))
+    assert (shown[:, : -(2 * 64 + GAP)] < 128).any()
+    launch(folder, "prompt=a hat", "out=single")
+    assert sorted(path.name for path in (folder / "single").iterdir()) == [
+        "seed000000_prompt0.png",
+        "seed000001_prompt0.png",
+    ]
+    facts = json.loads(Image.open(folder / "single" / "seed000001_prompt0.png").text[FACTS])
+    assert (facts["seed"], facts["prompt"]) == (1, "a hat") and "class" not in facts
+
+
+def test_long_names_are_wrapped_where_rows_have_room():
+    """On more lines no wider than the short one's limit; what does not fit ends in …, as of classes on one line."""
+    grid = Image.fromarray(np.zeros((3 * (64 + GAP) - GAP, 64, 3), dtype=np.uint8))
+    words = " ".join(["word"] * 12)
+    one, wrapped = (np.asarray(name_rows(grid, ["a", words, words * 9], wrap)) for wrap in (False, True))
+
+    def inked(image, row: int) -> int:
+        margin = image[row * (64 + GAP) : row * (64 + GAP) + 64, : image.shape[1] - 64]
+        return int((margin < 128).any(axis=(1, 2)).sum())
+
+    assert inked(wrapped, 0) == inked(one, 0) < inked(one, 1) < inked(wrapped, 1) <= 64 and inked(wrapped, 2) <= 64
+    assert max(one.shape[1], wrapped.shape[1]) <= 64 + 13 * 12 + 2
+
+
+def test_what_the_network_does_not_see_is_said(folder):
+    said = launch(folder, "prompt=a blue apple, purple " + "word " * 500, "out=long.png", "overwrite=true")
+    assert "has words that no caption of the training had, which are all alike to it: blue, purple, word\n" in said
+    assert "has 505 tokens, of which the network sees the first 8" in said
+    said = launch(folder, "checkpoint=results/bert", "prompt=" + "word " * 500, "out=long.png", "overwrite=true")
+    assert "has 502 tokens, of which the network sees the first 8" in said and "no caption" not in said
+
+
+def test_what_can_not_be_is_refused(folder, composed):
+    for name, content in (("none.txt", b""), ("blank.txt", b"a hat\n\nan apple\n"), ("bad.txt", b"\xff\xfe\x00")):
+        (folder / name).write_bytes(content)
+    save_encoder(folder / "other", "clip")
+    before = sorted(folder.iterdir())
+    for words, shown in (
+        (["prompt="], "prompt is empty"),
+        (["prompt=  "], "prompt is empty"),
+        ([], "was trained with captions: prompt='…' says what to draw"),
+        (["classes=[0]"], "takes no classes: prompt='…', or prompts=<file>"),
+        (["prompt=a", "classes=[0]"], "takes no classes"),
+        (["prompt=a", "prompts=p.txt"], "both given"),
+        (["prompts=nowhere.txt"], "there is no file nowhere.txt"),
+        (["prompts=none.txt"], "none.txt holds no prompt"),
+        (["prompts=blank.txt"], "blank.txt, line 2, is an empty prompt"),
+        (["prompts=bad.txt"], "bad.txt is no UTF-8 text"),
+        (["checkpoint=results/classes", "prompt=a"], "was trained with classes, and takes no prompt"),
+        (["prompt=a", "text_encoder=other"], "the words of .* are in its checkpoint: leave it out"),
+        (["checkpoint=results/bert", "prompt=a", "text_encoder=other"], "is another encoder than the text was made"),
+        (["prompt=a", "guidance=autoguidance", "guidance.checkpoint=results/bert"], "differ in text"),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit, match=shown):
+            launch(folder, *words)
+    assert sorted(folder.iterdir()) == before
+    options = schema.read(composed(f"checkpoint={folder}/results/words", name="explore"), Options)
+    with pytest.raises(ValueError, match="trained with captions, but this page draws classes"):
+        Explorer(options, torch.device("cpu"), "sample.py")
+
+
+def test_an_encoder_may_have_moved_and_files_keep_their_prompts(folder, tmp_path):
+    (folder / "bert").rename(folder / "moved")
+    try:
+        assert "bert" in refusal(folder, "checkpoint=results/bert", "prompt=a hat", "out=moved.png")
+        launch(folder, "checkpoint=results/bert", "prompt=a hat", "out=moved.png", "text_encoder=moved")
+    finally:
+        (folder / "moved").rename(folder / "bert")
+    (tmp_path / "p").write_text("\ufeffa, b=c \n'd'\n", encoding="utf-8")
+    assert read_prompts(None, str(tmp_path / "p")) == ("a, b=c ", "'d'")
+
+
+def test_autoguidance_by_an_earlier_checkpoint(folder):
+    launch(folder, "prompt=a hat", "guidance=autoguidance", "guidance.checkpoint=results/words/step_0000001",
+           "guidance.scale=2", "out=auto.png")  # fmt: skip
+    assert json.loads(Image.open(folder / "auto.png").text[FACTS])["weak_network"]["step"] == 1
+
+
+# -------------------------------------------------------------------------------------------- fid.py
+
+
+@pytest.fixture(scope="module")
+def clip(folder):
+    """A folder with a tiny CLIP of random weights."""
+    from transformers import CLIPConfig, CLIPModel
+
+    place = save_encoder(folder / "clip", "clip")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    words = {"vocab_size": 14, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "max_position_embeddings": 12}
+    torch.manual_seed(0)
+    vision = {**sizes, "image_size": 16, "patch_size": 8}
+    CLIPModel(CLIPConfig(text_config=sizes | words, vision_config=vision, projection_dim=16)).save_pretrained(place)
+    about = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}, "resample": 3}
+    about |= {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, "image_processor_type": "CLIPImageProcessor"}
+    (place / "preprocessor_config.json").write_text(json.dumps(about))
+    return place
+
+
+def test_held_out_captions_are_scored_against_their_pictures(folder, clip, inception_file, monkeypatch):
+    """Drawn by the samples' seeds, of the stored text; the CLIP score by hand, and stopped parts go on."""
+    from transformers import AutoTokenizer, CLIPModel
+
+    words = ("checkpoint=results/words", f"inception={inception_file}", *FID, f"clip={clip}")
+    words += ("prompts=heldout", "save_samples=true", "reference=heldout", "out=scored")
+    real, calls = pipeline.draw_pictures, []
+
+    def drawing(*given, **more):
+        calls.append(list(given[2]))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*given, **more)
+
+    monkeypatch.setattr(pipeline, "draw_pictures", drawing)
+    refusal(folder, *words, door=score)
+    said = score(folder, *words)
+    assert calls == [[0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7], [8]]
+    found = json.loads((folder / "scored" / "fid.json").read_text())
+    numbers = seeded_labels(range(9), 4, "random")
+    data = LatentDataset(folder / "data" / "heldout", text="words")
+    drawn = to_pictures(
+        expected(folder, "words", data.text_of(numbers.numpy()), range(9), torch.arange(9), 4), load_decoder(PIXELS)
+    )
+    with np.load(folder / "scored" / "samples.npz") as samples:
+        assert np.array_equal(samples["arr_0"], drawn.permute(0, 2, 3, 1))
+        assert np.array_equal(samples["arr_1"], numbers)
+    captions = [caption for own in HELD for caption in own]
+    model, tokenizer = CLIPModel.from_pretrained(clip), AutoTokenizer.from_pretrained(clip)
+    given = tokenizer([captions[number] for number in numbers], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        text = model(
+            input_ids=given["input_ids"], attention_mask=given["attention_mask"],
+            pixel_values=(drawn / 255 - 0.5) / 0.25,
+        )  # fmt: skip
+    cosine = (
+        (text.image_embeds * text.text_embeds).sum(1) / text.image_embeds.norm(dim=1) / text.text_embeds.norm(dim=1)
+    )
+    assert found["clip_score"] == pytest.approx(100 * cosine.clamp(min=0).mean().item(), rel=1e-4)
+    assert found["reference_count"] == 3 and found["prompts"] == found["reference"] == str(folder / "data/heldout")
+    assert "CLIP score" in said and {"fid", "kid", "clip_score"} <= found["counts"].keys()
+    assert "is scored already" in score(folder, *words)
+    pictures = open_pictures(folder / "data" / "heldout", None, share_work(None))
+    assert pictures.resolution == (16, 16) and np.array_equal(
+        pictures.read(1, 3), np.random.default_rng(3).integers(0, 256, (3, 3, 16, 16), dtype=np.uint8)[1:3]
+    )
+
+
+def test_balanced_captions_and_a_sweep(folder, clip, inception_file):
+    """Each caption equally often; without a reference's name the held-out pictures are it."""
+    words = ("checkpoint=results/words", f"inception={inception_file}", *FID, f"clip={clip}", "num_samples=8")
+    launch_door(
+        guidance_sweep.main, "guidance_sweep", folder, *words, "labels=balanced", "guidance=cfg", "sweep.scale=[2]",
+        "sweep.metric=clip_score", "out=sweep", "sweep.baseline=false", "cache=cache", "save_samples=true",
+        "reference=heldout",
+    )  # fmt: skip
+    with np.load(folder / "sweep" / "scale2" / "samples.npz") as samples:
+        assert samples["arr_1"].tolist() == [0, 1, 2, 3] * 2
+    assert "clip_score" in (folder / "sweep" / "sweep.csv").read_text().splitlines()[0]
+    text = score(folder, *words, "labels=balanced", "out=default")
+    record = json.loads((folder / "default" / "fid.json").read_text())
+    assert "FID" in text and record["reference"] == str(folder / "data" / "heldout")
+
+
+def test_what_can_not_be_scored_is_refused(folder, clip, inception_file, tmp_path):
+    other = write_captioned(tmp_path / "other", HELD, text_encoder("words", ["other words"]))
+    write_captioned(tmp_path / "none", HELD)
+    assert len(other) == 3
+    for words, shown in (
+        (["prompts=nowhere"], "no dataset at nowhere"),
+        ([f"prompts={tmp_path}/none"], "has no text of encoder words"),
+        ([f"prompts={tmp_path}/other"], "has other text than .* was trained with"),
+        (["prompts=p.txt"], "is a file, but must be heldout or the folder"),
+        (["clip=nowhere"], "clip=nowhere could not be loaded"),
+        ([f"clip={folder}/bert"], "it is a bert, and not a clip"),
+        (["crop=16", "reference=heldout"], "is a dataset, whose pictures are cropped already"),
+        (["checkpoint=results/classes", "prompts=heldout"], "prompts=heldout is of captions, but .* with classes"),
+        (["checkpoint=results/classes", f"clip={clip}"], "is of captions, but .* with classes"),
+        (["checkpoint=results/classes", "reference=heldout"], "has no held-out data"),
+        (["samples=x", "clip=y"], "scored without their captions"),
+    ):
+        (tmp_path / "p.txt").touch()
+        given = ["checkpoint=results/words"] * (not words[0].startswith(("checkpoint", "samples")))
+        with pytest.raises(SystemExit, match=shown):
+            score(folder, *given, f"inception={inception_file}", *FID, *words, f"out={tmp_path}/refused")
+    assert not (tmp_path / "refused").exists() or not list((tmp_path / "refused").glob("*.json"))
