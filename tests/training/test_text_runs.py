@@ -37,7 +37,7 @@ NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 VOCABULARY = ("<begin>", "<unknown>", "digit", *NUMBERS)
 WORDS = TextSpec("words", "of these words", 4, None, None, VOCABULARY)
 FROZEN = TextSpec("frozen", "of these weights", 4, 6, 3)
-OTHER = replace(FROZEN, encoder="other", fingerprint="of others")
+OTHER = replace(FROZEN, encoder="other", fingerprint="of others", padding=True)
 
 
 def encoded(spec: TextSpec, labels: np.ndarray) -> Text:
@@ -108,6 +108,13 @@ def test_it_goes_on_bit_equal_also_in_micro_batches_and_recomputed(folder):
 def test_another_encoder_is_another_run(folder):
     with pytest.raises(SystemExit, match="text.fingerprint is of these weights, as .* run was begun, but of others of"):
         launch(folder, "model=tread_text", "text.encoder=other", "name=frozen", "train.steps=9")
+
+
+def test_what_is_to_know_of_an_encoder_comes_from_the_dataset(folder, composed):
+    """And is the same where a run's own record says it again."""
+    config = composed("model=dit_text", "text.encoder=other", f"dataset.path={folder}/data/digits/train")
+    found = complete(config)
+    assert found["text"] == asdict(OTHER) and complete(found) == found
 
 
 def test_lightning_and_alignment_with_itself(folder):

@@ -44,7 +44,7 @@ def with_text(cfg: Settings) -> Settings:
     prepare_embedded(cfg, cfg.dataset.path, "train")
     found = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
     for key, value in found.items():
-        if (given := getattr(cfg.text, key)) not in (None, value):
+        if (given := getattr(cfg.text, key)) not in (getattr(TextSettings, key), value):
             raise ValueError(
                 f"text.{key} is {str(given)[:80]}, as typed or as the run was begun, but {str(value)[:80]} of the text "
                 f"of {cfg.text.encoder} in {cfg.dataset.path}: leave it null, or name=<another name> starts a run of "
