@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import guidance_sweep
 import numpy as np
@@ -23,6 +24,7 @@ from tread.data.autoencoder import load_decoder
 from tread.data.dataset import LatentDataset
 from tread.data.grids import FACTS, GAP, draw_grid, name_rows
 from tread.data.text_encoders import text_encoder
+from tread.data.writer import write_dataset
 from tread.diffusion.guidance import NO_GUIDANCE, Guidance
 from tread.diffusion.sampling import Model, Sampler, draw, seeded_labels, to_pictures
 from tread.evaluation import pipeline
@@ -319,4 +321,8 @@ def test_what_can_not_be_scored_is_refused(folder, clip, inception_file, tmp_pat
         given = ["checkpoint=results/words"] * (not words[0].startswith(("checkpoint", "samples")))
         with pytest.raises(SystemExit, match=shown):
             score(folder, *given, f"inception={inception_file}", *FID, *words, f"out={tmp_path}/refused")
+    latents = replace(PIXELS, autoencoder="x", scale_applied=False)
+    write_dataset(tmp_path / "latents", latents, [(np.zeros((3, 1, 3, 16, 16), np.float32), np.zeros(3, np.int64))])
+    with pytest.raises(ValueError, match="keeps no pictures .*; or name the photos themselves: reference=<folder>"):
+        open_pictures(tmp_path / "latents", None, share_work(None))
     assert not (tmp_path / "refused").exists() or not list((tmp_path / "refused").glob("*.json"))

@@ -94,7 +94,7 @@ def encode_prompts(
             f"text_encoder={place} is given, but the words of {trained.found.folder} are in its checkpoint: "
             "leave it out"
         )
-    encoder = encoder_for(text_spec(trained), device, place)
+    encoder = encoder_for(text_spec(trained), device, place and str(Path(place).expanduser()))
     return encoder.encode(prompts), doubts(encoder, prompts)
 
 
