@@ -32,6 +32,7 @@ from tread.checkpoints import checkpoint
 from tread.checkpoints.origin import KINDS
 from tread.checkpoints.trained import open_trained, open_weak
 from tread.data.autoencoder import load_decoder
+from tread.data.emojis import ATTRIBUTION
 from tread.data.grids import draw_grid, name_rows, save_png
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Sampler, check_ratios, draw_pictures, relative_cost
@@ -150,7 +151,7 @@ def save_grid(
     rows = torch.cat([real.pictures[torch.from_numpy(shown.numbers)][:, None], pictures], dim=1)
     captions = [real.captions[number][0] for number in shown.numbers]
     grid = draw_grid(rows.flatten(0, 1).numpy(), columns + 1)
-    save_png(path, name_rows(grid, captions, wrap=True), facts | {"captions": captions})
+    save_png(path, name_rows(grid, captions, wrap=True), facts | {"captions": captions, "attribution": ATTRIBUTION})
 
 
 if __name__ == "__main__":

@@ -29,7 +29,11 @@ from tread.runtime.versions import git_revision
 from tread.training.run_folder import RunLog
 
 KEPT = ("step", "loss", *CALLED, "flops", "seconds")  # of a record of metrics.jsonl
-WRITES = {"fid.py": "fid.json", "scripts/similarity.py": "similarity.json"}  # door → what it leaves in its `out`
+WRITES = {  # door → what it leaves in its `out`
+    "fid.py": "fid.json",
+    "scripts/similarity.py": "similarity.json",
+    "scripts/judge_emoji.py": "judge_emoji.json",
+}
 LEFT_OUT = (
     "checkpoint",
     "command",

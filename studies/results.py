@@ -28,6 +28,10 @@ METRICS = {
     "fid": ("FID", LOWER),
     "label_agreement": ("label agreement", HIGHER),
     "frechet_pixels": ("Fréchet distance in pixels", LOWER),
+    "seen_top1": ("seen captions, top 1", HIGHER),
+    "seen_top5": ("seen captions, top 5", HIGHER),
+    "held_top1": ("held-out compositions, top 1", HIGHER),
+    "held_top5": ("held-out compositions, top 5", HIGHER),
 }
 
 

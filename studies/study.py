@@ -20,13 +20,15 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from scripts.judge_emoji import Options as JudgeOptions
 from scripts.similarity import Options as SimilarityOptions
-from tread.checkpoints.network import build_network
+from tread.checkpoints.network import TextSettings, build_network
 from tread.evaluation.plan import Options as ScoringOptions
 from tread.models.backbone import Backbone
 from tread.runtime import schema
 from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore
 from tread.training import settings
+from tread.training.dataset_facts import with_text
 from tread.training.objective import active_routes
 
 HERE = Path(__file__).resolve().parent
@@ -34,8 +36,10 @@ ROOT = HERE.parent
 DOORS = {
     "fid.py": schema.known_keys(ScoringOptions),
     "scripts/similarity.py": schema.known_keys(SimilarityOptions),
+    "scripts/judge_emoji.py": schema.known_keys(JudgeOptions),
 }  # door → its keys
-COUNTED = {"fid.py": "num_samples", "scripts/similarity.py": "samples"}  # door → how it calls the count
+COUNTED = dict.fromkeys(DOORS, "num_samples") | {"scripts/similarity.py": "samples"}  # door → how it calls the count
+CLIP_L = TextSettings("clip-l", tokens=77, width=768, pooled=768)
 ScaleName = Literal["demo", "small", "paper"]
 
 
@@ -102,7 +106,7 @@ class Study:
 
     arms       by name.
     against    arm → the arm that its differences are taken to; others have none.
-    scored_by  the door that scores a checkpoint.
+    scored_by  the door that scores a checkpoint, at this scale.
     """
 
     name: str
@@ -111,7 +115,7 @@ class Study:
     arms: dict[str, Arm]
     against: dict[str, str]
     figure: Figure
-    scored_by: Literal["fid.py", "scripts/similarity.py"]
+    scored_by: Literal["fid.py", "scripts/similarity.py", "scripts/judge_emoji.py"]
     scale_name: ScaleName
     scale: Scale
 
@@ -194,7 +198,7 @@ def read_study(name: str, scale: ScaleName) -> Study:
     shared = _yaml(HERE / "scales.yaml")[scale]
     said = own.get(scale) or {}
     merged = {**shared, **said, "overrides": _last_words(shared["overrides"], said.get("overrides", []))}
-    others = merged.pop("arms", {})
+    others, door = merged.pop("arms", {}), tree.pop("scored_by", "fid.py")
     try:
         arms = {arm: _arm(own, others.get(arm, {}), f"arms.{arm}.") for arm, own in tree.pop("arms").items()}
         against = tree.pop("against", {})
@@ -202,7 +206,7 @@ def read_study(name: str, scale: ScaleName) -> Study:
             name=name,
             arms=arms,
             against=against,
-            scored_by=tree.pop("scored_by", "fid.py"),
+            scored_by=merged.pop("scored_by", door),
             figure=schema.read(tree.pop("figure"), Figure, "figure."),
             scale_name=scale,
             scale=schema.read(merged, Scale, f"scales.{scale}."),
@@ -278,7 +282,9 @@ def _shares(word: str, written: Callable[[float], str]) -> str:
 
 
 def build_on_meta(cfg: settings.Settings) -> Backbone:
-    """The network without numbers, to be asked what it costs."""
+    """The network without numbers, to be asked what it costs; of texts as the dataset says, CLIP-L's without it."""
+    absent = cfg.model.takes_text and not (cfg.dataset.embedded or Path(cfg.dataset.path).exists())
+    cfg = replace(cfg, text=CLIP_L) if absent else with_text(cfg)
     with torch.device("meta"):
         return build_network(cfg)
 

@@ -19,6 +19,7 @@ import export_checkpoint
 import guidance_sweep
 import import_checkpoint
 import import_latents
+import judge_emoji
 import prepare_features
 import prepare_latents
 import prepare_text
@@ -61,7 +62,7 @@ COMPOSED = {  # what a command has → why it can't be run here
     r"source=|dataset=folder|imagenette": "photos or latents of others",
     r"prepare_features.py": "pictures of others, and an encoder from the hub",
     r"prepare_text.py": "captions of others, and an encoder from the hub",
-    r"dataset=emoji": "renders for half a minute; tests/data/test_emojis.py makes a few",
+    r"dataset=emoji|judge_emoji": "renders for half a minute; tests/data/test_emojis.py makes a few",
     r" weights=\S+\.pt": "weights of others",
     r"(emoji|coco256)-tread_text": "a network of captions, which trains for hours (tests/evaluation/test_prompts.py)",
     r"reference=|samples=\S+\.npz": "pictures to compare with, and the FID Inception",
@@ -176,6 +177,7 @@ DOORS = {  # script → its config, the keys it knows, and how it reads them
         read_sweep,
     ),
     "scripts/similarity.py": ("similarity", *read_as(similarity.Options)),
+    "scripts/judge_emoji.py": ("judge_emoji", *read_as(judge_emoji.Options)),
 }
 
 

@@ -38,8 +38,8 @@ def refusal(monkeypatch, tmp_path, capfd):
     [
         (
             "model=tred",
-            "there is no model=tred; the nearest is tread; there are dit, lightning, mamba, maskdit, rwkv, sprint, "
-            "tread, tread_",
+            "there is no model=tred; the nearest is tread; there are dit, dit_text, lightning, lightning_text, "
+            "mamba, maskdit, rwkv, sprint, tread, tread_",
         ),
         ("experiment=imagenet_b2", "there is no experiment=imagenet_b2; the nearest is imagenet256_b2; there are "),
         ("experiment=null", "~experiment takes one away"),

@@ -25,6 +25,9 @@ from test_pages import COMMANDS
 
 from studies import cost, jobs, results, run, study
 from studies.study import Planned, Training
+from tread.diffusion.guidance import Guidance
+from tread.diffusion.sampling import Model, Sampler
+from tread.models.text_dit import TextDiT
 from tread.runtime import schema
 from tread.training.run_folder import RunLog
 
@@ -53,7 +56,8 @@ def test_every_study_can_be_planned_at_the_papers_scale():
         read = study.read_study(name, "paper")
         runs = study.plan(read, seeds=1)
         assert {one.arm for one in runs} == {*read.arms}
-        assert len({one.training.key for one in runs}) + (name == "guidance") * 14 == len(runs)
+        shared = {"guidance": 14, "text": 9}.get(name, 0)  # arms that differ in what they are scored with alone
+        assert len({one.training.key for one in runs}) + shared == len(runs)
         for one in runs:
             last = [score.step for score in one.scores][-1]
             assert last == one.training.steps and one.training.images == last * one.training.cfg.train.batch_size
@@ -230,6 +234,45 @@ def test_own_figures_draw_what_is_there(tmp_path, name):
     absent = [one for one in runs.values()][3]
     if name != "guidance":  # whose arms share a training
         assert f"| {absent.arm} | 0 |" in (tmp_path / "table.md").read_text()
+
+
+def test_the_study_of_text_is_scored_by_retrieval_at_equal_flops(tmp_path):
+    """On emoji; MS-COCO by fid.py. The table has the ratio of step times, and the pair's difference."""
+    assert {one.door for run in planned("text", "paper").values() for one in run.scores} == {"fid.py"}
+    read, runs = study.read_study("text", "small"), planned("text")
+    assert {one.door for run in runs.values() for one in run.scores} == {"scripts/judge_emoji.py"}
+    own = study.settings_of(["model=tread_text", "dataset=emoji"])
+    for (arm, _), one in runs.items():
+        cfg = one.training.cfg
+        for part in ("dataset", "train", "optim", "ema"):
+            assert getattr(cfg, part) == getattr(own, part), (arm, part)
+        assert cfg.model == own.model or arm.startswith("dense")
+    outline = Model(own.edm, TextDiT(32, 4, 3, 128, 10, 4, text_tokens=16, vocabulary=9), own.model.routes)
+    spent = {}
+    for arm in ("routed", "routed, cfg 2", "routed, sparse 2"):
+        words = dict(word.split("=") for word in runs[arm, 0].scores[0].words)
+        kind = words.get("guidance", "none")
+        ratios = {"strong": 0.3, "weak": 0.7} if kind == "sparse" else {}
+        guidance = Guidance(kind, float(words.get("guidance.scale", 1)), **ratios)
+        spent[arm] = Sampler(int(words["steps"]), guidance=guidance).flops(outline)
+    assert max(spent.values()) < 1.02 * min(spent.values())
+
+    found = {}
+    for (arm, _), one in runs.items():
+        if "," in arm:
+            continue
+        pace, share = {"dense": (3.0, 0.4), "routed": (2.0, 0.3)}[arm]
+        found[one.training.key] = made(one, {5000: 1.1, 10_000: 1.0})
+        for point in found[one.training.key]["points"]:
+            point["seconds"] = pace * point["step"]
+        scores = {"step": 10_000, "seen_top1": share, "held_top1": share / 2, "count": 600, "flops": 7.0}
+        found[one.training.key]["scores"] = {score.key: scores for score in one.scores}
+    by_arm = results.gather([*runs.values()], [], found)
+    results.write(read, by_arm, tmp_path)
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    (routed,) = [line for line in lines if line.startswith("| routed |")]
+    assert "| 0.3 | 0.15 | 1 |" in routed and routed.endswith("| -0.1 | – | 7 | 1.5 |")
+    assert "Scores are of 600 samples." in lines[-1] and (tmp_path / "figure.png").stat().st_size > 10_000
 
 
 def test_a_study_links_the_reports_of_its_runs(tmp_path):

@@ -79,8 +79,9 @@ def save_png(path: Path, picture: Image.Image, facts: Mapping) -> None:
         picture.save(partial, format="PNG", pnginfo=info)
 
 
-def save_grid(path: Path, pictures: np.ndarray, columns: int) -> None:
-    """Write pictures as a grid, see `draw_grid`."""
+def save_grid(path: Path, pictures: np.ndarray, columns: int, names: Sequence[str] = ()) -> None:
+    """Write pictures as a grid, see `draw_grid`; its rows may have names."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    grid = draw_grid(pictures, columns)
     with whole_file(path, f".{os.getpid()}") as partial:
-        draw_grid(pictures, columns).save(partial, format="PNG")
+        (name_rows(grid, names, wrap=True) if names else grid).save(partial, format="PNG")

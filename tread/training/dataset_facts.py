@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from tread.checkpoints.network import TextSettings
@@ -34,14 +34,13 @@ def complete(config: dict) -> dict:
     return {**config, "dataset": {**measures, **known}}
 
 
-def _with_text(config: dict) -> dict:
-    """The config of a text network with what the dataset says of text.encoder.
+def with_text(cfg: Settings) -> Settings:
+    """The settings of a text network with what the dataset says of text.encoder.
 
-    Raises FileNotFoundError, or ValueError, also where the config says otherwise.
+    Raises FileNotFoundError, or ValueError, also where the settings say otherwise.
     """
-    cfg = read(config)
     if not cfg.model.takes_text:
-        return config
+        return cfg
     prepare_embedded(cfg, cfg.dataset.path, "train")
     found = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
     for key, value in found.items():
@@ -51,6 +50,14 @@ def _with_text(config: dict) -> dict:
                 f"of {cfg.text.encoder} in {cfg.dataset.path}: leave it null, or name=<another name> starts a run of "
                 "its own"
             )
+    return replace(cfg, text=TextSettings(**found))
+
+
+def _with_text(config: dict) -> dict:
+    cfg = read(config)
+    if not cfg.model.takes_text:
+        return config
+    found = asdict(with_text(cfg).text)
     words = found["vocabulary"]
     return {**config, "text": {**found, "vocabulary": words and list(words)}}  # as info.json gives it back
 

@@ -118,7 +118,7 @@ def grid_path(run: Run) -> Path:
 
 
 def draw_grid(run: Run) -> None:
-    """The loss curve, and a grid of EMA samples: a row a class or prompt, the same noise each time."""
+    """The loss curve, and a grid of EMA samples: a row a class or caption, the same noise each time."""
 
     def draw() -> None:
         cfg = run.cfg
@@ -126,7 +126,7 @@ def draw_grid(run: Run) -> None:
         labels = torch.tensor(classes).repeat_interleave(cfg.sampling.per_class)
         pictures = draw_samples(run, labels)
         with explain_failure(grid_path(run)):
-            save_grid(grid_path(run), pictures.numpy(), cfg.sampling.per_class)
+            save_grid(grid_path(run), pictures.numpy(), cfg.sampling.per_class, run.captions)
             save_curve(run.folder / "loss.png", run.log.records(), routed=bool(cfg.model.routes))
 
     run.processes.from_main(draw)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,6 +68,7 @@ class Run:
     flops: int  # of the training up to what Clock has counted
     seconds: float | None  # likewise; None: not known of a run that began before they were counted
     prompts: Text | None = None  # what grids are drawn of, of a network that takes texts
+    captions: Sequence[str] = ()  # these, as people write them
     tracker: Tracker | None = None
     spent: dict[str, float] = field(default_factory=dict)  # seconds beside training since the last record, by what
 

@@ -19,7 +19,7 @@ from tread.checkpoints.network import build_network, process_of
 from tread.checkpoints.origin import load_weights
 from tread.data import autoencoder
 from tread.data.beside import check_grid
-from tread.data.dataset import LatentDataset
+from tread.data.dataset import LatentDataset, read_index
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.diffusion.sampling import spread_classes
@@ -126,7 +126,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         stop=stop,
         began=began,
         statistics=StepStatistics(device, found and statistics_of(found.info, processes.rank, processes.count)),
-        prompts=grid_prompts(cfg, heldout or data) if cfg.model.takes_text else None,
+        **(grid_prompts(cfg, heldout or data) if cfg.model.takes_text else {}),
         step=found.step if found else 0,
         saved=found.step if found else None,
         **(spent_before(found, cfg, network, aligner) if found else {"flops": 0, "seconds": 0.0}),
@@ -247,9 +247,12 @@ def shallow_teacher(cfg: Settings) -> list[str]:
     ]
 
 
-def grid_prompts(cfg: Settings, data: LatentDataset) -> Text:
-    """Captions to draw grids of, the first ones of samples spread over a dataset."""
-    return data.read(np.array(spread_classes(len(data), cfg.sampling.classes))).text
+def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:
+    """Text to draw grids of, and its captions where they are known: the first ones of samples spread over a dataset."""
+    samples = spread_classes(len(data), cfg.sampling.classes)
+    known = "captions" in read_index(data.folder)  # of an import it may be their text alone
+    captions = [data.captions_of(sample)[0] for sample in samples] if known else []
+    return {"prompts": data.read(np.array(samples)).text, "captions": captions}
 
 
 def build_optimizer(cfg: Settings, network: nn.Module, projector: nn.Module | None = None) -> torch.optim.AdamW:
