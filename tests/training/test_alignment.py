@@ -361,6 +361,9 @@ def test_stored_and_live_features_give_equal_losses(repa):
     assert logged(stored, "alignment")[0] != logged(stored, "alignment")[-1]
     first = folder / "results" / "first"
     assert logged(stored, "loss")[0] == logged(first, "loss")[0]
+    rows = ["model=tread_mamba", "model.head_dim=8", "model.attention_every=3", "train.steps=1", "name=rows"]
+    assert "8 of 16 tokens in whole rows" in launch(folder, *REPA[:-1], *rows)
+    assert -1 < logged(folder / "results" / "rows", "alignment")[0] < 1
 
 
 def test_features_of_other_weights_are_doubted_where_a_run_goes_on(repa, tmp_path):

@@ -72,12 +72,13 @@ def _entering(added: Tensor, a: Tensor) -> Tensor:
     """The states before each step of h_i = exp(a_i)·h_{i−1} + added_i: (K, c, F), (K, c) → (K, c, F)."""
     steps = added.shape[1]
     added, a = _chunks(added, LEVEL), _chunks(a, LEVEL)  # (K, m, L, F), (K, m, L)
-    decay = _decay(a)
-    h = F.pad(decay[..., :-1], (1, 0)).mT @ added
-    if h.shape[1] > 1:
-        before = _entering((decay[..., -1:].mT @ added).squeeze(2), a.sum(dim=2)).unsqueeze(2)
-        since = F.pad(a.cumsum(dim=2)[..., :-1], (1, 0)).exp().unsqueeze(3)
-        h = torch.baddbmm(*(one.flatten(0, 1) for one in (h, since, before))).view_as(h)
+    decay = F.pad(_decay(a), (1, 0))  # before each step, and behind the last
+    if added.shape[1] == 1:
+        return (decay[..., :-1].mT @ added).squeeze(1)
+    h, ends = (decay.mT @ added).split([added.shape[2], 1], dim=2)
+    before = _entering(ends.squeeze(2), a.sum(dim=2)).unsqueeze(2)
+    since = F.pad(a.cumsum(dim=2)[..., :-1], (1, 0)).exp().unsqueeze(3)
+    h = torch.baddbmm(*(one.flatten(0, 1) for one in (h, since, before))).view_as(h)
     return h.flatten(1, 2)[:, :steps]
 
 
@@ -89,10 +90,10 @@ def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) 
     if chunks > 1:
         total += 2 * chunks * length * heads * channels * numbers
     while chunks > 1:
-        groups = -(-chunks // LEVEL)
-        level = -(-chunks // groups)
-        total += groups * level * (level + 2 * (groups > 1)) * heads * channels * numbers
-        chunks = groups
+        above = -(-chunks // LEVEL)
+        level = -(-chunks // above)
+        total += above * level * (level + 2 * (above > 1)) * heads * channels * numbers
+        chunks = above
     return total
 
 
