@@ -230,7 +230,7 @@ def own_module(study: Study) -> ModuleType:
 
 
 def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
-    """The figure: means over the seeds, bands of a standard error. Raises OSError."""
+    """The figure: curves are means over the seeds, with bands of a standard error; ends are points. Raises OSError."""
     if study.figure.kind == "own":
         own_module(study).draw(study, results, path)
         return
@@ -261,10 +261,14 @@ def _curves(results: Mapping[str, list[Made]], metric: str) -> list[Panel]:
 
 
 def _ends(results: Mapping[str, list[Made]], metric: str) -> list[Panel]:
-    """A metric at the end of training, a point an arm."""
+    """A metric at the end of training, a point an arm and seed."""
     ends = {arm: found[-1][1] for arm, runs in results.items() if (found := series(runs, metric))}
-    line = _line("at the end", range(len(ends)), list(ends.values()))
-    return [Panel("", "", ", ".join(METRICS[metric]), [line], names=tuple(ends))]
+    by_seed: dict[int, dict[int, float]] = {}
+    for place, (arm, values) in enumerate(ends.items()):
+        for run, value in zip(results[arm], values):
+            by_seed.setdefault(run["seed"], {})[place] = value
+    lines = [Line(f"seed {seed}", list(found), list(found.values()), None) for seed, found in sorted(by_seed.items())]
+    return [Panel("", "", ", ".join(METRICS[metric]), lines, names=tuple(ends))]
 
 
 def _line(name: str, x: Sequence[float], values: Sequence[Sequence[float]]) -> Line:
