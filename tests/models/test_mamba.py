@@ -273,6 +273,17 @@ def test_hooks_route_rows_as_run_blocks_does(directions):
     torch.testing.assert_close(x, found)
 
 
+@pytest.mark.parametrize("grid", [None, (5, 3), (3, 4)])
+def test_four_directions_ask_for_the_grid_of_these_tokens(grid):
+    """As on a route by hooks whose select hands on none, or that of all rows; two directions need none."""
+    x, ids = torch.randn(2, 15, 12), rows(2, 0.5, (5, 3))
+    with pytest.raises(
+        ValueError, match=r"directions 4 scans columns, but grid is .* 9 tokens.*\(rows, columns\).*hooks"
+    ):
+        mixer(4)(gather_tokens(x, ids), grid)
+    assert mixer(2)(gather_tokens(x, ids), grid).shape == (2, 9, 12)
+
+
 def test_ratio_zero_equals_dense():
     for sizes in ({}, {"directions": 4, "attention_every": 3, "num_heads": 2}):
         model = network(**sizes)
@@ -362,6 +373,13 @@ def test_half_precision_is_close_and_the_state_stays_fp32():
         ({"head_dim": 48}, "expand 2 × hidden_size 32 is not a multiple of head_dim 48"),
         ({"directions": 3}, "directions.*3.*1, 2.*4"),
         ({"kernel": "triton"}, "kernel.*triton.*mamba_ssm"),
+        ({"state": 0}, "state is 0, but must be positive"),
+        ({"head_dim": 0}, "head_dim is 0, but must be positive"),
+        ({"expand": 0}, "expand is 0, but must be positive"),
+        ({"conv": 0}, "conv is 0, but must be positive"),
+        ({"mlp_ratio": -1.0}, "mlp_ratio is -1.0, but must be finite and not negative"),
+        ({"attention_every": 2, "depth": 4, "num_heads": 0}, "num_heads is 0, but must be positive"),
+        ({"attention_every": -1, "num_heads": 2}, "attention_every is -1, but must not be negative"),
         ({"attention_every": 1}, "attention_every is 1.*2 to 1"),
         ({"depth": 4, "attention_every": 5}, "attention_every is 5, but must be 0, for none, or 2 to 4"),
         ({"depth": 4, "attention_every": 2, "num_heads": 5}, "32 is not a multiple of num_heads 5"),

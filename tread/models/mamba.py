@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from dit import DiTBlock, Mlp
 from tread.models.backbone import Backbone, modulate
 from tread.models.ssd import fused_ssd, products, ssd
-from tread.runtime.schema import check
+from tread.runtime.schema import Count, CountOrZero, PositiveOrZero, check
 
 Directions = Literal[1, 2, 4]
 Kernel = Literal["torch", "mamba_ssm"]
@@ -73,8 +73,13 @@ class Mamba2Mixer(nn.Module):
         self.out_proj = nn.Linear(self.width, dim, bias=False)
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-        """grid (H, W), which four directions need."""
+        """grid (H, W), which four directions need. Raises ValueError where they have none of these tokens."""
         ways = range(self.directions)
+        if self.directions == 4 and (grid is None or math.prod(grid) != x.shape[1]):
+            raise ValueError(
+                f"directions 4 scans columns, but grid is {grid} and there are {x.shape[1]} tokens: it must be (rows, "
+                "columns) of these; on a route by hooks, their select hands on the kept rows'"
+            )
         z, x, dt = self.in_proj(x).split([self.width, self.width + 2 * self.state, len(self.A_log)], dim=2)
         x = torch.cat([in_order(x, way, grid) for way in ways], dim=2)
         dt = torch.cat([in_order(one, way, grid) for way, one in enumerate(dt.chunk(self.directions, dim=2))], dim=2)
@@ -173,6 +178,11 @@ class Mamba(Backbone):
     ) -> None:
         check("directions", directions, Directions)
         check("kernel", kernel, Kernel)
+        for name, size in (("state", state), ("head_dim", head_dim), ("expand", expand), ("conv", conv)):
+            check(name, size, Count)
+        check("num_heads", num_heads, Count)
+        check("attention_every", attention_every, CountOrZero)
+        check("mlp_ratio", mlp_ratio, PositiveOrZero)
         if expand * hidden_size % head_dim:
             raise ValueError(f"expand {expand} × hidden_size {hidden_size} is not a multiple of head_dim {head_dim}")
         if directions == 4 and allow_token_routes:
