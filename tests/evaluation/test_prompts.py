@@ -166,6 +166,7 @@ def test_what_the_network_does_not_see_is_said(folder):
     said = launch(folder, "prompt=a blue apple, purple " + "word " * 500, "out=long.png", "overwrite=true")
     assert "has words that no caption of the training had, which are all alike to it: blue, purple, word\n" in said
     assert "has 505 tokens, of which the network sees the first 8" in said
+    assert 'rows are prompt "a blue apple, purple word' in said and "word " * 12 not in said
     said = launch(folder, "checkpoint=results/bert", "prompt=" + "word " * 500, "out=long.png", "overwrite=true")
     assert "has 502 tokens, of which the network sees the first 8" in said and "no caption" not in said
 

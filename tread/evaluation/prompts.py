@@ -98,11 +98,16 @@ def encode_prompts(
     return encoder.encode(prompts), doubts(encoder, prompts)
 
 
+def brief(prompt: str) -> str:
+    """A prompt in a message: the beginning of a long one."""
+    return prompt if len(prompt) <= 60 else prompt[:59] + "…"
+
+
 def doubts(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
     """What does not reach the network of some prompts, in a line each of the first ones."""
     tokens, found = encoder.spec.tokens, []
     for prompt, length in zip(prompts, encoder.lengths(prompts)):
-        shown = repr(prompt if len(prompt) <= 60 else prompt[:59] + "…")
+        shown = repr(brief(prompt))
         if unknown := list(dict.fromkeys(encoder.unknown(prompt))):
             words = ", ".join(unknown[:10]) + ", …" * (len(unknown) > 10)
             found.append(f"{shown} has words that no caption of the training had, which are all alike to it: {words}")
