@@ -203,7 +203,8 @@ def test_what_can_not_be_is_refused(folder, composed):
 def test_an_encoder_may_have_moved_and_files_keep_their_prompts(folder, tmp_path):
     (folder / "bert").rename(folder / "moved")
     try:
-        assert "bert" in refusal(folder, "checkpoint=results/bert", "prompt=a hat", "out=moved.png")
+        said = refusal(folder, "checkpoint=results/bert", "prompt=a hat", "out=moved.png")
+        assert "bert' could not be loaded" in said and "If it has moved, text_encoder=<hub id or folder> names" in said
         launch(folder, "checkpoint=results/bert", "prompt=a hat", "out=moved.png", "text_encoder=moved")
     finally:
         (folder / "moved").rename(folder / "bert")

@@ -94,7 +94,14 @@ def encode_prompts(
             f"text_encoder={place} is given, but the words of {trained.found.folder} are in its checkpoint: "
             "leave it out"
         )
-    encoder = encoder_for(text_spec(trained), device, place and str(Path(place).expanduser()))
+    try:
+        encoder = encoder_for(text_spec(trained), device, place and str(Path(place).expanduser()))
+    except (ValueError, OSError) as error:
+        if place is not None:
+            raise
+        raise ValueError(
+            f"{error}\nIf it has moved, text_encoder=<hub id or folder> names where it lies now"
+        ) from error
     return encoder.encode(prompts), doubts(encoder, prompts)
 
 
