@@ -32,7 +32,7 @@ from tread.diffusion.sampling import (
     relative_cost,
 )
 from tread.diffusion.solvers import Churn, Solver
-from tread.evaluation.prompts import encode_prompts, read_prompts, row_labels
+from tread.evaluation.prompts import brief, encode_prompts, read_prompts, row_labels
 from tread.evaluation.sample_files import SampleFiles, check_name, facts_of, parse_seeds
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
@@ -133,7 +133,7 @@ def told(files: SampleFiles) -> str:
     """What is in the rows."""
     if not files.prompts:
         return f"classes {json.dumps([None if label == len(files.classes) else label for label in files.labels])}"
-    first = json.dumps(files.classes[0], ensure_ascii=False)
+    first = json.dumps(brief(files.classes[0]), ensure_ascii=False)
     return f"{len(files.classes)} prompts from {first} on" if files.classes[1:] else f"prompt {first}"
 
 

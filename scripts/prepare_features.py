@@ -16,14 +16,12 @@ if __name__ == "__main__":
 
     guard_imports(globals())
 
-import re
-
 import hydra
 from omegaconf import DictConfig
 
 from tread.evaluation.feature_pipeline import Options, prepare
 from tread.runtime import schema
-from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.cli import explained, open_door, plain, spell_folder
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import share_work
 
@@ -37,11 +35,6 @@ def main(composed: DictConfig) -> None:
         prepare(options, processes)
 
 
-def spelt(word: str) -> str:
-    """dataset=<folder> for Hydra, which knows it as the choice of a file in configs/dataset/: dataset.path=<folder>."""
-    return re.sub("^dataset=", "dataset.path=", word)
-
-
 if __name__ == "__main__":
-    sys.argv[1:] = map(spelt, sys.argv[1:])
+    sys.argv[1:] = map(spell_folder, sys.argv[1:])
     open_door(main, schema.known_keys(Options))

@@ -265,6 +265,7 @@ def put(folder, number: int, captions: list[str] | None, name: str | None = None
 
 
 LINES = {number: [words.replace("\n", " ") for words in own] for number, own in TRAIN.items()}
+LINES[9][0] = "a red\u2028apple"  # which is no end of a line
 
 
 def pack_tar(folder):
@@ -361,6 +362,18 @@ def test_webdatasets_are_read_as_they_were_written(prepare, tmp_path, how):
     out = tmp_path.with_name(f"{tmp_path.name}-made")
     prepare(f"'{source}'", *given, f"out={out}")
     assert held(out) == expected(LINES) and LatentDataset(out).latents.classes == ("all",)
+
+
+@pytest.mark.parametrize("how", ["{0..1}/00000.tar", "*/00000.tar"])
+def test_tars_of_one_name_in_several_folders_are_all_read(tmp_path, how):
+    for folder, (number, own) in enumerate(LINES.items()):
+        (tmp_path / "wds" / str(folder)).mkdir(parents=True)
+        with webdataset.TarWriter(str(tmp_path / "wds" / str(folder) / "00000.tar")) as tar:
+            tar.write({"__key__": "000", "png": picture(number), "txt": "\n".join(own)})
+    photos, some = find_photos(tmp_path / "wds" / how), list(LINES)[: 2 if "{" in how else 3]
+    assert photos.names == [f"{folder}/00000/000.png" for folder in range(len(some))]
+    assert [photos.read(i) for i in range(len(some))] == [picture(number) for number in some]
+    assert photos.captions == [own for _, own in expected(LINES)][: len(some)]
 
 
 def test_tars_without_captions_have_no_classes(tmp_path):

@@ -251,8 +251,11 @@ def test_caption_files_that_are_missing_or_changed_are_named(folder):
 def test_captions_are_read_from_lines(tmp_path):
     (tmp_path / "a.txt").write_text("a red apple, cut open\nça “ira”\n")
     (tmp_path / "a.jsonl").write_text('["one", "two"]\n"three"\n')
-    assert list(parse_captions(tmp_path / "a.txt")) == [["a red apple, cut open"], ["ça “ira”"]]
-    assert list(parse_captions(tmp_path / "a.jsonl")) == [["one", "two"], ["three"]]
+    for mark in ("", "\ufeff"):  # which some editors put before the first line
+        for file in (tmp_path / "a.txt", tmp_path / "a.jsonl"):
+            file.write_text(mark + file.read_text(), newline="\r\n" if mark else None)
+        assert list(parse_captions(tmp_path / "a.txt")) == [["a red apple, cut open"], ["ça “ira”"]]
+        assert list(parse_captions(tmp_path / "a.jsonl")) == [["one", "two"], ["three"]]
     for name, content, message in (
         ("b.jsonl", b'["one"]\n["two"\n', "b.jsonl, line 2, is no JSON"),
         ("b.jsonl", b'["one"]\n{"two": 3}\n', "b.jsonl, line 2, has captions"),

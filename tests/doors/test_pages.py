@@ -34,7 +34,7 @@ from hydra import compose, initialize_config_dir
 import sample
 from tread.evaluation import plan
 from tread.runtime import schema
-from tread.runtime.cli import plain, take_literally
+from tread.runtime.cli import plain, spell_folder, take_literally
 from tread.training import settings
 from tread.training.run_folder import RunLog
 
@@ -107,7 +107,7 @@ class Command:
         if self.words[self.place] == "scripts/quickstart.sh":
             return ["model=tread", *given]
         if self.words[self.place] in ("scripts/prepare_features.py", "scripts/prepare_text.py"):
-            return [prepare_features.spelt(word) for word in given]  # both spell it alike
+            return list(map(spell_folder, given))
         own = ("pairs=", "out=", "beside=") if self.words[self.place] == "benchmarks/step_time.py" else ()
         return [word for word in given if not (own and word.startswith(own))]
 

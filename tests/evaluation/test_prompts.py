@@ -166,6 +166,7 @@ def test_what_the_network_does_not_see_is_said(folder):
     said = launch(folder, "prompt=a blue apple, purple " + "word " * 500, "out=long.png", "overwrite=true")
     assert "has words that no caption of the training had, which are all alike to it: blue, purple, word\n" in said
     assert "has 505 tokens, of which the network sees the first 8" in said
+    assert 'rows are prompt "a blue apple, purple word' in said and "word " * 12 not in said
     said = launch(folder, "checkpoint=results/bert", "prompt=" + "word " * 500, "out=long.png", "overwrite=true")
     assert "has 502 tokens, of which the network sees the first 8" in said and "no caption" not in said
 
@@ -202,7 +203,8 @@ def test_what_can_not_be_is_refused(folder, composed):
 def test_an_encoder_may_have_moved_and_files_keep_their_prompts(folder, tmp_path):
     (folder / "bert").rename(folder / "moved")
     try:
-        assert "bert" in refusal(folder, "checkpoint=results/bert", "prompt=a hat", "out=moved.png")
+        said = refusal(folder, "checkpoint=results/bert", "prompt=a hat", "out=moved.png")
+        assert "bert' could not be loaded" in said and "If it has moved, text_encoder=<hub id or folder> names" in said
         launch(folder, "checkpoint=results/bert", "prompt=a hat", "out=moved.png", "text_encoder=moved")
     finally:
         (folder / "moved").rename(folder / "bert")

@@ -141,10 +141,14 @@ def naive(network, x, t, y, routes):
 
     outputs = []
     for b in range(len(x)):
-        words = [one for one, there in zip(y.tokens[b].double(), y.mask[b]) if there]
+        words = [one.double() for one, there in zip(y.tokens[b], y.mask[b]) if there]
+        if network.y_embedder.vocabulary:
+            table, places = (weights[f"y_embedder.{name}.weight"] for name in ("words", "places"))
+            words = [table[number.long()] + places[place] for place, number in enumerate(words)]
         text = [linear("y_embedder.proj", norm(word)) for word in words]
         c = network.double().t_embedder.mlp(network.t_embedder.frequencies(t[b : b + 1]).double())[0]
-        c = c + linear("y_embedder.pooled_proj", norm(y.pooled[b].double()))
+        whole = sum(words) / len(words) if y.pooled is None else y.pooled[b].double()
+        c = c + linear("y_embedder.pooled_proj", norm(whole))
         act = c * torch.sigmoid(c)
         patches = x[b].double().flatten(1).T
         kernel = weights["x_embedder.proj.weight"].flatten(1)
@@ -175,9 +179,10 @@ def naive(network, x, t, y, routes):
     return torch.stack(outputs)
 
 
+@pytest.mark.parametrize("encoder", [ENCODER, UNPOOLED, WORDS], ids=["encoder", "unpooled", "words"])
 @pytest.mark.parametrize("routes", [(), drawn(2, ROUTE)], ids=["dense", "routed"])
-def test_it_is_its_twin_written_token_by_token(routes):
-    network, (x, t) = tiny(0.2), batch(2)
+def test_it_is_its_twin_written_token_by_token(encoder, routes):
+    network, (x, t) = tiny(0.2, **encoder), batch(2)
     y = texts(network, lengths=(3, 1))
     with torch.no_grad():
         found = network(x, t, y, routes)

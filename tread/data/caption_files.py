@@ -55,7 +55,7 @@ def read_texts(store: Store, prefix: str, pictures: Sequence[str], texts: dict[s
 
 def _lines(store: Store, prefix: str, name: str) -> list[str] | str:
     try:
-        lines = cleaned(store.read(prefix + name).decode("utf-8-sig").splitlines())
+        lines = cleaned(store.read(prefix + name).decode("utf-8-sig").split("\n"))
     except UnicodeDecodeError as error:
         return f"{name} is no UTF-8 text: {error}"
     except OSError as error:

@@ -94,7 +94,7 @@ def parse_captions(file: Path) -> Iterable[list[str]]:
         for number, line in enumerate(lines, 1):
             where = f"{file}, line {number:,},"
             try:
-                text = line.decode().rstrip("\r\n")
+                text = line.decode("utf-8-sig").rstrip("\r\n")  # editors put a mark before the first line
                 found = text if file.suffix == ".txt" else json.loads(text)
             except ValueError as error:
                 kind = "JSON" if file.suffix == ".jsonl" else "UTF-8"

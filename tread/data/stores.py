@@ -69,16 +69,19 @@ class Zip:
 
 
 class Tars:
-    """The files of several tars, each in a folder of its tar's name."""
+    """The files of several tars, each in a folder of its tar's name, below those in which the tars lie apart."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._tars = {path.stem: Tar(path) for path in paths}
+        above = os.path.commonpath([path.parent for path in paths])
+        stems = {path: path.relative_to(above).with_suffix("") for path in paths}
+        self._depth = len(stems[paths[0]].parts)  # of a pattern all lie equally deep
+        self._tars = {stem.as_posix(): Tar(path) for path, stem in stems.items()}
         self.names = sorted(f"{stem}/{name}" for stem, tar in self._tars.items() for name in tar.names)
         self.folders = list(self._tars)
 
     def read(self, name: str) -> bytes:
-        stem, _, inside = name.partition("/")
-        return self._tars[stem].read(inside)
+        parts = name.split("/", self._depth)
+        return self._tars["/".join(parts[:-1])].read(parts[-1])
 
 
 Store = Folder | Zip | Tar | Tars

@@ -80,6 +80,11 @@ def _prepare(options: Options, folder: Path, like: str | None, processes: Proces
     captions = read_captions(folder, read_index(folder))
     flat = list(itertools.chain.from_iterable(captions))
     shape = None if like is None else _shape_of(Path(like), options.encoder)
+    if shape and options.tokens not in (None, shape.tokens):
+        raise ValueError(
+            f"tokens is {options.tokens}, but {like}, which {folder} goes with, has text of {shape.tokens}: leave "
+            f"tokens out, or encode both by dataset={like}"
+        )
     tokens, vocabulary = options.tokens or (shape and shape.tokens), shape and shape.vocabulary
     with processes.main_first():  # which may fetch it
         encoder = text_encoder(options.encoder, flat, tokens, vocabulary, processes.device)

@@ -94,15 +94,27 @@ def encode_prompts(
             f"text_encoder={place} is given, but the words of {trained.found.folder} are in its checkpoint: "
             "leave it out"
         )
-    encoder = encoder_for(text_spec(trained), device, place and str(Path(place).expanduser()))
+    try:
+        encoder = encoder_for(text_spec(trained), device, place and str(Path(place).expanduser()))
+    except (ValueError, OSError) as error:
+        if place is not None:
+            raise
+        raise ValueError(
+            f"{error}\nIf it has moved, text_encoder=<hub id or folder> names where it lies now"
+        ) from error
     return encoder.encode(prompts), doubts(encoder, prompts)
+
+
+def brief(prompt: str) -> str:
+    """A prompt in a message: the beginning of a long one."""
+    return prompt if len(prompt) <= 60 else prompt[:59] + "…"
 
 
 def doubts(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
     """What does not reach the network of some prompts, in a line each of the first ones."""
     tokens, found = encoder.spec.tokens, []
     for prompt, length in zip(prompts, encoder.lengths(prompts)):
-        shown = repr(prompt if len(prompt) <= 60 else prompt[:59] + "…")
+        shown = repr(brief(prompt))
         if unknown := list(dict.fromkeys(encoder.unknown(prompt))):
             words = ", ".join(unknown[:10]) + ", …" * (len(unknown) > 10)
             found.append(f"{shown} has words that no caption of the training had, which are all alike to it: {words}")

@@ -55,6 +55,11 @@ def open_door(
     leave_at_once(0)
 
 
+def spell_folder(word: str) -> str:
+    """dataset=<folder> for Hydra, which knows it as the choice of a file in configs/dataset/: dataset.path=<folder>."""
+    return word.replace("dataset=", "dataset.path=", 1) if word.startswith("dataset=") else word
+
+
 def take_literally(words: Iterable[str], keys: Collection[str]) -> list[str]:
     """A command line's words, those of some keys so that Hydra's grammar meets nothing of their text.
 

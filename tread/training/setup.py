@@ -289,9 +289,10 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
                 f"dataset.heldout=null\n  {str(theirs)[:100]}\n  {str(ours)[:100]}"
             )
     if data.text_spec != heldout.text_spec:
+        differing = [key for key, own in vars(data.text_spec).items() if own != getattr(heldout.text_spec, key)]
         raise ValueError(
             f"{cfg.dataset.heldout} and {cfg.dataset.path} hold text of other encoders named {cfg.text.encoder}: "
-            "encode both by the same, or set dataset.heldout=null"
+            f"encode both by the same (they differ in {', '.join(differing)}), or set dataset.heldout=null"
         )
     normalization = {key: getattr(data.latents, key) for key in ("channel_shift", "channel_scale")}
     heldout.latents = replace(heldout.latents, **normalization)
