@@ -15,11 +15,12 @@ LAST = 0.2  # share of the training over whose end a training loss is averaged
 
 
 def training_loss(runs: list[Made]) -> float | None:
-    """The mean over the seeds and the last fifth of the training."""
+    """The mean over the seeds and the last fifth of the training, where a record counts by its steps."""
     found = series(runs, "loss")
-    end = found[-1][0]["images"] if found else 0
-    values = [statistics.mean(values) for point, values in found if point["images"] > (1 - LAST) * end]
-    return statistics.mean(values) if values else None
+    begun = (1 - LAST) * found[-1][0]["images"] if found else 0
+    ends = [max(begun, point["images"]) for point, _ in found]
+    steps = [end - before for before, end in zip([begun, *ends], ends)]
+    return statistics.fmean((statistics.mean(values) for _, values in found), steps) if any(steps) else None
 
 
 def gaps(results: Mapping[str, list[Made]]) -> dict[str, tuple[int, list[float]]]:

@@ -23,7 +23,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from test_pages import COMMANDS
 
-from studies import cost, jobs, results, run, study
+from studies import cost, jobs, loss_gap, results, run, study
 from studies.study import Planned, Training
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Model, Sampler
@@ -234,6 +234,14 @@ def test_own_figures_draw_what_is_there(tmp_path, name):
     absent = [one for one in runs.values()][3]
     if name != "guidance":  # whose arms share a training
         assert f"| {absent.arm} | 0 |" in (tmp_path / "table.md").read_text()
+
+
+def test_a_training_loss_is_the_mean_over_the_steps_of_the_last_fifth():
+    """By hand: of 625 steps the last 125 are 100 with a mean of 2 and 25 of 1; of 500 the last 100, of one record."""
+    points = [{"images": images, "loss": loss} for images, loss in [(400, 9.0), (500, 3.0), (600, 2.0), (625, 1.0)]]
+    assert loss_gap.training_loss([{"points": points}]) == pytest.approx((100 * 2 + 25 * 1) / 125, rel=1e-12)
+    assert loss_gap.training_loss([{"points": points[:2]}]) == 3
+    assert loss_gap.training_loss([{"points": [{"images": 64, "eval_loss": 1.0}]}]) is None
 
 
 def test_the_study_of_text_is_scored_by_retrieval_at_equal_flops(tmp_path):
