@@ -19,8 +19,8 @@ def training_loss(runs: list[Made]) -> float | None:
     found = series(runs, "loss")
     begun = (1 - LAST) * found[-1][0]["images"] if found else 0
     ends = [max(begun, point["images"]) for point, _ in found]
-    steps = [end - before for before, end in zip([begun, *ends], ends)]
-    return statistics.fmean((statistics.mean(values) for _, values in found), steps) if any(steps) else None
+    weights = [end - before for before, end in zip([begun, *ends], ends)]  # images: the batch is one size
+    return statistics.fmean((statistics.mean(values) for _, values in found), weights) if any(weights) else None
 
 
 def gaps(results: Mapping[str, list[Made]]) -> dict[str, tuple[int, list[float]]]:
