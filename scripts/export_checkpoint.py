@@ -113,6 +113,8 @@ def account(found: checkpoint.Checkpoint, options: Options) -> str:
         lines += [f"  python sample.py checkpoint={options.out}{' weights=model' * raw}"]
         lines += [f"  python fid.py checkpoint={options.out}{' weights=model' * raw} reference=…"]
     lines += [f"  python train.py init_from={options.out}{' init_weights=model' * raw} name=…"]
+    if asked := found.info.get("attribution"):
+        lines += [f"  attribution, which its card should have, and its samples: {asked}"]
     return "\n".join(lines)
 
 

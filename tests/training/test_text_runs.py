@@ -25,6 +25,7 @@ from tread.data.encoded_text import TextSpec
 from tread.data.text_writer import TextWriter
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Sampler, draw
+from tread.evaluation.sample_files import facts_of
 from tread.evaluation.similarity import noised_states, open_latents
 from tread.models import conditions
 from tread.models.text import Text
@@ -37,6 +38,7 @@ NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 VOCABULARY = ("<begin>", "<unknown>", "digit", *NUMBERS)
 WORDS = TextSpec("words", "of these words", 4, None, None, VOCABULARY)
 FROZEN = TextSpec("frozen", "of these weights", 4, 6, 3)
+ASKED = "Digits by those who wrote them"
 OTHER = replace(FROZEN, encoder="other", fingerprint="of others", padding=True)
 
 
@@ -70,6 +72,8 @@ def folder(tmp_path_factory):
     for part in ("train", "heldout"):
         digits.prepare(folder / "data" / "digits" / part, part)
         write_text(folder / "data" / "digits" / part, WORDS, FROZEN, OTHER)
+        index = folder / "data" / "digits" / part / "index.json"
+        index.write_text(json.dumps({**json.loads(index.read_text()), "attribution": ASKED}))
     for encoder in ("words", "frozen"):
         launch(folder, "model=tread_text", f"text.encoder={encoder}", f"name={encoder}")
     return folder
@@ -172,9 +176,8 @@ def test_evaluation_and_similarity_see_the_captions(folder, monkeypatch):
 
 def test_it_is_exported_in_half_precision_and_started_from(folder):
     exports = folder / "exports"
-    launch_door(
-        export_checkpoint.main, "export_checkpoint", folder, "checkpoint=results/words", f"out={exports}", "dtype=fp16"
-    )
+    words = ["checkpoint=results/words", f"out={exports}", "dtype=fp16"]
+    assert f"its samples: {ASKED}" in launch_door(export_checkpoint.main, "export_checkpoint", folder, *words)
     cfg = trained(folder).cfg
     network, whole = build_network(cfg), trained(folder).load(torch.device("cpu")).network
     load_weights(network, str(exports), model=cfg.model, text=cfg.text)
@@ -184,6 +187,22 @@ def test_it_is_exported_in_half_precision_and_started_from(folder):
     assert open_trained(checkpoint.find(exports), "ema").cfg.text == cfg.text
     text = launch(folder, "model=dit_text", "text.encoder=words", f"init_from={exports}", "train.steps=1", "name=from")
     assert "averaged (ema)" in text
+
+
+def test_what_the_data_ask_to_be_named_goes_with_weights_and_pictures(folder):
+    """From index.json's `attribution` to the checkpoint, and from there to what samples say of themselves."""
+    found = trained(folder)
+    assert found.found.info["attribution"] == ASKED
+    facts = facts_of({}, Sampler.of(found.process, None, None, 1, "fp32"), found, None)
+    assert facts["attribution"] == ASKED
+    path = folder / "data" / "digits" / "train" / "index.json"
+    before = path.read_text()
+    try:
+        path.write_text(json.dumps({**json.loads(before), "attribution": ["by", "whom"]}))
+        with pytest.raises(ValueError, match="index.json.*attribution is .*'by', 'whom'.*text"):
+            LatentDataset(path.parent)
+    finally:
+        path.write_text(before)
 
 
 def test_weights_for_another_encoder_are_refused(folder):

@@ -89,6 +89,7 @@ class LatentDataset:
     labels: np.ndarray = field(init=False, repr=False)
     statistics: tuple[tuple[float, ...], tuple[float, ...]] | None = field(init=False)  # mean, std of each channel
     normal: tuple[tuple[float, ...], tuple[float, ...]] | None = field(init=False)  # those that `normalize` takes
+    attribution: str | None = field(init=False)  # what its licence asks to be named, as the index states it
 
     def __post_init__(self) -> None:
         check("verify", self.verify, Verify)
@@ -97,6 +98,9 @@ class LatentDataset:
         path = self.folder / "index.json"
         index = read_index(self.folder)
         try:
+            self.attribution = index.get("attribution")
+            if not isinstance(self.attribution, str | None):
+                raise TypeError(f"attribution is {self.attribution}, but must be text")
             self.latents = LatentSpec.from_json(index)
             count, class_counts = index["count"], index["class_counts"]
             shards = [{key: shard[key] for key in SHARD_KEYS} for shard in index["shards"]]

@@ -59,6 +59,7 @@ def facts_of(settings: Mapping, sampler: Sampler, trained: Trained, weak: Traine
         return {"step": one.found.step, "weights": one.weights, "sha256": one.sha256}
 
     churn = {key: value for key, value in asdict(sampler.churn).items() if math.isfinite(value)}  # as JSON must be
+    asked = trained.found.info.get("attribution")
     return {
         "settings": {
             **settings,
@@ -70,6 +71,7 @@ def facts_of(settings: Mapping, sampler: Sampler, trained: Trained, weak: Traine
         "weak_network": weak and network(weak),
         "nfe": sampler.nfe(trained.process),
         "versions": versions(),
+        **({"attribution": asked} if asked else {}),
     }
 
 

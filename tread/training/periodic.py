@@ -171,6 +171,7 @@ def save(run: Run) -> bool:
         "seconds": run.seconds,
         "samples": len(run.data),
         "latents": asdict(run.data.latents),
+        "attribution": run.data.attribution,
         "encoder": run.aligner and run.aligner.fingerprint,
         "config": run.config,
         "versions": run.log.versions if run.processes.main else None,
