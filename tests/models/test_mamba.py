@@ -8,11 +8,13 @@ import sys
 import pytest
 import torch
 from row_routes import assert_compiled_as_eager, assert_smaller_image, batch, rows
+from test_causal_conv import by_conv1d
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dit import DiT
 from routing_module import Route, gather_tokens, run_blocks
+from tread.models import mamba
 from tread.models.mamba import DECAYS, STEPS, AttentionBlock, Mamba, Mamba2Mixer, MambaBlock
 from tread.models.ssd import ssd
 from tread.routing.hooks import attach_routes
@@ -219,9 +221,15 @@ def test_sizes_that_the_page_lists():
     assert {depth: millions(depth=depth, mlp_ratio=0) for depth in alone} == alone
 
 
+@pytest.fixture
+def counted_conv(monkeypatch):
+    """The convolution by torch's own, whose products its counter knows."""
+    monkeypatch.setattr(mamba, "causal_conv", by_conv1d)
+
+
 @pytest.mark.parametrize("sizes", [{}, {"directions": 4}, {"directions": 1, "mlp_ratio": 0}, {"attention_every": 3}])
 @pytest.mark.parametrize("routes", [(), (Route(1, 4, 0.5),), (Route(0, 1, 0.25), Route(3, 5, 0.7))])
-def test_flops_agree_with_torchs_counter(routes, sizes):
+def test_flops_agree_with_torchs_counter(routes, sizes, counted_conv):
     """All products, those of scan and convolution among them. Of attention torch counts twice: see test_dit.py."""
     routes = [Route(r.start, r.end, r.selection_ratio, select="row") for r in routes]
     drawn = [(route, rows(2, route.selection_ratio)) for route in routes]
@@ -231,7 +239,7 @@ def test_flops_agree_with_torchs_counter(routes, sizes):
     assert 2 * model.forward_flops(routes) == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-def test_flops_of_a_large_grid_are_those_that_torch_counts():
+def test_flops_of_a_large_grid_are_those_that_torch_counts(counted_conv):
     block = scramble(MambaBlock(16, 4.0, mixer(4, dim=16)))
     for grid in ((8, 8), (16, 8), (16, 16), (32, 33)):
         n = grid[0] * grid[1]

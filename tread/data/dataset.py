@@ -97,10 +97,8 @@ class LatentDataset:
         self.folder = Path(self.folder)
         path = self.folder / "index.json"
         index = read_index(self.folder)
+        self.attribution = index.get("attribution")
         try:
-            self.attribution = index.get("attribution")
-            if not isinstance(self.attribution, str | None):
-                raise TypeError(f"attribution is {self.attribution}, but must be text")
             self.latents = LatentSpec.from_json(index)
             count, class_counts = index["count"], index["class_counts"]
             shards = [{key: shard[key] for key in SHARD_KEYS} for shard in index["shards"]]

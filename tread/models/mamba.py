@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from dit import DiTBlock, Mlp
 from tread.models.backbone import Backbone, modulate
+from tread.models.causal_conv import causal_conv
 from tread.models.ssd import fused_ssd, products, ssd
 from tread.runtime.schema import Count, CountOrZero, PositiveOrZero, check
 
@@ -83,8 +84,7 @@ class Mamba2Mixer(nn.Module):
         z, x, dt = self.in_proj(x).split([self.width, self.width + 2 * self.state, len(self.A_log)], dim=2)
         x = torch.cat([in_order(x, way, grid) for way in ways], dim=2)
         dt = torch.cat([in_order(one, way, grid) for way, one in enumerate(dt.chunk(self.directions, dim=2))], dim=2)
-        x = self.conv1d(F.pad(x.transpose(1, 2), (self.conv1d.kernel_size[0] - 1, 0)))  # a token and those before it
-        x = F.silu(x.transpose(1, 2)).unflatten(2, (self.directions, -1))
+        x = F.silu(causal_conv(x, self.conv1d.weight, self.conv1d.bias)).unflatten(2, (self.directions, -1))
         x, B, C = x.split([self.width, self.state, self.state], dim=3)  # (B, N, directions, …)
         x = x.reshape(*x.shape[:2], -1, self.head_dim)
         dt = F.softplus(dt.float() + self.dt_bias)

@@ -1,0 +1,55 @@
+"""The convolution against torch's own, and its gradients against differences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tread.models.causal_conv import causal_conv
+
+
+def by_conv1d(x, weight, bias):
+    taps = weight.shape[2]
+    return F.conv1d(F.pad(x.transpose(1, 2), (taps - 1, 0)), weight, bias, groups=len(weight)).transpose(1, 2)
+
+
+def given(tokens, taps, dtype=torch.float64):
+    shapes = [(2, tokens, 6), (6, 1, taps), (6,)]
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("taps", [1, 2, 4, 7])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 50])
+def test_it_is_conv1d(tokens, taps):
+    """Forward and gradients, also of fewer tokens than taps, and of tokens that lie otherwise in memory."""
+    x, weight, bias = given(tokens, taps)
+    for one in (x, x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()):
+        found, expected = (conv(one, weight, bias) for conv in (causal_conv, by_conv1d))
+        torch.testing.assert_close(found, expected)
+        upstream = torch.randn_like(found)
+        grads = (torch.autograd.grad(out, (one, weight, bias), upstream) for out in (found, expected))
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("tokens", [2, 6])
+def test_gradients_are_those_of_differences(tokens):
+    """Twice, too: the gradients can be differentiated."""
+    assert torch.autograd.gradcheck(causal_conv, given(tokens, 4))
+    assert torch.autograd.gradgradcheck(causal_conv, given(tokens, 4))
+
+
+def test_bf16_is_summed_in_the_weights_fp32():
+    """The result is the fp32 one, rounded once; gradients have the types of what they are of."""
+    x, weight, bias = given(40, 4, torch.float32)
+    half = x.detach().bfloat16().requires_grad_()
+    found = causal_conv(half, weight, bias)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), by_conv1d(half.float(), weight, bias), rtol=2**-8, atol=1e-6)
+    upstream = torch.randn(found.shape).bfloat16()
+    grads = torch.autograd.grad(found, (half, weight, bias), upstream)
+    twins = torch.autograd.grad(by_conv1d(half.float(), weight, bias), (half, weight, bias), upstream.float())
+    for a, b, dtype in zip(grads, twins, (torch.bfloat16, torch.float32, torch.float32), strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a.float(), b.float(), rtol=2**-7, atol=1e-5)
