@@ -1,8 +1,8 @@
 """What mixing tokens costs as they become more: python benchmarks/linear_cost.py [options]
 
 Forward and backward of one block of DiT, Diffusion-RWKV and Mamba-2 (its defaults: two directions), and of their token
-mixing alone (attention, WKV, the scan SSD), in turns in one process, for 64 tokens up to `most`, with as many samples
-as make the same number of tokens each time. Milliseconds are medians over the rounds, and memory is what a pass holds
+mixing alone (attention, WKV, the scan SSD, and the convolution before it, beside torch's own), in turns in one process,
+for 64 tokens up to `most`, with as many samples as make the same number of tokens each time. Milliseconds are medians over the rounds, and memory is what a pass holds
 at most beside weights and inputs, both for 1,000 tokens: what is linear in the tokens stays the same down its column.
 Beside them stand the multiply-adds a token of the blocks, by arithmetic.
 
@@ -32,6 +32,7 @@ from timing import command, most_allocated, seconds, why_failed
 from torch import Tensor, nn
 
 from dit import DiTBlock
+from tread.models.causal_conv import causal_conv
 from tread.models.mamba import Mamba
 from tread.models.rwkv import RWKVBlock
 from tread.models.ssd import ssd
@@ -43,7 +44,7 @@ from tread.runtime.device import autocast, device_name, use_precision
 from tread.runtime.schema import Count
 from tread.runtime.versions import git_revision
 
-COLUMNS = ("attention", "WKV", "SSD", "DiT block", "RWKV block", "Mamba block")
+COLUMNS = ("attention", "WKV", "SSD", "convolution", "nn.Conv1d", "DiT block", "RWKV block", "Mamba block")
 Call = Callable[[], Tensor]
 
 
@@ -75,7 +76,7 @@ def main() -> None:
         "RWKV block": RWKVBlock(options.width, 4.0).to(device),
         "Mamba block": Mamba(hidden_size=options.width, depth=1, num_classes=1).blocks[0].to(device),
     }
-    kernels = {"WKV": wkv, "SSD": ssd}
+    kernels = {"WKV": wkv, "SSD": ssd, "convolution": causal_conv}
     if compiled:
         compile_blocks(blocks.values())
         kernels = {name: torch.compile(kernel, dynamic=False) for name, kernel in kernels.items()}
@@ -162,7 +163,7 @@ def passes(
     batch: int,
     device: torch.device,
 ) -> dict[str, Call]:
-    """Forward passes by name, of random inputs; the scan is of all heads of both directions, as in its mixer."""
+    """Forward passes by name, of random inputs; scan and convolution are those of both directions of a mixer."""
     attended, mixed, scanned = blocks["DiT block"].attn, blocks["RWKV block"].spatial_mix, blocks["Mamba block"].mixer
     width, heads, side = attended.proj.out_features, attended.num_heads, math.isqrt(tokens)
 
@@ -175,6 +176,8 @@ def passes(
     inner, dt = random(of_heads, scanned.head_dim), torch.rand(batch, tokens, of_heads, device=device) / 10
     B, C = (random(scanned.directions, scanned.state) for _ in range(2))
     dt.requires_grad_()
+    conv = scanned.conv1d
+    met, before = random(conv.in_channels), (conv.kernel_size[0] - 1, 0)
 
     def attention() -> Tensor:
         q, keys, values = (one.unflatten(2, (heads, -1)).transpose(1, 2) for one in (x, k, v))
@@ -184,6 +187,8 @@ def passes(
         "attention": attention,
         "WKV": lambda: kernels["WKV"](k, v, mixed.decay, mixed.bonus),
         "SSD": lambda: kernels["SSD"](inner, dt, -scanned.A_log.exp(), B, C),
+        "convolution": lambda: kernels["convolution"](met, conv.weight, conv.bias),
+        "nn.Conv1d": lambda: conv(nn.functional.pad(met.transpose(1, 2), before)),
         "DiT block": lambda: blocks["DiT block"](x, c),
         "RWKV block": lambda: blocks["RWKV block"](x, c, grid=grid),
         "Mamba block": lambda: blocks["Mamba block"](x, c, grid=grid),
