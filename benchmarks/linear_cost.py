@@ -2,8 +2,9 @@
 
 Forward and backward of one block of DiT, Diffusion-RWKV and Mamba-2 (its defaults: two directions), and of their token
 mixing alone (attention, WKV, the scan SSD, and the convolution before it, beside torch's own), in turns in one process,
-for 64 tokens up to `most`, with as many samples as make the same number of tokens each time. Milliseconds are medians over the rounds, and memory is what a pass holds
-at most beside weights and inputs, both for 1,000 tokens: what is linear in the tokens stays the same down its column.
+for 64 tokens up to `most`, with as many samples as make the same number of tokens each time. Milliseconds are medians
+over the rounds, and memory is what a pass holds at most beside weights and inputs, both for 1,000 tokens: what is
+linear in the tokens stays the same down its column.
 Beside them stand the multiply-adds a token of the blocks, by arithmetic.
 
     width=384       channels, a multiple of heads and of 32

@@ -1,7 +1,7 @@
 """A causal convolution of each channel along the tokens, with few taps, as a sum of shifted products.
 
-What nn.Conv1d(C, C, K, groups=C) computes of tokens padded at the start. torch's own wants the tokens last, and takes up
-to twice as long on a CPU, and longer for a token the more there are (docs/measurements.md).
+What nn.Conv1d(C, C, K, groups=C) computes of tokens padded at the start. torch's own wants the tokens last, and takes
+up to twice as long on a CPU, where a token costs it the more, the more there are (docs/measurements.md).
 
 Shapes: B samples, N tokens, C channels, K taps.
 """
