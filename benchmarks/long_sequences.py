@@ -5,7 +5,8 @@ patches of 2: latents are 32 to 256 wide. train.py's own steps (forward, backwar
 turns in one process; medians. Memory is a run's weights, their average, the optimizer's state and the most that a step
 holds beside them. What does not run, since memory does not suffice or a part is missing, is said in its place. On a CPU
 there are 4 blocks, r(1→2), and steps of 1,024 tokens at least, in the place of 12 blocks, r(2→8), and 32,768 tokens:
-the longest takes 17 GB then, and more blocks are model.depth=8 model.routes.0.end=-3.
+the longest fills 20 GB of memory then, and the hybrid's attention is behind the route. More blocks: model.depth=8
+model.routes.0.end=-3.
 
     tokens=256,1024,4096,16384   squares of even numbers
     batch_tokens=…               tokens of all images of a step, where one image has not more; memory is about that

@@ -82,6 +82,7 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> tuple
     info = {
         "config": config,
         "latents": asdict(latents),
+        "attribution": first.found.info.get("attribution") if first.found else None,
         "weights": options.weights,
         "weights_step": first.found.step if first.found else None,
         "predicts": options.predicts,

@@ -119,6 +119,16 @@ def test_coco_is_prepared_by_one_command(coco, prepare, tmp_path, as_it_comes):
     assert "is finished" in prepare(coco) and not list(tmp_path.glob(".*"))
 
 
+def test_an_attribution_stands_in_both_indices(coco, prepare, tmp_path):
+    """And, once it was said, a finished dataset is not taken for one of another."""
+    prepare(coco, "attribution=by_all_of_them")
+    for folder in (tmp_path / "data", tmp_path / "data-heldout"):
+        assert LatentDataset(folder).attribution == read_index(folder)["attribution"] == "by_all_of_them"
+    assert "is finished" in prepare(coco, "attribution=by_all_of_them")
+    with pytest.raises(FileExistsError, match="data exists already"):
+        prepare(coco, "attribution=by_others")
+
+
 @pytest.mark.parametrize("root", ["train2014", "val2014"])
 def test_one_split_alone(coco, prepare, tmp_path, root):
     shutil.rmtree(coco / {"train2014": "val2014", "val2014": "train2014"}[root])

@@ -195,6 +195,8 @@ def test_what_the_data_ask_to_be_named_goes_with_weights_and_pictures(folder):
     assert found.found.info["attribution"] == ASKED
     facts = facts_of({}, Sampler.of(found.process, None, None, 1, "fp32"), found, None)
     assert facts["attribution"] == ASKED
+    del found.found.info["attribution"]  # as in a checkpoint of a run whose data ask for nothing
+    assert "attribution" not in facts_of({}, Sampler.of(found.process, None, None, 1, "fp32"), found, None)
 
 
 def test_weights_for_another_encoder_are_refused(folder):

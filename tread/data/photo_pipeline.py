@@ -37,6 +37,7 @@ class Options:
     root: str | int | None
     labels: str | None
     captions: str | None
+    attribution: str | None
     out: str
     heldout: Count | Fraction | None
     resolution: Count
@@ -93,6 +94,7 @@ def prepare(options: Options, processes: Processes) -> None:
     crop_shape = (3, options.resolution, options.resolution) if options.keep_pictures else None
     said = {} if photos.captions is None else {"captions": captions_hash(photos.captions)}
     said |= {"captions_in": options.captions} if photos.captions is not None and options.captions else {}
+    said |= {"attribution": options.attribution} if options.attribution else {}
     if heldout is None:
         writers = {"train": DatasetWriter(out, latents, plan, crop_shape, said)}
     else:
@@ -187,6 +189,7 @@ def finish(
     for part, writer in unfinished.items():
         other = next((writers[other].folder for other in writers if other != part), None)
         beside = {"train" if part == "heldout" else "heldout": os.path.relpath(other, writer.folder)} if other else {}
+        beside |= {"attribution": options.attribution} if options.attribution else {}
         made[part] = look_at(
             part, photos, writer, np.concatenate(shards[part]), len(shards[part]), beside, options, processes.device
         )

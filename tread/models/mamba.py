@@ -66,6 +66,7 @@ class Mamba2Mixer(nn.Module):
         heads, channels = directions * self.width // head_dim, self.width + 2 * state
         self.in_proj = nn.Linear(dim, self.width + channels + heads, bias=False)
         self.conv1d = nn.Conv1d(directions * channels, directions * channels, conv, groups=directions * channels)
+        # which holds the weights alone: forward hands them to causal_conv
         step = torch.empty(heads).uniform_(*map(math.log, STEPS)).exp()
         self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # of which softplus makes the step
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(*DECAYS).log())
