@@ -356,6 +356,7 @@ def test_a_run_goes_on_bit_equal_across_the_end_of_its_routes(tmp_path):
     assert records(tmp_path / "results/whole") == records(tmp_path / "results/parts")
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one_in_both_stages(tmp_path):
     """Up to the order of sums; no path is dropped, so that in stage 2 the mask token is unused."""
     run = [*RUN, "train.path_drop=0", "eval.points=8", "every.save=2", "every.evaluate=2", "every.sample=2"]
