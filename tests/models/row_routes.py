@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -52,10 +53,14 @@ def assert_smaller_image(blocks: list[nn.Module], naive: Callable, dim: int) -> 
     assert torch.equal(found[bypassed], before[bypassed]) and not torch.equal(found[~bypassed], before[~bypassed])
 
 
-def assert_compiled_as_eager(model: Backbone, fp32: int, bf16: int) -> None:
+def assert_compiled_as_eager(model: Backbone, monkeypatch: pytest.MonkeyPatch, fp32: int, bf16: int) -> None:
     """Output and gradients, with a graph for each kind of call: so many after steps under a route in fp32, and after
-    one in bf16 whose last block runs in fp32."""
+    one in bf16 whose last block runs in fp32.
+
+    torch 2.11 and before don't trace is_autocast_available: nor is it traced here.
+    """
     torch._dynamo.reset()
+    monkeypatch.setattr(torch.amp, "is_autocast_available", torch._dynamo.disable(torch.amp.is_autocast_available))
     eager, counter = copy.deepcopy(model), CompileCounterWithBackend("aot_eager")
     compiling.compile_blocks(model.compiled(), counter)
     for precision, last, graphs in (("fp32", "off", fp32), ("bf16", "end", bf16)):

@@ -11,14 +11,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """y_t = bias + Σ_k weight_k·x_{t−K+1+k}, x before the first token being 0: x (B, N, C) → (B, N, C), of x's dtype.
 
-    weight (C, 1, K) and bias (C,) as nn.Conv1d has them; summed in the wider dtype of theirs and x's.
+    weight (C, 1, K) and bias (C,) as nn.Conv1d has them; summed in the wider dtype of theirs and x's. Compilers get the
+    plain sum, which they fuse: torch 2.11 traces `_Shifted` to gradients that are wrong.
     """
+    if torch.compiler.is_compiling():
+        taps, tokens = weight.shape[2], x.shape[1]
+        padded = F.pad(x, (0, 0, taps - 1, 0))
+        return (bias + sum(padded[:, k : k + tokens] * weight[:, 0, k] for k in range(taps))).to(x.dtype)
     return _Shifted.apply(x, weight.squeeze(1), bias)
 
 

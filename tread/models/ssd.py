@@ -32,7 +32,7 @@ def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
     fp32 whatever comes in (the products in TF32 where that is allowed).
     """
     device = x.device.type
-    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext():
+    with contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
         T, P, G, dt = x.shape[1], x.shape[3], B.shape[2], dt.float()
         u, a = (one.unflatten(2, (G, -1)) for one in (x.float() * dt.unsqueeze(3), dt * A.float()))
         u, a = (_chunks(one).movedim(2, 4).contiguous() for one in (u, a))  # (S, c, G, R, L, P), (S, c, G, R, L)
