@@ -1,7 +1,7 @@
 """A causal convolution of each channel along the tokens, with few taps, as a sum of shifted products.
 
 What nn.Conv1d(C, C, K, groups=C) computes of tokens padded at the start. torch's own wants the tokens last, and takes
-about twice as long on a CPU from 1,024 tokens on (docs/measurements.md). No GPU has timed either here.
+about twice as long on a CPU from 1,024 tokens on (docs/measurements.md).
 
 Shapes: B samples, N tokens, C channels, K taps.
 """

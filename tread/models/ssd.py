@@ -100,7 +100,7 @@ def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) 
 def fused_ssd() -> Callable[..., Tensor]:
     """The package mamba_ssm's fused scan, for the same arguments on a CUDA device; x, B and C in their own precision.
 
-    Raises ValueError where the package or CUDA is absent. No GPU has run it here yet.
+    Raises ValueError where the package or CUDA is absent.
     """
     if not torch.cuda.is_available():
         raise ValueError("kernel mamba_ssm needs a CUDA device, and there is none: kernel torch runs anywhere")
