@@ -95,7 +95,8 @@ def open_run(folder: Path, overrides: list[str]) -> Run:
     """A run as train.py starts it, on random latents of the config's shape (and text), in a temporary folder."""
     fixed = [f"dataset.path={folder}/data", f"results={folder}", "dataset.heldout=null", "sampling.decode=false"]
     fixed += ["dataset.embedded=null", "eval.demo_samples=0", "init_from=null", "train.steps=1000000"]
-    fixed += ["text.encoder=random"]
+    words = composed("config", overrides + fixed)["text"]["encoder"] == "words"
+    fixed += [f"text.encoder={'words' if words else 'random'}"]
     config = composed("config", overrides + fixed)
     cfg = settings.read(config)
     shape, classes = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size), cfg.dataset.num_classes
@@ -103,7 +104,7 @@ def open_run(folder: Path, overrides: list[str]) -> Run:
     meaning = LatentSpec(shape, tuple(map(str, range(classes))), "pixels", scale_applied=True)
     write_dataset(folder / "data", meaning, random_shards(meaning, count, count))
     if cfg.model.takes_text:
-        random_text(folder / "data", count)
+        random_text(folder / "data", count, words)
         config = complete(config)
     stop = Stop()
     run = start(settings.read(config), config, stop)

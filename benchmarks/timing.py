@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tread.data.encoded_text import TextSpec
 from tread.data.latents import LatentSpec
+from tread.data.text_words import BEGIN, UNKNOWN
 from tread.data.text_writer import TextWriter
 from tread.models.text import Text
 from tread.runtime.device import wait_for
@@ -38,16 +39,24 @@ def random_shards(latents: LatentSpec, count: int, per_shard: int) -> Iterator[t
         yield stored, np.arange(first, first + per_shard) % len(latents.classes)
 
 
-def random_text(folder: Path, count: int) -> None:
-    """Text of one caption for each sample of a dataset: 4 to 77 standard normal tokens of the width of CLIP ViT-L."""
-    writer = TextWriter(folder, TextSpec("random", None, 77, 768, 768), [1] * count)
+def random_text(folder: Path, count: int, words: bool) -> None:
+    """Text of one caption for each sample of a dataset: 4 to 77 standard normal tokens of the width of CLIP ViT-L.
+
+    words  2 to 13 numbers of words, of 16, in their place, as the emoji's text is.
+    """
+    as_words = TextSpec("words", None, 16, None, None, (BEGIN, UNKNOWN, *map(str, range(2, 2000))))
+    spec = as_words if words else TextSpec("random", None, 77, 768, 768)
+    least, most = (2, 13) if words else (4, 77)
+    writer = TextWriter(folder, spec, [1] * count)
     writer.begin()
     draws = torch.Generator().manual_seed(0)
 
     def text(rows: int) -> Text:
-        lengths = torch.randint(4, 78, (rows, 1), generator=draws)
+        mask = torch.arange(spec.tokens) < torch.randint(least, most + 1, (rows, 1), generator=draws)
+        if words:
+            return Text(torch.randint(2, 2000, mask.shape, generator=draws) * mask, mask)
         tokens, pooled = torch.randn(rows, 77, 768, generator=draws), torch.randn(rows, 768, generator=draws)
-        return Text(tokens, torch.arange(77) < lengths, pooled)
+        return Text(tokens, mask, pooled)
 
     for number in writer.missing():
         writer.write(number, text(len(writer.range_of(number))))
