@@ -35,7 +35,8 @@ def state_of(golden):
 
 
 def assert_near(found, expected, limit):
-    assert (found - expected).abs().max() <= limit
+    """Within a limit, and the rounding of large values (up to 48), which differs between processors."""
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=limit)
 
 
 def hot(network, std=0.3):
