@@ -35,8 +35,8 @@ def state_of(golden):
 
 
 def assert_near(found, expected, limit):
-    """Within a limit, and the rounding of large values (up to 48), which differs between processors."""
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=limit)
+    """Within a limit, and the rounding of sums as large as the largest value (up to 48), which processors do otherwise."""
+    assert (found - expected).abs().max() <= limit + 1e-6 * expected.abs().max()
 
 
 def hot(network, std=0.3):
