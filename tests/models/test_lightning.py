@@ -35,7 +35,7 @@ def state_of(golden):
 
 
 def assert_near(found, expected, limit):
-    """Within a limit, and the rounding of sums as large as the largest value (up to 48), which processors do otherwise."""
+    """Within a limit and the rounding of sums of the largest value (up to 48), which differs between processors."""
     assert (found - expected).abs().max() <= limit + 1e-6 * expected.abs().max()
 
 
