@@ -57,7 +57,7 @@ def assert_compiled_as_eager(model: Backbone, monkeypatch: pytest.MonkeyPatch, f
     """Output and gradients, with a graph for each kind of call: so many after steps under a route in fp32, and after
     one in bf16 whose last block runs in fp32.
 
-    torch 2.11 and before don't trace is_autocast_available: nor is it traced here.
+    torch 2.11 does not trace is_autocast_available: nor is it traced here.
     """
     torch._dynamo.reset()
     monkeypatch.setattr(torch.amp, "is_autocast_available", torch._dynamo.disable(torch.amp.is_autocast_available))
