@@ -1,21 +1,21 @@
 """Score a checkpoint or a set of pictures: python fid.py checkpoint=results/my-run/latest reference=…
 
 FID, sFID, Inception Score, precision and recall as ADM's evaluator has them, and KID. All options:
-configs/fid.yaml. What happens: tread/evaluation/pipeline.py.
+configs/fid.yaml. What happens: tread/evaluation/scoring.py.
 """
 
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from tread.runtime.early import guard_imports
+    from tread.runtime.import_guard import guard_imports
 
     guard_imports(globals())
 
 import hydra
 from omegaconf import DictConfig
 
-from tread.evaluation import pipeline
-from tread.evaluation.plan import Options, read_options
+from tread.evaluation import scoring
+from tread.evaluation.scoring import Options, read_options
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.distributed import share_work
@@ -25,7 +25,7 @@ from tread.runtime.distributed import share_work
 def main(composed: DictConfig) -> None:
     with explained("stopped; start it again to go on with the parts that are missing"):
         options = read_options(plain(composed))
-        pipeline.run(options, share_work(None, options.cpu_threads))
+        scoring.run(options, share_work(None, options.cpu_threads))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ All options: configs/sample.yaml. How samples are drawn: tread/diffusion/samplin
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from tread.runtime.early import guard_imports
+    from tread.runtime.import_guard import guard_imports
 
     guard_imports(globals())
 
@@ -21,8 +21,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.trained import open_trained, open_weak
-from tread.data import autoencoder
+from tread.checkpoints.for_sampling import open_trained, open_weak
 from tread.data.latents import from_network
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import (
@@ -32,6 +31,7 @@ from tread.diffusion.sampling import (
     relative_cost,
 )
 from tread.diffusion.solvers import Churn, Solver
+from tread.encoders import autoencoder
 from tread.evaluation.prompts import brief, encode_prompts, read_prompts, row_labels
 from tread.evaluation.sample_files import SampleFiles, check_name, facts_of, parse_seeds
 from tread.runtime import schema

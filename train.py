@@ -3,14 +3,14 @@
 All options: configs/defaults.yaml. The same command goes on where a run of that name was stopped.
 """
 
-# Read from `main` down: settings → start (tread/training/setup.py: every check before any long work) →
+# Read from `main` down: settings → start (tread/training/start.py: every check before any long work) →
 # training, with what is due between the steps (periodic.py there) → finish. All that is random in a step
-# follows from (seed, step, position in the global batch): Draws in objective.py.
+# follows from (seed, step, position in the global batch): Draws in step.py.
 
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from tread.runtime.early import guard_imports
+    from tread.runtime.import_guard import guard_imports
 
     guard_imports(globals())
 
@@ -25,21 +25,28 @@ from omegaconf import DictConfig
 from torch._dynamo.exc import BackendCompilerFailed
 from tqdm import tqdm
 
+from tread.reports.report import write_report
 from tread.runtime.cli import open_door, plain
 from tread.runtime.device import autocast
 from tread.runtime.signals import INTERRUPTED, Stop, leave_at_once
 from tread.training import settings
-from tread.training.dataset_facts import complete
-from tread.training.demo import judge_demo
-from tread.training.memory import explain_memory
-from tread.training.objective import losses, step_draws
 from tread.training.optimizer import backward, learning_rate, optimizer_step
-from tread.training.periodic import done_before, evaluate_and_draw, interrupts, save, save_snapshot
-from tread.training.progress import Clock, log
-from tread.training.report import write_report
-from tread.training.resuming import settle
+from tread.training.out_of_memory import explain_memory
+from tread.training.periodic import (
+    Clock,
+    done_before,
+    evaluate_and_draw,
+    interrupts,
+    judge_demo,
+    log,
+    save,
+    save_snapshot,
+)
+from tread.training.resume import settle
 from tread.training.run import Failure, Run, first_line, leave, note_failure
-from tread.training.setup import start
+from tread.training.settings import complete
+from tread.training.start import start
+from tread.training.step import losses, step_draws
 from tread.training.summary import describe, describe_outcome
 
 

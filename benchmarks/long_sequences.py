@@ -41,7 +41,7 @@ from step_time import open_run, own_options, peak_memory, take_steps, write
 from timing import command, composed, why_failed
 
 from routing_module import check_routes
-from tread.evaluation.curves import Line, Panel, save_panels
+from tread.drawing.charts import Line, Panel, save_panels
 from tread.runtime import schema
 from tread.runtime.cli import answer_help, explained
 from tread.runtime.device import device_name

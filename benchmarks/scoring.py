@@ -26,15 +26,15 @@ import torch
 from timing import ROOT, composed, seconds
 
 from tread.checkpoints.network import build_network, process_of
-from tread.data import autoencoder
 from tread.diffusion.sampling import Model, Sampler, draw, to_pictures
+from tread.encoders import autoencoder
+from tread.encoders.inception import Inception, extract, resize
 from tread.evaluation import metrics
-from tread.evaluation.inception import Inception, extract, resize
 from tread.runtime.cli import answer_help, explained
 from tread.runtime.device import autocast, device_name, exact, use_cores, use_precision
 from tread.runtime.files import size_text
 from tread.training import settings
-from tread.training.dataset_facts import complete
+from tread.training.settings import complete
 
 PARTS = ("frechet", "precision", "features", "sampler", "chain")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -41,10 +41,10 @@ from tread.runtime.schema import check_overrides
 from tread.runtime.signals import Stop
 from tread.runtime.versions import git_revision
 from tread.training import settings
-from tread.training.dataset_facts import complete
 from tread.training.ema import EMA
 from tread.training.run import Run
-from tread.training.setup import start
+from tread.training.settings import complete
+from tread.training.start import start
 
 STAGES = ("data wait", "forward", "backward", "optimizer", "EMA", "rest")
 WARMUP, STAGED = 3, 5  # turns between the first and the measurement, and steps taken stage by stage

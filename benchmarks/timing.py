@@ -15,11 +15,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch.profiler import ProfilerActivity, profile
 
-from tread.data.encoded_text import TextSpec
+from tread.data.columns import TextSpec
 from tread.data.latents import LatentSpec
-from tread.data.text_words import BEGIN, UNKNOWN
 from tread.data.text_writer import TextWriter
-from tread.models.text import Text
+from tread.encoders.words import BEGIN, UNKNOWN
+from tread.models.conditions import Text
 from tread.runtime.device import wait_for
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,17 +18,29 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    from tread.runtime.early import guard_imports
+    from tread.runtime.import_guard import guard_imports
 
     guard_imports(globals())
 
 from collections.abc import Sequence
 
-from tread.evaluation.curves import save_panels
+from tread.drawing.charts import save_panels
+from tread.reports.comparison import (
+    COLUMNS,
+    CURVES,
+    Group,
+    axes_of,
+    doubts,
+    number,
+    open_groups,
+    panel,
+    speed,
+    unit,
+    verdicts,
+    write_table,
+)
 from tread.runtime.cli import answer_help, explained
 from tread.runtime.files import check_place
-from tread.training.comparison import Group, open_groups, write_table
-from tread.training.comparison_text import COLUMNS, CURVES, axes_of, doubts, number, panel, speed, unit, verdicts
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 if __name__ == "__main__":
-    from tread.runtime.early import guard_imports
+    from tread.runtime.import_guard import guard_imports
 
     guard_imports(globals())
 
@@ -22,8 +22,8 @@ import hydra
 import torch
 from omegaconf import DictConfig
 
-from tread.evaluation import explore_page
-from tread.evaluation.explore import Explorer, Options
+from tread.reports import explorer
+from tread.reports.explorer import Explorer, Options
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import use_cores
@@ -34,12 +34,12 @@ def main(composed: DictConfig) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with explained("closed"):
         options = schema.read(plain(composed), Options)
-        explore_page.import_gradio()
-        explore_page.check_port(options.port)
+        explorer.import_gradio()
+        explorer.check_port(options.port)
         use_cores(options.cpu_threads, processes=1)
-        explorer = Explorer(options, device, os.path.relpath(ROOT / "sample.py"))
-        explore_page.serve(
-            explorer, options.port, lambda address: print(f"{address}  {explorer.title}; Ctrl-C closes it", flush=True)
+        opened = Explorer(options, device, os.path.relpath(ROOT / "sample.py"))
+        explorer.serve(
+            opened, options.port, lambda address: print(f"{address}  {opened.title}; Ctrl-C closes it", flush=True)
         )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    from tread.runtime.early import guard_imports
+    from tread.runtime.import_guard import guard_imports
 
     guard_imports(globals())
 

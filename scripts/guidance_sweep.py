@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    from tread.runtime.early import guard_imports
+    from tread.runtime.import_guard import guard_imports
 
     guard_imports(globals())
 
@@ -30,13 +30,12 @@ from tqdm import tqdm
 
 from tread.checkpoints import checkpoint
 from tread.diffusion.guidance import NO_GUIDANCE, Schedule
-from tread.evaluation import pipeline
-from tread.evaluation.clip_score import METRIC as CLIP
-from tread.evaluation.curves import Line, Panel, save_panels
-from tread.evaluation.figures import save_heat_maps
-from tread.evaluation.plan import Options, ScoringPlan, plan_scoring, read_options, settle_paths, settle_reference
+from tread.drawing.charts import Line, Panel, save_heat_maps, save_panels
+from tread.encoders.clip import METRIC as CLIP
+from tread.evaluation import scoring
 from tread.evaluation.reference_scorer import ReferenceScorer
 from tread.evaluation.scorers import METRICS, choose_scorer
+from tread.evaluation.scoring import Options, ScoringPlan, plan_scoring, read_options, settle_paths, settle_reference
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import use_precision
@@ -120,7 +119,7 @@ def run(sweep: Sweep, options: Options, processes: Processes) -> None:
     each = {**chosen, None: without} if sweep.baseline else chosen
     with tqdm(total=len(each), desc="guidance sweep", unit="setting", disable=not processes.main) as progress:
         for point, one in each.items():
-            (record,) = pipeline.run(one, processes)
+            (record,) = scoring.run(one, processes)
             if processes.main and metric not in record:
                 raise ValueError(
                     f"sweep.metric is {metric}, but: {record['unavailable'].get(metric, 'nothing was scored')}"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    from tread.runtime.early import guard_imports
+    from tread.runtime.import_guard import guard_imports
 
     guard_imports(globals())
 
@@ -27,19 +27,18 @@ from omegaconf import DictConfig, OmegaConf
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, process_of, read_network
-from tread.checkpoints.origin import KINDS, Origin, read_origin
-from tread.checkpoints.state_dicts import describe, sizes
-from tread.data.autoencoder import UNKNOWN
-from tread.data.importers import AUTOENCODER, SCALE
+from tread.checkpoints.weights import KINDS, Origin, describe, read_origin, sizes
 from tread.data.latents import LatentSpec
-from tread.data.lightningdit import read_statistics
+from tread.encoders.autoencoder import UNKNOWN
+from tread.preparing.imports import AUTOENCODER, SCALE
+from tread.preparing.lightningdit import read_statistics
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.files import explain_failure, write_whole
 from tread.runtime.tensor_files import read_state_dicts
 from tread.runtime.versions import versions
 from tread.training import settings
-from tread.training.dataset_facts import complete
+from tread.training.settings import complete
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Other people's latents → a dataset: python scripts/import_latents.py kind=… source=… out=…
 
-All options: configs/import_latents.yaml; what each kind means: tread/data/importers.py. Start it again after it
+All options: configs/import_latents.yaml; what each kind means: tread/preparing/imports.py. Start it again after it
 was stopped, and it goes on with the shards that are missing.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    from tread.runtime.early import guard_imports
+    from tread.runtime.import_guard import guard_imports
 
     guard_imports(globals())
 
@@ -25,15 +25,15 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from tread.data import dataset_report
 from tread.data.dataset import LatentDataset
-from tread.data.grids import save_grid
-from tread.data.importers import ForeignLatents, Kind, open_foreign
 from tread.data.latents import Dtype
-from tread.data.lightningdit import STATISTICS
-from tread.data.prepare import shard_ranges
-from tread.data.uvit import write_text
 from tread.data.writer import DatasetWriter
+from tread.drawing.grids import save_grid
+from tread.preparing import encode_photos
+from tread.preparing.encode_photos import shard_ranges
+from tread.preparing.imports import ForeignLatents, Kind, open_foreign
+from tread.preparing.lightningdit import STATISTICS
+from tread.preparing.uvit import write_text
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.files import size_text
@@ -136,21 +136,21 @@ def finish(writer: DatasetWriter, shards: int, options: Options, foreign: Foreig
     """Assemble the dataset, look at it, write its report, and give it its name."""
     writer.assemble(shards, **({"normalize_by": foreign.normalize} if foreign.normalize else {}))
     data = LatentDataset(writer.data)
-    made = dataset_report.numbers(data)
+    made = encode_photos.dataset_numbers(data)
     pictures = f"  pictures  {writer.folder / 'report.png'}: decoded samples; look whether they are whole"
     if options.decode:
-        chosen = dataset_report.spread(len(data), options.decode)
+        chosen = encode_photos.spread_indices(len(data), options.decode)
         try:
-            after = dataset_report.decode(data, chosen, torch.device("cpu"))
+            after = encode_photos.decode_samples(data, chosen, torch.device("cpu"))
             save_grid(data.folder / "report.png", after, columns=4)
         except (ValueError, RuntimeError) as error:
             pictures = f"  pictures  none, so nobody has seen whether the scale is right: {error}"
     if foreign.text is not None:
         write_text(writer.data, foreign.text, partial(progress, unit="caption"))
     writer.publish(made)
-    print(dataset_report.text(made))
+    print(encode_photos.report_text(made))
     if options.kind == "lightningdit":
-        if foreign.normalize and (far := dataset_report.disagreement(data)) > 0.2:
+        if foreign.normalize and (far := encode_photos.disagreement(data)) > 0.2:
             print(
                 f"warning: {STATISTICS} is off by {far:.2f} standard deviations from these latents: right to go on "
                 "with a network of other data, else these are statistics of other latents"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    from tread.runtime.early import guard_imports
+    from tread.runtime.import_guard import guard_imports
 
     guard_imports(globals())
 
@@ -29,16 +29,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.origin import KINDS
-from tread.checkpoints.trained import open_trained, open_weak
-from tread.data.autoencoder import load_decoder
-from tread.data.emojis import ATTRIBUTION
-from tread.data.grids import draw_grid, name_rows, save_png
+from tread.checkpoints.for_sampling import open_trained, open_weak
+from tread.checkpoints.weights import KINDS
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Sampler, check_ratios, draw_pictures, relative_cost
 from tread.diffusion.solvers import Solver
+from tread.drawing.grids import draw_grid, name_rows, save_png
+from tread.encoders.autoencoder import load_decoder
+from tread.encoders.inception import at_hand, find_weights, load_inception
 from tread.evaluation.emoji_judge import Asked, Emoji, ask, judge_emoji, open_emoji, real_emoji
-from tread.evaluation.inception import at_hand, find_weights, load_inception
+from tread.preparing.emoji import ATTRIBUTION
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import Precision, device_name, use_cores, use_precision

@@ -1,7 +1,7 @@
 """An encoder's patch features beside the latents of a dataset: python scripts/prepare_features.py dataset=… encoder=…
 
 For training with alignment.source=stored. All options: configs/prepare_features.yaml; encoders:
-tread/evaluation/encoders.py. Start it again after it was stopped, with any number of processes, and it goes on with the
+tread/encoders/vision.py. Start it again after it was stopped, with any number of processes, and it goes on with the
 shards that are missing.
 """
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    from tread.runtime.early import guard_imports
+    from tread.runtime.import_guard import guard_imports
 
     guard_imports(globals())
 
 import hydra
 from omegaconf import DictConfig
 
-from tread.evaluation.feature_pipeline import Options, prepare
+from tread.preparing.encode_features import Options, prepare
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain, spell_folder
 from tread.runtime.device import use_precision

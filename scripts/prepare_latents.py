@@ -11,14 +11,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    from tread.runtime.early import guard_imports
+    from tread.runtime.import_guard import guard_imports
 
     guard_imports(globals())
 
 import hydra
 from omegaconf import DictConfig
 
-from tread.data.photo_pipeline import Options, prepare
+from tread.preparing.encode_photos import Options, prepare
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.distributed import share_work

@@ -1,6 +1,6 @@
 """A text encoder's encodings of a dataset's captions: python scripts/prepare_text.py dataset=… encoder=…
 
-For training a text model. All options: configs/prepare_text.yaml; encoders: tread/data/text_encoders.py. Start it again
+For training a text model. All options: configs/prepare_text.yaml; encoders: tread/encoders/language.py. Start it again
 after it was stopped, with any number of processes, and it goes on with the shards that are missing.
 """
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    from tread.runtime.early import guard_imports
+    from tread.runtime.import_guard import guard_imports
 
     guard_imports(globals())
 
 import hydra
 from omegaconf import DictConfig
 
-from tread.data.text_pipeline import Options, prepare
+from tread.preparing.encode_text import Options, prepare
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain, spell_folder
 from tread.runtime.device import use_precision

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    from tread.runtime.early import guard_imports
+    from tread.runtime.import_guard import guard_imports
 
     guard_imports(globals())
 
@@ -23,7 +23,7 @@ import hydra
 from omegaconf import DictConfig
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.trained import open_trained
+from tread.checkpoints.for_sampling import open_trained
 from tread.diffusion.guidance import NO_GUIDANCE
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain

@@ -13,13 +13,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    from tread.runtime.early import guard_imports
+    from tread.runtime.import_guard import guard_imports
 
     guard_imports(globals())
 
+from tread.reports.comparison import folders_of
+from tread.reports.report import write_report
 from tread.runtime.cli import answer_help, explained
-from tread.training.comparison import folders_of
-from tread.training.report import write_report
 
 
 def main() -> None:

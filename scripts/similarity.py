@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    from tread.runtime.early import guard_imports
+    from tread.runtime.import_guard import guard_imports
 
     guard_imports(globals())
 
@@ -28,10 +28,10 @@ from tqdm import tqdm
 
 from routing_module import Route
 from tread.checkpoints import checkpoint
-from tread.checkpoints.origin import KINDS
-from tread.checkpoints.trained import Trained, open_trained
+from tread.checkpoints.for_sampling import Trained, open_trained
+from tread.checkpoints.weights import KINDS
 from tread.data.dataset import LatentDataset
-from tread.evaluation.figures import save_heat_maps
+from tread.drawing.charts import save_heat_maps
 from tread.evaluation.similarity import (
     adjacent,
     describe_routes,

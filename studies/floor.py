@@ -20,9 +20,9 @@ from omegaconf import OmegaConf
 
 from studies.jobs import LEFT_OUT, Children, cores_of
 from studies.study import HERE
-from tread.data.autoencoder import load_decoder
 from tread.data.dataset import LatentDataset
 from tread.data.latents import to_network
+from tread.encoders.autoencoder import load_decoder
 from tread.evaluation.image_sets import save_npz
 from tread.runtime import schema
 from tread.runtime.cli import answer_help, explained

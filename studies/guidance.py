@@ -9,7 +9,7 @@ from pathlib import Path
 
 from studies.results import METRICS, Made, series, standard_error
 from studies.study import Study
-from tread.evaluation.curves import Line, Panel, save_panels
+from tread.drawing.charts import Line, Panel, save_panels
 
 
 def sampling_flops(runs: list[Made]) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from studies.results import METRICS, Made, series, shown
 from studies.study import Study
-from tread.evaluation.curves import Line, Panel, save_panels
+from tread.drawing.charts import Line, Panel, save_panels
 
 LAST = 0.2  # share of the training over whose end a training loss is averaged
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from studies.results import METRICS, Made, series
 from studies.study import Study
-from tread.evaluation.figures import save_heat_maps
+from tread.drawing.charts import save_heat_maps
 
 
 def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:

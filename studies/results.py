@@ -16,7 +16,7 @@ import numpy as np
 
 from studies.jobs import Job, result
 from studies.study import HERE, Planned, Study, plan
-from tread.evaluation.curves import Line, Panel, save_panels
+from tread.drawing.charts import Line, Panel, save_panels
 from tread.evaluation.heldout_loss import CALLED
 from tread.runtime.files import explain_failure, write_whole
 

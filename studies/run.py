@@ -24,7 +24,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    from tread.runtime.early import guard_imports
+    from tread.runtime.import_guard import guard_imports
 
     guard_imports(globals())
 
@@ -34,7 +34,7 @@ from studies.cost import estimate
 from studies.jobs import jobs_of, make, submit
 from studies.results import finished, gather, is_made, missing, publish, reports, write
 from studies.study import HERE, ScaleName, Study, names, plan, read_study
-from tread.evaluation.inception import find_weights
+from tread.encoders.inception import find_weights
 from tread.runtime import schema
 from tread.runtime.cli import answer_help, explained
 from tread.runtime.files import check_place

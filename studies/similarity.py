@@ -9,7 +9,7 @@ import numpy as np
 
 from studies.results import Made, shown
 from studies.study import Study
-from tread.evaluation.figures import save_heat_maps
+from tread.drawing.charts import save_heat_maps
 
 PANELS = {"dense": "all tokens", "routed": "under its route"}  # of similarity.json → what is said of it
 

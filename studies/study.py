@@ -23,13 +23,13 @@ from omegaconf.errors import OmegaConfBaseException
 from scripts.judge_emoji import Options as JudgeOptions
 from scripts.similarity import Options as SimilarityOptions
 from tread.checkpoints.network import TextSettings, build_network
-from tread.evaluation.plan import Options as ScoringOptions
+from tread.evaluation.scoring import Options as ScoringOptions
 from tread.models.backbone import Backbone
 from tread.runtime import schema
 from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore
 from tread.training import settings
-from tread.training.dataset_facts import with_text
-from tread.training.objective import active_routes
+from tread.training.settings import with_text
+from tread.training.step import active_routes
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

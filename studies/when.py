@@ -11,7 +11,7 @@ import numpy as np
 
 from studies.results import METRICS, Made, series, standard_error
 from studies.study import Study
-from tread.evaluation.curves import Line, Panel, save_panels
+from tread.drawing.charts import Line, Panel, save_panels
 
 
 def gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:

@@ -13,9 +13,9 @@ from tread.checkpoints.network import build_network, read_network
 from tread.data.captions import add_captions
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
-from tread.data.text_encoders import TextEncoder
 from tread.data.text_writer import TextWriter
 from tread.data.writer import write_dataset
+from tread.encoders.language import TextEncoder
 
 PIXELS = LatentSpec(shape=(3, 16, 16), classes=("picture",), autoencoder="pixels", scale_applied=True)
 

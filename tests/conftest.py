@@ -38,10 +38,10 @@ import train
 from dit import DiT
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, read_network
-from tread.data.images import Crop
 from tread.data.latents import LatentSpec
+from tread.encoders.inception import Inception, sizes_of
 from tread.evaluation import image_sets, reference
-from tread.evaluation.inception import Inception, sizes_of
+from tread.preparing.images import Crop
 from tread.runtime.cli import take_literally
 from tread.runtime.distributed import share_work
 from tread.training import settings

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from dit import DiT
 from tread.checkpoints import checkpoint
-from tread.checkpoints.origin import load_weights, read_origin
+from tread.checkpoints.weights import load_weights, read_origin
 from tread.runtime import tensor_files
 from tread.runtime.files import whole_folder, write_whole
 from tread.training.ema import EMA, exponential

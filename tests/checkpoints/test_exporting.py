@@ -20,9 +20,9 @@ import sample
 import train
 from tread.checkpoints import checkpoint
 from tread.checkpoints.exporting import record, shortened
-from tread.checkpoints.origin import load_weights, read_origin
-from tread.checkpoints.trained import open_trained
-from tread.data import digits
+from tread.checkpoints.for_sampling import open_trained
+from tread.checkpoints.weights import load_weights, read_origin
+from tread.preparing import digits
 
 
 def hand_out(folder, *overrides):

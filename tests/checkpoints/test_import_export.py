@@ -19,14 +19,15 @@ from safetensors.torch import load_file
 import fid
 import sample
 from tread.checkpoints import checkpoint
+from tread.checkpoints.for_sampling import open_trained
 from tread.checkpoints.network import build_network, read_network
-from tread.checkpoints.origin import load_weights, read_origin
-from tread.checkpoints.trained import open_trained
-from tread.data import autoencoder, digits
-from tread.data.grids import save_grid
+from tread.checkpoints.weights import load_weights, read_origin
 from tread.data.latents import LatentSpec, from_network
 from tread.diffusion import sampling
+from tread.drawing.grids import save_grid
+from tread.encoders import autoencoder
 from tread.models.rotary import TABLES, rotary_angles
+from tread.preparing import digits
 
 SIZES = ["model.hidden_size=16", "model.depth=2", "model.num_heads=2", "model=dit"]
 CPU = torch.device("cpu")

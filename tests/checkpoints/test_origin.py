@@ -12,11 +12,10 @@ from conftest import launch_door
 from safetensors.torch import save_file
 
 from dit import DiT
-from tread.checkpoints import checkpoint, origin
+from tread.checkpoints import checkpoint, weights
 from tread.checkpoints.network import Model, build_network, read_network
-from tread.checkpoints.origin import load_weights, read_origin
-from tread.checkpoints.state_dicts import fit
-from tread.data import digits
+from tread.checkpoints.weights import fit, load_weights, read_origin
+from tread.preparing import digits
 
 SIZES = ["model.hidden_size=16", "model.depth=2", "model.num_heads=2", "model=dit"]
 LATENTS = replace(digits.MEANING, classes=tuple("abcdefghij"))
@@ -82,7 +81,7 @@ def test_every_setting_of_a_network_is_compared(saved, cfg, monkeypatch):
     class Coming(Model):
         coming: str = "layer"
 
-    monkeypatch.setattr(origin, "Model", Coming)
+    monkeypatch.setattr(weights, "Model", Coming)
     values = {item.name: getattr(cfg().model, item.name) for item in fields(Model)}
     folder, network = saved(), build_network(cfg())
     load_weights(network, str(folder), model=Coming(**values))

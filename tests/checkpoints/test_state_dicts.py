@@ -15,8 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from dit import DiT
-from tread.checkpoints.origin import load_weights
-from tread.checkpoints.state_dicts import describe, fit, sizes
+from tread.checkpoints.weights import describe, fit, load_weights, sizes
 from tread.models.rwkv import RWKV
 from tread.runtime.tensor_files import plain_names, read_state_dict, read_state_dicts
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from tread.data.captions import add_captions, parse_captions
+from tread.data.columns import TextSpec
 from tread.data.dataset import PLACEMENTS, LatentDataset, read_index
-from tread.data.encoded_text import TextSpec
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.data.text_writer import TextWriter
 from tread.data.writer import write_dataset
-from tread.models.text import Text
-from tread.training.objective import split_batch
+from tread.models.conditions import Text
+from tread.training.step import split_batch
 
 MEANING = LatentSpec(shape=(2, 4, 4), classes=("ant", "bee"), autoencoder="pixels", views=2)
 COUNT, T = 23, 5

@@ -16,14 +16,15 @@ from rf import RF
 from routing_module import Route
 from sample import parse_seeds
 from tread.checkpoints import checkpoint
-from tread.data.autoencoder import to_uint8
-from tread.data.grids import save_grid
+from tread.data.latents import to_uint8
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import KINDS as GUIDANCE_KINDS
 from tread.diffusion.guidance import Guidance, Schedule
 from tread.diffusion.sampling import Model, Sampler, draw, draw_pictures, relative_cost, seeded_labels, spread_classes
 from tread.diffusion.solvers import Churn, heun
-from tread.evaluation.figures import save_curve
+from tread.drawing.charts import save_curve
+from tread.drawing.grids import save_grid
+from tread.evaluation.heldout_loss import CALLED
 from tread.runtime.device import use_precision
 from tread.runtime.randomness import generator, seeded_normal
 
@@ -376,7 +377,7 @@ def test_grid_places_pictures_row_by_row(tmp_path):
 
 def test_curve_is_drawn(tmp_path):
     records = [{"step": s, "loss": 1 / s} for s in range(1, 9)] + [{"step": 8, "eval_loss": 0.1}]
-    save_curve(tmp_path / "loss.png", records, routed=True)
+    save_curve(tmp_path / "loss.png", records, routed=True, evaluations=CALLED)
     drawn = np.asarray(Image.open(tmp_path / "loss.png").convert("RGB")).reshape(-1, 3)
     assert len(np.unique(drawn, axis=0)) > 10
 

@@ -26,8 +26,7 @@ from PIL import Image
 
 from tread.checkpoints import checkpoint
 from tread.diffusion.guidance import KINDS
-from tread.evaluation.explore import controls
-from tread.evaluation.explore_page import SAME
+from tread.reports.explorer import SAME, controls
 
 DIGITS = ROOT / "tests" / "recorded" / "run"
 FIRST = "http://127.0.0.1"

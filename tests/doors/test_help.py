@@ -20,7 +20,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from test_pages import DOORS
 
-from tread.runtime import door_help, schema
+from tread.runtime import cli, schema
 
 SCRIPTS = sorted(
     str(path.relative_to(ROOT))
@@ -129,7 +129,7 @@ def test_comments_over_several_lines_and_choices_that_no_comment_names_are_told(
         "# run it\n#\n# Usual overrides:\n#   a=1  one\n\ndefaults:\n  - other\n  - kind: round  # round, …\n\n"
         "a: [1, 2]  # a list\n           # of two\n# part:\n#   b: 3     # a part's\nc: ???  # must be given\n"
     )
-    text = door_help.short("It does.", tmp_path / "it.yaml")
+    text = cli.short("It does.", tmp_path / "it.yaml")
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line.startswith("  ")]
     assert lines[1:] == [
         ["kind=round", "round, …; also square"],
@@ -138,7 +138,7 @@ def test_comments_over_several_lines_and_choices_that_no_comment_names_are_told(
         ["c=…", "must be given"],
     ]
     (tmp_path / "other.yaml").write_text("d: 4\n")
-    whole = door_help.whole(tmp_path / "it.yaml", ["kind=square"])
+    whole = cli.whole(tmp_path / "it.yaml", ["kind=square"])
     assert [Path(path).name for path in re.findall("^# ---- (.*)", whole, re.M)] == [
         "it.yaml",
         "other.yaml",

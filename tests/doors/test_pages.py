@@ -32,7 +32,7 @@ from forked import run_python
 from hydra import compose, initialize_config_dir
 
 import sample
-from tread.evaluation import plan
+from tread.evaluation import scoring
 from tread.runtime import schema
 from tread.runtime.cli import plain, spell_folder, take_literally
 from tread.training import settings
@@ -62,7 +62,7 @@ COMPOSED = {  # what a command has → why it can't be run here
     r"source=|dataset=folder|imagenette": "photos or latents of others",
     r"prepare_features.py": "pictures of others, and an encoder from the hub",
     r"prepare_text.py": "captions of others, and an encoder from the hub",
-    r"dataset=emoji|judge_emoji": "renders for half a minute; tests/data/test_emojis.py makes a few",
+    r"dataset=emoji|judge_emoji": "renders for half a minute; tests/preparing/test_emoji.py makes a few",
     r" weights=\S+\.pt": "weights of others",
     r"(emoji|coco256)-tread_text": "a network of captions, which trains for hours (tests/evaluation/test_prompts.py)",
     r"reference=|samples=\S+\.npz": "pictures to compare with, and the FID Inception",
@@ -146,9 +146,9 @@ def read_import(tree: dict) -> settings.Settings:
     return settings.read(tree)
 
 
-def read_sweep(tree: dict) -> plan.Options:
+def read_sweep(tree: dict) -> scoring.Options:
     schema.read(tree.pop("sweep"), guidance_sweep.Sweep, "sweep.")
-    return plan.read_options(tree)
+    return scoring.read_options(tree)
 
 
 def read_as(kind: type) -> tuple[list[str], Callable[[dict], object]]:
@@ -158,7 +158,7 @@ def read_as(kind: type) -> tuple[list[str], Callable[[dict], object]]:
 DOORS = {  # script → its config, the keys it knows, and how it reads them
     "train.py": ("config", TRAIN, settings.read),
     "sample.py": ("sample", *read_as(sample.Options)),
-    "fid.py": ("fid", schema.known_keys(plan.Options), plan.read_options),
+    "fid.py": ("fid", schema.known_keys(scoring.Options), scoring.read_options),
     "scripts/prepare_latents.py": ("prepare_latents", *read_as(prepare_latents.Options)),
     "scripts/prepare_features.py": ("prepare_features", *read_as(prepare_features.Options)),
     "scripts/prepare_text.py": ("prepare_text", *read_as(prepare_text.Options)),
@@ -173,7 +173,7 @@ DOORS = {  # script → its config, the keys it knows, and how it reads them
     "scripts/explore.py": ("explore", *read_as(explore.Options)),
     "scripts/guidance_sweep.py": (
         "guidance_sweep",
-        [*schema.known_keys(plan.Options), *schema.known_keys(guidance_sweep.Sweep, "sweep.")],
+        [*schema.known_keys(scoring.Options), *schema.known_keys(guidance_sweep.Sweep, "sweep.")],
         read_sweep,
     ),
     "scripts/similarity.py": ("similarity", *read_as(similarity.Options)),
@@ -305,7 +305,7 @@ def test_files_and_keys_named_in_words_exist(page):
     text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.M | re.S)
     for path in re.findall(r"\b(?:tests|tread|configs|scripts|benchmarks)/[\w./-]+\.(?:py|sh|yaml|json|png)\b", text):
         assert (ROOT / path).exists(), f"{page}: {path}"
-    known = [*settings.known_keys(), *schema.known_keys(plan.Options)]
+    known = [*settings.known_keys(), *schema.known_keys(scoring.Options)]
     sections = "|".join({key.partition(".")[0] for key in known if "." in key})
     no_keys = ("train.py", "rf.py", "dataset.json", "model.routing", "alignment.txt", "text.txt")  # files; a variable
     for code in re.findall(r"`([^`]+)`", text):

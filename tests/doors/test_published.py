@@ -22,10 +22,10 @@ from test_pages import commands_of, composed_settings
 
 import sample
 from tread.checkpoints import checkpoint
-from tread.checkpoints.origin import load_weights
-from tread.checkpoints.trained import open_trained
-from tread.data import autoencoder
-from tread.data.grids import FACTS, GAP
+from tread.checkpoints.for_sampling import open_trained
+from tread.checkpoints.weights import load_weights
+from tread.drawing.grids import FACTS, GAP
+from tread.encoders import autoencoder
 from tread.runtime.files import size_text
 from tread.training.run_folder import migrate
 

@@ -19,11 +19,11 @@ from conftest import ROOT
 from PIL import Image
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.trained import open_trained
-from tread.data import autoencoder
+from tread.checkpoints.for_sampling import open_trained
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.diffusion.sampling import Sampler, draw
+from tread.encoders import autoencoder
 
 SMALL = ["model.hidden_size=64", "model.depth=6", "model.num_heads=2", "train.batch_size=16", "train.steps=6"]
 SMALL += [

@@ -17,13 +17,13 @@ from PIL import Image
 
 from tread.data.captions import add_captions
 from tread.data.dataset import LatentDataset
-from tread.data.emojis import MEANING
-from tread.data.text_pipeline import write_shards
-from tread.data.text_words import WordEncoder, make_vocabulary
 from tread.data.text_writer import TextWriter
 from tread.data.writer import write_dataset
+from tread.encoders.inception import load_inception
+from tread.encoders.words import WordEncoder, make_vocabulary
 from tread.evaluation.emoji_judge import VALUES, Asked, Emoji, ask, judge_emoji, real_emoji
-from tread.evaluation.inception import load_inception
+from tread.preparing.emoji import MEANING
+from tread.preparing.encode_text import write_shards
 from tread.runtime.randomness import generator
 from tread.training.run_folder import RunLog
 

@@ -7,7 +7,7 @@ import torch
 from conftest import launch, records
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.trained import open_trained
+from tread.checkpoints.for_sampling import open_trained
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset

@@ -11,10 +11,10 @@ import pytest
 from conftest import open_pictures, open_reference
 from PIL import Image
 
-from tread.data.images import centre_crop
+from tread.data.parts import PartStore
 from tread.evaluation.image_sets import save_npz
-from tread.evaluation.part_store import PartStore
 from tread.evaluation.reference import check_size, save_statistics
+from tread.preparing.images import centre_crop
 from tread.runtime.distributed import share_work
 
 

@@ -19,18 +19,18 @@ from tiny_text import save_encoder
 
 import sample
 from tread.checkpoints import checkpoint
-from tread.checkpoints.trained import open_trained
-from tread.data.autoencoder import load_decoder
+from tread.checkpoints.for_sampling import open_trained
 from tread.data.dataset import LatentDataset
-from tread.data.grids import FACTS, GAP, draw_grid, name_rows
-from tread.data.text_encoders import text_encoder
 from tread.data.writer import write_dataset
 from tread.diffusion.guidance import NO_GUIDANCE, Guidance
 from tread.diffusion.sampling import Model, Sampler, draw, seeded_labels, to_pictures
-from tread.evaluation import pipeline
-from tread.evaluation.explore import Explorer, Options
+from tread.drawing.grids import FACTS, GAP, draw_grid, name_rows
+from tread.encoders.autoencoder import load_decoder
+from tread.encoders.language import text_encoder
+from tread.evaluation import scoring
 from tread.evaluation.image_sets import open_pictures
 from tread.evaluation.prompts import read_prompts
+from tread.reports.explorer import Explorer, Options
 from tread.runtime import cli, schema
 from tread.runtime.distributed import share_work
 
@@ -244,7 +244,7 @@ def test_held_out_captions_are_scored_against_their_pictures(folder, clip, incep
 
     words = ("checkpoint=results/words", f"inception={inception_file}", *FID, f"clip={clip}")
     words += ("prompts=heldout", "save_samples=true", "reference=heldout", "out=scored")
-    real, calls = pipeline.draw_pictures, []
+    real, calls = scoring.draw_pictures, []
 
     def drawing(*given, **more):
         calls.append(list(given[2]))
@@ -252,7 +252,7 @@ def test_held_out_captions_are_scored_against_their_pictures(folder, clip, incep
             raise KeyboardInterrupt
         return real(*given, **more)
 
-    monkeypatch.setattr(pipeline, "draw_pictures", drawing)
+    monkeypatch.setattr(scoring, "draw_pictures", drawing)
     refusal(folder, *words, door=score)
     said = score(folder, *words)
     assert calls == [[0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7], [8]]

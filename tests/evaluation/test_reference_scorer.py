@@ -10,10 +10,10 @@ import scipy.linalg
 import torch
 from conftest import open_pictures, open_reference
 
-from tread.evaluation import features as kept
+from tread.data.parts import PartStore
+from tread.encoders import inception as kept
+from tread.encoders.inception import Inception, extract, load_inception
 from tread.evaluation import image_sets
-from tread.evaluation.inception import Inception, extract, load_inception
-from tread.evaluation.part_store import PartStore
 from tread.evaluation.reference_scorer import ReferenceScorer
 from tread.runtime.distributed import share_work
 

@@ -15,10 +15,11 @@ from safetensors import safe_open
 
 import sample
 from tread.checkpoints import checkpoint
-from tread.checkpoints.trained import open_trained
-from tread.data.autoencoder import load_decoder, to_uint8
-from tread.data.grids import FACTS, GAP, draw_grid, name_rows
+from tread.checkpoints.for_sampling import open_trained
+from tread.data.latents import to_uint8
 from tread.diffusion.sampling import Sampler, draw, draw_pictures
+from tread.drawing.grids import FACTS, GAP, draw_grid, name_rows
+from tread.encoders.autoencoder import load_decoder
 
 DIGITS = ROOT / "tests" / "recorded" / "run"
 OPTIONS = ("checkpoint=results/a", "classes=[1,4]", "seeds=0-2", "steps=2")

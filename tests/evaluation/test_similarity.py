@@ -19,7 +19,7 @@ from conftest import RGB, launch, launch_door, save_checkpoint
 from dit import DiT
 from routing_module import Route
 from tread.checkpoints import checkpoint
-from tread.checkpoints.trained import open_trained
+from tread.checkpoints.for_sampling import open_trained
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec, to_network
 from tread.data.writer import write_dataset

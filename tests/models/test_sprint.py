@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sample
 from rf import RF
 from routing_module import Route
-from tread.checkpoints.state_dicts import sizes
+from tread.checkpoints.weights import sizes
 from tread.data.latents import LatentSpec
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Model, Sampler, draw, seeded_normal
@@ -27,7 +27,7 @@ from tread.routing.ids import choose_ids
 from tread.runtime import compiling
 from tread.runtime.device import autocast
 from tread.training import settings
-from tread.training.objective import step_draws, training_loss
+from tread.training.step import step_draws, training_loss
 
 SIZES = {"input_size": 4, "patch_size": 1, "hidden_size": 16, "num_heads": 2, "num_classes": 5}
 ROUTE = Route(2, -3, 0.75, "off")

@@ -18,8 +18,8 @@ from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import Branch, Guidance, guided
 from tread.diffusion.sampling import Model, Sampler, draw
 from tread.models import conditions
+from tread.models.conditions import Text
 from tread.models.lightning import LightningDiT
-from tread.models.text import Text
 from tread.models.text_dit import TextDiT
 from tread.routing.ids import choose_ids
 from tread.runtime import compiling

@@ -26,7 +26,7 @@ from tread.routing.ids import (
     with_ratio,
 )
 from tread.runtime.randomness import generator
-from tread.training.objective import split_batch, step_draws, training_loss
+from tread.training.step import split_batch, step_draws, training_loss
 
 SELECTS = ("token", "row", "shared")
 

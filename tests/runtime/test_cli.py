@@ -52,7 +52,7 @@ IMPORTS = """
 import signal, sys, time
 if sys.argv[1] == "ignored":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-from tread.runtime.early import guard_imports
+from tread.runtime.import_guard import guard_imports
 guard_imports(globals())
 assert "torch" not in sys.modules
 if sys.argv[1] == "imported":

@@ -20,7 +20,7 @@ from tread.diffusion.guidance import Guidance, Schedule
 from tread.diffusion.sampling import Model, Sampler, draw
 from tread.runtime import compiling
 from tread.runtime.device import autocast
-from tread.training import setup
+from tread.training import start
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -148,7 +148,7 @@ def test_a_run_compiles_no_more_than_its_kinds_of_steps(tmp_path, monkeypatch, p
         compile_blocks(blocks, counters[-1])
 
     compile_blocks = compiling.compile_blocks
-    monkeypatch.setattr(setup, "compile_blocks", counting)
+    monkeypatch.setattr(start, "compile_blocks", counting)
     options = ["train.steps=8", "train.routes_until=5", "eval.points=40", "eval.batch_size=16", "every.sample=4"]
     options += [f"train.precision={precision}", "model.routes.0.start=1", "model.routes.0.end=3"]
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()

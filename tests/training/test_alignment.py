@@ -31,8 +31,8 @@ from tread.training.alignment import (
     ids_at,
     self_loss,
 )
-from tread.training.objective import aligned_losses, step_draws, teacher_tokens, training_loss
-from tread.training.setup import shallow_teacher
+from tread.training.start import shallow_teacher
+from tread.training.step import aligned_losses, step_draws, teacher_tokens, training_loss
 
 LATENTS = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
 SIZES = {"patch_size": 2, "hidden_size": 32, "depth": 6, "num_heads": 2}

@@ -12,7 +12,7 @@ from tread.data.latents import LatentSpec
 from tread.models.conditions import drop
 from tread.runtime.randomness import generator, seeded_normal
 from tread.training.alignment import Alignment
-from tread.training.objective import split_batch, step_draws
+from tread.training.step import split_batch, step_draws
 
 
 def draws(seed=0, step=5, num_routes=1, posterior=True, batch_size=8):

@@ -15,12 +15,11 @@ from conftest import launch, launch_door, launch_processes, records, state
 import fid
 import sample
 from tread.checkpoints import checkpoint
+from tread.checkpoints.for_sampling import open_trained
 from tread.checkpoints.network import build_network, read_network
-from tread.checkpoints.origin import load_weights
-from tread.checkpoints.state_dicts import describe, sizes
-from tread.checkpoints.trained import open_trained
-from tread.data import digits
+from tread.checkpoints.weights import describe, load_weights, sizes
 from tread.models.mamba import Mamba
+from tread.preparing import digits
 
 SMALL = ["model.head_dim=8", "model.state=4"]
 HYBRID = [*SMALL, "model.directions=4", "model.attention_every=3"]

@@ -16,9 +16,9 @@ import sample
 from tread.checkpoints import checkpoint
 from tread.checkpoints.exporting import public_names
 from tread.checkpoints.network import build_network
-from tread.checkpoints.state_dicts import fit
+from tread.checkpoints.weights import fit
 from tread.runtime.tensor_files import LABELS
-from tread.training.objective import active_routes
+from tread.training.step import active_routes
 
 SMALL = ["model.hidden_size=16", "model.num_heads=2", "model.depth=3"]
 SMALL += ["model.decoder_hidden_size=8", "model.decoder_depth=1", "model.decoder_heads=2"]

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.origin import read_origin
-from tread.checkpoints.trained import open_trained
+from tread.checkpoints.for_sampling import open_trained
+from tread.checkpoints.weights import read_origin
 from tread.diffusion.sampling import Sampler, draw
 from tread.runtime import tensor_files
 from tread.training import posthoc_ema

@@ -18,22 +18,21 @@ import train
 from rf import RF
 from routing_module import Route, draw_ids
 from tread.checkpoints import checkpoint
+from tread.checkpoints.for_sampling import open_trained
 from tread.checkpoints.network import build_network
-from tread.checkpoints.trained import open_trained
-from tread.data import digits
-from tread.data.autoencoder import load_decoder
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec, to_network
 from tread.diffusion import sampling
-from tread.evaluation.found_scores import find_scores
+from tread.encoders.autoencoder import load_decoder
 from tread.evaluation.heldout_loss import heldout_loss
+from tread.preparing import digits
+from tread.reports.comparison import CURVES, doubts, open_groups
+from tread.reports.known_scores import find_scores
 from tread.runtime import device
 from tread.runtime.randomness import generator
-from tread.training import progress, settings
-from tread.training.comparison import open_groups
-from tread.training.comparison_text import CURVES, doubts
-from tread.training.objective import step_draws, training_loss
-from tread.training.setup import open_datasets
+from tread.training import periodic, settings
+from tread.training.start import open_datasets
+from tread.training.step import step_draws, training_loss
 
 RUN = "results/digits-tread-rf"
 
@@ -254,7 +253,7 @@ def test_a_shift_that_cant_be_is_refused(trained, composed, tmp_path, door, conf
 
 def test_utilisation_is_logged_where_the_peak_is_known(tmp_path, monkeypatch, composed):
     """Three forward passes an image, by the route; MFU is their FLOP/s over the device's."""
-    monkeypatch.setattr(progress, "peak_flops", lambda device, precision: 1e12)
+    monkeypatch.setattr(periodic, "peak_flops", lambda device, precision: 1e12)
     launch_door(train.main, "config", tmp_path, *TINY, "train.steps=2")
     lines = (tmp_path / "results/digits-tread/metrics.jsonl").read_text().splitlines()
     speeds = [record for record in map(json.loads, lines) if "mfu" in record]

@@ -35,7 +35,7 @@ from tread.runtime.signals import Stop
 from tread.training.ema import EMA, exponential
 from tread.training.optimizer import StepStatistics
 from tread.training.run_folder import Claim, RunLog, claim, differences
-from tread.training.setup import build_optimizer, open_dataset, start
+from tread.training.start import build_optimizer, open_dataset, start
 
 
 @pytest.fixture(scope="module")

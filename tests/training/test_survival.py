@@ -25,7 +25,7 @@ from tread.checkpoints import checkpoint
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.models import backbone
-from tread.training import memory, periodic
+from tread.training import out_of_memory, periodic
 from tread.training.run_folder import RunLog
 
 RUN = Path("results/digits-tread")
@@ -314,7 +314,7 @@ def test_out_of_memory_names_the_micro_batch_that_fits(tmp_path, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
         return losses(cfg, network, aligner, latents, batch, draws)
 
-    for module in (train, memory):
+    for module in (train, out_of_memory):
         monkeypatch.setattr(module, "losses", limited)
     with pytest.raises(SystemExit, match="(?s)micro-batches of 8 images: CUDA out.*train.micro_batch_size=2 would fit"):
         launch(tmp_path)

@@ -14,25 +14,24 @@ import torch
 from conftest import launch, launch_door, state
 
 from tread.checkpoints import checkpoint
+from tread.checkpoints.for_sampling import open_trained, open_weak
 from tread.checkpoints.network import TextSettings, build_network
-from tread.checkpoints.origin import load_weights
-from tread.checkpoints.state_dicts import sizes
-from tread.checkpoints.trained import open_trained, open_weak
-from tread.data import digits
+from tread.checkpoints.weights import load_weights, sizes
 from tread.data.captions import add_captions
+from tread.data.columns import TextSpec
 from tread.data.dataset import LatentDataset
-from tread.data.encoded_text import TextSpec
 from tread.data.text_writer import TextWriter
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Sampler, draw
 from tread.evaluation.sample_files import facts_of
 from tread.evaluation.similarity import noised_states, open_latents
 from tread.models import conditions
-from tread.models.text import Text
+from tread.models.conditions import Text
 from tread.models.text_dit import TextDiT
+from tread.preparing import digits
 from tread.training import settings
-from tread.training.dataset_facts import complete
-from tread.training.objective import losses, step_draws, teacher_tokens, training_loss
+from tread.training.settings import complete
+from tread.training.step import losses, step_draws, teacher_tokens, training_loss
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 VOCABULARY = ("<begin>", "<unknown>", "digit", *NUMBERS)

@@ -23,7 +23,7 @@ from tread.checkpoints.network import build_network
 from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
 from tread.models.rwkv import RWKV
-from tread.training.objective import active_routes, step_draws, training_loss
+from tread.training.step import active_routes, step_draws, training_loss
 from tread.training.token_losses import EPSILON, kept_loss, reconstruction_loss, to_patches
 
 LATENTS = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)

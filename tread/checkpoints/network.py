@@ -150,7 +150,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class TextSettings:
-    """The encoder of a text network's captions; all but its name come from the dataset, see dataset_facts.py.
+    """The encoder of a text network's captions; all but its name come from the dataset, see settings.py.
 
     fingerprint  hash of the encoder, or of the vocabulary; None where nobody knows.
     tokens       T; width C and pooled P are None where it has no such thing.

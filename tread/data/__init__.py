@@ -1,1 +1,1 @@
-"""Data: from photos to latents on disk, other people's formats, and the way from disk to a batch."""
+"""What stored numbers mean, and the way from disk to a batch."""

@@ -3,7 +3,7 @@
     ["woman firefighter, medium skin tone", "a firefighter"]        line i: the captions of sample i, at least one
     ["red apple"]
 
-What encoders made of them lies beside it too, see encoded_text.py.
+What encoders made of them lies beside it too, see columns.py.
 """
 
 from __future__ import annotations

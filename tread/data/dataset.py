@@ -8,7 +8,7 @@
 the channels (2C of them), where `spread` is "logvar" or "std". The network sees
 (z − shift)·scale; `scale_applied` says whether the stored numbers already are on that scale.
 A second view, where stored, is the horizontally flipped picture. writer.py writes the format. Pictures and features
-may lie beside the shards, see beside.py; they are read where they are asked for.
+may lie beside the shards, see columns.py; they are read where they are asked for.
 """
 
 from __future__ import annotations
@@ -19,24 +19,47 @@ import mmap
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
-from tread.data.autoencoder import holds_pixels, stored_pictures
-from tread.data.batch import Batch
-from tread.data.beside import FeatureSpec, open_features, open_pictures
 from tread.data.captions import captions_of
-from tread.data.encoded_text import TextSpec, open_text
-from tread.data.latents import LatentSpec
-from tread.data.npy import open_array, rows_in_place, torch_dtype, will_need
-from tread.models.text import Text
+from tread.data.columns import FeatureSpec, TextSpec, open_features, open_pictures, open_text
+from tread.data.latents import LatentSpec, holds_pixels, stored_pictures
+from tread.data.shards import open_array, rows_in_place, torch_dtype, will_need
+from tread.models import conditions
+from tread.models.conditions import Condition, Text
 from tread.runtime.files import plain_name, sha256, size_text
 from tread.runtime.randomness import generator
 from tread.runtime.schema import check
+
+
+class Batch(NamedTuple):
+    """Samples as stored (B, stored channels, S, S), labels (B,) int64, indices into the dataset (B,).
+
+    And of the same views, where the dataset was opened with them, features (B, T, z) float16 and pictures
+    (B, 3, H, W) uint8; and of one caption of each sample its text.
+    """
+
+    stored: Tensor
+    labels: Tensor
+    indices: np.ndarray
+    features: Tensor | None = None
+    pictures: Tensor | None = None
+    text: Text | None = None
+
+    @property
+    def condition(self) -> Condition:
+        """What a network gets of them: the text where the dataset was opened with it, else the labels."""
+        return self.labels if self.text is None else self.text
+
+    def rows(self, rows: slice) -> Batch:
+        """Some of the samples."""
+        return Batch(*(None if part is None else conditions.rows(part, rows) for part in self))
+
 
 VERSION = 1
 SHARD_KEYS = ("count", "file", "labels", "file_sha256", "labels_sha256")

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tread.data.images import Alpha, Orientation
-
 Dtype = Literal["float16", "float32"]
+Orientation = Literal["exif", "stored"]
+Alpha = Literal["white", "drop"]
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,21 @@ def from_network(x: Tensor, latents: LatentSpec) -> Tensor:
         shift, scale = _per_channel(latents.channel_shift, latents.channel_scale, x.device)
         x = x / scale + shift
     return x / latents.scale + latents.shift
+
+
+def to_uint8(pixels: Tensor) -> Tensor:
+    """Pixels in −1..1 → uint8, rounded and clipped."""
+    return (pixels.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
+
+
+def holds_pixels(latents: LatentSpec) -> bool:
+    """Whether stored samples are pictures themselves, grey or RGB."""
+    return latents.autoencoder == "pixels" and latents.content == "latents" and latents.shape[0] in (1, 3)
+
+
+def stored_pictures(stored: Tensor, latents: LatentSpec) -> Tensor:
+    """The pictures (B, 3, S, S) uint8 that stored pixels (B, 1 or 3, S, S) are; grey ones have three equal channels."""
+    return to_uint8(from_network(to_network(stored, latents), latents)).expand(-1, 3, -1, -1).contiguous()
 
 
 def channel_sums(stored: np.ndarray, latents: LatentSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tread.data.dataset import Batch, LatentDataset
 from tread.models import conditions
-from tread.models.text import Text
+from tread.models.conditions import Text
 
 Field = Tensor | np.ndarray | Text | None  # of a batch
 

@@ -2,7 +2,7 @@
 
     <dataset>/.text-words.unfinished/    in the dataset's folder
         plan.json                        which encoder, of which captions; work with another plan is refused
-        text-words-00000.npy …           a shard, see encoded_text.py
+        text-words-00000.npy …           a shard, see columns.py
         00000.json, null.json            written last of a shard, and of the empty caption: it is whole
 
 Shards may be written in any order and by several processes. When all are there they go beside the latents, and
@@ -19,10 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tread.data.beside import latents_hash
-from tread.data.encoded_text import TextSpec, open_text
-from tread.data.npy import write_array
-from tread.models.text import Text
+from tread.data.columns import TextSpec, latents_hash, open_text
+from tread.data.shards import write_array
+from tread.models.conditions import Text
 from tread.runtime.files import (
     Lock,
     explain_failure,

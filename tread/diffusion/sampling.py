@@ -19,8 +19,7 @@ from routing_module import Route
 from tread.diffusion.guidance import NO_GUIDANCE, Branch, Call, Guidance, Routes, guided
 from tread.diffusion.process import Process
 from tread.diffusion.solvers import Churn, call_order, solve
-from tread.models.conditions import Condition, count, pad, replaced, rows, to
-from tread.models.text import Text
+from tread.models.conditions import Condition, Text, count, pad, replaced, rows, to
 from tread.routing.ids import check_ratio, choose_ids, count_kept, with_ratio
 from tread.runtime.device import autocast
 from tread.runtime.randomness import generator, seeded_normal, seeded_uniform

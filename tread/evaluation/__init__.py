@@ -1,1 +1,1 @@
-"""Evaluation: loss on held-out data, and scores of pictures against a reference."""
+"""Numbers on samples and networks: loss on held-out data, scores of pictures against a reference."""

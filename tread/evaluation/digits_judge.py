@@ -8,9 +8,9 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from tread.data.digits import split
+from tread.data.parts import PartStore
 from tread.evaluation.metrics import Moments, frechet_distance
-from tread.evaluation.part_store import PartStore
+from tread.preparing.digits import split
 
 NEIGHBOURS = 3
 REAL_COUNTS = {"label_agreement_real": 355, "frechet_pixels_real": 1442}  # scans that those values are of

@@ -15,13 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread.checkpoints.trained import Trained
-from tread.data import emojis
-from tread.data.autoencoder import stored_pictures
+from tread.checkpoints.for_sampling import Trained
 from tread.data.dataset import LatentDataset, read_index
-from tread.evaluation.inception import Inception, extract
-from tread.models.conditions import join, rows, to
-from tread.models.text import Text
+from tread.data.latents import stored_pictures
+from tread.encoders.inception import Inception, extract
+from tread.models.conditions import Text, join, rows, to
+from tread.preparing import emoji
 
 SIDE = 16  # of the pictures that are compared pixel by pixel
 RANKS = (1, 5)
@@ -75,7 +74,7 @@ def open_emoji(trained: Trained, folder: str | None = None) -> tuple[LatentDatas
     for part, place in places.items():
         place = Path(folder) / part if folder else Path(place)
         if folder is None:
-            emojis.prepare(place, part, text.encoder)
+            emoji.prepare(place, part, text.encoder)
         data = LatentDataset(place, text=text.encoder)
         if data.text_spec.fingerprint != text.fingerprint or data.latents.shape != trained.latents.shape:
             raise ValueError(

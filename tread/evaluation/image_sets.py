@@ -16,41 +16,23 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from tread.data.dataset import LatentDataset, read_index
-from tread.data.images import FORMATS, Crop, centre_crop, read_rgb
-from tread.data.npy import write_array
-from tread.data.photos import SUFFIXES
-from tread.data.stores import Folder
-from tread.data.tars import Tar
+from tread.data.shards import write_array
+from tread.encoders.inception import Pictures
+from tread.preparing.archives import Folder, Tar
+from tread.preparing.images import FORMATS, Crop, centre_crop, read_rgb
+from tread.preparing.sources import SUFFIXES
 from tread.runtime.distributed import Processes
 from tread.runtime.files import sha256, size_text, whole_file
 
 THREADS = 8  # that decode a folder's pictures
 # what the zip and NumPy readers raise for files that are damaged, encrypted or something else
 UNREADABLE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, KeyError, RuntimeError)
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """Pictures in a fixed order.
-
-    where       their file or folder, for messages.
-    resolution  (H, W)
-    sha256      of the file, or of a folder's names and contents.
-    read        (start, stop) → (n, 3, H, W) uint8; fastest when it goes forward. Raises ValueError.
-    """
-
-    where: str
-    count: int
-    resolution: tuple[int, int]
-    sha256: str
-    read: Callable[[int, int], np.ndarray]
 
 
 def open_pictures(path: Path, crop: Crop | None, processes: Processes) -> Pictures:

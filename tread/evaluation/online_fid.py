@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from tread.data.autoencoder import Decoder
 from tread.data.latents import LatentSpec
 from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
-from tread.evaluation.inception import Inception, extract, find_weights, load_inception
+from tread.encoders.autoencoder import Decoder
+from tread.encoders.inception import Inception, extract, find_weights, load_inception
 from tread.evaluation.metrics import Moments, frechet_distance
 from tread.evaluation.reference import Statistics, check_size, open_reference
 from tread.runtime.device import use_cores

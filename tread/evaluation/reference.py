@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tread.data.images import Crop
-from tread.evaluation.image_sets import Npz, Pictures, hash_of, open_pictures
-from tread.evaluation.inception import FeatureSizes
+from tread.data.parts import PartStore
+from tread.encoders.inception import FeatureSizes, Pictures
+from tread.evaluation.image_sets import Npz, hash_of, open_pictures
 from tread.evaluation.metrics import Moments
-from tread.evaluation.part_store import PartStore
+from tread.preparing.images import Crop
 from tread.runtime.distributed import Processes
 from tread.runtime.files import whole_file
 

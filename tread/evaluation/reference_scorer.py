@@ -11,8 +11,8 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from tread.evaluation.features import features_of
-from tread.evaluation.inception import Inception, extract, load_inception
+from tread.data.parts import PartStore
+from tread.encoders.inception import Inception, extract, features_of, load_inception
 from tread.evaluation.metrics import (
     NEIGHBOURS,
     frechet_distance,
@@ -20,7 +20,6 @@ from tread.evaluation.metrics import (
     kernel_distance,
     precision_recall,
 )
-from tread.evaluation.part_store import PartStore
 from tread.evaluation.reference import Reference, moments, statistics
 from tread.runtime.device import exact
 from tread.runtime.distributed import Processes

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from tread.checkpoints.trained import Trained
-from tread.data.grids import FACTS, draw_grid, name_rows, save_png
+from tread.checkpoints.for_sampling import Trained
 from tread.diffusion.sampling import Sampler
+from tread.drawing.grids import FACTS, draw_grid, name_rows, save_png
 from tread.evaluation.image_sets import save_npz
 from tread.runtime.files import check_place, explain_failure, whole_file
 from tread.runtime.tensor_files import save_tensors

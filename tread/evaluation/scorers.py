@@ -8,9 +8,9 @@ from typing import ClassVar, Protocol
 import numpy as np
 import torch
 
-from tread.evaluation.clip_score import METRIC as CLIP
+from tread.data.parts import PartStore
+from tread.encoders.clip import METRIC as CLIP
 from tread.evaluation.digits_judge import DigitsJudge
-from tread.evaluation.part_store import PartStore
 from tread.evaluation.reference import Reference
 from tread.evaluation.reference_scorer import ReferenceScorer
 

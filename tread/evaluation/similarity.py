@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from routing_module import Route, check_routes, scatter_tokens
-from tread.checkpoints.trained import Trained
-from tread.data import digits
+from tread.checkpoints.for_sampling import Trained
 from tread.data.dataset import LatentDataset
 from tread.diffusion.guidance import Routes
 from tread.diffusion.sampling import Model
 from tread.evaluation.heldout_loss import read_points
 from tread.models.backbone import Backbone
+from tread.preparing import digits
 from tread.routing.ids import check_ratio, choose_ids, describe_route
 from tread.runtime.randomness import seeded_uniform
 

@@ -1,13 +1,30 @@
-"""What labels (B,) int64 and texts share: rows of conditions, joined, padded, moved and dropped alike."""
+"""What a network is conditioned on: labels (B,) int64, or texts. Rows of either are joined, padded, moved and dropped
+alike. tread/models/text_dit.py is a network that takes texts.
+
+Shapes: B samples, T text tokens, C and P channels of an encoder's tokens and of its pooled text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tread.models.text import Text
+
+class Text(NamedTuple):
+    """Captions of B samples.
+
+    tokens  (B, T, C) of a frozen encoder, or (B, T) int64 word numbers, which the network embeds.
+    mask    (B, T) bool, True where there is a word. No row is all False: the empty caption is one begin token.
+    pooled  (B, P) of the encoder; None: the network takes the mean of the tokens.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    pooled: Tensor | None = None
+
 
 Condition = Tensor | Text
 

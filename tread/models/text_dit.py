@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tread.models.backbone import modulate
+from tread.models.conditions import Text
 from tread.models.lightning import LightningBlock, LightningDiT, MlpKind, Norm, Positions, make_norm
-from tread.models.text import Text
 
 
 class CrossAttention(nn.Module):

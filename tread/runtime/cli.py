@@ -1,12 +1,17 @@
-"""What every door does around its work: looks at its command line, before Hydra, and explains how it ended."""
+"""What every entry point does around its work: it checks its command line before Hydra does, answers --help, and
+explains in one line how it ended. --help is composed of the script's docstring and its config file's own comments.
+"""
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 import signal
 import sys
+import textwrap
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,8 +19,7 @@ import torch
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tread.runtime import door_help
-from tread.runtime.hydra_errors import check_words, in_one_line
+from tread.runtime.foreign_names import ours
 from tread.runtime.schema import check_overrides
 from tread.runtime.signals import leave_at_once
 
@@ -93,7 +97,7 @@ def answer_help(doc: str, door: Path | None = None) -> None:
         text = doc.strip()
         if door:
             config = config_of(door)
-            text = door_help.whole(config, words) if "all" in words else door_help.short(doc, config)
+            text = whole_help(config, words) if "all" in words else short_help(doc, config)
         sys.stdout.write(text.rstrip() + "\n")
         sys.exit(0)
 
@@ -139,3 +143,141 @@ def _drop_what_nobody_reads() -> None:
             stream.flush()
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+QUOTES = "'\""
+_ALONE = ("--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc")
+_WITH_WORD = ("--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
+_WITH_WORD += ("--experimental-rerun",)
+_WITH_CHOICE = dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all"))
+_WITH_CHOICE |= dict.fromkeys(("--info", "-i"), ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"))
+
+
+def check_words(words: Sequence[str], known: Sequence[str] = ()) -> list[str]:
+    """The overrides among a command line's words, without Hydra's own options.
+
+    known  the door's keys.
+
+    Raises ValueError for a word that is neither.
+    """
+    found, before = [], ""
+    for word in words:
+        option, equals, value = word.partition("=")
+        if before in _WITH_WORD or (before in _WITH_CHOICE and word in _WITH_CHOICE[before]):
+            word = ""
+        elif before in ("--cfg", "-c") or (option in _WITH_CHOICE and equals and value not in _WITH_CHOICE[option]):
+            choices = ", ".join(_WITH_CHOICE[before or option])
+            raise ValueError(f"{before or option} is followed by {value or word!r}, but must be by one of {choices}")
+        elif word.startswith("-") and option not in (*_ALONE, *_WITH_WORD, *_WITH_CHOICE):
+            name = option.lstrip("-").replace("-", "_")
+            told = f"; {told}" if name not in known and (told := ours(name, known)) else f": {name}={value or '…'}"
+            raise ValueError(f"{word} is no option: settings are written key=value, without dashes{told}")
+        elif not word.startswith("-"):
+            if not (equals and option) and not word.startswith("~"):
+                raise ValueError(f"{word!r} is no setting: they are written key=value, without blanks around the =")
+            found.append(word)
+        before = word if word in (*_WITH_WORD, *_WITH_CHOICE) else ""
+    if before in (*_WITH_WORD, "--cfg", "-c"):
+        raise ValueError(f"{before} needs a word behind it")
+    return found
+
+
+def in_one_line(error: Exception) -> str:
+    """What to tell of an error that Hydra, OmegaConf or YAML raised while a config was composed."""
+    if missing := getattr(error, "missing_cfg_file", None):
+        group, _, choice = missing.rpartition("/")
+        options = getattr(error, "options", None)
+        if not options:
+            return f"there is no config {missing}"
+        nearest = max(options, key=lambda option: difflib.SequenceMatcher(None, choice, option).ratio())
+        return f"there is no {group}={choice}; the nearest is {nearest}; there are {', '.join(options)}"
+    if given := getattr(error, "override", None):
+        key, _, value = given.partition("=")
+        return f"{given} can't be read; as text it is written \"{key}='{value.strip(QUOTES)}'\", both quotes included"
+    if mark := getattr(error, "problem_mark", None):  # YAML's
+        return f"{Path(mark.name)}, line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"a file of configs/ is not UTF-8: {error}"
+    if str(error).startswith("Config group override"):
+        return "a choice such as model=… is one of a file, not null; ~experiment takes one away"
+    said = [text for one in (error, error.__cause__) if one for text in str(one).splitlines()[:2]]
+    said = [text.strip(" .") for text in said if not re.match(r" +(full_key|object_type)", text)]
+    text = "; ".join(filter(None, said)) or type(error).__name__
+    return text.replace("list index out of range", "the list has no such entry (they count from 0)")
+
+
+# a key, maybe commented out or an entry of the defaults list; its value; what the file says of it
+_LINE = re.compile(
+    r"(?P<off># )?(?P<indent> *)(?P<group>- (override )?/?)?(?P<key>[\w/]+):"
+    r"(?P<value> +[^#\s][^#]*?)?( +# (?P<said>.*))?"
+)
+_MORE = re.compile(r" {5,}# (.*)")  # a comment that goes on
+
+
+def short_help(doc: str, config: Path) -> str:
+    """What a door does, usual overrides, and the keys of its config file; at most 60 lines of 120 columns.
+
+    doc     the door's docstring.
+    config  its config file: its head, up to the first blank line, has the overrides, and each key a comment.
+    """
+    head, _, body = config.read_text().partition("\n\n")
+    told = [line.removeprefix("#").removeprefix(" ") for line in head.splitlines()]
+    lines = [doc.strip(), "", *(line for line in told if not line or line not in doc), "", "Keys that are set most:"]
+    entries = list(_entries(body))
+    width = min(24, max(len(entry) for entry, _ in entries))
+    for entry, said in entries:
+        group = config.parent / entry.partition("=")[0]
+        if others := [name for name in _choices(group) if not re.search(rf"\b{name}\b", said)]:
+            said += f"; also {', '.join(others)}"
+        lines += textwrap.wrap(f"  {entry:<{width}}  {said}", 120, subsequent_indent=" " * (width + 4))
+    lines += ["", "--help all: every key with its comment. --cfg job: the values that a command would have."]
+    text = "\n".join([*lines, f"The files are in {config.parent}"])
+    if config.parent.parent.name == "doors":  # a wheel's, whose doors are commands
+        text = re.sub(r"(accelerate launch|python) (train|sample|fid)\.py", r"tread-\2", text)
+    return text
+
+
+def _choices(group: Path) -> list[str]:
+    return sorted(path.stem for path in group.glob("*.yaml"))
+
+
+def _entries(body: str) -> Iterator[tuple[str, str]]:
+    """(dotted key=value, comment) of a config file's keys; those commented out have no value."""
+    section, found = "", []
+    for line in body.partition("\nhydra:")[0].splitlines():
+        if (more := _MORE.fullmatch(line)) and found:
+            found[-1][1] += " " + more[1]
+        match = _LINE.fullmatch(line)
+        if match is None or match["key"].startswith("hydra"):
+            continue
+        if not match["indent"]:
+            section = ""
+        if match["value"] is None:
+            section = match["key"] + "."
+            continue
+        name = match["key"] if match["group"] else section + match["key"]
+        value = match["value"].strip().replace("???", "…")
+        found.append([name if match["off"] else f"{name}={value}", match["said"] or ""])
+    return map(tuple, found)
+
+
+def whole_help(config: Path, words: Sequence[str]) -> str:
+    """The text of a config file and of all that it is combined of, by the choices of a command line."""
+    choices = dict(word.split("=", 1) for word in words if "=" in word)
+    return "\n".join(f"# ---- {path}\n{path.read_text()}" for path in dict.fromkeys(_files(config, choices)))
+
+
+def _files(config: Path, choices: dict[str, str]) -> Iterator[Path]:
+    """A config file and those of its defaults list, in its order; the choices of the outermost file count."""
+    listed = re.search(r"^defaults:.*\n((?: +[-#] .*\n)+)", config.read_text(), re.M)
+    entries = []  # of files, and (group, choice)
+    for line in listed[1].splitlines() if listed else ():
+        match = _LINE.fullmatch(line)
+        entries.append((match["key"], match["value"].strip()) if match else line.split("#")[0].strip(" -"))
+    for group, choice in (entry for entry in entries if not isinstance(entry, str)):
+        choices.setdefault(group, choice)
+    yield config
+    for entry in entries:
+        name = entry if isinstance(entry, str) else f"{entry[0]}/{choices[entry[0]]}"
+        if (path := config.parent / f"{name}.yaml").is_file():
+            yield from _files(path, choices)

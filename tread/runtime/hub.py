@@ -1,11 +1,12 @@
-"""Names on Hugging Face's hub: what was fetched once is taken from the cache, and a silent hub is found out soon."""
+"""Names on Hugging Face's hub: what was fetched once is taken from the cache, and a silent server is found out soon,
+where libraries that fetch files would try for minutes.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-
-from tread.runtime.network import check_answer
+import threading
+from collections.abc import Callable, Sequence
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
@@ -26,3 +27,29 @@ def is_cached(name: str, weights: Sequence[str]) -> bool:
         return True
     check_answer(constants.ENDPOINT, lambda url, seconds: get_session().head(url, timeout=seconds).status_code)
     return False
+
+
+SECONDS = 4
+
+
+def check_answer(url: str, ask: Callable[[str, int], int], seconds: int = SECONDS) -> None:
+    """Raise OSError unless a server answers within so many seconds, name look-up included, without an error of its own.
+
+    ask  (url, seconds) → the HTTP status, asked for by the client that is to fetch from there, with its proxies.
+    """
+    found: list[int | Exception] = []
+
+    def wait() -> None:
+        try:
+            found.append(ask(url, seconds))
+        except Exception as error:  # clients have exceptions of their own
+            found.append(error)
+
+    asking = threading.Thread(target=wait, daemon=True, name="ask")  # looking up a name knows no timeout
+    asking.start()
+    asking.join(seconds)
+    answer = found[0] if found else f"no answer in {seconds} s"
+    if not isinstance(answer, int):
+        raise OSError(f"{url} can't be reached: {answer}")
+    if answer >= 500:
+        raise OSError(f"{url} answers with HTTP status {answer}; try again later")

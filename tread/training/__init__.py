@@ -1,1 +1,1 @@
-"""Training: the settings of a run, its start, what a step minimises, and what happens between steps."""
+"""A run: its settings, its start, a step and what it minimises, and what happens between steps."""

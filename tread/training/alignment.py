@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from routing_module import Route, check_routes, gather_tokens
-from tread.evaluation.encoders import Encoder
+from tread.encoders.vision import Encoder
 from tread.models.backbone import Backbone
 from tread.routing.ids import count_kept
 from tread.runtime.schema import Count, Positive, Share

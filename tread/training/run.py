@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from tread.checkpoints.network import process_of
-from tread.data.autoencoder import Decoder
 from tread.data.dataset import LatentDataset
 from tread.data.loader import Loader
 from tread.diffusion.sampling import Model
+from tread.encoders.autoencoder import Decoder
 from tread.evaluation.online_fid import OnlineFID
-from tread.models.text import Text
+from tread.models.conditions import Text
 from tread.runtime.distributed import Processes
 from tread.runtime.files import explain_failure
 from tread.runtime.signals import INTERRUPTED, Stop

@@ -9,8 +9,8 @@ from tread.evaluation.heldout_loss import CALLED
 from tread.routing.ids import describe_route
 from tread.runtime.files import size_text
 from tread.training.alignment import tokens_at
-from tread.training.objective import active_routes
 from tread.training.run import Run
+from tread.training.step import active_routes
 
 SELECTS = {"token": "", "row": " in whole rows", "shared": ", the same ones in a batch", "group": ", one of each 2×2"}
 

@@ -1,0 +1,380 @@
+"""Two checkpoints that guide one another, and those that can't; the sweep over ratios against fid.py by hand."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+
+import guidance_sweep
+import import_checkpoint
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY, launch_door, save_checkpoint
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from PIL import Image
+
+import fid
+import sample
+import train
+from rf import RF
+from routing_module import Route
+from tread.checkpoints import checkpoint
+from tread.checkpoints.for_sampling import open_trained, open_weak
+from tread.diffusion import sampling, solvers
+from tread.diffusion.guidance import Guidance
+from tread.drawing.grids import draw_grid
+from tread.encoders.autoencoder import load_decoder
+from tread.preparing import digits
+from tread.runtime import randomness, schema
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Checkpoints at steps 3 and 6 of digits-tread, and digits-dit without dropped labels."""
+    folder = tmp_path_factory.mktemp("runs")
+    launch_door(train.main, "config", folder, *TINY)
+    launch_door(train.main, "config", folder, *TINY, "model=dit", "train.label_drop=0")
+    return folder / "results"
+
+
+def opened(path):
+    return open_trained(checkpoint.find(path), "ema")
+
+
+def test_an_earlier_checkpoint_guides_a_later_one(runs, tmp_path):
+    strong = opened(runs / "digits-tread")
+    guidance = Guidance("autoguidance", 2.0, checkpoint=str(runs / "digits-tread" / "step_0000003"))
+    weak = open_weak(guidance, strong)
+    assert (strong.found.step, weak.found.step) == (6, 3) and open_weak(Guidance("cfg"), strong) is None
+    device, seeds, labels = torch.device("cpu"), [0, 1], torch.tensor([3, 4])
+    one, other = strong.load(device), weak.load(device)
+
+    def denoise(x, sigma):
+        with torch.no_grad():
+            a, b = (model.process.denoise(model.network, x, sigma, labels) for model in (one, other))
+        return b + 2.0 * (a - b)
+
+    sampler = sampling.Sampler(3, 2, guidance=guidance)
+    levels, noise = one.process.schedule(3), randomness.seeded_normal(seeds, (1, 8, 8))
+    expected = solvers.solve("heun", denoise, noise, levels).float()
+    torch.testing.assert_close(next(sampling.draw(one, seeds, labels, sampler, other)), expected)
+    options = ("classes=[3]", "seeds=0-1", "guidance=autoguidance", f"guidance.checkpoint={guidance.checkpoint}")
+    text = launch_door(sample.main, "sample", tmp_path, f"checkpoint={runs / 'digits-tread'}", *options)
+    assert "autoguidance 1.5 against ema weights of another network" in text and "2.000 times the FLOPs" in text
+
+
+def test_what_can_not_be_combined_is_refused_with_the_reason(runs, tmp_path, composed):
+    tread, dit = opened(runs / "digits-tread"), opened(runs / "digits-dit")
+    sparse = Guidance("sparse", 1.5, weak=0.5)
+    for strong, guidance, message in (
+        (dit, sparse, "trained without a route"),
+        (dit, Guidance("cfg"), "no null class"),
+        (tread, Guidance("sparse", weak=0.5, checkpoint=str(runs / "digits-dit")), "weak branch.*without a route"),
+        (tread, Guidance("sparse_cfg", checkpoint=str(runs / "digits-dit")), "no null class"),
+        (tread, Guidance("autoguidance", checkpoint=str(tmp_path)), "no checkpoint at"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            open_weak(guidance, strong)
+    save_checkpoint(tmp_path / "other", composed)
+    with pytest.raises(ValueError, match="differ in shape"):
+        open_weak(Guidance("autoguidance", checkpoint=str(tmp_path / "other")), tread)
+    launch_door(train.main, "config", tmp_path, *TINY, "objective=rf", "train.steps=3")
+    with pytest.raises(ValueError, match="differ in objective.*\n.*rf.*\n.*edm"):
+        open_weak(Guidance("autoguidance", checkpoint=str(tmp_path / "results/digits-tread-rf")), tread)
+
+
+def test_a_network_without_a_route_can_be_forced(runs):
+    """By the paper's rule: r(2→depth−4)."""
+    dit, forced = opened(runs / "digits-dit"), Guidance("sparse", 1.5, weak=0.5, force=True)
+    assert open_weak(forced, dit) is None
+    (route,) = dit.load(torch.device("cpu"), forced).routes
+    assert (route.start, route.end) == (2, 2) and dit.routes(Guidance()) == ()
+
+
+def test_refusals_of_the_doors_come_before_any_work(runs, tmp_path):
+    checkpoint_of = {name: f"checkpoint={runs / name}" for name in ("digits-tread", "digits-dit")}
+    for name, options, message in (
+        ("digits-dit", ["guidance=sparse"], "trained without a route"),
+        ("digits-dit", ["guidance=cfg"], "no null class"),
+        ("digits-tread", ["guidance=sparse", "guidance.weak=1.0"], r"must lie in \[0, 1\)"),
+        ("digits-tread", ["guidance=sparse", "guidance.strong=0.8"], "larger than"),
+        ("digits-tread", ["guidance=sg_fid"], "guidance.checkpoint"),
+        ("digits-tread", ["guidance=cfg", "guidance.scale={schedule: sine, start: 1, end: 2}"], "cosine or linear"),
+        (
+            "digits-tread",
+            ["guidance=cfg", "guidance.scale={schedule: cosine, begin: 1, end: 2}"],
+            "guidance.scale.end",
+        ),
+        ("digits-tread", ["solver=dopri5"], "heun, euler"),
+        ("digits-tread", ["steps=1"], "at least 2"),
+    ):
+        for main, config in ((sample.main, "sample"), (fid.main, "fid")):
+            with pytest.raises(SystemExit, match=message):
+                launch_door(main, config, tmp_path, checkpoint_of[name], *options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_papers_settings(runs, tmp_path):
+    """SG_FLOPS and SG_FID as configs/guidance has them: ratios of the first, the middle and the last call."""
+    for name, given, expected in (
+        ("sg_flops", [], [(0.5, 0.9)] * 3),
+        ("sg_fid", [f"guidance.checkpoint={runs / 'digits-tread'}/step_0000003"], [(0.0, 0.6), (0.3, 0.3), (0.6, 0.0)]),
+    ):
+        options = (
+            f"checkpoint={runs / 'digits-tread'}",
+            f"guidance={name}",
+            *given,
+            "classes=[3]",
+            "seeds=0-1",
+            "steps=3",
+        )
+        assert "NFE 10" in launch_door(sample.main, "sample", tmp_path, *options)
+        with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
+            config = OmegaConf.to_container(compose("sample", overrides=list(options)))
+        plan = schema.read(config["guidance"], Guidance).plan([3.0, 2.0, 1.0], [0.0, 0.5, 1.0])
+        assert [(pytest.approx(call.strong), pytest.approx(call.weak)) for call in plan] == expected
+
+
+def test_batches_of_nothing_are_refused(runs, tmp_path):
+    for main, config in ((sample.main, "sample"), (fid.main, "fid")):
+        with pytest.raises(SystemExit, match="batch_size is 0"):
+            launch_door(main, config, tmp_path, f"checkpoint={runs / 'digits-tread'}", "batch_size=0")
+
+
+def test_a_schedule_from_the_command_line(runs, tmp_path):
+    options = ("guidance=sparse", "guidance.strong=0", "guidance.weak={schedule: cosine, start: 0.6, end: 0.0}")
+    text = launch_door(
+        sample.main, "sample", tmp_path, f"checkpoint={runs / 'digits-tread'}", "classes=[3]", "seeds=0-1", *options
+    )
+    assert "sparse 1.5 with ratios 0 and cosine 0.6→0" in text
+
+
+def test_scores_tell_guidance_by_what_the_weak_network_is(runs, tmp_path):
+    """Two weak networks are different settings; the same one again is scored already."""
+    launch = [f"checkpoint={runs / 'digits-tread'}", "num_samples=20", "steps=2", f"out={tmp_path}"]
+    launch += ["guidance=autoguidance", f"guidance.checkpoint={runs / 'digits-tread'}/step_0000003"]
+    for weights, new in (("ema", True), ("model", True), ("ema", False)):
+        text = launch_door(fid.main, "fid", tmp_path, *launch, f"guidance.weights={weights}")
+        assert ("is scored already" in text) == (not new)
+    record = json.loads((tmp_path / "fid.json").read_text())
+    weak = checkpoint.find(runs / "digits-tread" / "step_0000003")
+    assert record["flops_relative"] == 2.0 and record["settings"]["nfe"] == 6
+    assert record["settings"]["weak_network"] == weak.sha256("model") != weak.sha256("ema")
+    assert record["weak_network"] == str(weak.folder)
+    with (tmp_path / "fid.csv").open() as file:
+        assert [line["weak_network"] for line in csv.DictReader(file)] == [str(weak.folder)] * 2
+
+
+@pytest.mark.parametrize("case", ["weak network", "forced routes"])
+def test_doors_draw_what_draw_does_with_both_networks(runs, tmp_path, case):
+    """fid.py's samples and sample.py's grid, pixel for pixel."""
+    if case == "weak network":
+        name, guidance = (
+            "digits-tread",
+            Guidance("sparse", 2.0, 0.25, 0.5, checkpoint=f"{runs}/digits-tread/step_0000003"),
+        )
+        options = ["guidance.strong=0.25", "guidance.weak=0.5", f"guidance.checkpoint={guidance.checkpoint}"]
+    else:
+        name, guidance = "digits-dit", Guidance("sparse", 2.0, 0.0, 0.5, force=True)
+        options = ["guidance.strong=0", "guidance.weak=0.5", "guidance.force=true"]
+    options += [f"checkpoint={runs / name}", "guidance=sparse", "guidance.scale=2", "steps=3"]
+    strong, device, decoder = opened(runs / name), torch.device("cpu"), load_decoder(digits.MEANING)
+    weak = open_weak(guidance, strong)
+    models = strong.load(device, guidance), weak and weak.load(device, guidance)
+    assert (weak is None) == (case == "forced routes")
+
+    def drawn(seeds, labels, other):
+        sampler = sampling.Sampler(3, len(seeds), guidance=guidance)
+        return torch.cat(list(sampling.draw_pictures(models[0], decoder, seeds, labels, sampler, other)))
+
+    launch_door(fid.main, "fid", tmp_path, *options, "num_samples=10", "labels=balanced", "save_samples=true", "out=a")
+    with np.load(tmp_path / "a" / "samples.npz") as samples:
+        kept = samples["arr_0"].transpose(0, 3, 1, 2)
+    assert np.array_equal(kept, drawn(range(10), torch.arange(10), models[1]))
+    launch_door(sample.main, "sample", tmp_path, *options, "classes=[3]", "seeds=0-1")
+    ours = draw_grid(drawn([0, 1], torch.tensor([3, 3]), models[1]).numpy(), columns=2)
+    assert np.array_equal(Image.open(tmp_path / "samples.png"), ours)
+    without = [replace(models[0], routes=(Route(0, 5),)), None] if weak is None else [models[0], None]
+    models = without  # what a door that forgot the guidance's routes, or the weak network, would draw
+    assert not torch.equal(drawn(range(10), torch.arange(10), None), torch.from_numpy(kept))
+
+
+def test_imported_weights_sample_like_the_checkpoint_they_came_from(runs, tmp_path):
+    """A bare state dict, told what it was trained on: the same pictures, for both objectives."""
+    torch.save({"ema": opened(runs / "digits-tread").load(torch.device("cpu")).network.state_dict()}, tmp_path / "a.pt")
+    options = [option for option in TINY if option.startswith("model.")] + ["autoencoder=pixels", "scale=1.0"]
+
+    def launch(*overrides):
+        return launch_door(import_checkpoint.main, "import_checkpoint", tmp_path, "weights=a.pt", *options, *overrides)
+
+    assert "results/mine/step_0000000" in launch("name=mine")
+    mine, device, labels = opened(tmp_path / "results/mine"), torch.device("cpu"), torch.tensor([3, 4])
+    ours, theirs = (one.load(device) for one in (mine, opened(runs / "digits-tread")))
+    sampler = sampling.Sampler(3, 2, guidance=Guidance("sparse", 1.5, 0.25, 0.5))
+    assert torch.equal(
+        next(sampling.draw(ours, [0, 1], labels, sampler)), next(sampling.draw(theirs, [0, 1], labels, sampler))
+    )
+    assert open_weak(Guidance("cfg", 1.5), mine) is None
+    launch("name=flow", "objective=rf", "rf.reverse=true", "rf.time_scale=1000")
+    assert opened(tmp_path / "results/flow").process == RF(time_scale=1000.0, reverse=True)
+    for overrides, message in (
+        (["name=mine"], "is there already"),
+        (["name=b", "model.depth=7"], "do not fit this network"),
+        (["name=b", "weights=none.pt"], "none.pt"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            launch(*overrides)
+
+
+def sweep(folder, *overrides):
+    return launch_door(guidance_sweep.main, "guidance_sweep", folder, *overrides)
+
+
+def test_a_sweep_scores_each_setting_as_fid_does(runs, tmp_path):
+    options = [f"checkpoint={runs / 'digits-tread'}", "num_samples=20", "steps=2", "labels=balanced"]
+    lists = ["sweep.strong=[0,0.5]", "sweep.weak=[0.25,0.5]", "sweep.scale=[1.5,2]"]
+    text = sweep(tmp_path, *options, *lists, "out=sweep")
+    assert "6 settings; 2 with strong above weak are left out" in text
+    with (tmp_path / "sweep" / "sweep.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    points = [(float(line["strong"]), float(line["weak"]), float(line["scale"])) for line in lines]
+    assert len(points) == 6 and (0.5, 0.25, 1.5) not in points
+    chosen = ["guidance=sparse", "guidance.strong=0.5", "guidance.weak=0.5", "guidance.scale=2"]
+    launch_door(fid.main, "fid", tmp_path, *options, *chosen, "out=alone")
+    alone = json.loads((tmp_path / "alone" / "fid.json").read_text())
+    found = lines[points.index((0.5, 0.5, 2.0))]
+    for key in ("label_agreement", "frechet_pixels", "flops_relative"):
+        assert float(found[key]) == pytest.approx(alone[key])
+    best = max(float(line["label_agreement"]) for line in lines)
+    assert f"label_agreement {best:.5g} of 20 samples" in text
+    with Image.open(tmp_path / "sweep" / "sweep.png") as picture:
+        assert picture.width > 2 * picture.height
+    none = json.loads((tmp_path / "sweep" / "none" / "fid.json").read_text())
+    assert f"without guidance {none['label_agreement']:.5g}" in text and none["flops_relative"] == 1
+    assert sweep(tmp_path, *options, *lists, "out=sweep").count("is scored already") == 7
+
+
+def test_a_sweep_of_a_kind_without_routes_draws_curves(runs, tmp_path, monkeypatch):
+    """Scores that tell their setting: a line an interval, its points in the order of ω, the level that of none."""
+    drawn = []
+
+    def score(options, processes):
+        g = options.guidance
+        value = 100 * g.scale + (g.interval or (0, 0))[1]
+        return [{"frechet_pixels": value, "label_agreement": 0.5, "flops_relative": g.scale, "count": 20}]
+
+    monkeypatch.setattr(guidance_sweep.pipeline, "run", score)
+    monkeypatch.setattr(guidance_sweep, "save_panels", lambda path, panels, columns: drawn.extend(panels))
+    options = [f"checkpoint={runs / 'digits-tread'}", "guidance=cfg", "out=sweep", "sweep.metric=frechet_pixels"]
+    text = sweep(tmp_path, *options, "sweep.scale=[2,1.5]", "sweep.interval=[null,[0.3,5]]")
+    assert "best      frechet_pixels 150 of 20 samples at scale 1.5; without guidance 100" in text
+    assert not (tmp_path / "sweep" / "sweep.png").exists()
+    agreement, distance = drawn
+    assert distance.levels == {"no guidance": 100} and agreement.levels == {"no guidance": 0.5}
+    assert [(line.name, list(line.x), line.y) for line in distance.lines] == [
+        ("2.00 times the FLOPs", [1.5, 2.0], [150, 200]),
+        ("within 0.3..5, 2.00 times the FLOPs", [1.5, 2.0], [155, 205]),
+    ]
+    with (tmp_path / "sweep" / "sweep.csv").open() as file:
+        assert [(line["scale"], line["interval"]) for line in csv.DictReader(file)][:2] == [
+            ("2.0", ""),
+            ("2.0", "0.3..5"),
+        ]
+
+
+def test_a_sweep_keeps_other_settings_apart(runs, tmp_path):
+    """A, B, then A again in one folder: the third table is the first one, though fid.json is of B."""
+    options = [
+        f"checkpoint={runs / 'digits-tread'}",
+        "labels=balanced",
+        "out=sweep",
+        "sweep.strong=[0]",
+        "sweep.weak=[0.5]",
+    ]
+    tables = []
+    for steps in (2, 3, 2):
+        sweep(tmp_path, *options, "num_samples=20", f"steps={steps}", "sweep.scale=[2]")
+        tables.append((tmp_path / "sweep" / "sweep.csv").read_text())
+    assert tables[0] == tables[2] != tables[1]
+
+
+def test_a_sweep_draws_each_value_in_its_place(runs, tmp_path, monkeypatch):
+    """Scores that tell their setting: weak ratios are rows, strong ones columns, the best is the smallest distance."""
+    drawn = {}
+
+    def score(options, processes):
+        g = options.guidance
+        value = 100 * g.scale + 10 * g.weak + g.strong
+        return [{"frechet_pixels": value, "flops_relative": 2 - g.weak, "count": 20, "label_agreement": 0.5}]
+
+    monkeypatch.setattr(guidance_sweep.pipeline, "run", score)
+    monkeypatch.setattr(
+        guidance_sweep, "save_heat_maps", lambda path, panels, others, *rest: drawn.update(panels, **others)
+    )
+    monkeypatch.setattr(guidance_sweep, "save_panels", lambda *given, **named: None)
+    options = [f"checkpoint={runs / 'digits-tread'}", "out=sweep", "sweep.metric=frechet_pixels"]
+    lists = ["sweep.strong=[0,0.5]", "sweep.weak=[0.25,0.5,0.75]", "sweep.scale=[1,2]"]
+    with pytest.raises(SystemExit, match="label_agreement, but: not here"):
+        monkeypatch.setattr(
+            guidance_sweep.pipeline, "run", lambda *given: [{"unavailable": {"label_agreement": "not here"}}]
+        )
+        sweep(tmp_path, *options[:2], *lists)
+    monkeypatch.setattr(guidance_sweep.pipeline, "run", score)
+    text = sweep(tmp_path, *options, *lists)
+    first, second, cost = drawn.values()
+    expected = np.array([[102.5, np.nan], [105.0, 105.5], [107.5, 108.0]])
+    np.testing.assert_allclose(first, expected)
+    np.testing.assert_allclose(second, expected + 100)
+    np.testing.assert_allclose(cost, [[1.75, np.nan], [1.5, 1.5], [1.25, 1.25]])
+    assert "best      frechet_pixels 102.5 of 20 samples at strong 0.0 weak 0.25 scale 1.0" in text
+    for free in ("guidance.force=true", f"guidance.checkpoint={runs}/digits-tread/step_0000003"):
+        drawn.clear()
+        assert "0 with strong above weak" in sweep(tmp_path, *options, *lists, free)
+        assert list(drawn.values())[0][0, 1] == 103.0
+
+
+def test_a_guidance_that_would_keep_a_single_token_is_refused(runs, tmp_path):
+    """Of 16: by a number, by a schedule at its end, as a setting of a sweep; 0.9 keeps two."""
+    options = (f"checkpoint={runs / 'digits-tread'}", "guidance=sparse", "guidance.scale=2", "steps=2")
+    shown = r"guidance\.weak 0\.9[45] keeps a single token of the 4×4.* at most 0\.875"
+    for door, config in ((sample.main, "sample"), (fid.main, "fid")):
+        for weak in ("0.94", "{schedule: linear, start: 0.2, end: 0.95}"):
+            with pytest.raises(SystemExit, match=shown):
+                launch_door(door, config, tmp_path, *options, f"guidance.weak={weak}", "guidance.strong=0")
+    with pytest.raises(SystemExit, match=shown):
+        lists = ("sweep.weak=[0.9,0.94]", "sweep.strong=[0]", "sweep.scale=[2]")
+        sweep(tmp_path, options[0], "guidance=sparse", "steps=2", *lists, "out=sweep")
+    assert not list(tmp_path.iterdir())
+    options = (*options, "guidance.weak=0.9", "guidance.strong=0", "classes=[3]", "seeds=0")
+    assert "times the FLOPs" in launch_door(sample.main, "sample", tmp_path, *options)
+
+
+def test_no_guidance_is_not_compared_with_itself(runs, tmp_path):
+    options = (f"checkpoint={runs / 'digits-tread'}", "steps=2")
+    text = launch_door(sample.main, "sample", tmp_path, *options, "classes=[3]", "seeds=0")
+    text += launch_door(fid.main, "fid", tmp_path, *options, "num_samples=4", "out=fid")
+    assert text.count("guidance none") == 2 and "times the FLOPs" not in text
+
+
+def test_a_sweep_that_can_not_be_is_refused(runs, tmp_path):
+    checkpoint_of = f"checkpoint={runs / 'digits-tread'}"
+    for overrides, message in (
+        ([checkpoint_of], "out=… is needed"),
+        ([f"checkpoint={runs / 'digits-tread'}/step_*", "out=a"], "one checkpoint"),
+        ([checkpoint_of, "out=a", "guidance=cfg", "sweep.weak=[0.5]"], "no ratios to sweep"),
+        ([checkpoint_of, "out=a", "guidance=none"], "nothing to sweep"),
+        ([checkpoint_of, "out=a", "sweep.interval=[[5,1]]"], "guidance.interval is .*5.* lowest <"),
+        ([checkpoint_of, "out=a", "sweep.strong=[0.9]", "sweep.weak=[0.5]"], "above sweep.weak everywhere"),
+        ([checkpoint_of, "out=a", "sweep.weak=[1.5]"], r"must lie in \[0, 1\)"),
+        ([checkpoint_of, "out=a", "sweep.scale=[]"], "sweep.scale is empty"),
+        ([checkpoint_of, "out=a", "sweep.metric=fid"], "with no reference there are label_agreement, frechet_pixels"),
+        ([checkpoint_of, "out=a", "sweep.weak=[x]"], r"sweep.weak.0 is 'x'"),
+        ([checkpoint_of, "out=a", "guidance.weak={schedule: cosine, start: 0.6, end: 0.0}"], "set sweep.weak="),
+        ([checkpoint_of, "out=a", "reference=a", "save_reference=b.npz"], "fid.py's"),
+        ([f"checkpoint={runs / 'digits-dit'}", "out=a"], "without a route"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            sweep(tmp_path, *overrides)

@@ -1,0 +1,388 @@
+"""The door: python fid.py. The references are the same steps taken by hand, and other ways to the same numbers."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shutil
+import tarfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import RGB, ROOT, open_pictures, save_checkpoint
+from conftest import score as launch
+from forked import run_python
+from PIL import Image
+
+from tread.checkpoints import checkpoint
+from tread.diffusion.edm import EDM
+from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
+from tread.encoders import inception
+from tread.encoders.autoencoder import load_decoder
+from tread.encoders.inception import extract, load_inception
+from tread.evaluation import digits_judge, score_files, scorers, scoring
+from tread.evaluation.metrics import Moments, frechet_distance
+from tread.evaluation.scoring import Options, plan_scoring, read_options, settle_crop
+from tread.preparing import digits
+from tread.preparing.images import Crop
+from tread.runtime.distributed import share_work
+from tread.runtime.schema import read
+
+OPTIONS = ["num_samples=10", "steps=2", "batch_size=4"]
+
+
+def refusal(folder, *overrides: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        launch(folder, *overrides)
+    return str(stopped.value)
+
+
+def record(path):
+    return json.loads(Path(path).read_text())
+
+
+@pytest.fixture
+def run(tmp_path, composed, pictures_of):
+    """results/a with a checkpoint, and reference.npz, of 12 pictures."""
+    np.savez(tmp_path / "reference.npz", pictures_of(12, 16, 0))
+    network, _ = save_checkpoint(tmp_path / "results" / "a", composed)
+    return network
+
+
+def test_a_checkpoint_is_scored_by_its_samples(tmp_path, run, inception_file, pictures_of):
+    options = ["checkpoint=results/a", "reference=reference.npz", f"inception={inception_file}", *OPTIONS]
+    text = launch(tmp_path, *options, "save_samples=true")
+    folder = tmp_path / "results" / "a" / "step_0000003"
+
+    sampler, labels = Sampler(steps=2, batch_size=4), seeded_labels(range(10), 5, "random")
+    pictures = torch.cat(list(draw_pictures(Model(EDM(), run), load_decoder(RGB), range(10), labels, sampler)))
+    with np.load(folder / "samples.npz") as samples:
+        assert np.array_equal(samples["arr_0"], pictures.permute(0, 2, 3, 1))
+        assert np.array_equal(samples["arr_1"], labels)
+    network = load_inception(inception_file)
+    ours = extract(network, pictures)
+    theirs = extract(network, torch.from_numpy(pictures_of(12, 16, 0).transpose(0, 3, 1, 2)))
+    found = record(folder / "fid.json")
+    for metric, kind in (("fid", "pool"), ("sfid", "spatial")):
+        a, b = (Moments.of(features[kind]).gaussian for features in (ours, theirs))
+        assert found[metric] == pytest.approx(frechet_distance(*a, *b), rel=1e-4)
+    p = ours["probabilities"].astype(np.float64)
+    score = np.exp((p * np.log(p / p.mean(axis=0))).sum(axis=1).mean())
+    assert found["inception_score"] == pytest.approx(score, rel=1e-4)
+
+    assert found["counts"] == dict.fromkeys(["fid", "sfid", "inception_score", "precision", "recall", "kid"], 10)
+    assert (found["step"], found["ema"], found["seeds"], found["reference_count"]) == (3, True, [0, 9], 12)
+    settings = found["settings"]
+    assert (settings["sampler"], settings["steps"], settings["nfe"], settings["guidance"]) == ("heun", 2, 3, "none")
+    assert (settings["labels"], settings["dtype"]) == ("random", "fp32")
+    assert settings["checkpoint"] == checkpoint.find(folder).sha256("ema") and len(settings["inception"]) == 64
+    assert {"git", "torch"} <= set(found["versions"])
+    assert {"sampling", "features", "reference", "scoring", "total"} <= set(found["seconds"])
+    assert "FID" in text and "10 samples against 12" in text and "biased upwards" in text
+    assert np.asarray(Image.open(folder / "fid.png")).shape == (2 * 66 - 2, 8 * 66 - 2, 3)
+    (line,) = csv.DictReader((tmp_path / "results" / "a" / "fid.csv").open())
+    assert float(line["fid"]) == found["fid"] and line["count"] == "10" and line["nfe"] == "3"
+    assert not list(folder.glob(".fid-*"))  # the parts are gone
+
+    assert "scored already" in launch(tmp_path, *options)
+    launch(tmp_path, *options, "guidance=cfg", "guidance.scale=2")
+    assert record(folder / "fid-1.json") == found and (folder / "samples-1.npz").exists()
+    guided = record(folder / "fid.json")
+    assert guided["settings"]["guidance"] == "cfg 2" and guided["settings"]["nfe"] == 6
+    assert guided["fid"] != found["fid"] and not (folder / "samples.npz").exists()
+    again = launch(tmp_path, *options)
+    assert "scored already" in again and "fid-1.json" in again
+    assert len(list(csv.DictReader((tmp_path / "results" / "a" / "fid.csv").open()))) == 2
+
+
+def test_the_number_of_processes_changes_nothing(tmp_path, run, inception_file):
+    options = ["checkpoint=results/a", "reference=reference.npz", f"inception={inception_file}", *OPTIONS]
+    launch(tmp_path, *options, "save_samples=true", "out=one")
+    options += ["save_samples=true", "out=two", f"cache={tmp_path}/other_cache"]
+    done = run_python(ROOT / "fid.py", *options, cwd=tmp_path, processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = record(tmp_path / "one" / "fid.json"), record(tmp_path / "two" / "fid.json")
+    assert two["processes"] == 2 and one["processes"] == 1
+    for metric in one["counts"]:
+        assert two[metric] == pytest.approx(one[metric], rel=1e-4, abs=1e-6)
+    with np.load(tmp_path / "one" / "samples.npz") as a, np.load(tmp_path / "two" / "samples.npz") as b:
+        assert np.array_equal(a["arr_1"], b["arr_1"])
+        assert (np.abs(a["arr_0"].astype(int) - b["arr_0"]) <= 1).mean() >= 0.999
+    assert done.stdout.count("  FID") == 1
+    launch(tmp_path, *options, "batch_size=5", "out=five")
+    five = record(tmp_path / "five" / "fid.json")
+    for metric in ("fid", "sfid", "inception_score", "kid"):
+        assert five[metric] == pytest.approx(one[metric], rel=1e-4, abs=1e-6)
+
+
+def test_stopped_work_goes_on_with_the_parts_that_are_missing(tmp_path, run, inception_file, monkeypatch, capsys):
+    options = ["checkpoint=results/a", "reference=reference.npz", f"inception={inception_file}", *OPTIONS]
+    launch(tmp_path, *options, "out=whole")
+    real, drawn = scoring.draw_pictures, []
+
+    def drawing(*arguments, **options):
+        drawn.append(list(arguments[2]))
+        if len(drawn) == 3:
+            raise KeyboardInterrupt
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(scoring, "draw_pictures", drawing)
+    assert refusal(tmp_path, *options) == "130" and "go on" in capsys.readouterr().err
+    work = next((tmp_path / "results/a/step_0000003").glob(".fid-*/part-00001"))
+    (work / "pictures.npy").write_bytes(b"damaged")
+    launch(tmp_path, *options)
+    assert drawn == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [4, 5, 6, 7], [8, 9]]
+    found, whole = record(tmp_path / "results/a/step_0000003/fid.json"), record(tmp_path / "whole/fid.json")
+    assert {key: found[key] for key in found["counts"]} == {key: whole[key] for key in whole["counts"]}
+
+
+def test_many_checkpoints_are_scored_and_the_done_ones_skipped(tmp_path, run, composed, inception_file):
+    options = ["reference=reference.npz", f"inception={inception_file}", *OPTIONS]
+    launch(tmp_path, "checkpoint=results/a/latest", *options)
+    save_checkpoint(tmp_path / "results" / "a", composed, step=12)
+    text = launch(tmp_path, "checkpoint='results/a/step_*'", *options)
+    assert text.count("scored already") == 1 and text.count("written") == 1
+    lines = list(csv.DictReader((tmp_path / "results" / "a" / "fid.csv").open()))
+    assert [line["step"] for line in lines] == ["3", "12"] and lines[0]["fid"] != lines[1]["fid"]
+    assert "no checkpoint matches" in refusal(tmp_path, "checkpoint='results/b/step_*'", *options)
+
+
+def test_pictures_made_elsewhere_and_statistics(tmp_path, inception_file, pictures_of):
+    weights = f"inception={inception_file}"
+    for name, count, seed in (("ours", 8, 1), ("theirs", 10, 0)):
+        np.savez(tmp_path / f"{name}.npz", pictures_of(count, 16, seed))
+        for i, picture in enumerate(pictures_of(count, 16, seed)):
+            (tmp_path / name).mkdir(exist_ok=True)
+            Image.fromarray(picture).save(tmp_path / name / f"{i:03d}.png")
+    launch(tmp_path, "samples=ours.npz", "reference=theirs.npz", weights)
+    launch(tmp_path, "samples=ours", "reference=theirs", weights, "out=folders")
+    text = launch(tmp_path, "reference=theirs", "save_reference=stats/theirs.npz", weights)
+    assert "statistics of 10 pictures" in text
+    launch(tmp_path, "samples=ours.npz", "reference=stats/theirs.npz", weights, "out=statistics")
+    npz, folders, statistics = (
+        record(tmp_path / name) for name in ("ours.fid.json", "folders/fid.json", "statistics/fid.json")
+    )
+    assert npz["count"] == 8 and npz["fid"] > 0.1
+    assert all(folders[metric] == npz[metric] for metric in npz["counts"])
+    assert [statistics[m] for m in ("fid", "sfid")] == pytest.approx([npz[m] for m in ("fid", "sfid")], rel=1e-9)
+    assert {"precision", "recall", "kid"} <= set(statistics["unavailable"])
+    launch(tmp_path, "samples=ours.npz", "reference=ours.npz", weights, "out=itself")
+    itself = record(tmp_path / "itself/fid.json")
+    assert abs(itself["fid"]) < 1e-6 and itself["precision"] == itself["recall"] == 1
+
+
+def test_features_are_kept_under_the_hash_of_their_pictures(tmp_path, inception_file, pictures_of, monkeypatch):
+    np.savez(tmp_path / "a.npz", pictures_of(3, 16, 0))
+    shutil.copy(tmp_path / "a.npz", tmp_path / "copy.npz")
+    np.savez(tmp_path / "b.npz", pictures_of(3, 16, 1))
+    calls, extracted, kept, real = [], [], [], inception.extract
+    monkeypatch.setattr(inception, "extract", lambda *given: calls.append(given) or real(*given))
+    network, processes = load_inception(inception_file), share_work(None)
+    for name, weights in (("a", "one"), ("copy", "one"), ("b", "one"), ("a", "two")):
+        pictures = open_pictures(tmp_path / f"{name}.npz")
+        kept.append(inception.features_of(pictures, tmp_path / "cache", network, weights, processes))
+        extracted.append(len(calls))
+    assert extracted == [1, 1, 2, 3]
+    pool = [np.concatenate(list(parts.arrays("pool"))) for parts in kept]
+    assert np.array_equal(pool[0], pool[1]) and not np.array_equal(pool[0], pool[2])
+
+
+def test_the_digits_are_judged_without_a_download(tmp_path, composed, inception_file):
+    network, folder = save_checkpoint(tmp_path / "results/d", composed, digits.MEANING, embedded="digits")
+    text = launch(tmp_path, "checkpoint=results/d/latest", "steps=2", "num_samples=40", "labels=balanced")
+    labels, sampler = torch.arange(40) % 10, Sampler(steps=2, batch_size=40)
+    pictures = torch.cat(
+        list(draw_pictures(Model(EDM(), network), load_decoder(digits.MEANING), range(40), labels, sampler))
+    )
+    expected, found = digits_judge.judge_digits(pictures.numpy(), labels.numpy()), record(folder / "fid.json")
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+    counts = {"label_agreement": 40, "label_agreement_real": 355, "frechet_pixels": 40, "frechet_pixels_real": 1442}
+    assert found["counts"] == counts and "fid" in found["unavailable"]
+    assert [len(labels) for _, labels in digits.split().values()] == [1442, 355]
+    assert "label_agreement" in text and "FID                  unavailable" in text
+    np.savez(tmp_path / "reference.npz", np.zeros((4, 8, 8, 3), np.uint8))
+    weights = f"inception={inception_file}"
+    assert "grey" in refusal(tmp_path, "checkpoint=results/d", "reference=reference.npz", weights)
+
+
+def test_a_scorer_of_ones_own_needs_no_other_file(tmp_path, composed, monkeypatch):
+    """Brightness by what is kept with each part: the whole way, up to fid.json, against the pictures' own mean."""
+
+    class Brightness:
+        metrics, reference, seconds = {"brightness": "higher"}, None, 0.0
+
+        def prepare(self, pictures):
+            return {"means": pictures.double().mean(dim=(1, 2, 3)).numpy()}
+
+        def score(self, samples):
+            means = np.concatenate(list(samples.arrays("means")))
+            return {"brightness": means.mean(), "brightness_real": 1.0}, {"fid": "it is dark"}, {"brightness_real": 3}
+
+        def warnings(self, samples):
+            return [f"only {samples}"]
+
+    monkeypatch.setitem(scorers.EMBEDDED, "digits", Brightness())
+    _, folder = save_checkpoint(tmp_path / "results/d", composed, digits.MEANING, embedded="digits")
+    text = launch(tmp_path, "checkpoint=results/d", *OPTIONS, "save_samples=true")
+    found = record(folder / "fid.json")
+    with np.load(folder / "samples.npz") as samples:
+        assert found["brightness"] == pytest.approx(samples["arr_0"].mean())
+    assert found["counts"] == {"brightness": 10, "brightness_real": 3} and found["warnings"] == ["only 10"]
+    assert "note: only 10" in text and "unavailable: it is dark" in text
+
+
+def test_the_columns_of_a_table_stay():
+    """As files of earlier versions begin: another head would begin a new file."""
+    metrics = "fid,sfid,inception_score,precision,recall,kid,label_agreement,frechet_pixels,clip_score"
+    rest = "reference,reference_count,sampler,steps,nfe,flops_relative,guidance,weak_network"
+    rest += ",labels,first_seed,weights,dtype,checkpoint"
+    assert ",".join(score_files.COLUMNS) == f"time,step,count,{metrics},{rest}"
+
+
+def test_files_that_are_there_already_are_kept(tmp_path, run, inception_file, pictures_of):
+    """The user's own, and an older scoring's; a fid.json that is none of ours is left alone."""
+    weights = f"inception={inception_file}"
+    (tmp_path / "mine").mkdir()
+    own = {"samples.npz": "mine", "fid.png": "mine", "fid.json": "[1]", "fid.csv": "a,b\n1,2\n"}
+    for name, content in own.items():
+        (tmp_path / "mine" / name).write_text(content)
+    options = ["checkpoint=results/a", "reference=reference.npz", weights, *OPTIONS, "save_samples=true", "out=mine"]
+    launch(tmp_path, *options)
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir() if "-1." in path.name}
+    assert kept == {name.replace(".", "-1."): content.encode() for name, content in own.items()}
+    assert record(tmp_path / "mine" / "fid.json")["count"] == 10
+
+    before = (tmp_path / "reference.npz").read_bytes()
+    refused = refusal(tmp_path, "reference=reference.npz", "save_reference=reference.npz", weights)
+    assert "is there already" in refused and (tmp_path / "reference.npz").read_bytes() == before
+
+
+def test_a_folder_inside_a_tar_is_scored_beside_the_tar(tmp_path, run, inception_file, pictures_of):
+    for i, picture in enumerate(pictures_of(5, 16, 1)):
+        (tmp_path / "photos" / "val").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture).save(tmp_path / "photos" / "val" / f"{i}.png")
+    with tarfile.open(tmp_path / "photos.tar", "w") as tar:
+        tar.add(tmp_path / "photos", arcname="photos")
+    launch(tmp_path, "samples=photos.tar/photos/val", "reference=reference.npz", f"inception={inception_file}")
+    assert record(tmp_path / "val.fid.json")["count"] == 5
+
+
+def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, composed):
+    found = checkpoint.find(tmp_path / "results" / "a")
+    base = dict(composed(name="fid"), checkpoint="x", reference="r")
+
+    def settings_of(latents=RGB, reference="r", config=found.info["config"], **changed):
+        one = checkpoint.Checkpoint(found.folder, found.info | {"latents": asdict(latents), "config": config})
+        plan = plan_scoring(read(base | changed, Options), one, "fp32")
+        return replace(plan, reference=reference, inception="i").fingerprint
+
+    usual = settings_of()
+    cfg = {"kind": "cfg", "scale": 1.5, "strong": 0.0, "weak": 0.0}
+    changes = {"first_seed": 1, "labels": "balanced", "steps": 5, "batch_size": 7, "weights": "model", "guidance": cfg}
+    assert all(settings_of(**{key: value}) != usual for key, value in changes.items())
+    assert settings_of(num_samples=9) != usual and settings_of(latents=replace(RGB, scale=2.0)) != usual
+    assert settings_of(guidance=cfg) != settings_of(guidance=cfg | {"scale": 1.5000001})
+    assert settings_of(solver="euler") != usual and settings_of(reference="other") != usual
+    assert settings_of(config=found.info["config"] | {"objective": "rf"}) != usual
+    moved = composed("model.depth=6", "model.routes.0.end=-1")["model"]["routes"]  # same weights, another route
+    config = found.info["config"] | {"model": found.info["config"]["model"] | {"routes": moved}}
+    sparse = {"kind": "sparse", "scale": 1.5, "strong": 0.0, "weak": 0.5}
+    assert settings_of(guidance=sparse, config=config) != settings_of(guidance=sparse)
+    assert settings_of(guidance=cfg, config=config) == settings_of(guidance=cfg)
+    assert settings_of(out="elsewhere", cache="there", save_samples=True) == usual
+    # as scores of earlier versions have them: their order names the folder of unfinished work
+    names = "step checkpoint weights num_samples first_seed labels sampler steps nfe guidance dtype batch_size decoder"
+    assert list(usual) == [*names.split(), "latents", "edm", "reference", "inception"]
+    more = list(settings_of(guidance=sparse))
+    assert more == [*list(usual)[:10], "routes", *list(usual)[10:]]
+    (own,) = settings_of(guidance=sparse)["routes"]
+    assert list(own) == ["start", "end", "selection_ratio", "fp32", "select"]
+    earlier = composed("model.depth=6", "model.routes.0.rejoin=0")["model"]["routes"]
+    config = found.info["config"] | {"model": found.info["config"]["model"] | {"routes": earlier}}
+    assert settings_of(guidance=sparse, config=config)["routes"] == [own | {"rejoin": 0}]
+
+
+def test_a_reference_is_read_as_the_training_photos_were(tmp_path, run, composed, inception_file, pictures_of):
+    """By what the checkpoint's dataset recorded, unless asked otherwise; upright and on white without a checkpoint."""
+    (tmp_path / "photos").mkdir()
+    for number, picture in enumerate(pictures_of(4, 32, 0)):
+        Image.fromarray(picture).save(tmp_path / "photos" / f"{number}.png")
+    save_checkpoint(tmp_path / "results" / "b", composed, replace(RGB, orientation="exif"))
+    given = ["reference=photos", "crop=16", f"inception={inception_file}", "num_samples=4", "steps=2"]
+    assert "orientation=exif alpha=drop" in launch(tmp_path, "checkpoint=results/b", *given)
+    settings = record(tmp_path / "results" / "b" / "step_0000003" / "fid.json")["settings"]
+    assert settings["reference"] == open_pictures(tmp_path / "photos", 16, "exif", "drop").sha256
+    both = "checkpoint='results/*/step_*'"
+    assert "photos read with orientation=exif and stored" in refusal(tmp_path, both, *given)
+    stored, turned = SimpleNamespace(latents=RGB), SimpleNamespace(latents=replace(RGB, orientation="exif"))
+    for asked, plans, found in (
+        ([], [], ("exif", "white")),
+        ([], [stored], ("stored", "drop")),
+        (["alpha=white"], [turned], ("exif", "white")),
+        (["orientation=stored"], [stored, turned], ("stored", "drop")),
+    ):
+        options = read_options(composed("reference=a", "save_reference=b.npz", "crop=16", *asked, name="fid"))
+        assert settle_crop(options, plans) == Crop(16, *found)
+
+
+def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, inception_file, pictures_of, monkeypatch):
+    monkeypatch.setattr(scoring, "draw_pictures", None)
+    monkeypatch.setattr(inception, "extract", None)
+    weights = f"inception={inception_file}"
+    np.savez(tmp_path / "large.npz", pictures_of(4, 32, 0))
+    np.savez(tmp_path / "float.npz", pictures_of(4, 16, 0) / 255)
+    np.savez(tmp_path / "stats.npz", mu=np.zeros(128), sigma=np.eye(128))
+    np.savez(tmp_path / "fid_stats.npz", mu=np.zeros(2048), sigma=np.eye(2048))
+    save_checkpoint(tmp_path / "results" / "raw", composed, parts=("model",))
+    _, cut = save_checkpoint(tmp_path / "results" / "cut", composed)
+    (cut / "ema.safetensors").write_bytes(b"cut")
+    np.save(tmp_path / "reference.npy", pictures_of(4, 16, 0))
+    for overrides, message in (
+        ([], "name one of checkpoint"),
+        (["checkpoint=results/a", "samples=reference.npz"], "name one of checkpoint"),
+        (["checkpoint=results/a"], "needs reference=…"),
+        (["samples=reference.npz"], "reference=… is needed"),
+        (["checkpoint=results/nowhere", "reference=reference.npz", weights], "no checkpoint at"),
+        (["checkpoint=results/a", "reference=nowhere.npz", weights], "nowhere.npz is not there"),
+        (["checkpoint=results/a", "reference=large.npz", weights], "16×16, but those of large.npz are 32×32"),
+        (["samples=large.npz", "reference=reference.npz", weights], "32×32, but those of reference.npz are 16×16"),
+        (["samples=float.npz", "reference=reference.npz", weights], "float64, but must be uint8"),
+        (["checkpoint=results/raw", "reference=reference.npz", weights], "holds no ema part.*weights=model"),
+        (["checkpoint=results/a", "reference=reference.npz", "inception=nowhere"], "nowhere is not there"),
+        (
+            ["checkpoint=results/a", "reference=reference.npz", weights, "labels=sorted"],
+            "be random or balanced",
+        ),
+        (["checkpoint=results/a", "reference=reference.npz", weights, "num_samples=1"], "at least 2"),
+        (["checkpoint=results/a", "reference=reference.npz", weights, "steps=1"], "at least 2"),
+        (["checkpoint=results/a", "reference=reference.npz", weights, "crop=16"], "crop=16 is for folders"),
+        (["checkpoint=results/a", "reference=reference.npz", weights, "alpha=white"], "alpha=white is for .* crop="),
+        (["reference=stats.npz", "save_reference=new.npz", weights], "holds no pictures to make statistics of"),
+        (["checkpoint=results/a", "reference=reference.npz", weights, "out=reference.npz"], "could not be written"),
+        (["samples=reference.npz", "reference=fid_stats.npz", weights], "another network: the Inception gives 128"),
+        (["samples=reference.npz", "reference=reference.npy", weights], "is one array; save it as an .npz"),
+        (
+            ["samples=reference.npz", "reference=reference.npz", weights, "out=reference.npz"],
+            "choose a place that you may",
+        ),
+        (["checkpoint=results/cut", "reference=reference.npz", weights], "ema.safetensors is damaged"),
+        (["reference=reference.npz", "save_reference=stats.txt", weights], "must end in .npz"),
+    ):
+        assert re.search(message, refusal(tmp_path, *overrides)), overrides
+    assert not list((tmp_path / "results" / "a" / "step_0000003").glob("*fid*"))
+
+
+def test_the_command_names_a_misspelt_key_and_missing_weights(tmp_path, run):
+    environment = os.environ | {"TREAD_INCEPTION": str(tmp_path / "offline.pth")}
+    for arguments, shown in (
+        (["chekpoint=x"], "nearest known one is 'checkpoint'"),
+        (["checkpoint=results/a", "reference=reference.npz"], "offline.pth is not there"),
+    ):
+        done = run_python(ROOT / "fid.py", *arguments, cwd=tmp_path, environment=environment)
+        assert done.returncode == 1 and "error: " in done.stderr and shown in done.stderr, done.stderr

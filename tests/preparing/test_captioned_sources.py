@@ -1,0 +1,475 @@
+"""Pictures with captions, prepared: against what was written into each source, by the tools of its kind.
+
+Pictures are of one colour, which says which they are; so what a sample shows must go with its captions.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+import tarfile
+import zipfile
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+
+from tread.data.captions import read_captions
+from tread.data.dataset import LatentDataset, read_index
+from tread.data.latents import stored_pictures
+from tread.preparing import encode_photos
+from tread.preparing.kept_pictures import SourcePictures
+from tread.preparing.sources import find_photos
+from tread.runtime import schema
+from tread.runtime.distributed import share_work
+
+TRAIN = {9: ["a red\n apple ", "fruit"], 25: ["a giraffe"], 30: ["flowers", "a vase", "Blumen in einer Väse"]}
+VAL = {42: ["shoes", "a dog"], 73: ["a motorbike"]}
+
+
+def picture(number: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (12, 10), (number, 255 - number, 7)).save(file, "PNG")
+    return file.getvalue()
+
+
+def coco_name(split: str, number: int) -> str:
+    return f"COCO_{split}_{number:012d}.jpg"  # the content is PNG, so that colours come back exactly
+
+
+def annotations(split: str, pictures: dict[int, list[str]]) -> dict:
+    """As the official files have it: captions of one picture do not lie together."""
+    images = [
+        {"license": 5, "file_name": coco_name(split, number), "height": 10, "width": 12, "id": number}
+        for number in reversed(pictures)
+    ]
+    rounds = max(map(len, pictures.values()))
+    notes = [(number, own[i]) for i in range(rounds) for number, own in pictures.items() if i < len(own)]
+    listed = [{"image_id": number, "id": 100 + i, "caption": words} for i, (number, words) in enumerate(notes)]
+    return {"info": {"year": 2014}, "images": images, "licenses": [], "annotations": listed}
+
+
+@pytest.fixture
+def coco(tmp_path):
+    """coco/annotations/captions_{train,val}2014.json, coco/train2014/, coco/val2014/."""
+    root = tmp_path / "coco"
+    (root / "annotations").mkdir(parents=True)
+    (root / "annotations" / "instances_val2014.json").write_text("{}")
+    for split, pictures in (("train2014", TRAIN), ("val2014", VAL)):
+        (root / split).mkdir()
+        for number in pictures:
+            (root / split / coco_name(split, number)).write_bytes(picture(number))
+        (root / "annotations" / f"captions_{split}.json").write_text(json.dumps(annotations(split, pictures)))
+    return root
+
+
+def zipped(root):
+    """As the files come from the site: train2014.zip, val2014.zip, annotations_trainval2014.zip."""
+    for split, name in (("train2014",) * 2, ("val2014",) * 2, ("annotations", "annotations_trainval2014")):
+        shutil.make_archive(str(root / name), "zip", root, split)
+        shutil.rmtree(root / split)
+    return root
+
+
+@pytest.fixture
+def prepare(tmp_path, composed, capsys):
+    """A function from overrides to what the script prints; the dataset is tmp_path/data, of pixels."""
+
+    def run(source, *overrides: str) -> str:
+        given = [f"source={source}", f"out={tmp_path / 'data'}", "autoencoder=none", "resolution=8", "workers=0"]
+        tree = composed(*given, "shard_size=2", "decode=0", *overrides, name="prepare_latents")
+        encode_photos.prepare(schema.read(tree, encode_photos.Options), share_work("cpu"))
+        return capsys.readouterr().out
+
+    return run
+
+
+def numbers_of(pictures: np.ndarray) -> list[int]:
+    """Which pictures these are, by their colours."""
+    assert (pictures == pictures[:, :, :1, :1]).all()
+    return pictures[:, 0, 0, 0].tolist()
+
+
+def held(folder) -> list[tuple[int, list[str]]]:
+    """Of each sample which picture it shows, and its captions."""
+    data = LatentDataset(folder, verify="full")
+    shown = stored_pictures(data.read(np.arange(len(data))).stored, data.latents)
+    return list(zip(numbers_of(shown.numpy()), read_captions(folder, read_index(folder)), strict=True))
+
+
+def expected(pictures: dict[int, list[str]]) -> list[tuple[int, list[str]]]:
+    return [(number, [" ".join(words.split()) for words in own]) for number, own in pictures.items()]
+
+
+# ------------------------------------------------------------------------------------------ MS-COCO
+
+
+@pytest.mark.parametrize("as_it_comes", [False, True])
+def test_coco_is_prepared_by_one_command(coco, prepare, tmp_path, as_it_comes):
+    if as_it_comes:
+        zipped(coco)
+    text = prepare(coco)
+    assert held(tmp_path / "data") == expected(TRAIN) and held(tmp_path / "data-heldout") == expected(VAL)
+    assert "captions  9, 1 to 3 a picture" in text and "held out  2 of them, val2014" in text
+    assert read_index(tmp_path / "data")["heldout"] == "../data-heldout"
+    assert LatentDataset(tmp_path / "data").latents.classes == ("all",)
+    assert "is finished" in prepare(coco) and not list(tmp_path.glob(".*"))
+
+
+def test_an_attribution_stands_in_both_indices(coco, prepare, tmp_path):
+    """And, once it was said, a finished dataset is not taken for one of another."""
+    prepare(coco, "attribution=by_all_of_them")
+    for folder in (tmp_path / "data", tmp_path / "data-heldout"):
+        assert LatentDataset(folder).attribution == read_index(folder)["attribution"] == "by_all_of_them"
+    assert "is finished" in prepare(coco, "attribution=by_all_of_them")
+    with pytest.raises(FileExistsError, match="data exists already"):
+        prepare(coco, "attribution=by_others")
+
+
+@pytest.mark.parametrize("root", ["train2014", "val2014"])
+def test_one_split_alone(coco, prepare, tmp_path, root):
+    shutil.rmtree(coco / {"train2014": "val2014", "val2014": "train2014"}[root])
+    prepare(coco, f"root={root}")
+    assert held(tmp_path / "data") == expected({"train2014": TRAIN, "val2014": VAL}[root])
+    assert not (tmp_path / "data-heldout").exists()
+    with pytest.raises(ValueError, match="neither (train|val)2014/ nor (train|val)2014.zip: .*another split by root="):
+        prepare(coco)
+
+
+def test_years_are_chosen_and_a_split_may_be_divided(coco, prepare, tmp_path):
+    for split in ("train2014", "val2014"):
+        other = split.replace("2014", "2017")
+        shutil.copytree(coco / split, coco / other)
+        shutil.copy(coco / "annotations" / f"captions_{split}.json", coco / f"captions_{other}.json")
+    with pytest.raises(ValueError, match="captions of train2014, train2017, val2014, val2017: choose by root="):
+        prepare(coco)
+    with pytest.raises(ValueError, match="holds out val2014 itself: leave heldout=1 out"):
+        prepare(coco, "root=2014", "heldout=1")
+    prepare(coco, "root=2017")
+    assert held(tmp_path / "data-heldout") == expected(VAL)
+    prepare(coco, "root=train2014", "heldout=1", f"out={tmp_path / 'split'}")
+    both = held(tmp_path / "split") + held(tmp_path / "split-heldout")
+    assert sorted(both) == expected(TRAIN) and len(held(tmp_path / "split-heldout")) == 1
+
+
+def edit(change):
+    """A function that changes the parsed captions of train2014."""
+
+    def act(coco):
+        path = coco / "annotations" / "captions_train2014.json"
+        tree = json.loads(path.read_text())
+        change(tree)
+        path.write_text(json.dumps(tree))
+
+    return act
+
+
+def cut(coco):
+    path = coco / "annotations" / "captions_train2014.json"
+    path.write_text(path.read_text()[:-40])
+
+
+DAMAGED = {
+    "cut short": (cut, "captions_train2014.json is damaged, or no captions file of MS-COCO"),
+    "no annotations": (edit(lambda tree: tree.pop("annotations")), "captions_train2014.json .*it has no 'annotations'"),
+    "instances": (edit(lambda tree: tree["annotations"][0].pop("caption")), "it has no 'caption'"),
+    "no words": (edit(lambda tree: tree["annotations"][0].update(caption=None)), "captions must be words, not None"),
+    "not listed": (edit(lambda tree: tree["images"].pop()), "pictures that it does not list, by their ids: 9"),
+    "listed twice": (edit(lambda tree: tree["images"].append(tree["images"][0])), "it lists a picture twice"),
+    "a zip cut short": (
+        lambda coco: zipped(coco) and (coco / "val2014.zip").write_bytes((coco / "val2014.zip").read_bytes()[:300]),
+        "val2014.zip is no zip, or damaged or truncated",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGED)
+def test_damaged_captions_are_named_before_the_work(coco, prepare, tmp_path, fault):
+    spoil, shown = DAMAGED[fault]
+    spoil(coco)
+    with pytest.raises(ValueError, match=shown):
+        prepare(coco)
+    assert {path.name for path in tmp_path.iterdir()} == {"coco"}
+
+
+def test_what_does_not_go_together_is_named_or_left_out(coco, prepare, tmp_path):
+    """A picture that is not listed, one without captions or with a blank one, captions without a picture."""
+    (coco / "train2014" / "stray.jpg").write_bytes(picture(1))
+    (coco / "train2014" / coco_name("train2014", 30)).unlink()
+
+    def change(tree):
+        notes = [note for note in tree["annotations"] if note["image_id"] != 25]
+        tree["annotations"] = [*notes, {"image_id": 25, "id": 1, "caption": " \n"}]
+
+    edit(change)(coco)
+    names = [
+        "train2014/stray.jpg",
+        f"train2014/{coco_name('train2014', 25)}",
+        f"train2014/{coco_name('train2014', 30)}",
+    ]
+    with pytest.raises(ValueError, match="captions without a picture, 3 in all") as refused:
+        prepare(coco)
+    assert all(f"{name}: {what}" in str(refused.value) for name, what in zip(names, ("no", "no", "a caption: the pic")))
+    assert not list(tmp_path.glob("*data*"))
+    prepare(coco, "on_error=skip")
+    assert held(tmp_path / "data") == expected({9: TRAIN[9]}) and held(tmp_path / "data-heldout") == expected(VAL)
+    left_out = json.loads((tmp_path / "data" / "report.json").read_text())["left_out"]
+    assert sorted(name for name, _ in left_out) == sorted(names)
+
+
+def test_a_damaged_picture_takes_its_captions_with_it(coco, prepare, tmp_path):
+    """Also where it stops the work: what is done stays, and without the picture the work goes on."""
+    (coco / "train2014" / coco_name("train2014", 9)).write_text("words")
+    with pytest.raises(ValueError, match="(?s)damaged pictures, 1 in all.*000000000009.jpg"):
+        prepare(coco)
+    done = {path: path.stat().st_mtime_ns for path in tmp_path.glob(".data*/done/*")}
+    prepare(coco, "on_error=skip", f"out={tmp_path / 'anew'}")
+    (coco / "train2014" / coco_name("train2014", 9)).unlink()
+    assert len(done) == 2 and done == {path: path.stat().st_mtime_ns for path in done}
+    prepare(coco, "on_error=skip")
+    rest = {number: own for number, own in TRAIN.items() if number != 9}
+    assert held(tmp_path / "data") == held(tmp_path / "anew") == expected(rest)
+    assert held(tmp_path / "data-heldout") == expected(VAL)
+
+
+def test_stopped_it_goes_on_with_the_captions_of_now(coco, prepare, tmp_path, monkeypatch):
+    prepare(coco, f"out={tmp_path / 'whole'}")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(encode_photos, "add_captions", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        prepare(coco)
+    text = prepare(coco)
+    assert "0 of 3 shards" in text
+    for part in ("", "-heldout"):
+        made, whole = ({p.name: p.read_bytes() for p in (tmp_path / f"{o}{part}").iterdir()} for o in ("data", "whole"))
+        assert made.keys() == whole.keys() and all(made[name] == whole[name] for name in made if name != "index.json")
+        assert made["index.json"].replace(b"../data", b"../whole") == whole["index.json"]
+    edit(lambda tree: tree["annotations"][0].update(caption="a green apple"))(coco)
+    with pytest.raises(FileExistsError, match="data exists already"):  # not "is finished": it has other captions
+        prepare(coco)
+    shutil.move(tmp_path / "data", tmp_path / "before")
+    shutil.move(tmp_path / "data-heldout", tmp_path / "before-heldout")
+    prepare(coco)
+    assert held(tmp_path / "data")[0] == (9, ["a green apple", "fruit"])
+
+
+def test_photos_are_found_again_in_the_order_of_their_samples(coco, prepare, tmp_path):
+    prepare(coco)
+    for part, pictures in (("data", TRAIN), ("data-heldout", VAL)):
+        found = SourcePictures(LatentDataset(tmp_path / part), coco, None, None)
+        (batch,) = found.batches([np.arange(len(pictures))], workers=0)
+        assert numbers_of(batch.numpy()) == list(pictures)
+
+
+# ------------------------------------------------------------------------------- text beside pictures
+
+
+def put(folder, number: int, captions: list[str] | None, name: str | None = None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    name = name or f"{number:03d}"
+    (folder / f"{name}.png").write_bytes(picture(number))
+    if captions is not None:
+        (folder / f"{name}.txt").write_text("\n".join(captions) + "\n\n", encoding="utf-8-sig")
+
+
+LINES = {number: [words.replace("\n", " ") for words in own] for number, own in TRAIN.items()}
+LINES[9][0] = "a red\u2028apple"  # which is no end of a line
+
+
+def pack_tar(folder):
+    with tarfile.open(folder.parent / "a.tar", "w") as tar:
+        tar.add(folder, arcname=".")
+    return folder.parent / "a.tar"
+
+
+def pack_zip(folder):
+    return shutil.make_archive(str(folder.parent / "a"), "zip", folder)
+
+
+@pytest.mark.parametrize("pack", [None, pack_tar, pack_zip], ids=["folder", "tar", "zip"])
+@pytest.mark.parametrize("deep", ["", "a/b"], ids=["flat", "deep"])
+def test_text_files_beside_pictures_are_their_captions(prepare, tmp_path, pack, deep):
+    for number, own in LINES.items():
+        put(tmp_path / "photos" / deep, number, own)
+    put(tmp_path / "photos", 200, ["outside"])
+    (tmp_path / "photos" / deep / "009.json").write_text("{}")  # what else has a picture's name belongs to it
+    source = tmp_path / "photos"
+    prepare(pack(source) if pack else source)
+    outside = [(200, ["outside"])]  # a/b/009 comes behind 200, 009 before it
+    assert held(tmp_path / "data") == (outside + expected(LINES) if deep else expected(LINES) + outside)
+    assert LatentDataset(tmp_path / "data").latents.classes == ("all",)
+
+
+def test_class_folders_and_labels_files_stay_classes(tmp_path):
+    for number, name in ((9, "ant"), (25, "bee"), (30, "bee")):
+        put(tmp_path / "photos" / name, number, LINES[number])
+    photos = find_photos(tmp_path / "photos")
+    assert photos.classes == ("ant", "bee") and photos.labels.tolist() == [0, 1, 1]
+    assert photos.captions == [own for _, own in expected(LINES)]
+    flat = tmp_path / "photos" / "bee"
+    (flat / "labels.csv").write_text("file,label\n025.png,3\n030.png,1\n")
+    photos = find_photos(flat)
+    assert photos.labels.tolist() == [3, 1] and photos.captions == [own for _, own in expected(LINES)][1:]
+    without = find_photos(flat, captions="none")
+    assert without.captions is None and without.names == photos.names and not without.refused
+
+
+def test_texts_and_pictures_that_do_not_go_together_are_named(prepare, tmp_path):
+    for number, own in LINES.items():
+        put(tmp_path / "photos", number, own)
+    put(tmp_path / "photos", 40, None)
+    put(tmp_path / "photos", 41, [" "])
+    put(tmp_path / "photos", 42, ["x"])
+    (tmp_path / "photos" / "042.txt").write_bytes("Väse".encode("latin-1"))
+    (tmp_path / "photos" / "043.txt").write_text("a picture that was removed")
+    faults = ["040.png: no caption: there is no text file of its name", "041.png: no caption: 041.txt is blank"]
+    faults += ["042.png: no caption: 042.txt is no UTF-8 text", "043.txt: a caption: there is no picture of its name"]
+    with pytest.raises(ValueError, match="captions without a picture, 4 in all") as refused:
+        prepare(tmp_path / "photos")
+    assert all(fault in str(refused.value) for fault in faults)
+    prepare(tmp_path / "photos", "on_error=skip")
+    assert held(tmp_path / "data") == expected(LINES)
+    report = json.loads((tmp_path / "data" / "report.json").read_text())
+    assert [name for name, _ in report["left_out"]] == ["040.png", "041.png", "042.png", "043.txt"]
+    prepare(
+        tmp_path / "photos", "captions=none", "on_error=skip", f"labels={labels(tmp_path)}", f"out={tmp_path / 'b'}"
+    )
+    assert len(LatentDataset(tmp_path / "b")) == 6 and "captions" not in read_index(tmp_path / "b")
+
+
+def labels(folder) -> str:
+    rows = "".join(f"{path.name},0\n" for path in (folder / "photos").glob("*.png"))
+    (folder / "all.csv").write_text(f"file,label\n{rows}")
+    return str(folder / "all.csv")
+
+
+def test_text_of_other_names_is_no_caption(tmp_path):
+    """As it was: a folder of pictures with a note in it."""
+    put(tmp_path / "photos" / "ant", 9, None)
+    (tmp_path / "photos" / "ant" / "notes.txt").write_text("words")
+    photos = find_photos(tmp_path / "photos")
+    assert photos.captions is None and [name for name, _ in photos.refused] == ["ant/notes.txt"]
+
+
+# -------------------------------------------------------------------------- webdatasets, zips, parquet
+
+
+def write_webdataset(folder, **more) -> None:
+    folder.mkdir()
+    with webdataset.ShardWriter(str(folder / "%05d.tar"), maxcount=2, verbose=0) as tars:
+        for number, own in LINES.items():
+            tars.write({"__key__": f"{number:09d}", "png": picture(number), "txt": "\n".join(own), "json": {}, **more})
+
+
+@pytest.mark.parametrize("how", ["", "{00000..00001}.tar", "*.tar", "root"])
+def test_webdatasets_are_read_as_they_were_written(prepare, tmp_path, how):
+    write_webdataset(tmp_path / "wds")
+    (tmp_path / "wds" / "00000.parquet").touch()  # img2dataset's tables and statistics beside the tars
+    (tmp_path / "wds" / "00000_stats.json").write_text("{}")
+    source, given = (tmp_path, ["root=wds"]) if how == "root" else (tmp_path / "wds" / how, [])
+    out = tmp_path.with_name(f"{tmp_path.name}-made")
+    prepare(f"'{source}'", *given, f"out={out}")
+    assert held(out) == expected(LINES) and LatentDataset(out).latents.classes == ("all",)
+
+
+@pytest.mark.parametrize("how", ["{0..1}/00000.tar", "*/00000.tar"])
+def test_tars_of_one_name_in_several_folders_are_all_read(tmp_path, how):
+    for folder, (number, own) in enumerate(LINES.items()):
+        (tmp_path / "wds" / str(folder)).mkdir(parents=True)
+        with webdataset.TarWriter(str(tmp_path / "wds" / str(folder) / "00000.tar")) as tar:
+            tar.write({"__key__": "000", "png": picture(number), "txt": "\n".join(own)})
+    photos, some = find_photos(tmp_path / "wds" / how), list(LINES)[: 2 if "{" in how else 3]
+    assert photos.names == [f"{folder}/00000/000.png" for folder in range(len(some))]
+    assert [photos.read(i) for i in range(len(some))] == [picture(number) for number in some]
+    assert photos.captions == [own for _, own in expected(LINES)][: len(some)]
+
+
+def test_tars_without_captions_have_no_classes(tmp_path):
+    (tmp_path / "wds").mkdir()
+    with webdataset.TarWriter(str(tmp_path / "wds" / "0.tar")) as tar:
+        tar.write({"__key__": "1", "png": picture(1), "cls": 3})
+    with pytest.raises(ValueError, match="a tar's name is no class"):
+        find_photos(tmp_path / "wds")
+    with pytest.raises(FileNotFoundError, match="is not there; source must be a tar"):
+        find_photos(tmp_path / "wds" / "{0..1}.tar")
+
+
+def test_a_zip_is_the_folder_it_was_made_of(tmp_path):
+    for number, name in ((9, "ant"), (25, "bee"), (30, "bee")):
+        put(tmp_path / "photos" / "train" / name, number, None)
+    path = pack_zip(tmp_path / "photos")
+    photos, same = (find_photos(source, root="train") for source in (path, tmp_path / "photos"))
+    assert (photos.names, photos.classes) == (same.names, same.classes)
+    again = pickle.loads(pickle.dumps(photos.read))  # as it is handed to a reading process
+    assert [again(i) for i in range(3)] == [photos.read(i) for i in range(3)] == [picture(n) for n in (9, 25, 30)]
+
+
+def test_a_forked_process_opens_a_zip_anew(tmp_path, monkeypatch):
+    """Else two would move one another's place in the file."""
+    put(tmp_path / "photos" / "ant", 9, None)
+    photos, opened = find_photos(pack_zip(tmp_path / "photos")), []
+    whole = zipfile.ZipFile
+    monkeypatch.setattr(zipfile, "ZipFile", lambda path: opened.append(path) or whole(path))
+    for process in (1, 1, 2):
+        monkeypatch.setattr("os.getpid", lambda process=process: process)
+        assert photos.read(0) == picture(9)
+    assert len(opened) == 2
+
+
+def test_a_damaged_picture_in_a_zip_is_named(prepare, tmp_path):
+    for number in TRAIN:
+        put(tmp_path / "photos" / "ant", number, None)
+    path = pack_zip(tmp_path / "photos")
+    with zipfile.ZipFile(path) as opened:
+        at = opened.getinfo("ant/025.png").header_offset + 60
+    content = bytearray(open(path, "rb").read())
+    content[at : at + 20] = bytes(20)
+    open(path, "wb").write(content)
+    with pytest.raises(ValueError, match=r"(?s)1 in all.*ant/025.png can't be read as a picture \(damaged in a.zip"):
+        prepare(path)
+
+
+def write_parquet(path, **columns) -> None:
+    import datasets  # imported here because it takes a second
+
+    datasets.disable_progress_bars()
+    columns = {"image": [Image.open(io.BytesIO(picture(number))) for number in TRAIN]} | columns
+    path.parent.mkdir(exist_ok=True)
+    datasets.Dataset.from_dict(columns).to_parquet(str(path), batch_size=2)
+
+
+LISTS = list(TRAIN.values())
+COLUMNS = {  # columns of a source → how they are chosen
+    "lists": ({"captions": LISTS}, None),
+    "a named one": ({"prompts": LISTS, "text": ["x"] * 3}, "prompts"),
+    "one each": ({"text": [own[0] for own in LISTS]}, None),
+}
+
+
+@pytest.mark.parametrize("case", COLUMNS)
+def test_parquet_has_captions_in_a_column(prepare, tmp_path, case):
+    columns, chosen = COLUMNS[case]
+    write_parquet(tmp_path / "source" / "train.parquet", **columns)
+    prepare(tmp_path / "source", *([f"captions={chosen}"] if chosen else []))
+    one = {number: own[:1] for number, own in TRAIN.items()}
+    assert held(tmp_path / "data") == expected(one if case == "one each" else TRAIN)
+    SourcePictures(LatentDataset(tmp_path / "data"), tmp_path / "source", None, None)
+
+
+def test_parquet_whose_captions_are_not_clear_is_refused(prepare, tmp_path):
+    source = tmp_path / "source"
+    write_parquet(source / "train.parquet", caption=["a", " ", "c"], text=["a", None, "c"], label=[1, 0, 1])
+    with pytest.raises(ValueError, match="columns caption, text: choose one by captions="):
+        prepare(source)
+    with pytest.raises(ValueError, match="captions=prompt: .* has the columns of words caption, text"):
+        prepare(source, "captions=prompt")
+    with pytest.raises(ValueError, match="(?s)1 in all.*train.parquet:1: no caption: the row is blank"):
+        prepare(source, "captions=text")
+    prepare(source, "captions=caption", "on_error=skip", "allow_empty=true")
+    assert held(tmp_path / "data") == [(9, ["a"]), (30, ["c"])]
+    assert LatentDataset(tmp_path / "data").labels.tolist() == [1, 1]
+    assert find_photos(source, captions="none").captions is None
+    with pytest.raises(ValueError, match="captions=x would be a column of parquet files"):
+        find_photos(tmp_path / "data", captions="x")

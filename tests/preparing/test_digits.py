@@ -1,0 +1,54 @@
+"""The embedded dataset and its judge, against the scans themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from forked import run_python
+
+from tread.data.dataset import LatentDataset
+from tread.data.latents import to_network
+from tread.encoders.autoencoder import load_decoder
+from tread.evaluation.digits_judge import VALUES, judge_digits
+from tread.preparing import digits
+
+
+def test_the_dataset_is_the_scans_exactly(tmp_path):
+    for part, (pixels, labels) in digits.split().items():
+        digits.prepare(tmp_path / part, part)
+        data = LatentDataset(tmp_path / part, verify="full")
+        batch = data.read(np.arange(len(data)))
+        z = to_network(batch.stored, data.latents)
+        assert np.array_equal((z.numpy() + 1) * 8, pixels.reshape(-1, 1, 8, 8))
+        assert np.array_equal(batch.labels.numpy(), labels)
+        decoded = load_decoder(data.latents)(z).numpy()
+        assert np.array_equal(np.round(decoded / 255 * 16), pixels.reshape(-1, 1, 8, 8))
+    assert sum(len(labels) for _, labels in digits.split().values()) == 1797
+
+
+def test_several_processes_may_prepare_it_at_once(tmp_path):
+    folder = str(tmp_path / "data" / "train")
+    code = f"import pathlib; from tread.data import digits; digits.prepare(pathlib.Path({folder!r}), 'train')"
+    assert run_python("-c", code, cwd=ROOT, processes=3).returncode == 0
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["train"]
+    assert len(LatentDataset(tmp_path / "data" / "train", verify="full")) == 1442
+
+
+def test_train_and_heldout_do_not_overlap():
+    (train, _), (heldout, labels) = digits.split().values()
+    assert not {tuple(p) for p in train} & {tuple(p) for p in heldout}
+    assert np.bincount(labels).min() >= 34
+
+
+def test_the_judge_knows_real_digits_from_wrong_labels_and_noise():
+    (train, train_labels), (heldout, labels) = digits.split().values()
+    pictures = np.round(heldout.reshape(-1, 1, 8, 8) / 16 * 255).astype(np.uint8)
+    real = judge_digits(pictures, labels)
+    assert real["label_agreement"] == real["label_agreement_real"] == pytest.approx(0.989, abs=0.003)
+    assert real["frechet_pixels"] == pytest.approx(0, abs=1e-6) and 5 < real["frechet_pixels_real"] < 50
+    assert judge_digits(pictures, (labels + 1) % 10)["label_agreement"] < 0.02
+    noise = np.random.default_rng(0).integers(0, 256, pictures.shape).astype(np.uint8)
+    judged = judge_digits(noise, labels)
+    assert judged["label_agreement"] < 0.25 and judged["frechet_pixels"] > 20 * judged["frechet_pixels_real"]
+    assert tuple(judged) == VALUES

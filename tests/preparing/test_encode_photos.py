@@ -1,0 +1,848 @@
+"""From photos to a dataset, against the autoencoder run by hand, and against the same work done in one go.
+
+What goes wrong on the way must end in a clear error, and in nothing half-written that looks whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import socket
+import sys
+import time
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, launch, score
+from forked import FORKS, run_python
+from PIL import Image, ImageOps
+
+from tread.data.dataset import LatentDataset, read_index
+from tread.data.latents import to_network
+from tread.data.writer import DatasetWriter
+from tread.encoders import autoencoder
+from tread.preparing import encode_photos
+from tread.preparing.archives import Tar
+from tread.preparing.encode_photos import end_with
+from tread.preparing.heldout import held_out
+from tread.preparing.images import centre_crop, read_rgb
+from tread.preparing.sources import find_photos
+from tread.runtime import schema
+from tread.runtime.distributed import share_work
+from tread.training.run_folder import RunLog
+from tread.training.settings import complete
+
+SIZES = {"ant": 7, "bee": 5, "cow": 9}
+PIXELS = ["autoencoder=none", "dtype=float32"]
+CORES = sorted(os.sched_getaffinity(0))
+TINY = {
+    "block_out_channels": (8, 8),
+    "norm_num_groups": 4,
+    "down_block_types": ["DownEncoderBlock2D"] * 2,
+    "up_block_types": ["UpDecoderBlock2D"] * 2,
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """21 photos in class folders, an AutoencoderKL (×2) and an AutoencoderTiny (×8), both of random weights."""
+    folder = tmp_path_factory.mktemp("place")
+    rng = np.random.default_rng(0)
+    for name, count in SIZES.items():
+        (folder / "photos" / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).resize((40, 30 + number)).save(folder / "photos" / name / f"{number}.png")
+    torch.manual_seed(0)
+    diffusers.AutoencoderKL(**TINY, scaling_factor=0.5, shift_factor=0.1).save_pretrained(folder / "kl")
+    diffusers.AutoencoderKL(**TINY).save_pretrained(folder / "other")
+    diffusers.AutoencoderTiny().save_pretrained(folder / "tiny")
+    return folder
+
+
+@pytest.fixture
+def prepare(place, tmp_path, composed, capsys):
+    """A function from overrides to what the script prints; the dataset is tmp_path/data."""
+
+    def run(*overrides: str) -> str:
+        values = {"source": place / "photos", "out": tmp_path / "data", "autoencoder": place / "kl", "resolution": 16}
+        values |= {"workers": 0, "shard_size": 4, "decode": 2} | dict(o.split("=", 1) for o in overrides)
+        tree = composed(*(f"{key}={value}" for key, value in values.items()), name="prepare_latents")
+        options = schema.read(tree, encode_photos.Options)
+        before = torch.get_num_threads()
+        try:
+            encode_photos.prepare(options, share_work("cpu"))
+        finally:
+            torch.set_num_threads(before)
+        return capsys.readouterr().out
+
+    return run
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# --------------------------------------------------------------------------------- what is prepared
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_moments_are_the_autoencoders_own(place, prepare, tmp_path, flip):
+    text = prepare(f"flip={str(flip).lower()}")
+    data = LatentDataset(tmp_path / "data", verify="full")
+    photos = find_photos(place / "photos")
+    assert data.latents.classes == tuple(SIZES) and data.labels.tolist() == photos.labels.tolist()
+    assert (data.latents.content, data.latents.spread, data.latents.views) == ("moments", "logvar", 1 + flip)
+    assert (data.latents.scale, data.latents.shift, data.latents.scale_applied) == (0.5, 0.1, False)
+    model = diffusers.AutoencoderKL.from_pretrained(place / "kl").eval()
+    for index in range(len(photos)):
+        pixels = torch.from_numpy(centre_crop(read_rgb(photos.read(index)), 16).copy()).permute(2, 0, 1) / 127.5 - 1
+        for view in range(1 + flip):
+            with torch.no_grad():
+                expected = model.encode((pixels.flip(-1) if view else pixels)[None]).latent_dist.parameters[0]
+            found = data.read(np.array([index]), view).stored[0].float()
+            torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)  # float16
+    assert (tmp_path / "data" / "report.json").is_file()
+    assert "21 in 3 classes" in text and "ant 7, bee 5, cow 9" in text and "6 of 6 shards" in text
+    assert {path.name for path in tmp_path.iterdir()} == {"data"}
+    assert Image.open(tmp_path / "data" / "report.png").size == (2 * 64 + 2, 2 * 64 + 2)
+
+
+def test_plain_latents_of_both_kinds(place, prepare, tmp_path):
+    for kind, size, given in (("kl", 8, ["store=latents"]), ("tiny", 2, [])):
+        prepare(f"autoencoder={place / kind}", f"out={tmp_path / kind}", "dtype=float32", *given)
+        data = LatentDataset(tmp_path / kind)
+        assert (data.latents.content, data.latents.shape) == ("latents", (4, size, size))
+        pixels = torch.from_numpy(centre_crop(read_rgb(find_photos(place / "photos").read(3)), 16).copy())
+        model = autoencoder.load_autoencoder(str(place / kind))
+        with torch.no_grad():
+            out = model.encode(pixels.permute(2, 0, 1)[None] / 127.5 - 1)
+        expected = out.latents if kind == "tiny" else out.latent_dist.mode()
+        torch.testing.assert_close(data.read(np.array([3])).stored, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_statistics_are_those_of_what_the_network_sees(prepare, tmp_path):
+    """Against the samples themselves, drawn 400 times."""
+    prepare("flip=true")
+    data = LatentDataset(tmp_path / "data")
+    stored = torch.cat([data.read(np.arange(len(data)), view).stored for view in (0, 1)])
+    shape = (len(stored), *data.latents.shape)
+    samples = torch.stack([to_network(stored, data.latents, torch.randn(shape)) for _ in range(400)])
+    mean, std = (torch.tensor(values) for values in data.statistics)
+    torch.testing.assert_close(samples.mean(dim=(0, 1, 3, 4)), mean, rtol=0, atol=0.01)
+    torch.testing.assert_close(samples.std(dim=(0, 1, 3, 4)), std, rtol=0.01, atol=0)
+    data.normalize(0.5)
+    samples = torch.stack([to_network(stored, data.latents, torch.randn(shape)) for _ in range(400)])
+    torch.testing.assert_close(samples.mean(dim=(0, 1, 3, 4)), torch.zeros(4), rtol=0, atol=0.01)
+    torch.testing.assert_close(samples.std(dim=(0, 1, 3, 4)), torch.full((4,), 0.5), rtol=0.01, atol=0)
+    x = to_network(stored, data.latents)
+    plain = data.latents.__class__(**{**data.latents.__dict__, "channel_shift": (), "channel_scale": ()})
+    before = autoencoder.load_decoder(plain)(to_network(stored, plain))
+    assert (autoencoder.load_decoder(data.latents)(x).int() - before.int()).abs().max() <= 1
+
+
+def test_worker_processes_and_batches_change_nothing(prepare, tmp_path):
+    prepare("batch_size=1")
+    prepare("batch_size=1", "workers=2", f"out={tmp_path / 'again'}")
+    assert files(tmp_path / "data") == files(tmp_path / "again")
+
+
+def test_made_again_it_is_finished(prepare, tmp_path):
+    prepare()
+    before = files(tmp_path / "data")
+    (tmp_path / ".data.unfinished" / "done").mkdir(parents=True)  # as a process leaves it that is killed at the end
+    assert prepare() == f"{tmp_path / 'data'} is finished\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"data"}
+    assert files(tmp_path / "data") == before
+    with pytest.raises(FileExistsError, match="exists already; remove it or choose another"):
+        prepare("resolution=24")
+
+
+def shards(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("shard-*.npy")}
+
+
+def test_photos_are_turned_and_laid_on_white_as_asked(place, prepare, tmp_path):
+    """Against photos that were saved so, by Pillow."""
+    for number, path in enumerate(sorted((place / "photos").glob("*/*.png"))):
+        exif, image = Image.Exif(), Image.open(path)
+        exif[0x0112] = number % 8 + 1
+        image.putalpha(Image.linear_gradient("L").resize(image.size))
+        for folder in ("phone", "upright", "stored"):
+            (tmp_path / folder / path.parent.name).mkdir(parents=True, exist_ok=True)
+        name = f"{path.parent.name}/{path.name}"
+        image.save(tmp_path / "phone" / name, exif=exif)
+        upright = ImageOps.exif_transpose(Image.open(tmp_path / "phone" / name))
+        white = Image.new("RGB", upright.size, "white")
+        white.paste(upright, mask=upright)
+        white.save(tmp_path / "upright" / name)
+        image.convert("RGB").save(tmp_path / "stored" / name)
+    stored = ["orientation=stored", "alpha=drop"]
+    for like, given, recorded in (("upright", [], ["exif", "white"]), ("stored", stored, ["stored", "drop"])):
+        text = prepare(f"source={tmp_path / 'phone'}", f"out={tmp_path / f'of {like}'}", *given)
+        assert f"orientation={recorded[0]}, alpha={recorded[1]}" in text
+        prepare(f"source={tmp_path / like}", f"out={tmp_path / f'as {like}'}", "decode=0")
+        assert shards(tmp_path / f"of {like}") == shards(tmp_path / f"as {like}")
+        plan = json.loads((tmp_path / f"of {like}" / "report.json").read_text())["plan"]
+        index = json.loads((tmp_path / f"of {like}" / "index.json").read_text())
+        assert [plan["orientation"], plan["alpha"]] == [index["orientation"], index["alpha"]] == recorded
+
+
+def test_work_of_before_photos_were_turned_opens_and_goes_on(prepare, tmp_path, monkeypatch):
+    """Its plan, notes and index.json do not say how photos were read: as they were stored, without alpha."""
+    monkeypatch.setattr(encode_photos, "finish", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    stored, work = ["orientation=stored", "alpha=drop"], tmp_path / ".data.unfinished"
+    with pytest.raises(KeyboardInterrupt):
+        prepare(*stored)
+    monkeypatch.undo()
+
+    def forget(path, *keys):
+        tree = json.loads(path.read_text())
+        for part in (tree, tree.get("plan", {}), tree.get("note", {})):
+            for key in keys:
+                part.pop(key, None)
+        path.write_text(json.dumps(tree))
+
+    forget(work / "plan.json", "orientation", "alpha")
+    for note in (work / "done").iterdir():
+        forget(note, "much_enlarged")
+    with pytest.raises(ValueError, match="(?s)continue it as it was begun.*orientation: stored there, exif here"):
+        prepare()
+    (work / "done" / "00003.json").unlink()
+    assert "1 of 6 shards" in prepare(*stored)
+    prepare(*stored, f"out={tmp_path / 'expected'}")
+    assert files(tmp_path / "data") == files(tmp_path / "expected")
+    for name in ("index.json", "report.json"):
+        forget(tmp_path / "data" / name, "orientation", "alpha")
+    assert prepare(*stored) == f"{tmp_path / 'data'} is finished\n"
+    latents = LatentDataset(tmp_path / "data").latents
+    assert latents == LatentDataset(tmp_path / "expected").latents
+    assert (latents.orientation, latents.alpha) == ("stored", "drop")
+
+
+def test_pictures_enlarged_more_than_4_times_are_named(prepare, tmp_path):
+    """To 16 pixels: one of 3 is, one of 4 is enlarged 4 times and no more."""
+    (tmp_path / "photos" / "ant").mkdir(parents=True)
+    for side in (3, 4, 15, 16):
+        Image.new("RGB", (side, 20)).save(tmp_path / "photos" / "ant" / f"{side}.png")
+    text = prepare(f"source={tmp_path / 'photos'}", "enlarge=true", "decode=0")
+    made = json.loads((tmp_path / "data" / "report.json").read_text())
+    assert (made["enlarged"], made["much_enlarged"]) == (3, ["ant/3.png"])
+    assert "3 pictures were smaller" in text and "1 of them enlarged more than 4 times" in text and "ant/3.png" in text
+
+
+def test_names_of_bytes_that_are_no_text_can_be_printed():
+    """As the operating system hands them over: os.fsdecode."""
+    name = os.fsdecode("Bär/".encode() + b"\xff.jpg")
+    report = {"count": 1, "class_counts": {"Bär": 1}, "channel_mean": [0.0], "channel_std": [1.0]}
+    text = encode_photos.report_text(report | {"enlarged": 1, "much_enlarged": [name], "left_out": [(name, "damaged")]})
+    assert text.encode().decode().count("Bär/\\udcff.jpg") == 2
+
+
+# ------------------------------------------------------------------------------------ interruptions
+
+
+def work(tree, limit=None, descriptors=None):
+    """One attempt, in a process of its own, that prints nothing."""
+    if descriptors is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    os.sched_setaffinity(0, CORES[:1])
+    multiprocessing.set_start_method(None, force=True)  # Python's own default, as from the command line
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+        try:
+            encode_photos.prepare(schema.read(tree, encode_photos.Options), share_work("cpu"))
+        except OSError as error:
+            sys.exit(0 if "What was done before is kept" in str(error) else repr(error))
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Starts processes by forking one that has everything imported."""
+    return FORKS
+
+
+@pytest.fixture
+def tree(place, composed, tmp_path):
+    values = {"source": place / "photos", "out": tmp_path / "data", "autoencoder": place / "kl", "resolution": 16}
+    values |= {"workers": 0, "shard_size": 2, "decode": 2, "flip": "true"}
+    return composed(*(f"{key}={value}" for key, value in values.items()), name="prepare_latents")
+
+
+def test_two_processes_make_the_same_dataset(tree, processes, tmp_path):
+    """From the command line, against one process; each has one thread."""
+    given = ("source", "autoencoder", "resolution", "shard_size", "decode", "flip", "workers")
+    options = [f"{key}={tree[key]}" for key in given] + ["out=both"]
+    done = run_python(ROOT / "scripts" / "prepare_latents.py", *options, cwd=tmp_path, processes=2)
+    assert done.returncode == 0 and "2 processes on cpu" in done.stdout, done.stdout + done.stderr
+    attempt = processes.Process(target=work, args=(tree,))
+    attempt.start()
+    attempt.join()
+    assert files(tmp_path / "both") == files(tmp_path / "data")
+
+
+@pytest.mark.slow
+def test_killed_at_any_point_it_ends_the_same(tree, processes, tmp_path):
+    """20 kills at random points of the work, before, between and in its 11 shards and while it is being finished."""
+    tree = {**tree, "resolution": 64, "enlarge": True}  # a shard takes some 30 ms
+    for out in ("first", "expected"):  # the first start takes longer
+        began = time.perf_counter()
+        attempt = processes.Process(target=work, args=({**tree, "out": str(tmp_path / out)},))
+        attempt.start()
+        attempt.join()
+        took = time.perf_counter() - began
+    reference, kills, midway, rng = files(tmp_path / "expected"), 0, 0, random.Random(0)
+
+    def done() -> int:
+        return len(list(tmp_path.glob(".data.unfinished/done/*.json")))
+
+    while kills < 20:
+        attempt, before = processes.Process(target=work, args=(tree,)), done()
+        attempt.start()
+        if kills % 2:  # anywhere
+            attempt.join(timeout=rng.uniform(0, took))
+        else:  # soon after another shard
+            while done() <= before and attempt.is_alive():
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.03))
+        attempt.kill()
+        attempt.join()
+        kills += attempt.exitcode == -9
+        midway += 0 < done() < 11
+        if (tmp_path / "data").exists():  # whatever is there under its name is whole
+            assert files(tmp_path / "data") == reference
+            shutil.rmtree(tmp_path / "data")
+    attempt = processes.Process(target=work, args=(tree,))
+    attempt.start()
+    attempt.join()
+    assert files(tmp_path / "data") == reference
+    assert midway >= 5, "too few kills fell between the first shard and the last"
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "expected", "data"}
+
+
+def test_killed_beside_its_reading_processes_it_can_go_on_at_once(tree, processes, tmp_path):
+    """Its children, which outlive it for a second or two, do not hold what it held."""
+    tree = {**tree, "workers": 2, "shard_size": 1}
+    for ends in (-9, -9, 0):
+        attempt = processes.Process(target=work, args=(tree,))
+        attempt.start()
+        before = len(list(tmp_path.glob(".data.unfinished/done/*.json")))
+        while ends and len(list(tmp_path.glob(".data.unfinished/done/*.json"))) == before and attempt.is_alive():
+            time.sleep(0.01)
+        if ends:
+            attempt.kill()
+        attempt.join(timeout=60)
+        assert attempt.exitcode == ends
+    assert len(LatentDataset(tmp_path / "data", verify="full")) == 21
+
+
+@pytest.mark.parametrize("killed", ["its own", "another"])
+def test_a_reading_process_ends_with_the_one_it_reads_for(processes, killed):
+    """Whoever its parent is: here a fork server, as under Python 3.14."""
+    whole, other = (processes.Process(target=time.sleep, args=(60,)) for _ in range(2))
+    whole.start(), other.start()
+    reader = processes.Process(target=reading_for, args=(whole.pid,))
+    reader.start()
+    (whole if killed == "its own" else other).kill()
+    reader.join(timeout=10 if killed == "its own" else 2.5)
+    assert reader.exitcode == (1 if killed == "its own" else None)
+    for process in (whole, other, reader):
+        process.kill()
+
+
+def reading_for(process):
+    end_with(process, 0)
+    time.sleep(60)
+
+
+def test_reading_processes_without_shared_memory_end_the_work(tree, processes, tmp_path):
+    attempt = processes.Process(target=work, args=({**tree, "workers": 2}, 1024))
+    attempt.start()
+    attempt.join(timeout=60)
+    attempt.kill()
+    assert attempt.exitcode == 0 and not (tmp_path / "data").exists()
+
+
+def test_a_full_disk_stops_the_work_and_it_goes_on(tree, processes, tmp_path):
+    def attempt(out, limit=None):
+        process = processes.Process(target=work, args=({**tree, "out": str(tmp_path / out)}, limit))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+
+    attempt("expected")
+    sizes = {name: len(content) for name, content in files(tmp_path / "expected").items()}
+    shard = sizes["shard-00000.npy"]
+    assert 600 < shard < sizes["report.png"]
+    for limit in (100, 600, shard):  # fails at the plan, at a shard, at the report's pictures
+        attempt("data", limit)
+        assert not (tmp_path / "data").exists()
+        data = tmp_path / ".data.unfinished" / "data"
+        assert not list(data.glob(".*")) and (data / "index.json").exists() == (limit == shard)
+    attempt("data")
+    assert files(tmp_path / "data") == files(tmp_path / "expected")
+
+
+def test_few_file_descriptors_are_enough(tree, processes, tmp_path):
+    """A batch of 21 pictures, with 40 descriptors for all that a process opens."""
+    few = {**tree, "batch_size": 21, "shard_size": 21, "workers": 1}
+    attempt = processes.Process(target=work, args=(few, None, 40))
+    attempt.start()
+    attempt.join(timeout=60)
+    attempt.kill()
+    assert attempt.exitcode == 0 and (tmp_path / "data").exists()
+
+
+def test_too_small_a_disk_is_seen_before_the_work(prepare, monkeypatch):
+    monkeypatch.setattr("tread.data.writer.free_bytes", lambda folder: 10_000)
+    with pytest.raises(OSError, match=r"21 samples take [\d.]+ kB, but .* has 10 kB free"):
+        prepare()
+
+
+def test_two_at_once_are_refused(prepare, tmp_path):
+    prepare(f"out={tmp_path / 'other'}")
+    latents = LatentDataset(tmp_path / "other").latents
+    writer = DatasetWriter(tmp_path / "data", latents, {})
+    writer.begin(anew=not writer.has_any())
+    with pytest.raises(FileExistsError, match="another process is writing"):
+        prepare()
+    writer.discard()
+    prepare()
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ("resolution=24", "resolution: 16 there, 24 here"),
+        ("autoencoder=other", "autoencoder: .*kl there, .*other here.*fingerprint"),
+        ("flip=true", "views: 1 there, 2 here"),
+        ("root=bee", "pictures"),
+    ],
+)
+def test_unfinished_work_of_another_kind_is_not_continued(place, prepare, monkeypatch, tmp_path, change, shown):
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(encode_photos, "finish", stop)
+    with pytest.raises(KeyboardInterrupt):
+        prepare()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / ".data.unfinished" / "data").iterdir()}
+    if change == "root=bee":
+        (tmp_path / "photos" / "bee").mkdir(parents=True)
+        shutil.copytree(place / "photos" / "ant", tmp_path / "photos" / "bee" / "one")
+        change, given = f"source={tmp_path / 'photos'}", ["root=bee"]
+    else:
+        change, given = change.replace("=other", f"={place / 'other'}"), []
+    with pytest.raises(ValueError, match=f"(?s)unfinished work of another kind.*{shown}"):
+        prepare(change, *given)
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / ".data.unfinished" / "data").iterdir()}
+    monkeypatch.undo()
+
+
+# ------------------------------------------------------------------------------------------- faults
+
+
+@pytest.fixture
+def photos(place, tmp_path):
+    return shutil.copytree(place / "photos", tmp_path / "photos")
+
+
+DAMAGE = {
+    "words": (lambda path: path.write_text("words"), "it is no JPEG, PNG or WebP"),
+    "cut short": (lambda path: path.write_bytes(path.read_bytes()[:100]), "it is damaged|.*truncated|.*broken"),
+    "unreadable": (lambda path: (path.unlink(), path.symlink_to("nowhere")), ".*No such file"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_picture_stops_or_is_left_out(photos, prepare, tmp_path, damage):
+    act, shown = DAMAGE[damage]
+    act(photos / "bee" / "2.png")
+    with pytest.raises(ValueError, match=rf"(?s)bee/2.png can't be read as a picture \(({shown}).*on_error=skip"):
+        prepare(f"source={photos}")
+    assert not (tmp_path / "data").exists()
+    assert len(list((tmp_path / ".data.unfinished" / "done").iterdir())) == 5  # all but its own
+    text = prepare(f"source={photos}", "on_error=skip", "decode=21")
+    data = LatentDataset(tmp_path / "data")
+    made = json.loads((tmp_path / "data" / "report.json").read_text())
+    assert [name for name, _ in made["left_out"]] == ["bee/2.png"] and "bee/2.png" in text
+    assert data.labels.tolist() == [0] * 7 + [1] * 4 + [2] * 9
+    (photos / "bee" / "2.png").unlink()
+    prepare(f"source={photos}", f"out={tmp_path / 'without'}", "decode=21")
+    expected = LatentDataset(tmp_path / "without")
+    assert torch.allclose(data.read(np.arange(20)).stored, expected.read(np.arange(20)).stored, rtol=2e-3, atol=2e-3)
+    assert np.allclose(made["psnr"], json.loads((tmp_path / "without" / "report.json").read_text())["psnr"], rtol=1e-2)
+
+
+@pytest.mark.parametrize("heldout", [None, 6])
+def test_all_damaged_pictures_are_named_and_without_them_the_work_goes_on(photos, prepare, tmp_path, heldout):
+    """In one go, whole shards staying; it ends with what on_error=skip would have made."""
+    given = [f"source={photos}", *PIXELS, "shard_size=3", *([f"heldout={heldout}"] if heldout else [])]
+    damaged = ["ant/0.png", "bee/2.png", "cow/7.png", "cow/8.png"]
+    for name in damaged:
+        (photos / name).write_text("words")
+    prepare(*given, "on_error=skip", f"out={tmp_path / 'expected'}")
+    with pytest.raises(ValueError, match="(?s)damaged pictures, 4 in all.*" + ".*".join(damaged)):
+        prepare(*given)
+    done = {path: path.stat().st_mtime_ns for path in tmp_path.glob(".data*/done/*")}
+    assert len(done) >= 3
+    for name in damaged[:2]:
+        (photos / name).unlink()
+    with pytest.raises(ValueError, match="(?s)^(?!.*ant/0).*pictures, 2 in all.*cow/7.png.*cow/8.png"):
+        prepare(*given)
+    for name in damaged[2:]:
+        (photos / name).unlink()
+    assert done == {path: path.stat().st_mtime_ns for path in done}
+    prepare(*given)
+    for part in ("", "-heldout")[: 1 + bool(heldout)]:
+        assert shard_files(tmp_path / f"data{part}") == shard_files(tmp_path / f"expected{part}")
+    assert "is finished" in prepare(*given) and not list(tmp_path.glob(".*"))
+
+
+def test_a_replaced_picture_is_taken_and_where_nothing_is_whole_the_work_begins_anew(photos, prepare, tmp_path):
+    given = [f"source={photos}", *PIXELS]
+    (photos / "bee/2.png").write_text("words")
+    with pytest.raises(ValueError, match="(?s)1 in all.*bee/2.png"):
+        prepare(*given, "shard_size=100")
+    (photos / "bee/2.png").unlink()
+    (photos / "bee/3.png").unlink()  # which was none of the damaged
+    assert "20 in" not in (text := prepare(*given, "shard_size=50")) and "19 in 3 classes" in text
+    shutil.rmtree(tmp_path / "data")
+    (photos / "bee/1.png").write_text("words")
+    with pytest.raises(ValueError, match="(?s)1 in all.*bee/1.png"):
+        prepare(*given)
+    shutil.copy(photos / "ant/1.png", photos / "bee/1.png")
+    prepare(*given)
+    assert len(LatentDataset(tmp_path / "data")) == 19 and not list(tmp_path.glob(".*"))
+
+
+def test_many_damaged_files_are_counted(photos, prepare):
+    for number in range(30):
+        (photos / "ant" / f"x{number}.png").write_text("words")
+        (photos / "ant" / f"y{number}.txt").write_text("words")
+    with pytest.raises(ValueError, match="(?s)no pictures, 30 in all.*ant/y0.txt.*and 10 more"):
+        prepare(f"source={photos}")
+    for path in (photos / "ant").glob("*.txt"):
+        path.unlink()
+    with pytest.raises(ValueError, match="(?s)damaged pictures, 30 in all.*ant/x0.png.*and 10 more"):
+        prepare(f"source={photos}", *PIXELS)
+
+
+def test_a_file_that_is_no_picture_is_named(photos, prepare, tmp_path):
+    (photos / "ant" / "notes.txt").write_text("words")
+    with pytest.raises(ValueError, match="(?s)1 in all.*ant/notes.txt is no picture.*on_error=skip"):
+        prepare(f"source={photos}")
+    prepare(f"source={photos}", "on_error=skip")
+    assert json.loads((tmp_path / "data" / "report.json").read_text())["left_out"][0][0] == "ant/notes.txt"
+
+
+def test_a_class_whose_pictures_are_all_damaged_is_named(photos, prepare, tmp_path):
+    for path in (photos / "bee").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match="no picture of bee could be read"):
+        prepare(f"source={photos}", "on_error=skip")
+    assert not (tmp_path / "data").exists()
+    prepare(f"source={photos}", "on_error=skip", "allow_empty=true")
+    assert LatentDataset(tmp_path / "data").labels.tolist() == [0] * 7 + [2] * 9
+    with pytest.raises(ValueError, match="no picture of bee could be read"):
+        prepare(f"source={photos}", "on_error=skip", f"out={tmp_path / 'other'}")
+    shutil.copy(photos / "ant/1.png", photos / "bee/1.png")  # one that is repaired is taken, without more to do
+    prepare(f"source={photos}", "on_error=skip", f"out={tmp_path / 'other'}")
+    assert LatentDataset(tmp_path / "other").labels.tolist() == [0] * 7 + [1] + [2] * 9
+
+
+WRONG = {
+    "resolution=17": "resolution 17 comes back as 16",
+    "resolution=64": r"smaller \(3\d pixels.*enlarge=true",
+    "autoencoder=nowhere": "'.*nowhere' could not be loaded",
+    "autoencoder=stabilityai/sd-vae-ft-ema": "'stabilityai/sd-vae-ft-ema' could not be loaded",
+    "autoencoder=unet": "it is a UNet2DModel",
+    "autoencoder=labels.txt": "labels.txt' could not be loaded",
+    "store=moment": "store is 'moment'",
+    "precision=fp16": "precision is 'fp16'",
+    "batch_size=-1": "batch_size is -1",
+}
+
+
+@pytest.mark.parametrize("given", WRONG)
+def test_what_can_not_be_is_refused_before_the_work(place, prepare, tmp_path, given, composed, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    if given.endswith("unet"):
+        shape = {"block_out_channels": (8,), "norm_num_groups": 4, "down_block_types": ("DownBlock2D",)}
+        diffusers.UNet2DModel(**shape, up_block_types=("UpBlock2D",)).save_pretrained(tmp_path / "unet")
+    (tmp_path / "labels.txt").write_text("words")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"(?s){WRONG[given]}"):
+        prepare(given)
+    assert not (tmp_path / "data").exists() and not (tmp_path / ".data.unfinished").exists()
+
+
+def test_a_dataset_among_its_own_pictures_is_refused(place, prepare):
+    for out in (place / "photos" / "latents", place / "photos"):
+        with pytest.raises(ValueError, match="lies inside source"):
+            prepare(f"out={out}")
+    with pytest.raises(ValueError, match="must be the name of a new folder"):
+        prepare("out=..")
+
+
+def test_a_device_that_is_not_there_is_named():
+    for device in ("tpu", "meta:x"):
+        with pytest.raises(ValueError, match=f"device '{device}' can't be used"):
+            share_work(device)
+
+
+def test_small_pictures_are_enlarged_when_that_is_asked_for(prepare):
+    assert "21 pictures were smaller than the resolution" in prepare("resolution=64", "enlarge=true")
+
+
+def test_the_command_line_names_what_is_wrong(tmp_path):
+    script = str(ROOT / "scripts" / "prepare_latents.py")
+    for given, shown in (
+        (["sourc=a", "out=b"], "unknown setting 'sourc'; the nearest known one is 'source'"),
+        (["out=b"], "source=… is needed"),
+        (["source=a", "out=b"], "a is not there; source must be"),
+    ):
+        done = run_python(script, *given, cwd=tmp_path)
+        assert done.returncode == 1 and f"error: {shown}" in done.stderr and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------- autoencoders
+
+
+def test_weight_files_of_every_kind_give_the_same_autoencoder(tmp_path, monkeypatch):
+    """A folder, diffusers' names and Stable Diffusion's names; SD's size is cut down, for it takes a while."""
+    small = {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1}
+    monkeypatch.setattr(autoencoder, "SD_CONFIG", autoencoder.SD_CONFIG | small)
+    from safetensors.torch import save_file
+
+    model = diffusers.AutoencoderKL.from_config(autoencoder.SD_CONFIG)
+    model.save_pretrained(tmp_path / "folder")
+    save_file(model.state_dict(), tmp_path / "file.safetensors")
+    torch.save(model.state_dict(), tmp_path / "file.pt")
+    names = [str(tmp_path / name) for name in ("folder", "file.safetensors", "file.pt")]
+    save_file(stable_diffusion_names(model.state_dict()), tmp_path / "sd.safetensors")
+    torch.save({"state_dict": stable_diffusion_names(model.state_dict())}, tmp_path / "sd.ckpt")
+    names += [str(tmp_path / "sd.safetensors"), str(tmp_path / "sd.ckpt")]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    found = [autoencoder.fingerprint(autoencoder.load_autoencoder(name)) for name in names]
+    assert found == [autoencoder.fingerprint(model)] * 5
+
+
+def stable_diffusion_names(state):
+    """diffusers' names and shapes of an AutoencoderKL's weights → those of Stable Diffusion's own files."""
+    changed = {}
+    for key, value in state.items():
+        if key.startswith("decoder.up_blocks."):
+            number = int(key.split(".")[2])
+            key = key.replace(f"up_blocks.{number}.", f"up.{3 - number}.")
+        for theirs, ours in (
+            ("down_blocks.", "down."),
+            ("mid_block.resnets.0.", "mid.block_1."),
+            ("mid_block.resnets.1.", "mid.block_2."),
+            ("mid_block.attentions.0.group_norm.", "mid.attn_1.norm."),
+            ("mid_block.attentions.0.to_out.0.", "mid.attn_1.proj_out."),
+            ("mid_block.attentions.0.to_", "mid.attn_1."),
+            ("resnets.", "block."),
+            ("downsamplers.0.", "downsample."),
+            ("upsamplers.0.", "upsample."),
+            ("conv_shortcut.", "nin_shortcut."),
+            ("conv_norm_out.", "norm_out."),
+        ):
+            key = key.replace(theirs, ours)
+        attention = ".attn_1." in key and key.endswith("weight") and value.dim() == 2
+        changed[key] = (value[:, :, None, None] if attention else value).contiguous()
+    return changed
+
+
+def test_the_real_taesd_gives_photos_back(asset):
+    name, tar = str(asset("weights/taesd.fp8.safetensors")), asset("data/imagenet1000_adm256.tar")
+    photos, model = Tar(tar), autoencoder.load_autoencoder(name)
+    latents = autoencoder.encoded(model, name, 256, ("any",), "auto", dtype="float16", views=1)
+    assert (latents.shape, latents.content, latents.scale) == ((4, 32, 32), "latents", 1.0)
+    names = sorted(name for name in photos.names if name.endswith(".jpg"))
+    chosen = [read_rgb(photos.read(names[index])) for index in (0, 300, 700)]
+    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in chosen])).permute(0, 3, 1, 2)
+    stored = torch.from_numpy(autoencoder.encoder(model, latents)(pixels)[:, 0].astype(np.float16))
+    back = autoencoder.load_decoder(latents)(to_network(stored, latents))
+    errors = ((back.double() - pixels.double()) ** 2).mean(dim=(1, 2, 3))
+    assert 18 < (10 * torch.log10(255**2 / errors)).mean() < 28  # 22.5 dB in the mean over all thousand
+
+
+def test_a_hub_id_is_taken_from_the_cache_and_without_it_the_hub_is_asked_once(place, monkeypatch, tmp_path, caplog):
+    """The cache as huggingface_hub lays it out; a hub that keeps silent, as where a network lets nothing out."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--some--kl"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(place / "kl", repository / "snapshots" / ("a" * 40))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr("tread.runtime.hub.check_answer.__defaults__", (0.2,))
+        expected = autoencoder.fingerprint(autoencoder.load_autoencoder(str(place / "kl")))
+        assert autoencoder.fingerprint(autoencoder.load_autoencoder("some/kl")) == expected
+        (repository / "snapshots" / ("a" * 40) / "diffusion_pytorch_model.safetensors").unlink()
+        for name in ("some/kl", "some/other"):
+            with pytest.raises(ValueError, match=f"(?s)'{name}' could not be.*can't be reached: (no answer|timed out)"):
+                autoencoder.load_autoencoder(name)
+    for path in ("some/kl.safetensors", "/some/kl", "no/such/folder"):
+        with pytest.raises(ValueError, match="there is no such file or folder"):
+            autoencoder.load_autoencoder(path)
+    assert not caplog.records
+
+
+def test_another_autoencoder_than_the_latents_own_is_refused(place, prepare, tmp_path):
+    moved = shutil.copytree(place / "kl", tmp_path / "vae")
+    prepare(f"autoencoder={moved}")
+    latents = LatentDataset(tmp_path / "data").latents
+    shutil.rmtree(moved)
+    with pytest.raises(ValueError, match="(?s)could not be loaded.*autoencoder="):
+        autoencoder.load_decoder(latents)
+    shutil.copytree(place / "other", moved)
+    with pytest.raises(ValueError, match="another autoencoder than the one that made the latents"):
+        autoencoder.load_decoder(latents)
+    x = torch.zeros(1, 4, 8, 8)
+    own, other = (autoencoder.load_decoder(latents, autoencoder=str(place / name)) for name in ("kl", "other"))
+    assert not torch.equal(own(x), other(x))
+
+
+# -------------------------------------------------------------------------------------- without one
+
+
+@pytest.mark.parametrize("given", ["flip=true", "dtype=float32"])
+def test_pixels_are_stored_as_they_are(place, prepare, tmp_path, given):
+    """Against the crops themselves; float16 gives all values back."""
+    text = prepare("autoencoder=none", given)
+    data, photos = LatentDataset(tmp_path / "data"), find_photos(place / "photos")
+    assert (data.latents.shape, data.latents.autoencoder) == ((3, 16, 16), "pixels")
+    assert "pixels in −1..1" in text and "PSNR" not in text and "patch_size" not in text
+    decode = autoencoder.load_decoder(data.latents)
+    for view in range(data.latents.views):
+        found = decode(to_network(data.read(np.arange(21), view).stored, data.latents)).permute(0, 2, 3, 1).numpy()
+        expected = np.stack([centre_crop(read_rgb(photos.read(index)), 16) for index in range(21)])
+        assert np.array_equal(found[:, :, ::-1] if view else found, expected)
+
+
+def test_pixels_of_large_pictures_are_refused_and_many_tokens_named(prepare):
+    with pytest.raises(ValueError, match="resolution is 129.*at most 128.*autoencoder"):
+        prepare("autoencoder=none", "resolution=129", "enlarge=true")
+    with pytest.raises(ValueError, match="store=moments needs an AutoencoderKL"):
+        prepare("autoencoder=none", "store=moments")
+    text = prepare("autoencoder=none", "resolution=48", "enlarge=true")
+    assert "note      576 tokens a picture with model.patch_size=2, 256 with model.patch_size=3" in text
+
+
+def test_pixels_are_trained_on_sampled_and_scored(place, prepare, tmp_path, inception_file):
+    """The whole way at 16 px; scores are against the photos' own crops."""
+    prepare("autoencoder=none")
+    small = ["dataset=folder", "dataset.path=data", "eval.points=16", "model.patch_size=4", "name=run"]
+    assert "21 samples of (3, 16, 16)" in launch(tmp_path, *small)
+    grid = np.asarray(Image.open(tmp_path / "results/run/samples/step_0000006.png"))
+    assert grid.ndim == 3 and grid.shape[2] == 3
+    given = [f"inception={inception_file}", f"reference={place / 'photos'}", "crop=16", "num_samples=8", "steps=2"]
+    assert "KID" in score(tmp_path, "checkpoint=results/run", *given)
+
+
+# ------------------------------------------------------------------------------------ held-out data
+
+
+def test_held_out_pictures_are_a_dataset_of_their_own(place, prepare, tmp_path):
+    """Against the datasets made of all pictures, and against held_out for which ones they are."""
+    prepare(*PIXELS, f"out={tmp_path / 'all'}")
+    text = prepare(*PIXELS, "heldout=0.2")
+    assert "held out  4 of them" in text and {path.name for path in tmp_path.iterdir()} == {
+        "all",
+        "data",
+        "data-heldout",
+    }
+    photos, whole = find_photos(place / "photos"), LatentDataset(tmp_path / "all")
+    mask = held_out(photos.names, photos.labels, 3, 0.2)
+    assert mask.sum() == 4
+    for name, chosen in (("data", ~mask), ("data-heldout", mask)):
+        data, expected = LatentDataset(tmp_path / name, verify="full"), whole.read(np.flatnonzero(chosen))
+        assert torch.equal(data.read(np.arange(len(data))).stored, expected.stored)
+        assert data.labels.tolist() == expected.labels.tolist() and data.latents == whole.latents
+    assert read_index(tmp_path / "data")["heldout"] == "../data-heldout"
+    assert read_index(tmp_path / "data-heldout")["train"] == "../data"
+    assert prepare(*PIXELS, "heldout=0.2") == "".join(
+        f"{tmp_path / 'data'}{part} is finished\n" for part in ("", "-heldout")
+    )
+
+
+def test_training_finds_the_held_out_pictures(prepare, tmp_path, composed, monkeypatch):
+    """Unless another is named, or none; a folder that was moved alone is asked for."""
+    prepare(*PIXELS, "heldout=3")
+    monkeypatch.chdir(tmp_path)
+    config = composed("dataset=folder", "dataset.path=data")
+    assert complete(config)["dataset"]["heldout"] == "data-heldout"
+    assert (
+        complete(composed("dataset=folder", "dataset.path=data", "dataset.heldout=null"))["dataset"]["heldout"] is None
+    )
+    assert complete(composed("dataset=folder", "dataset.path=data", "dataset.heldout=x"))["dataset"]["heldout"] == "x"
+    alone = composed("dataset=folder", "dataset.path=data-heldout")
+    assert complete(alone)["dataset"]["heldout"] is None
+    small = ["dataset=folder", "dataset.path=data", "eval.points=16", "model.patch_size=4", "sampling.decode=false"]
+    launch(tmp_path, *small, "name=run")
+    assert "eval_loss" in RunLog(tmp_path / "results/run").records()[-1]
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "data")
+    for name in ("data", "data-heldout"):
+        (tmp_path / name).rename(tmp_path / "elsewhere" / name)
+    found = complete(composed("dataset=folder", "dataset.path=link"))["dataset"]["heldout"]
+    assert os.path.samefile(found, tmp_path / "elsewhere" / "data-heldout")
+    shutil.rmtree(tmp_path / "elsewhere" / "data-heldout")
+    with pytest.raises(FileNotFoundError, match="data-heldout, which is not there.*dataset.heldout=null"):
+        complete(composed("dataset=folder", "dataset.path=link"))
+
+
+@pytest.mark.parametrize("ends", ["a shard", "heldout", "train"])
+def test_both_datasets_are_whole_or_not_there(prepare, tmp_path, monkeypatch, ends):
+    """Stopped while a shard is written, or just before a dataset gets its name; then the other, removed."""
+    prepare(*PIXELS, "heldout=5", f"out={tmp_path / 'expected'}")
+    expected = {part: shard_files(tmp_path / f"expected{part}") for part in ("", "-heldout")}
+
+    def stop(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    def stop_at(self, *args, publish=DatasetWriter.publish):
+        (stop if self.folder.name.endswith("heldout") == (ends == "heldout") else publish)(self, *args)
+
+    def stop_late(self, number, *args, write=DatasetWriter.write, **kwargs):
+        (stop if number == 2 else write)(self, number, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DatasetWriter, *(("write", stop_late) if ends == "a shard" else ("publish", stop_at)))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(*PIXELS, "heldout=5")
+    there = {path.name for path in tmp_path.glob("data*")}
+    assert there == ({"data-heldout"} if ends == "train" else set())
+    text = prepare(*PIXELS, "heldout=5")
+    assert "5 of 6 shards" not in text and ("data-heldout is finished" in text) == (ends == "train")
+    for part, content in expected.items():
+        assert shard_files(tmp_path / f"data{part}") == content
+    shutil.rmtree(tmp_path / "data-heldout")
+    assert f"{tmp_path / 'data'} is finished" in prepare(*PIXELS, "heldout=5")
+    assert shard_files(tmp_path / "data-heldout") == expected["-heldout"]
+    assert not list(tmp_path.glob(".*"))
+
+
+def shard_files(folder):
+    return {name: content for name, content in files(folder).items() if name.startswith("shard")}
+
+
+def test_held_out_counts_that_can_not_be_are_refused(prepare, tmp_path):
+    for given, shown in (("19", "19 pictures, but 18 can be"), ("1.5", "between 0 and 1"), ("0", "be positive")):
+        with pytest.raises(ValueError, match=f"heldout.*{shown}"):
+            prepare(*PIXELS, f"heldout={given}")
+    (tmp_path / "data-heldout").mkdir()
+    with pytest.raises(FileExistsError, match="data-heldout exists already"):
+        prepare(*PIXELS, "heldout=3")
+    assert {path.name for path in tmp_path.iterdir()} == {"data-heldout"}

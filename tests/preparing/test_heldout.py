@@ -1,0 +1,58 @@
+"""Which pictures are held out, against sorting each class by sha256 in plain Python."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+import numpy as np
+import pytest
+
+from tread.preparing.heldout import held_out
+
+SIZES = (50, 7, 1, 0, 30)
+
+
+@pytest.fixture
+def pictures():
+    """Names and labels, in an order of their own."""
+    names = [f"{label}/{number}.jpg" for label, size in enumerate(SIZES) for number in range(size)]
+    order = np.random.default_rng(0).permutation(len(names))
+    return [names[i] for i in order], np.repeat(np.arange(5), SIZES)[order]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "counts"),
+    [
+        (0.1, (5, 1, 0, 0, 3)),  # 8.8 of 88: 5, 0.7, 0.1, 0, 3
+        (0.02, (1, 0, 0, 0, 1)),  # 1.76: 1, 0.14, 0.02, 0, 0.6
+        (0.001, (1, 0, 0, 0, 0)),  # at least one
+        (0.99, (49, 6, 0, 0, 29)),  # each class keeps one, so the other 83 are fewer than 87: refused below
+        (1, (1, 0, 0, 0, 0)),
+        (10, (4, 3, 0, 0, 3)),
+        (84, (49, 6, 0, 0, 29)),
+    ],
+)
+def test_each_class_gives_those_with_the_smallest_hashes(pictures, wanted, counts):
+    names, labels = pictures
+    if wanted == 0.99:
+        with pytest.raises(ValueError, match="heldout takes 87 pictures, but 84 can be held out: each class keeps one"):
+            held_out(names, labels, 5, wanted)
+        return
+    out = held_out(names, labels, 5, wanted)
+    assert np.bincount(labels[out], minlength=5).tolist() == list(counts)
+    for label, count in enumerate(counts):
+        own = sorted(
+            (name for name, of in zip(names, labels) if of == label), key=lambda n: sha256(n.encode()).digest()
+        )
+        assert {name for name, chosen in zip(names, out) if chosen and name in own} == set(own[:count])
+
+
+def test_pictures_of_other_classes_and_their_order_change_nothing(pictures):
+    names, labels = pictures
+    out = held_out(names, labels, 5, 0.2)
+    chosen = {name for name, one in zip(names, out) if one and name.startswith("4/")}
+    fewer = [index for index, name in enumerate(names) if not name.startswith("0/")][::-1]
+    again = held_out([names[i] for i in fewer], labels[fewer], 5, 0.2)
+    assert (
+        chosen == {names[i] for i, one in zip(fewer, again) if one and names[i].startswith("4/")} and len(chosen) == 6
+    )

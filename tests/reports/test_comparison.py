@@ -1,0 +1,221 @@
+"""Runs side by side, from records made by hand: what they come to is worked out beside them, or by numpy."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+
+import compare_runs
+import numpy as np
+import pytest
+from conftest import launch
+from PIL import Image
+
+from tread.reports.comparison import COMPARABLE, CURVES, FAIR, open_groups, reach, reached, unit, unlike, write_table
+
+CONFIG = {
+    "name": "a",
+    "seed": 0,
+    "results": "results",
+    "resume": "auto",
+    "objective": "edm",
+    "model": {"name": "tread", "depth": 6},
+    "dataset": {"name": "digits", "path": "data"},
+    "train": {"steps": 300, "batch_size": 8},
+    "optim": {"lr": 1.0},
+}
+
+
+def write_run(folder, losses, flops=10.0, seconds=2.0, metric="eval_loss", **changes):
+    """A run evaluated each 100 steps, of so many FLOPs and seconds a step; changes: dotted key with __ → value."""
+    config = copy.deepcopy(CONFIG) | {"name": folder.name}
+    for key, value in changes.items():
+        section, _, name = key.rpartition("__")
+        (config[section] if section else config)[name] = value
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps([{"config": {}}, {"config": config}]))
+    lines = []
+    for number, loss in enumerate(losses, start=1):
+        spent = {"step": 100 * number, "flops": flops * 100 * number, "seconds": seconds * 100 * number}
+        lines += [{**spent, "loss": 9.0, "images_per_s": 50.0 + number}, {**spent, metric: loss}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(folder)
+
+
+def test_runs_that_differ_by_their_seed_alone_are_put_together(tmp_path):
+    """Means and standard deviations: numpy's, at the steps that all seeds have."""
+    losses = [[3.0, 2.0, 1.0], [3.5, 2.5, 1.25], [4.0, 2.25]]
+    for seed, values in enumerate(losses):
+        write_run(tmp_path / f"tread-{seed}", values, seconds=2.0 + seed, seed=seed)
+    write_run(tmp_path / "dit", [3.0], model__name="dit")
+    (tmp_path / "no-run").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    groups = open_groups([str(tmp_path / "dit"), str(tmp_path / "*")])
+    assert [(group.name, len(group.runs)) for group in groups] == [("dit", 1), ("tread", 3)]
+    curve = groups[1].curve("eval_loss")
+    assert [point.step for point in curve] == [100, 200]
+    for number, point in enumerate(curve):
+        values = [series[number] for series in losses]
+        assert point.value == pytest.approx(np.mean(values)) and point.spread == pytest.approx(np.std(values, ddof=1))
+        assert (point.flops, point.seconds) == (1000.0 * (number + 1), 300.0 * (number + 1))
+    assert groups[1].last("eval_loss") == [1.0, 1.25, 2.25] and groups[0].curve("eval_loss")[0].spread is None
+
+
+def test_groups_are_named_by_what_tells_them_apart(tmp_path):
+    one = write_run(tmp_path / "one", [1.0])
+    other = write_run(tmp_path / "other", [1.0], optim__lr=0.5)
+    dense = write_run(tmp_path / "dense", [1.0], model__name="dit")
+    assert [group.name for group in open_groups([one, other, dense])] == ["tread, lr 1.0", "tread, lr 0.5", "dit"]
+    assert [group.name for group in open_groups([one])] == ["tread"]
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        ([], "name at least one run's folder"),
+        (["nowhere-*"], "nowhere-.* names no run"),
+        (["nowhere"], "nowhere is no run's folder"),
+    ],
+)
+def test_folders_without_a_run_are_refused(tmp_path, names, shown):
+    with pytest.raises(FileNotFoundError, match=shown):
+        open_groups([str(tmp_path / name) for name in names])
+
+
+def test_when_one_run_is_as_far_as_another(tmp_path):
+    """Of 2.0 the routed run is at step 200 of 300, with 5 FLOPs a step instead of 10: 1000 of 3000, 400 s of 600."""
+    routed = write_run(tmp_path / "routed", [3.0, 1.9, 1.8], flops=5.0)
+    dense = write_run(tmp_path / "dense", [4.0, 3.0, 2.0], model__name="dit")
+    one, other = open_groups([routed, dense])
+    point = reached(one, "eval_loss", 2.0)
+    assert (point.step, point.flops, point.seconds) == (200, 1000.0, 400.0) and reached(one, "eval_loss", 1.0) is None
+    text = reach(one, other, "eval_loss", "evaluation loss")
+    assert text == (
+        "tread reaches the evaluation loss 2 of dit by step 200 (of 300), with 1e+03 FLOPs, "
+        "0.33 times the other's 3e+03, in 6.67 minutes, 0.67 times the other's 10"
+    )
+    assert reach(other, one, "eval_loss", "evaluation loss") == (
+        "dit does not reach the evaluation loss 1.8 of tread: its best is 2"
+    )
+
+
+def test_records_of_before_times_were_kept_are_compared_by_steps_alone(tmp_path):
+    folder = write_run(tmp_path / "old", [2.0, 1.0])
+    records = [json.loads(line) for line in (tmp_path / "old" / "metrics.jsonl").read_text().splitlines()]
+    old = [{key: value for key, value in record.items() if key not in ("flops", "seconds")} for record in records]
+    (tmp_path / "old" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in old))
+    one, other = open_groups([folder, write_run(tmp_path / "new", [2.0, 1.0], model__name="dit")])
+    assert [(point.flops, point.seconds) for point in one.curve("eval_loss")] == [(None, None)] * 2
+    text = reach(one, other, "eval_loss", "evaluation loss")
+    assert "by step 200" in text and "FLOPs" not in text and "minutes" not in text
+
+
+def test_what_is_not_alike_is_said_and_then_nobody_reaches_anybody(tmp_path, capsys):
+    plain = write_run(tmp_path / "plain", [2.0, 1.0, 0.9])
+    longer = write_run(tmp_path / "longer", [2.0, 1.0], model__name="dit", train__batch_size=16)
+    flow = write_run(tmp_path / "flow", [2.0, 1.0, 0.9], objective="rf")
+    groups = open_groups([plain, longer])
+    assert unlike(groups, COMPARABLE) == {} and unlike(groups, FAIR) == {"train.batch_size": [8, 16]}
+    compare_runs.show(groups)
+    text = capsys.readouterr().out
+    assert "warning: train.batch_size differs: 8 (tread), 16 (dit)" in text and text.count(" reaches ") == 1
+    assert f"warning: {longer} is at step 200 of 300" in text and "| tread | 1 | 300 | 0.9000 | 52.00 |" in text
+    groups = open_groups([plain, flow])
+    assert unlike(groups, COMPARABLE) == {"objective": ["edm", "rf"]}
+    compare_runs.show(groups)
+    text = capsys.readouterr().out
+    assert "objective differs: edm" in text and "do not mean the same" in text and " reaches " not in text
+
+
+def test_rectified_flows_compare_by_the_velocity_error_alone(tmp_path, capsys):
+    """Of other densities and weights they do; with EDM's loss or what older code wrote they share no column."""
+    velocity = {"metric": "eval_velocity", "objective": "rf"}
+    young = {"time": "uniform", "direction": 1.0, "shift": 0.3}
+    plain = write_run(tmp_path / "plain", [2.0, 1.0, 0.9], rf={"time": "logit_normal"}, **velocity)
+    other = write_run(tmp_path / "other", [1.9, 0.9, 0.8], rf=young, **velocity)
+    old = write_run(tmp_path / "old", [1.5, 1.4, 1.3], objective="rf", rf={"time": "uniform"})
+    edm = write_run(tmp_path / "edm", [0.5, 0.4, 0.3], rf={})
+
+    def shown(*folders: str) -> str:
+        groups = open_groups(folders)
+        assert all(sum(bool(group.curve(metric)) for metric in CURVES) == 1 for group in groups)
+        compare_runs.show(groups)
+        return capsys.readouterr().out
+
+    text = shown(plain, other)
+    assert text.startswith("| run | seeds | steps | velocity error | images/s |") and "mean the same" not in text
+    assert "reaches the velocity error 0.9 of" in text and "warning: rf.direction differs: 0.0 (" in text
+    for folder, beside, own, said in (
+        (plain, edm, "0.9000", "numbers of runs that differ so do not mean the same"),
+        (other, old, "0.8000", "evaluation loss up to step 300, of older code"),
+    ):
+        text = shown(folder, beside)
+        head, _, first, second, *_ = text.splitlines()
+        assert head.split(" | ")[3:5] == ["evaluation loss", "velocity error"]
+        assert first.split(" | ")[3:5] == ["–", own] and second.split(" | ")[4] == "–"
+        assert said in text and " reaches the " not in text and " reach the " not in text
+    edm_otherwise = write_run(tmp_path / "otherwise", [0.5, 0.4, 0.2], rf={}, edm={"P_mean": 0.0})
+    text = shown(edm, edm_otherwise)
+    assert "the evaluation loss of runs that differ so does not mean the same" in text and " reaches " not in text
+
+
+def test_a_fid_under_another_shift_means_something_else(tmp_path, capsys):
+    """The velocity errors of the same runs mean the same."""
+    folders = []
+    for shift in (1.0, 0.3):
+        folder = tmp_path / f"{shift}"
+        folders.append(write_run(folder, [2.0, 1.0], metric="eval_velocity", objective="rf", rf={"shift": shift}))
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 200, "fid": 10.0, "fid_samples": 50}) + "\n")
+    compare_runs.show(open_groups(folders))
+    text = capsys.readouterr().out
+    assert "rf.shift differs: 1.0 (" in text and "the FID of runs that differ so does not mean the same" in text
+    assert "reaches the velocity error" in text and "reaches the FID" not in text
+
+
+def test_the_table_holds_each_evaluation(tmp_path):
+    folders = [write_run(tmp_path / f"{seed}", [2.0, 1.0], seed=seed) for seed in (0, 1)]
+    write_table(tmp_path / "out.csv", open_groups(folders), ["eval_loss"])
+    with (tmp_path / "out.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["seed"], row["step"], row["eval_loss"]) for row in rows] == [
+        (seed, step, loss) for seed in "01" for step, loss in (("100", "2.0"), ("200", "1.0"))
+    ]
+    assert rows[3] == {"group": "tread", "run": folders[1], "seed": "1", "step": "200"} | {
+        "seconds": "400.0",
+        "flops": "2000.0",
+        "eval_loss": "1.0",
+    }
+
+
+@pytest.mark.parametrize(
+    ("axis", "most", "told"),
+    [
+        ("flops", 3.4e8, ("10^6", 1e6)),
+        ("flops", 2e19, ("10^18", 1e18)),
+        ("seconds", 90.0, ("seconds", 1.0)),
+        ("seconds", 0.5, ("seconds", 1.0)),
+        ("seconds", 600.0, ("minutes", 60.0)),
+        ("seconds", 1e6, ("hours", 3600.0)),
+    ],
+)
+def test_axes_have_units_that_leave_readable_numbers(axis, most, told):
+    assert unit(axis, most) == told
+
+
+def test_two_runs_end_in_a_picture_of_three_panels_without_a_training_loss(tmp_path, monkeypatch, capsys):
+    """The picture's size says how many panels there are; the columns of the table, what is compared."""
+    for model in ("dit", "tread"):
+        launch(tmp_path, f"model={model}", "every.evaluate=2")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["compare_runs.py", "results/digits-dit", "results/digits-*", "out=both"])
+    compare_runs.main()
+    text = capsys.readouterr().out
+    assert text.startswith("| run | seeds | steps | evaluation loss | images/s | seconds | FLOPs |\n")
+    assert "| dit | 1 | 6 | " in text and "written: both.png, both.csv" in text and "–" not in text
+    width, height = Image.open("both.png").size
+    assert 2.5 < width / height < 3.5
+    rows = list(csv.DictReader(open("both.csv")))
+    assert [int(row["step"]) for row in rows] == [2, 4, 6] * 2 and "loss" not in rows[0]
+    assert all(float(row["flops"]) > 0 and float(row["seconds"]) > 0 for row in rows)

@@ -1,0 +1,218 @@
+"""Going on with a run: whose settings it has, and what is said of those that differ.
+
+The reference is the run's own record, its run.json, and what was typed, by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY, launch, launch_door, launch_processes, records
+from omegaconf import OmegaConf
+
+import train
+from tread.training.resume import keys_of, settle, take_typed
+from tread.training.run_folder import RunLog, migrate
+
+RUN = Path("results/digits-tread")
+CONFIGS = ROOT / "configs"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    launch(folder, "train.steps=3", "optim.lr=0.003")
+    return folder
+
+
+@pytest.fixture
+def begun(trained, tmp_path):
+    """A folder with a copy of a run of three steps."""
+    shutil.copytree(trained, tmp_path, symlinks=True, dirs_exist_ok=True)
+    return tmp_path
+
+
+def resume(folder, *typed):
+    return launch_door(train.main, "config", folder, *typed)
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def warnings(text):
+    return [line for line in text.splitlines() if line.startswith("warning: ")]
+
+
+def own(folder):
+    return RunLog(folder / RUN).starts()[-1]["config"]
+
+
+# ------------------------------------------------------------------------------------ by the folder
+
+
+def test_a_folder_alone_goes_on_by_the_runs_own_settings(begun):
+    """Then for longer; then moved, with no more of the old place than its name."""
+    before = own(begun)
+    text = resume(begun, f"run={RUN}/")
+    assert f"{RUN} goes on at step 3\n" in text and "is finished" in text and warnings(text) == []
+    assert own(begun) == before and {path.name for path in begun.iterdir()} == {"data", "results"}
+    text = resume(begun, f"run={RUN}", "train.steps=4")
+    assert warnings(text) == ["warning: train.steps was 3, is 4"]
+    assert own(begun) == {**before, "train": {**before["train"], "steps": 4}}
+    assert [record["step"] for record in records(begun / RUN) if "loss" in record] == [1, 2, 3, 4]
+    (begun / RUN).rename(begun / "moved")
+    text = resume(begun, "run=moved")
+    assert "moved goes on at step 4" in text and warnings(text) == []
+    again = RunLog(begun / "moved").starts()[-1]["config"]
+    assert (again["name"], again["results"], again["train"]["steps"]) == ("moved", ".", 4)
+
+
+def test_a_folder_without_run_json_goes_on_by_its_checkpoint(begun):
+    before = own(begun)
+    (begun / RUN / "run.json").unlink()
+    assert warnings(resume(begun, f"run={RUN}")) == [] and own(begun) == before
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        (("run=results/digits-tred",), "results/digits-tred does not exist; near it: run=results/digits-tread"),
+        (("run=results",), "results holds no run; near it: run=results/digits-tread"),
+        (("run=results/digits-tread/latest",), "latest holds no run; near it: run=results/digits-tread"),
+        (("run=data/digits",), "data/digits holds no run; near it: no run either"),
+        (("run=results/digits-tread", "name=x"), "so name=… and results=… can't be set beside it"),
+        (("run=results/digits-tread", "resume=false"), "holds a run already"),
+        (("run=results/digits-tread", "seed=1"), "  seed: 0 there, 1 here"),
+    ],
+)
+def test_what_is_refused_says_what_is_there_and_touches_nothing(begun, typed, shown):
+    before = content(begun)
+    with pytest.raises(SystemExit) as error:
+        resume(begun, *typed)
+    assert shown in str(error.value) and content(begun) == before
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_by_the_folder(begun):
+    done = launch_processes(begun, f"run={RUN}", "train.steps=5", processes=2)
+    assert "8 = 2 processes" in done and [s["processes"] for s in RunLog(begun / RUN).starts()] == [1, 2]
+
+
+# ----------------------------------------------------------------------------- what was typed, or not
+
+
+def test_what_was_not_typed_stays_and_says_how_to_take_it(begun):
+    """The run was begun with more typed than it goes on with."""
+    before = own(begun)
+    kept = [word for word in TINY if not word.startswith(("model.hidden_size", "every.log", "train.cpu_threads"))]
+    text = resume(begun, *kept, "train.steps=4", "train.cpu_threads=1")
+    assert "goes on at step 3" in text
+    assert warnings(text) == [
+        "warning: train.steps was 3, is 4",
+        "warning: model.hidden_size, optim.lr, every.log stay as the run has them, though a new run would have others; "
+        "key=value changes one",
+    ]
+    assert own(begun) == {**before, "train": {**before["train"], "steps": 4}}
+
+
+def test_a_changed_config_yaml_is_not_taken_by_an_old_run(composed, tmp_path, monkeypatch):
+    """With run=… as with the command again; a run's own model, dataset or experiment typed again changes nothing."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(CONFIGS, tmp_path / "configs")
+    config = tmp_path / "configs" / "config.yaml"
+    config.write_text(config.read_text() + "\noptim:\n  betas: [0.9, 0.95]\n")
+    experiment = "experiment=imagenet256_b2"
+    before = composed(experiment, "train.steps=9")
+    log = RunLog(tmp_path / "results" / before["name"])
+    log.start(0, before)
+    log.close()
+    run = tmp_path / "results" / before["name"] / "run.json"
+    run.write_text(json.dumps([{**log.starts()[0], "command": ["train.py", experiment, "train.steps=9"]}]))
+    line = "warning: optim.betas stays [0.9,0.999], as the run has it, although config.yaml says [0.9,0.95]; "
+    line += "'optim.betas=[0.9,0.95]' takes that"
+
+    def today(*typed):
+        tree = composed(*typed)
+        tree["optim"]["betas"] = [0.9, 0.95]
+        return settle(tree, typed, tmp_path / "configs")
+
+    assert today(f"run=results/{before['name']}") == (before, [line])
+    rest = "warning: train.steps stay as the run has them, though a new run would have others; key=value changes one"
+    assert today(experiment) == (before, [line, rest])
+    found, said = today(experiment, "optim.betas=[0.9,0.95]", "train.steps=9")
+    assert (found["optim"]["betas"], said) == ([0.9, 0.95], [])
+    # one that is not the run's own is typed: what its file sets, and the files that it chooses
+    found, _ = today("experiment=imagenet256_xl2_finetune", f"name={before['name']}")
+    assert (found["model"]["depth"], found["model"]["name"], found["optim"]["lr"]) == (28, "dit", 1e-5)
+    assert found["optim"]["betas"] == [0.9, 0.999] and found["model"]["routes"] == []
+
+
+def test_settings_that_a_kill_kept_from_a_checkpoint_are_kept_with_a_word(begun):
+    """Typed at the last start, whose process died before it saved: run.json knows, the checkpoint does not."""
+    path = begun / RUN / "run.json"
+    starts = json.loads(path.read_text())
+    path.write_text(json.dumps([*starts, {**starts[0], "config": {**own(begun), "init_weights": "model"}}]))
+    assert warnings(resume(begun, f"run={RUN}")) == ["warning: init_weights was ema, is model"]
+
+
+def test_keys_that_are_younger_than_the_run_have_todays_default(begun):
+    for path in (begun / RUN / "run.json", begun / RUN / "latest" / "info.json"):
+        text = path.read_text()
+        path.write_text(text.replace('"tracker": "none",', "").replace('"wandb": {', '"wandb": {"enabled": false,'))
+        assert path.read_text() != text and '"rejoin": null' in text
+        path.write_text(re.sub(r',\s*"rejoin": null', "", path.read_text()))
+    assert warnings(resume(begun, f"run={RUN}")) == [] and own(begun)["tracker"] == "none"
+
+
+def test_typed_values_are_taken_one_by_one():
+    before = {
+        "a": {"x": 1, "y": 2},
+        "routes": [{"s": 0, "r": 0.5}],
+        "other": [1],
+        "train": {"ratio_schedule": {"s": 1}},
+    }
+    now = {"a": {"x": 3, "y": 4, "z": 5}, "routes": [{"s": 7, "r": 0.3}], "other": [2], "new": 6}
+    now["train"] = {"ratio_schedule": {"s": 2, "t": 3}}
+    assert take_typed(before, now, {"a.y", "routes.0.r"}) == {
+        "a": {"x": 1, "y": 4, "z": 5},
+        "routes": [{"s": 0, "r": 0.3}],
+        "other": [1],
+        "new": 6,
+        "train": {"ratio_schedule": {"s": 1}},
+    }
+    assert take_typed(before, now, {"routes", "train.ratio_schedule"})["routes"] == now["routes"]
+    assert take_typed({"routes": []}, now, {"routes.0.r"})["routes"] == now["routes"]  # no such route: to be refused
+
+
+def test_the_keys_of_a_file_are_what_it_sets():
+    raw = OmegaConf.to_container(OmegaConf.load(CONFIGS / "experiment" / "imagenet256_xl2_finetune.yaml"))
+    found = keys_of(CONFIGS, "experiment/imagenet256_xl2_finetune")
+    assert {"name", "init_from", "model.depth", "optim.lr"} <= found and raw["optim"].keys() == {"lr"}
+    assert {"model.routes", "dataset.path"} <= found and "train.precision" not in found
+    assert (
+        keys_of(CONFIGS, "config") == {"hydra.run", "hydra.output_subdir"} and keys_of(CONFIGS, "model/null") == set()
+    )
+
+
+def test_refusals_name_each_key(begun):
+    """Inside lists too, and nothing that is alike."""
+    with pytest.raises(SystemExit) as error:
+        resume(begun, f"run={RUN}", "model.routes.0.selection_ratio=0.3", "train.label_drop=0.2", "optim.lr=1")
+    lines = str(error.value).splitlines()
+    assert "holds a run with other settings; name=<another name> starts a run of its own" in lines[0]
+    expected = {"  train.label_drop: 0.1 there, 0.2 here", "  model.routes.0.selection_ratio: 0.5 there, 0.3 here"}
+    assert set(lines[1:]) == expected
+    with pytest.raises(SystemExit) as error:
+        resume(begun, "model=dit", "name=digits-tread")
+    assert "  model.name: tread there, dit here\n" in str(error.value)
+    (line,) = [line for line in str(error.value).splitlines() if "model.routes" in line]
+    assert line.startswith("  model.routes.0: {") and line.endswith("} there, nothing here")
+
+
+def test_an_old_wandb_section_says_which_tracker():
+    assert migrate({"wandb": {"enabled": True, "project": "p"}}) == {"tracker": "wandb", "wandb": {"project": "p"}}
+    assert migrate({"wandb": {"enabled": False}})["tracker"] == "none"

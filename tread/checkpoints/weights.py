@@ -1,0 +1,362 @@
+"""Weights of other people and of other runs: which settings a state dict is of, whether it is this network's,
+and whether it means in this network what it meant where it was trained.
+
+Shapes don't tell how many heads a network has, which way its time runs or which class is number 3. Our own
+checkpoints record it in info.json, which lies beside each of their files, too; other people's files do not.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from tread.checkpoints import checkpoint
+from tread.checkpoints.network import Model, Network, TextSettings, process_of
+from tread.data.latents import LatentSpec
+from tread.models.rotary import ROUNDING, TABLES, check_tables
+from tread.runtime.tensor_files import FIRST, LABELS, MASKDIT, listed, read_kind
+
+USUAL_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by hidden size: DiT-S, B, L, XL
+POSITIONS = ("pos_embed", "decoder_pos_embed")  # fixed sines and cosines
+PLAIN = {f"model.{item.name}": item.default for item in fields(Model) if item.default is not MISSING}  # what DiT has
+
+
+def fit(
+    state: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    where: str,
+    ours: Mapping[str, object] | None = None,
+    recorded: Mapping[str, object] | None = None,
+) -> dict[str, Tensor]:
+    """What a DiT with the state dict `expected` is to load of weights from `where`, in its own types.
+
+    ours      the network's settings by dotted name, for those that shapes do not tell.
+    recorded  the same of the weights, as their own record has it; None without one.
+
+    The positions pos_embed and rotary tables are fixed numbers: the network's own serve where the file has none, and
+    others than these are refused. Raises ValueError unless all other names and shapes are the network's, and what is
+    recorded; it says which settings the file is of.
+    """
+    ours, theirs = ours or {}, sizes(state)
+    tables = {name: state[name] for name in TABLES if name in state}
+    refusal = f"the weights of {where} do not fit this network: "
+    if FIRST not in state:
+        raise ValueError(f"{refusal}there is no {FIRST}, as in public DiT's parameter names, but {listed(state)}")
+    whole = {name: expected[name] for name in POSITIONS if name in expected} | dict(state)
+    whole = {name: value for name, value in whole.items() if name not in tables}
+    problems = []
+    if missing := [name for name in expected if name not in whole]:
+        problems.append(f"missing: {listed(missing)}")
+    if extra := [name for name in whole if name not in expected]:
+        problems.append(f"not the network's: {listed(extra)}")
+    shared = [name for name in expected if name in whole]
+    if other := [
+        f"{name} {tuple(whole[name].shape)} instead of {tuple(expected[name].shape)}"
+        for name in shared
+        if whole[name].shape != expected[name].shape
+    ]:
+        problems.append(f"of other shapes: {listed(other)}")
+    numbers = [name for name in shared if expected[name].is_floating_point()]  # the others: a text's words and mask
+    if coarse := [f"{name} {whole[name].dtype}" for name in numbers if not whole[name].is_floating_point()]:
+        problems.append(f"no floating-point numbers: {listed(coarse)}")
+    elif broken := [name for name in shared if not whole[name].isfinite().all()]:
+        raise ValueError(f"the weights of {where} are broken: not all numbers are finite in {listed(broken)}")
+    turned = {key: theirs[key] for key in ("model.positions", "model.num_heads") if tables and key in theirs}
+    if any(ours.get(key, value) != value for key, value in turned.items()):
+        problems.append(f"rotary tables of other settings: {describe(turned)}")
+    ours = {**ours, **sizes(expected)}
+    if unlike := {
+        key: value
+        for key, value in (recorded or {}).items()
+        if key in ours.keys() - theirs.keys() and ours[key] != value
+    }:
+        listing = ", ".join(
+            f"{key} {_written(value)} instead of {_written(ours[key])}" for key, value in unlike.items()
+        )
+        problems.append(f"trained with other settings, which its info.json records: {listing}")
+    if not problems:
+        _check_positions(whole, expected, where)
+        _check_null_class(whole, where)
+        check_tables(tables, expected["pos_embed"].shape[1], where)
+        return {name: whole[name].to(expected[name].dtype) for name in expected}
+    problems.append(f"the file is of {describe(theirs)}")
+    theirs |= unlike
+    if recorded is None and "model.num_heads" in ours and "model.num_heads" not in theirs:
+        heads = usual_heads(theirs["model.hidden_size"])
+        advised = f"model.num_heads={heads} is usual for its size" if heads else "model.num_heads must be known"
+        problems.append(f"no file tells the number of heads: {advised}")
+        if heads and theirs["model.hidden_size"] != ours.get("model.hidden_size"):
+            theirs["model.num_heads"] = heads
+    if fitting := {key: value for key, value in theirs.items() if ours.get(key, PLAIN.get(key)) != value}:
+        if fitting.get("model.architecture") in ("maskdit", "sprint"):  # whose file brings their own route
+            fitting = {"model": fitting.pop("model.architecture"), **fitting}
+        settings = " ".join(f"{key}={_written(value)}" for key, value in fitting.items())
+        problems.append(f"settings that fit it: {settings}")
+    raise ValueError("\n  ".join([refusal.rstrip(), *problems]))
+
+
+def _check_positions(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
+    """Raise ValueError unless a file's positions are the formula's, up to rounding."""
+    for name in (name for name in POSITIONS if name in expected):
+        off = (state[name].float() - expected[name].float()).abs().max().item()
+        if off <= ROUNDING:
+            continue
+        raise ValueError(
+            f"the positions {name} of {where} are not the fixed 2-D sines and cosines that this network adds: they "
+            f"differ by up to {off:.3g}, where rounding allows {ROUNDING:g}. A learnt or another table can't be "
+            "represented here, and the weights mean nothing without theirs. If they were trained with the fixed ones "
+            f"and the table alone is wrong, leave {name} out of the file: the network's own serve"
+        )
+
+
+def _check_null_class(state: Mapping[str, Tensor], where: str) -> None:
+    """Raise ValueError for a MaskDiT whose null class is not zero."""
+    if MASKDIT in state and state[LABELS][-1].any():
+        raise ValueError(
+            f"the null class of {where}, the last row of {LABELS}, is not zero: MaskDiT's is, and is never trained, so "
+            "that weights which learnt another one can't be represented here. If nothing trained it, set the row to 0"
+        )
+
+
+def usual_heads(hidden_size: int) -> int | None:
+    """The attention heads that a DiT of a width usually has: the published, else of 64 channels; None if neither."""
+    return USUAL_HEADS.get(hidden_size, hidden_size // 64 if hidden_size % 64 == 0 else None)
+
+
+def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
+    """The settings that a network's names and shapes tell: the heads and rotary positions only where it has tables."""
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    if len(shapes.get(FIRST, ())) != 4:
+        return {}
+    hidden_size, channels, patch_size, _ = shapes[FIRST]
+    blocks = {match[1] for name in shapes if (match := re.match(r"blocks\.(\d+)\.", name))}
+    lightning = {f"blocks.0.{name}.weight" for name in ("norm1", "mlp.w12", "attn.q_norm")} | set(TABLES)
+    found = {"model.architecture": "lightning" if lightning & shapes.keys() else "dit"}
+    found |= {"model.hidden_size": hidden_size, "model.depth": len(blocks), "model.patch_size": patch_size}
+    if width := shapes.get("blocks.0.mlp.fc1.weight"):
+        found["model.mlp_ratio"] = width[0] / hidden_size
+    elif width := shapes.get("blocks.0.channel_mix.key.weight"):
+        found |= {"model.architecture": "rwkv", "model.mlp_ratio": width[0] / hidden_size}
+    elif width := shapes.get("blocks.0.mlp.w12.weight"):
+        found["model.mlp_ratio"] = _swiglu_ratio(width[0] // 2, hidden_size)
+    if "blocks.0.cross_attn.q.weight" in shapes:
+        found["model.architecture"] += "_text"
+    if "fusion_proj.weight" in shapes:
+        found["model.architecture"] = "sprint"
+    if len(shapes.get("blocks.0.mixer.conv1d.weight", ())) == 3:
+        found |= _scans(shapes, hidden_size)
+    if found["model.architecture"] not in ("rwkv", "mamba"):
+        found["model.norm"] = "rms" if "blocks.0.norm1.weight" in shapes else "layer"
+        found["model.mlp"] = "swiglu" if "blocks.0.mlp.w12.weight" in shapes else "gelu"
+        found["model.qk_norm"] = "blocks.0.attn.q_norm.weight" in shapes
+    for rows in (shapes[name] for name in TABLES if len(shapes.get(name, ())) == 2):
+        found |= {"model.positions": "rope", "model.num_heads": hidden_size // max(1, rows[1])}
+    if len(rows := shapes.get(MASKDIT, ())) == 2:
+        decoder = {match[1] for name in shapes if (match := re.match(r"decoder_blocks\.(\d+)\.", name))}
+        found |= {"model.architecture": "maskdit", "model.decoder_hidden_size": rows[0]}
+        found["model.decoder_depth"] = len(decoder)
+    if rows := shapes.get("final_layer.linear.weight"):
+        found["model.learn_sigma"] = rows[0] == 2 * patch_size**2 * channels
+    if rows := shapes.get("y_embedder.embedding_table.weight"):
+        found["dataset.num_classes"] = rows[0] - 1  # one is the null class
+    found["dataset.channels"] = channels
+    if len(tokens := shapes.get("pos_embed", ())) == 3:
+        found["dataset.size"] = math.isqrt(tokens[1]) * patch_size
+    return found
+
+
+def _scans(shapes: Mapping[str, tuple[int, ...]], hidden_size: int) -> dict[str, int | float | str]:
+    """The settings that are Mamba's alone, and that it may have no MLP."""
+    names = ("in_proj.weight", "out_proj.weight", "conv1d.weight", "A_log")
+    (rows, _), (_, width), (scanned, _, conv), (heads,) = (shapes[f"blocks.0.mixer.{name}"] for name in names)
+    one = rows - width - heads  # x, B and C of one direction
+    attention = [int(match[1]) for name in shapes if (match := re.match(r"blocks\.(\d+)\.attn\.", name))]
+    found = {"model.architecture": "mamba", "model.state": (one - width) // 2, "model.conv": conv}
+    found |= {"model.head_dim": width * (scanned // one) // heads, "model.expand": width // hidden_size}
+    found |= {"model.directions": scanned // one, "model.attention_every": min(attention, default=-1) + 1}
+    return found if "blocks.0.mlp.fc1.weight" in shapes else found | {"model.mlp_ratio": 0.0}
+
+
+def _swiglu_ratio(width: int, hidden_size: int) -> float:
+    """The mlp_ratio that gives a SwiGLU of this width: a round number where one does."""
+    exact = 1.5 * width / hidden_size
+    likely = (round(4 * exact) / 4, exact, exact + 1 / hidden_size)
+    return next((ratio for ratio in likely if int(2 / 3 * int(hidden_size * ratio)) == width), exact)
+
+
+def describe(found: Mapping[str, int | float | bool]) -> str:
+    """Sizes in words: "hidden_size 384, depth 12, …", without those that DiT has, too."""
+    told = {key: value for key, value in found.items() if PLAIN.get(key) != value or key not in PLAIN}
+    return ", ".join(f"{key.partition('.')[2]} {_written(value)}" for key, value in told.items())
+
+
+def _written(value: object) -> str:
+    return str(value).lower()
+
+
+KINDS = {"ema": "averaged (ema)", "model": "raw (model)"}
+PROJECTORS = "projectors."  # what REPA's files hold beside the network: of its training alone
+LATENTS = ("scale", "shift", "channel_shift", "channel_scale", "autoencoder")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Weights and what is known of them.
+
+    where  the file.
+    kind   "ema" or "model"; None where the file does not say.
+    state  the tensors by the network's names.
+    found  the checkpoint that the file is a part of, with its record; None for files of others.
+    """
+
+    where: str
+    kind: str | None
+    state: Mapping[str, Tensor]
+    found: checkpoint.Checkpoint | None = None
+
+    def describe(self) -> str:
+        """Kind, file and step, as far as they are known."""
+        kind = KINDS.get(self.kind, "averaged or raw, which is not recorded,")
+        if self.found is None:
+            return f"{kind} of {self.where}, at a step that is not recorded"
+        imported = self.found.info.get("weights")
+        return f"{kind} of {self.where}, step {self.found.step:,}" + (f", imported from {imported}" if imported else "")
+
+    def recorded(self) -> dict[str, object] | None:
+        """What is recorded of Model's settings, and of text's, by dotted name; None without a record.
+
+        A setting that a record is too old to know has its default, if Model gives one.
+        """
+        if self.found is None:
+            return None
+        model = self._config.get("model", {})
+        stated = {item.name: model.get(item.name, item.default) for item in fields(Model)}
+        text = {f"text.{name}": value for name, value in self._config.get("text", {}).items()}
+        return text | {f"model.{name}": value for name, value in stated.items() if value is not MISSING}
+
+    @property
+    def _config(self) -> dict:
+        return self.found.info.get("config", {}) if self.found else {}
+
+    @property
+    def _latents(self) -> dict:
+        latents = self.found.info.get("latents", {}) if self.found else {}
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in latents.items()}
+
+    def fit(
+        self, expected: Mapping[str, Tensor], model: Model | None = None, text: TextSettings | None = None
+    ) -> dict[str, Tensor]:
+        """What a network with the state dict `expected`, built by `model` (for text's encoder), is to load.
+
+        Raises ValueError unless names and shapes are the network's, and what the record says of its Model.
+        """
+        own = {name: value for name, value in self.state.items() if not name.startswith(PROJECTORS)}
+        ours = model and (model.decisive | text.decisive if text and model.takes_text else model.decisive)
+        return fit(own, expected, self.where, ours, model and self.recorded())
+
+    def warnings(self, cfg: Network, latents: LatentSpec, predicts: str = "objective") -> list[str]:
+        """What weights that fit meant otherwise, a line each with both values, and what nobody recorded.
+
+        latents   what the network is to see.
+        predicts  "objective", or "noise", see scripts/import_checkpoint.py.
+        """
+        unlike = self._unlike(cfg, latents, predicts)
+        lines = [
+            f"{key} was {there} where these weights were trained, but is {here} now" for key, (there, here) in unlike
+        ]
+        if aside := [name for name in self.state if name.startswith(PROJECTORS)]:
+            lines.append(f"{self.where} holds {len(aside)} tensors {PROJECTORS}* of its alignment, which are set aside")
+        if self.found is None:
+            heads, usual = cfg.model.decisive.get("model.num_heads"), usual_heads(cfg.model.hidden_size)
+            hidden = {key: value for key, value in cfg.model.decisive.items() if key not in sizes(self.state)}
+            hidden |= {"objective": cfg.objective, **_conventions(cfg)}
+            taken = ", ".join(f"{key}={str(value).lower()}" for key, value in hidden.items())
+            lines.append(
+                f"{self.where} has no record: nobody can know here whether it was trained with {taken}, latents of "
+                "this scale and classes in this order"
+            )
+            if "model.num_heads" in hidden and usual and heads != usual:
+                width = f"networks of hidden_size {cfg.model.hidden_size}"
+                lines.append(f"model.num_heads is {heads}, but {width} usually have {usual}")
+        elif _numbered(self._latents.get("classes", ())) and not _numbered(latents.classes):
+            lines.append(
+                f"{self.where} records no class names: its class 0 is taken for {latents.classes[0]!r}, and so on"
+            )
+        return lines
+
+    def _unlike(self, cfg: Network, latents: LatentSpec, predicts: str) -> list[tuple[str, tuple[object, object]]]:
+        """Names and values (there, here) of what decides about weights beside Model's settings, where it differs."""
+        if self.found is None:
+            return []
+        info, config = self.found.info, self._config
+        pairs, theirs = {}, config.get("objective", cfg.objective)
+        if info.get("predicts", "objective") != predicts:
+            said = {"noise": "noise on timesteps 0..999", "objective": f"what objective={cfg.objective} trains"}
+            pairs["the prediction"] = tuple(said.get(one, one) for one in (info.get("predicts", "objective"), predicts))
+        elif theirs != cfg.objective:
+            pairs["objective"] = (theirs, cfg.objective)
+        else:
+            for name, here in _conventions(cfg).items():
+                pairs[name] = (config.get(theirs, {}).get(name.partition(".")[2], here), here)
+        stated = self._latents
+        prints = (stated.get("fingerprint"), latents.fingerprint)
+        for name in LATENTS:
+            here = getattr(latents, name)
+            same = name == "autoencoder" and None not in prints and prints[0] == prints[1]
+            pairs[f"latents.{name}"] = (here if same else stated.get(name, here), here)
+        classes = stated.get("classes", ())
+        unlike = [i for i, (there, here) in enumerate(zip(classes, latents.classes)) if there != here]
+        if unlike and not _numbered(classes) and not _numbered(latents.classes):
+            key = f"class {unlike[0]} (the first of {len(unlike):,} that differ)"
+            pairs[key] = (repr(classes[unlike[0]]), repr(latents.classes[unlike[0]]))
+        return [(key, both) for key, both in pairs.items() if both[0] != both[1]]
+
+
+def read_origin(path: Path, weights: str = "ema") -> Origin:
+    """Weights "ema" or "model" of a checkpoint, or of a file; one of a checkpoint's files is what it is.
+
+    Raises FileNotFoundError or ValueError.
+    """
+    if not path.is_file():
+        found = checkpoint.find(path)
+        return Origin(str(found.folder / f"{weights}.safetensors"), weights, found.tensors(weights), found)
+    if found := checkpoint.beside(path):
+        kind = path.resolve().stem
+        if (kind, weights) == ("ema", "model"):
+            raise ValueError(
+                f"{path} holds averaged weights, but the raw ones (model) are asked for: model.safetensors"
+            )
+        return Origin(str(path), kind, found.tensors(kind), found)
+    return Origin(str(path), *read_kind(path, weights))
+
+
+def load_weights(
+    network: nn.Module,
+    path: str,
+    weights: str = "ema",
+    model: Model | None = None,
+    text: TextSettings | None = None,
+) -> Origin:
+    """Put in other weights (init_from), "ema" or "model". Raises FileNotFoundError, or ValueError unless they fit.
+
+    model, text  the settings that the network was built by, which the weights' own record must not contradict.
+    """
+    origin = read_origin(Path(path).expanduser(), weights)
+    network.load_state_dict(origin.fit(network.state_dict(), model, text))
+    return origin
+
+
+def _conventions(cfg: Network) -> dict[str, object]:
+    """The settings of a network's process that decide what its input and output mean, by dotted name."""
+    process = process_of(cfg)
+    return {f"{cfg.objective}.{name}": getattr(process, name) for name in process.conventions}
+
+
+def _numbered(classes: tuple[str, ...]) -> bool:
+    """Whether classes have numbers and no names, as imports give them."""
+    return classes == tuple(map(str, range(len(classes))))

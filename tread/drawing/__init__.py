@@ -1,0 +1,1 @@
+"""Pictures of numbers: curves, bars, and grids of samples."""

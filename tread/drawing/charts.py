@@ -1,0 +1,173 @@
+"""Curves and heat maps for people to compare: panels side by side, one colour a name, ticks that can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tread.runtime.files import explain_failure, whole_file
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points (x, y) under a name, in one colour in all panels.
+
+    spread  of y, drawn as a band y ± spread; None: none.
+    dashed  not to be compared with those that are not.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    spread: Sequence[float] | None = None
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    log     axes with a logarithmic scale: "", "x", "y" or "xy".
+    levels  name → height of a dotted line over the whole width.
+    places  name → x of a dotted line over the whole height, along which the name is written.
+    names   of the places 0, 1, … on x, where these are no numbers; the points are not joined then.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Sequence[Line]
+    log: str = ""
+    levels: dict[str, float] = field(default_factory=dict)
+    places: dict[str, float] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+
+
+def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
+    """Draw panels in rows of `columns`; the names stand once, below. Raises OSError if it can't be written."""
+    from matplotlib import ticker  # imported here because it takes a second and only the main process draws
+    from matplotlib.figure import Figure
+
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(max(7.0, 4.6 * columns), max(4.5, 3.6 * rows)), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
+    for axis, panel in zip(axes.flat, panels):
+        for line in panel.lines:
+            colour = f"C{names.index(line.name) % 10}"
+            style = "" if panel.names else "--" if line.dashed else "-"
+            marker = "o" + style if len(line.x) <= 30 else style
+            axis.plot(line.x, line.y, marker, color=colour, label=line.name, markersize=4, linewidth=1.2)
+            if line.spread is not None and panel.names:
+                axis.errorbar(line.x, line.y, line.spread, fmt="none", color=colour, capsize=3)
+            elif line.spread is not None:
+                low, high = ([y + sign * s for y, s in zip(line.y, line.spread)] for sign in (-1, 1))
+                axis.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0)
+        for name, height in panel.levels.items():
+            axis.axhline(height, color="black", linestyle=":", linewidth=1, label=name)
+        for number, (name, x) in enumerate(sorted(panel.places.items(), key=lambda place: place[1])):
+            axis.axvline(x, color="black", linestyle=":", linewidth=1)
+            y, aligned = ((0.99, "top"), (0.01, "bottom"))[number % 2]  # neighbours would lie on one another
+            along = {"rotation": 90, "ha": "right", "va": aligned, "fontsize": "x-small"}
+            axis.text(x, y, name, transform=axis.get_xaxis_transform(), **along)
+        whole = all(float(x).is_integer() for line in panel.lines for x in line.x)  # no ticks between steps
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=whole))
+        axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.10g}"))
+        for letter in panel.log:
+            make_logarithmic(axis, letter)
+        if panel.names:
+            axis.set_xticks(range(len(panel.names)), panel.names, rotation=30, ha="right", fontsize="small")
+        axis.set_title(panel.title, fontsize=10)
+        axis.set_xlabel(panel.x_label)
+        axis.set_ylabel(panel.y_label)
+        axis.grid(alpha=0.3)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    if names:
+        found = {}
+        for axis in figure.axes:
+            found |= dict(zip(*reversed(axis.get_legend_handles_labels())))
+        figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=min(2, columns), fontsize="small")
+    with explain_failure(path):
+        figure.savefig(path, dpi=110)
+
+
+def make_logarithmic(axis: object, letter: str) -> None:
+    """Give an axis, "x" or "y", a logarithmic scale whose ticks are plain numbers, also within one decade."""
+    from matplotlib import ticker
+
+    getattr(axis, f"set_{letter}scale")("log")
+    one = getattr(axis, f"{letter}axis")
+    low, high = getattr(axis, f"get_{letter}lim")()
+    if high < 20 * low:  # a decade's own ticks would be one or two
+        one.set_major_locator(ticker.MaxNLocator(6))
+    else:
+        one.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high < 1e4 * low else (1,), numticks=12))
+    one.set_major_formatter(ticker.FuncFormatter(lambda value, place: f"{value:g}"))
+    one.set_minor_locator(ticker.NullLocator())
+
+
+NUMBERED = 14  # rows or columns: in a heat map of more, the numbers could not be read
+
+
+def save_curve(path: Path, records: Sequence[dict], routed: bool, evaluations: Mapping[str, str]) -> None:
+    """Draw training and evaluation loss over the steps, from the records of metrics.jsonl.
+
+    evaluations  a record's key of each evaluation loss → what people call it.
+    """
+    names = {
+        "loss": "training loss" + (", with routes: not comparable to runs without" if routed else ""),
+        **{name: f"{called}: EMA weights, all tokens, held-out data" for name, called in evaluations.items()},
+    }
+    lines = []
+    for key, name in names.items():
+        found = [(record["step"], record[key]) for record in records if key in record]
+        lines += [Line(name, *zip(*found))] if found else []
+    save_panels(path, [Panel("", "step", "loss", lines, log="y")], columns=1)
+
+
+def save_heat_maps(
+    path: Path,
+    panels: Mapping[str, np.ndarray],
+    others: Mapping[str, np.ndarray],
+    columns: Sequence[float | str],
+    rows: Sequence[float | str],
+    labels: tuple[str, str],
+) -> None:
+    """Draw matrices (rows, columns) side by side, with their numbers in the cells; NaN stays empty.
+
+    Large ones have small cells, a colour bar in the place of the numbers, and not all of their ticks.
+
+    panels  title → matrix; they share one colour scale. others have one each.
+    labels  of the axes, x and y.
+    """
+    from matplotlib.figure import Figure  # imported here because it takes a second and only the main process draws
+
+    everything = np.concatenate([matrix.ravel() for matrix in panels.values()])
+    shared = {"vmin": np.nanmin(everything), "vmax": np.nanmax(everything)}
+    count = len(panels) + len(others)
+    longest = max(len(columns), len(rows))
+    numbered = longest <= NUMBERED
+    width, height, every = (0.75, 0.55, 1) if numbered else (0.15, 0.15, -(-longest // 15))
+    size = (count * max(2.6, width * len(columns) + 1.4), height * len(rows) + 1.9)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(1, count, squeeze=False)
+    for number, (axis, (title, matrix)) in enumerate(zip(axes[0], [*panels.items(), *others.items()])):
+        image = axis.imshow(matrix, cmap="viridis", aspect="auto", **(shared if number < len(panels) else {}))
+        for row, column in zip(*np.nonzero(~np.isnan(matrix))) if numbered else ():
+            dark = image.norm(matrix[row, column]) < 0.6
+            text = f"{matrix[row, column]:.3g}"
+            axis.text(column, row, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
+        for names, set_ticks in ((columns, axis.set_xticks), (rows, axis.set_yticks)):
+            shown = [value if isinstance(value, str) else f"{value:g}" for value in names]
+            set_ticks(range(0, len(names), every), shown[::every])
+        axis.set_title(title, fontsize=9)
+        axis.set_xlabel(labels[0], fontsize=8)
+        if not numbered:
+            figure.colorbar(image, ax=axis)
+    axes[0, 0].set_ylabel(labels[1], fontsize=8)
+    with whole_file(path) as partial:
+        figure.savefig(partial, dpi=130, format="png")

@@ -1,0 +1,1 @@
+"""Networks of other people that this project only runs: of pictures, of text, autoencoders."""

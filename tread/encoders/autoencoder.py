@@ -1,0 +1,279 @@
+"""From pixels to what is stored of them, and from network latents to pixels, by a diffusers autoencoder.
+
+The autoencoder "pixels" is the identity: its z is the picture itself, with 0..255 mapped to −1..1. The setting that
+chooses it is autoencoder=none. "unknown" is that of imported latents whose source does not say it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Literal
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from tread.data.latents import LatentSpec, from_network, to_uint8
+from tread.encoders import ldm_names
+from tread.runtime.device import exact
+from tread.runtime.hub import is_cached
+from tread.runtime.tensor_files import listed, read_state_dict
+
+Decoder = Callable[[Tensor], Tensor]
+Encoder = Callable[[Tensor], np.ndarray]
+HUB_FILES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # of weights
+KINDS = ("AutoencoderKL", "AutoencoderTiny")
+UNKNOWN = "unknown"
+INSTEAD = (
+    "as autoencoder=… (in training sampling.autoencoder=…), or draw the latents themselves with decode=false "
+    "(sampling.decode=false); sample.py save_latents=true writes them into a file"
+)
+Store = Literal["auto", "moments", "latents"]
+PIXELS_UP_TO = 128  # pixels along the side of pictures that are stored without an autoencoder
+# Stable Diffusion 1's autoencoder, for weight files in diffusers' names that come without a config
+SD_CONFIG = {
+    "_class_name": "AutoencoderKL",
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [128, 256, 512, 512],
+    "layers_per_block": 2,
+    "latent_channels": 4,
+    "sample_size": 256,
+    "scaling_factor": 0.18215,
+}
+
+
+def preview(x: Tensor) -> Tensor:
+    """Network latents as they are, their first 3 (or 1) channels as uint8 pictures, −3..3 → 0..255."""
+    channels = 3 if x.shape[1] >= 3 else 1
+    return to_uint8(x[:, :channels] / 3)
+
+
+# ------------------------------------------------------------------------------ loading and running
+
+
+def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module:
+    """A diffusers AutoencoderKL or AutoencoderTiny in fp32 and eval mode.
+
+    name  a hub id, a folder with config.json and weights, or a weight file. A file has no config: it is
+          an AutoencoderKL in LDM's parameter names (Stable Diffusion's, VA-VAE's), whose sizes are its
+          tensors', or Stable Diffusion 1's or TAESD's in diffusers' names. What else is in it is set aside.
+
+    A hub id that was fetched once is taken from its cache without asking the hub. Raises ValueError if it is none of
+    these or can't be had; without a network after some seconds.
+    """
+    try:
+        local = Path(name).exists() or is_cached(name, HUB_FILES)
+        import diffusers  # imported here because it takes seconds and "pixels" does not need it
+
+        if Path(name).is_file():
+            model = _from_file(Path(name), diffusers)
+        else:
+            model = _from_folder_or_hub(name, diffusers, local)
+    except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError, SafetensorError) as error:
+        raise ValueError(
+            f"autoencoder {name!r} could not be loaded as one of {', '.join(KINDS)}: {error}\n"
+            "A hub id must be downloaded once while online; else name a folder or a weight file"
+        ) from error
+    # channels last: 1.5 to 2 times faster on a CPU, and what a GPU's convolutions want
+    return model.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
+
+
+def located(name: str) -> str:
+    """The name of an autoencoder that holds from any folder: hub ids as they are, paths in full."""
+    if name == UNKNOWN:
+        return name
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def _from_folder_or_hub(name: str, diffusers, local: bool) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks.*")  # of diffusers, about itself
+        kind = diffusers.AutoencoderKL.load_config(name, local_files_only=local)["_class_name"]
+        if kind not in KINDS:
+            raise ValueError(f"it is a {kind}")
+        return getattr(diffusers, kind).from_pretrained(name, torch_dtype=torch.float32, local_files_only=local)
+
+
+def _from_file(path: Path, diffusers) -> nn.Module:
+    state = read_state_dict(path, "any")
+    if any(key.startswith("encoder.layers.") for key in state):
+        model = diffusers.AutoencoderTiny()
+    elif any(key.startswith("encoder.down_blocks.") for key in state):
+        model = diffusers.AutoencoderKL.from_config(SD_CONFIG)
+    else:
+        return _from_ldm(path, state, diffusers)
+    model.load_state_dict({key: value.float() for key, value in state.items()})
+    return model
+
+
+def _from_ldm(path: Path, state: dict[str, Tensor], diffusers) -> nn.Module:
+    own, aside = ldm_names.own_part(state)
+    config, found = ldm_names.config_of(own), ldm_names.renamed(own)
+    as_sd = all(config[key] == SD_CONFIG[key] for key in ("block_out_channels", "latent_channels"))
+    config["scaling_factor"] = SD_CONFIG["scaling_factor"] if as_sd else 1.0
+    model = diffusers.AutoencoderKL.from_config(config)
+    needed = {name: value.shape for name, value in model.state_dict().items()}
+    odd = [name for new, (name, value) in found.items() if needed.get(new) != value.shape]
+    if odd or (missing := sorted(needed.keys() - found.keys())):
+        why = f"{listed(odd)} are of other names or shapes" if odd else f"it has nothing for {listed(missing)}"
+        raise ValueError(f"it has names of LDM's AutoencoderKL, but does not fit diffusers': {why}")
+    model.load_state_dict({new: value.float() for new, (_, value) in found.items()})
+    if aside:
+        kinds = sorted({name.partition(".")[0] for name in aside})
+        logging.getLogger(__name__).warning(  # on stderr, where nobody set up anything else
+            "%s: %s tensors beside the autoencoder's are set aside: %s", path, len(aside), listed(kinds)
+        )
+    return model
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Hex sha256 of a module's parameter names and their values in fp32, whatever file they came from."""
+    digest = hashlib.sha256()
+    for key, value in sorted(model.state_dict().items()):
+        digest.update(key.encode() + b"\0")
+        digest.update(value.float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def decoder_hash(latents: LatentSpec, autoencoder: str | None = None) -> str:
+    """What load_decoder's pictures depend on beside the latents: the fingerprint of the weights, or "pixels"."""
+    if latents.autoencoder == "pixels":
+        return "pixels"
+    if autoencoder is None and latents.fingerprint is not None:
+        return latents.fingerprint  # load_decoder takes no other
+    return fingerprint(load_autoencoder(_chosen(latents, autoencoder)))
+
+
+def _chosen(latents: LatentSpec, autoencoder: str | None) -> str:
+    if (name := autoencoder or latents.autoencoder) == UNKNOWN:
+        raise ValueError(
+            "the source of these latents did not say which autoencoder made them. Name it, by hub id, folder or weight "
+            f"file, {INSTEAD}"
+        )
+    return name
+
+
+def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ...], store: Store, **kept) -> LatentSpec:
+    """What `encoder` will store of pictures of this size: shape, content and scale.
+
+    store  "moments" of an AutoencoderKL's posterior, "latents" (its mean, or an AutoencoderTiny's
+           latents), or "auto": moments where there is a posterior.
+    kept   dtype and views of the dataset.
+
+    Raises ValueError for a size that the autoencoder does not give back.
+    """
+    posterior = type(model).__name__ == "AutoencoderKL"
+    if store == "moments" and not posterior:
+        raise ValueError(f"store=moments needs an AutoencoderKL, but {name} is an {type(model).__name__}")
+    probe = torch.zeros(1, 3, resolution, resolution, device=next(model.parameters()).device)
+    try:
+        with torch.no_grad():
+            z = model.encode(probe).latent_dist.mean if posterior else model.encode(probe).latents
+            size = model.decode(z).sample.shape[-1]
+    except RuntimeError as error:
+        raise ValueError(f"resolution {resolution} does not fit the autoencoder {name}: {error}") from error
+    if size != resolution:
+        raise ValueError(f"resolution {resolution} comes back as {size} from {name}: use a multiple of its step")
+    moments = posterior and store != "latents"
+    return LatentSpec(
+        shape=tuple(z.shape[1:]),
+        classes=classes,
+        autoencoder=located(name),
+        content="moments" if moments else "latents",
+        spread="logvar" if moments else None,
+        scale=float(model.config.scaling_factor),
+        shift=float(getattr(model.config, "shift_factor", None) or 0.0),
+        fingerprint=fingerprint(model),
+        **kept,
+    )
+
+
+def as_pixels(resolution: int, classes: tuple[str, ...], store: Store, **kept) -> LatentSpec:
+    """What is stored of pictures without an autoencoder: (3, R, R) in −1..1. Arguments are those of `encoded`.
+
+    Raises ValueError for large pictures.
+    """
+    if store == "moments":
+        raise ValueError("store=moments needs an AutoencoderKL, but autoencoder=none stores pixels")
+    if resolution > PIXELS_UP_TO:
+        raise ValueError(
+            f"resolution is {resolution}, but autoencoder=none, which stores pixels, takes at most {PIXELS_UP_TO}: a "
+            "network on so many would be slow. Choose resolution=64, say, or an autoencoder"
+        )
+    return LatentSpec((3, resolution, resolution), classes, "pixels", scale_applied=True, **kept)
+
+
+def patch_for(side: int, tokens: int = 256) -> int:
+    """The smallest model.patch_size from 2 on that makes at most so many tokens of pixels or latents of that side."""
+    return next((p for p in range(2, side) if side % p == 0 and (side // p) ** 2 <= tokens), side)
+
+
+def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32") -> Encoder:
+    """A function from uint8 pictures (B, 3, R, R) to what is stored of them: (B, views, C or 2C, S, S) float32.
+
+    With views=2 the second is the encoded flipped picture. precision is fp32, or bf16 for autocast. Without a
+    model the pixels are stored.
+    """
+    if model is None:
+        return lambda pictures: torch.stack(_views(pictures.float() / 127.5 - 1, latents), dim=1).numpy()
+    device = next(model.parameters()).device
+
+    @torch.no_grad()
+    def encode(pictures: Tensor) -> np.ndarray:
+        pixels = (pictures.to(device).float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
+        views = []
+        for view in _views(pixels, latents):
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+                out = model.encode(view)
+            if latents.content == "moments":
+                z = torch.cat([out.latent_dist.mean, out.latent_dist.logvar], dim=1)
+            else:
+                z = out.latents if hasattr(out, "latents") else out.latent_dist.mean
+            views.append(z.float().cpu())
+        return torch.stack(views, dim=1).numpy()
+
+    return encode
+
+
+def _views(pictures: Tensor, latents: LatentSpec) -> list[Tensor]:
+    return [pictures, pictures.flip(-1)][: latents.views]
+
+
+def load_decoder(latents: LatentSpec, device: torch.device | str = "cpu", autoencoder: str | None = None) -> Decoder:
+    """A function from network latents (B, C, S, S) to uint8 pictures (B, 1 or 3, H, W).
+
+    autoencoder  another than latents.autoencoder, which may have moved: a name as load_autoencoder takes.
+
+    Raises ValueError if the autoencoder can't be had, or is not the one that made the latents.
+    """
+    if latents.autoencoder == "pixels":
+        return lambda x: to_uint8(from_network(x, latents))
+    name = _chosen(latents, autoencoder)
+    try:
+        model = load_autoencoder(name, device)
+    except ValueError as error:
+        raise ValueError(f"{error}, {INSTEAD}") from error
+    if (channels := model.config.latent_channels) != latents.shape[0]:
+        raise ValueError(
+            f"{name} decodes latents of {channels} channels, but these have {latents.shape[0]}: name the autoencoder "
+            "that made them as autoencoder=… (in training sampling.autoencoder=…)"
+        )
+    if autoencoder is None and latents.fingerprint not in (None, fingerprint(model)):
+        raise ValueError(
+            f"{name} holds another autoencoder than the one that made the latents: its weights have another hash. "
+            "Name the right one, or this one (autoencoder=…, in training sampling.autoencoder=…) to use it all the same"
+        )
+
+    @torch.no_grad()
+    def decode(x: Tensor) -> Tensor:
+        with exact():
+            return to_uint8(model.decode(from_network(x, latents)).sample)
+
+    return decode

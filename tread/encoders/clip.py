@@ -1,0 +1,99 @@
+"""How well pictures fit their captions: the CLIP score, 100·max(cos, 0) of CLIP's two embeddings (arXiv 2104.08718).
+
+Its authors multiply by 2.5 and not by 100; with 100 it is the number that text-to-image papers print. ViT-L/14's and
+ViT-B/32's differ: fid.json has the hash of the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import Tensor
+
+from tread.encoders.autoencoder import fingerprint
+from tread.encoders.language import quiet
+from tread.runtime.device import exact
+from tread.runtime.hub import is_cached
+
+AT_ONCE = 64  # pictures in one pass
+METRIC = "clip_score"
+
+
+class ClipScore:
+    """CLIP, both towers, in fp32.
+
+    name    a hub id, or a folder as transformers saves it.
+    sha256  of its weights and its vocabulary.
+
+    Raises ValueError or OSError if it can't be had.
+    """
+
+    def __init__(self, name: str, device: torch.device | str) -> None:
+        self._model, self._tokenizer, self._processor = _load(name)
+        self._model = self._model.to(device).eval().requires_grad_(False)
+        self._device = device
+        vocabulary = json.dumps(sorted(self._tokenizer.get_vocab().items()))
+        self.sha256 = hashlib.sha256((fingerprint(self._model) + vocabulary).encode()).hexdigest()
+
+    @torch.no_grad()
+    def score(self, pictures: Tensor, captions: Sequence[str]) -> np.ndarray:
+        """(n,) float32 of pictures (n, 1 or 3, H, W) uint8, each with its caption; long ones are cut off by CLIP."""
+        found = []
+        for start in range(0, len(pictures), AT_ONCE):
+            rgb = pictures[start : start + AT_ONCE].cpu().expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
+            x = self._processor(images=list(rgb), input_data_format="channels_last", return_tensors="pt")
+            length = self._model.config.text_config.max_position_embeddings
+            words = self._tokenizer(
+                list(captions[start : start + AT_ONCE]),
+                truncation=True,
+                max_length=length,
+                padding="max_length",
+                return_tensors="pt",
+            )
+            with exact():
+                made = self._model(
+                    input_ids=words["input_ids"].to(self._device),
+                    attention_mask=words["attention_mask"].to(self._device),
+                    pixel_values=x["pixel_values"].float().to(self._device),
+                )
+            cosine = F.cosine_similarity(made.image_embeds.float(), made.text_embeds.float())
+            found.append(100 * cosine.clamp(min=0).cpu())
+        return torch.cat(found).numpy()
+
+
+def _load(name: str) -> tuple[torch.nn.Module, object, object]:
+    """transformers' CLIPModel in fp32, its tokenizer and what prepares its pictures. Raises ValueError."""
+    try:
+        # imported here because it takes seconds, and is an extra
+        import transformers
+        from transformers.utils import logging
+    except ImportError as error:
+        raise ValueError(f"clip={name} needs transformers: pip install -r requirements-text.txt ({error})") from error
+    with quiet(logging):
+        # by Pillow, as CLIP's own code resizes; newer releases have it under a name of its own
+        processor = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
+        try:
+            local = Path(name).is_dir() or is_cached(name, ("model.safetensors", "pytorch_model.bin"))
+            kind = transformers.AutoConfig.from_pretrained(name, local_files_only=local).model_type
+            if kind != "clip":
+                raise ValueError(f"it is a {kind}, and not a clip, which has a tower for pictures and one for text")
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=local)
+            prepared = processor.from_pretrained(name, local_files_only=local)
+            model, found = transformers.CLIPModel.from_pretrained(
+                name, local_files_only=local, output_loading_info=True, dtype=torch.float32
+            )
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+            raise ValueError(
+                f"clip={name} could not be loaded: {str(error).strip()}\nIt must be a hub id (to be downloaded once "
+                "while online) or a folder of a whole CLIP, such as openai/clip-vit-large-patch14"
+            ) from error
+    if odd := sorted(map(str, found["missing_keys"])) + sorted(map(str, found["mismatched_keys"])):
+        raise ValueError(f"clip={name} lacks weights, or has others: {', '.join(odd[:3])}, …")
+    return model, tokenizer, prepared

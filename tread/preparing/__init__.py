@@ -1,0 +1,1 @@
+"""From sources to datasets: photos, captions, other people's latents, embedded sets."""

@@ -1,0 +1,177 @@
+"""Where files lie, read in any order and by several processes, without unpacking: a folder, a zip, a tar, several tars.
+
+names    of the files, sorted.
+folders  names of the folders that are known.
+read     name → content; raises OSError.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import posixpath
+import re
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)  # of a file inside a zip
+BESIDE_TARS = (".tar", ".json", ".parquet", ".txt", ".csv", ".md", ".idx")
+
+
+class Folder:
+    """A folder's files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.names, self.folders = Path(path), [], []
+        for folder, inner, files in os.walk(path, followlinks=True, onerror=_raise):
+            inside = PurePosixPath(os.path.relpath(folder, path).replace(os.sep, "/"))
+            self.names += [str(inside / name) for name in files]
+            self.folders += [str(inside / name) for name in inner]
+        self.names.sort()
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+class Zip:
+    """The files of a zip, which is not unpacked. Raises ValueError if it is none, or truncated."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        try:
+            with zipfile.ZipFile(self.path) as opened:
+                listed = opened.infolist()
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{self.path} is no zip, or damaged or truncated ({error})") from error
+        self._spelt = {posixpath.normpath(one.filename): one.filename for one in listed if not one.is_dir()}
+        self.folders = [posixpath.normpath(one.filename) for one in listed if one.is_dir()]
+        self.names = sorted(self._spelt)
+        self._opened: tuple[int, zipfile.ZipFile] | None = None
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_opened": None}
+
+    def read(self, name: str) -> bytes:
+        if self._opened is None or self._opened[0] != os.getpid():  # a forked process would share the place in the file
+            self._opened = os.getpid(), zipfile.ZipFile(self.path)
+        try:
+            return self._opened[1].read(self._spelt[name])
+        except FAULTS as error:
+            raise OSError(f"damaged in {self.path.name}: {error}") from error
+
+
+class Tars:
+    """The files of several tars, each in a folder of its tar's name, below those in which the tars lie apart."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        above = os.path.commonpath([path.parent for path in paths])
+        stems = {path: path.relative_to(above).with_suffix("") for path in paths}
+        self._depth = len(stems[paths[0]].parts)  # of a pattern all lie equally deep
+        self._tars = {stem.as_posix(): Tar(path) for path, stem in stems.items()}
+        self.names = sorted(f"{stem}/{name}" for stem, tar in self._tars.items() for name in tar.names)
+        self.folders = list(self._tars)
+
+    def read(self, name: str) -> bytes:
+        parts = name.split("/", self._depth)
+        return self._tars["/".join(parts[:-1])].read(parts[-1])
+
+
+def is_pattern(source: Path) -> bool:
+    """Whether a path stands for several: {00..99}.tar, *.tar."""
+    return not source.exists() and (_braces(source) is not None or glob.has_magic(str(source)))
+
+
+def _braces(source: Path) -> re.Match | None:
+    return re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", str(source))
+
+
+def tar_paths(source: Path) -> list[Path]:
+    """The tars that are meant by a tar, a folder of tars or a pattern. Raises FileNotFoundError."""
+    if source.is_dir():
+        paths = sorted(source.glob("*.tar"))
+    elif braces := _braces(source):
+        before, first, last, after = braces.groups()
+        paths = [Path(f"{before}{n:0{len(first)}d}{after}") for n in range(int(first), int(last) + 1)]
+    else:
+        paths = [Path(name) for name in sorted(glob.glob(str(source)))] if glob.has_magic(str(source)) else [source]
+    if not paths or not all(path.is_file() for path in paths):
+        raise FileNotFoundError(
+            f"{source} is not there; source must be a tar, a folder of tars or a pattern (*.tar, {{00..99}}.tar)"
+        )
+    return paths
+
+
+def holds_tars(source: Path) -> bool:
+    """Whether a folder is one of tars, beside which lie tables and statistics alone."""
+    held = [entry.name for entry in os.scandir(source) if entry.name[0] != "."] if source.is_dir() else []
+    return any(name.endswith(".tar") for name in held) and all(name.lower().endswith(BESIDE_TARS) for name in held)
+
+
+def open_store(source: Path) -> Store:
+    """What a source of files is."""
+    if is_pattern(source) or holds_tars(source):
+        return Tars(tar_paths(source))
+    if source.is_dir():
+        return Folder(source)
+    return Zip(source) if source.suffix.lower() == ".zip" else Tar(source)
+
+
+class Tar:
+    """The files of an uncompressed tar; opening it reads the headers of all.
+
+    names    of the files, sorted, without a leading "./".
+    folders  names of the folders that have an entry of their own.
+
+    Raises ValueError if it is compressed, damaged or truncated.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self._at: dict[str, tuple[int, int]] = {}
+        self.folders, links = [], {}
+        try:
+            with tarfile.open(self.path, "r:") as tar:
+                for member in tar:
+                    name = posixpath.normpath(member.name)
+                    if member.issparse():
+                        raise ValueError(f"{self.path}: {name} is stored as a sparse file; pack the tar without -S")
+                    if member.isfile():
+                        self._at[name] = member.offset_data, member.size
+                    elif member.isdir():
+                        self.folders.append(name)
+                    elif member.islnk() or member.issym():
+                        folder = posixpath.dirname(name) if member.issym() else ""
+                        links[name] = posixpath.normpath(posixpath.join(folder, member.linkname))
+                    tar.members = []  # tarfile would keep all of them
+                end = tar.offset
+        except tarfile.TarError as error:
+            raise ValueError(
+                f"{self.path} is no tar, or damaged, truncated or compressed ({error}); a compressed tar must be "
+                "unpacked first, for its files are read in any order"
+            ) from error
+        with self.path.open("rb") as file:  # tarfile takes a header that is cut short or damaged for the end
+            file.seek(end)
+            if file.read(512) != bytes(512):
+                raise ValueError(f"{self.path} is truncated or damaged after {end} bytes: a tar ends with zeros")
+        for name, target in links.items():
+            if target not in self._at:
+                raise ValueError(f"{self.path}: {name} is a link to {target}, which is not a file in the tar")
+            self._at[name] = self._at[target]
+        self.names = sorted(self._at)
+
+    def read(self, name: str) -> bytes:
+        """The content of a file."""
+        offset, size = self._at[name]
+        with self.path.open("rb") as file:  # anew: there may be thousands of tars, and several threads and processes
+            file.seek(offset)
+            return file.read(size)
+
+
+Store = Folder | Zip | Tar | Tars

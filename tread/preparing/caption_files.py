@@ -1,0 +1,67 @@
+"""Captions that lie beside pictures: a.txt with a.jpg, in folders, zips and tars.
+
+Each line that is not blank is a caption. What does not go together is collected, to be named all at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import posixpath
+from collections.abc import Callable, Sequence
+
+from tread.preparing.archives import Store
+
+Faults = list[tuple[str, str]]  # (name, why)
+
+
+def cleaned(captions: Sequence[str]) -> list[str]:
+    """Captions with single blanks, without those that say nothing."""
+    return [words for caption in captions if (words := " ".join(caption.split()))]
+
+
+def captions_hash(captions: Sequence[Sequence[str]]) -> str:
+    """Hex sha256 of all captions."""
+    digest = hashlib.sha256()
+    for own in captions:
+        digest.update(json.dumps(own).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def texts_beside(names: Sequence[str], is_picture: Callable[[str], bool]) -> dict[str, str]:
+    """{name without its suffix: text file}, of all there are; {} if none is a picture's."""
+    pictures = {_stem(name) for name in names if is_picture(name)}
+    texts = {_stem(name): name for name in names if name.lower().endswith(".txt")}
+    return texts if pictures & texts.keys() else {}
+
+
+def pictures_among(names: Sequence[str], is_picture: Callable[[str], bool]) -> list[str]:
+    """The names without text files, and without other files of a picture's name, as webdatasets have them."""
+    pictures = {_stem(name) for name in names if is_picture(name)}
+    return [
+        name for name in names if is_picture(name) or not (name.lower().endswith(".txt") or _stem(name) in pictures)
+    ]
+
+
+def read_texts(store: Store, prefix: str, pictures: Sequence[str], texts: dict[str, str]) -> tuple[list, Faults]:
+    """For each picture its captions, or why it has none; and the texts that belong to no picture."""
+    found: list[list[str] | str] = []
+    for name in pictures:
+        text = texts.get(_stem(name))
+        found.append("there is no text file of its name" if text is None else _lines(store, prefix, text))
+    own = set(map(_stem, pictures))
+    return found, [(text, "there is no picture of its name") for stem, text in texts.items() if stem not in own]
+
+
+def _lines(store: Store, prefix: str, name: str) -> list[str] | str:
+    try:
+        lines = cleaned(store.read(prefix + name).decode("utf-8-sig").split("\n"))
+    except UnicodeDecodeError as error:
+        return f"{name} is no UTF-8 text: {error}"
+    except OSError as error:
+        return f"{name} can't be read: {error}"
+    return lines or f"{name} is blank"
+
+
+def _stem(name: str) -> str:
+    return posixpath.splitext(name)[0]

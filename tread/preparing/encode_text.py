@@ -1,0 +1,172 @@
+"""A text encoder's work on a dataset's captions, the whole way: checked before long work, which processes share.
+
+Read from `prepare` down. Started again after it was stopped, it goes on with the shards that are missing, and makes the
+same: a shard is encoded in batches that never cross it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tread.data.captions import add_captions, parse_captions, read_captions
+from tread.data.columns import TextSpec, read_spec
+from tread.data.dataset import read_index
+from tread.data.text_writer import TextWriter
+from tread.encoders.language import AT_ONCE, TextEncoder, text_encoder
+from tread.models.conditions import Text
+from tread.runtime.distributed import Processes
+from tread.runtime.files import size_text
+from tread.runtime.schema import Count
+
+
+@dataclass(frozen=True)
+class Place:
+    path: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """configs/prepare_text.yaml."""
+
+    dataset: Place
+    encoder: str
+    captions: str | None
+    tokens: Count | None
+    like: str | None
+    again: bool
+    batch_size: Count | None
+    shard_size: Count | None
+    device: str | None
+
+
+def prepare(options: Options, processes: Processes) -> None:
+    """Make the text of a dataset, and then of the one held out from it, if that has captions too."""
+    folder = Path(options.dataset.path)
+    index = read_index(folder)
+    if options.captions is not None:
+        processes.from_main(lambda: _take_captions(options, folder, index))
+    train = index.get("train") and os.path.normpath(folder / str(index["train"]))
+    _prepare(options, folder, options.like or train, processes)
+    beside = index.get("heldout")
+    if beside is None or options.like is not None:
+        return
+    heldout = Path(os.path.normpath(folder / str(beside)))
+    if not (heldout / "index.json").is_file():
+        processes.say(f"  held out  {heldout} is not there")
+    elif "captions" not in read_index(heldout):
+        processes.say(
+            f"  held out  {heldout} has no captions: dataset={heldout} captions=<file> adds them, and its text"
+        )
+    else:
+        _prepare(options, heldout, str(folder), processes)
+
+
+def _take_captions(options: Options, folder: Path, index: dict) -> None:
+    """Put the captions of a file beside a dataset, unless they are there."""
+    found = list(parse_captions(Path(options.captions)))
+    if "captions" in index and read_captions(folder, index) == found:
+        return
+    add_captions(folder, found, options.again)
+
+
+def _prepare(options: Options, folder: Path, like: str | None, processes: Processes) -> None:
+    """Check everything, make this process's shards, and, in the main process, give all of them their place."""
+    captions = read_captions(folder, read_index(folder))
+    flat = list(itertools.chain.from_iterable(captions))
+    shape = None if like is None else _shape_of(Path(like), options.encoder)
+    if shape and options.tokens not in (None, shape.tokens):
+        raise ValueError(
+            f"tokens is {options.tokens}, but {like}, which {folder} goes with, has text of {shape.tokens}: leave "
+            f"tokens out, or encode both by dataset={like}"
+        )
+    tokens, vocabulary = options.tokens or (shape and shape.tokens), shape and shape.vocabulary
+    with processes.main_first():  # which may fetch it
+        encoder = text_encoder(options.encoder, flat, tokens, vocabulary, processes.device)
+    spec = encoder.spec
+    writer = TextWriter(folder, spec, [len(own) for own in captions], options.shard_size)
+    if processes.from_main(lambda: writer.is_finished(options.again)):
+        processes.say(f"{folder} holds this text already")
+        return
+    processes.from_main(lambda: writer.begin(options.again))
+    try:
+        _encode(writer, encoder, flat, options.batch_size, processes)
+    finally:
+        writer.release()
+    processes.say(f"  text      {folder}: {spec.encoder}, read with text.encoder={spec.encoder}")
+
+
+def _encode(
+    writer: TextWriter, encoder: TextEncoder, captions: Sequence[str], batch_size: int | None, processes: Processes
+) -> None:
+    """The work that has begun, to its end."""
+    missing = processes.from_main(writer.missing)
+    spec = writer.spec
+    processes.say(f"  dataset   {writer.folder}: {len(writer.counts):,} samples, {len(captions):,} captions")
+    processes.say(f"  encoder   {spec.describe()}")
+    processes.say(f"  stores    {spec.dtype}, {size_text(writer.bytes_of(range(writer.shards)))}")
+    for line in remarks(encoder, captions):
+        processes.say(line)
+    shards = f"{len(missing)} of {writer.shards} shards"
+    processes.say(f"  work      {shards}, {processes.count} processes on {processes.device}")
+    processes.from_main(lambda: writer.check_space(missing))
+    mine = missing[processes.rank :: processes.count]
+    batch_size = min(AT_ONCE, batch_size or (16 if processes.device.type == "cpu" else AT_ONCE))
+    with processes.bar("encoding", sum(len(writer.range_of(number)) for number in mine), "caption") as bar:
+        write_shards(writer, encoder, captions, mine, batch_size, bar.update)
+    processes.from_main(lambda: writer.write_null(encoder.encode([""])))
+    processes.wait()
+    processes.from_main(writer.publish)
+
+
+def _shape_of(like: Path, encoder: str) -> TextSpec:
+    """The spec of another dataset's text. Raises ValueError if it has none of this encoder."""
+    found = read_spec(like, read_index(like), encoder)
+    if found is None:
+        raise ValueError(
+            f"{like}, whose number of tokens and vocabulary this text is to have, has no text of {encoder}: "
+            f"python scripts/prepare_text.py dataset={like} encoder={encoder} makes it, and this one too"
+        )
+    return found
+
+
+def remarks(encoder: TextEncoder, captions: Sequence[str]) -> list[str]:
+    """What of some captions an encoder does not take, as lines to print."""
+    longest, spec = encoder.lengths(captions), encoder.spec
+    found = []
+    if cut := sum(length > spec.tokens for length in longest):
+        found.append(
+            f"  cut off   {cut:,} of {len(captions):,} captions, which are longer than {spec.tokens} tokens; the "
+            f"longest has {max(longest):,} (tokens=… sets another number)"
+        )
+    unknown = [words for caption in captions if (words := encoder.unknown(caption))]
+    if unknown:
+        words = list(dict.fromkeys(itertools.chain.from_iterable(unknown)))
+        listed = ", ".join(words[:10]) + (", …" if len(words) > 10 else "")
+        found.append(
+            f"  unknown   {len(words):,} words in {len(unknown):,} captions are not in the vocabulary: {listed}"
+        )
+    return found
+
+
+def write_shards(
+    writer: TextWriter,
+    encoder: TextEncoder,
+    captions: Sequence[str],
+    numbers: Iterable[int],
+    batch_size: int,
+    done: Callable[[int], object] = lambda count: None,
+) -> None:
+    """Encode and write some shards; `done` is told of each count of captions."""
+    for number in numbers:
+        own, parts = writer.range_of(number), []
+        for first in range(own.start, own.stop, batch_size):
+            batch = captions[first : min(first + batch_size, own.stop)]
+            parts.append(encoder.encode(batch))
+            done(len(batch))
+        writer.write(number, Text(*(None if part[0] is None else torch.cat(part) for part in zip(*parts))))

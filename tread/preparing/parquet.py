@@ -1,0 +1,148 @@
+"""Pictures in parquet files, as Hugging Face's `datasets` writes them: an Image column, and classes or captions."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tread.data.dataset import check_labels
+from tread.preparing.caption_files import cleaned
+
+CAPTIONS = ("caption", "captions", "text")  # usual names of the column that holds them
+TEXTS = ("string", "large_string", "list<item: string>", "large_list<item: string>")
+
+
+@dataclass
+class Rows:
+    """index → file content. Reads a row group at a time and keeps the last one, as pictures come in order."""
+
+    column: str
+    groups: list[tuple[int, Path, int]]  # first picture, file, row group
+    _kept: tuple[int, list[dict]] | None = field(default=None, repr=False)
+
+    def __call__(self, index: int) -> bytes:
+        group = int(np.searchsorted([first for first, _, _ in self.groups], index, side="right")) - 1
+        first, path, number = self.groups[group]
+        if self._kept is None or self._kept[0] != group:
+            rows = _open(path).read_row_group(number, columns=[self.column])[self.column]
+            self._kept = group, rows.to_pylist()
+        content = self._kept[1][index - first]
+        if not isinstance(content, dict) or not content.get("bytes"):
+            raise OSError("the row holds no picture, or names a file that is not in the parquet")
+        return content["bytes"]
+
+
+def _open(path: Path):
+    try:
+        from pyarrow import ArrowInvalid
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise ValueError(f"{path}: parquet needs pyarrow; pip install -r requirements-import.txt") from error
+    try:
+        return ParquetFile(path)
+    except (ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path} is damaged or no parquet file: {error}") from error
+
+
+def parquet_files(source: Path) -> list[Path]:
+    """The file itself, or the parquet files of a folder or of data/ in it; [] if there are none."""
+    if source.is_file():
+        return [source] if source.suffix == ".parquet" else []
+    return sorted(path for place in (source, source / "data") for path in place.glob("*.parquet"))
+
+
+def open_pictures(
+    source: Path, paths: list[Path], split: str | None, captions: str | None = None
+) -> tuple[list[str], np.ndarray, list[str], Rows, list[list[str] | str] | None]:
+    """Names, labels (n,), classes, reader and captions of the pictures in parquet files.
+
+    split     of several (train-00000-of-…, validation-…) the one to take.
+    captions  their column; None: one of CAPTIONS, if it is there; "none": they are to be left alone.
+
+    Of captioned pictures without a column of classes the labels are 0 and classes []. A picture's captions are a list,
+    or why there is none; without a column of captions they are None altogether.
+
+    Raises ValueError if the split or the columns are not clear.
+    """
+    splits = sorted({_split(path) for path in paths})
+    if split is None and len(splits) == 1:
+        split = splits[0]
+    paths = [path for path in paths if _split(path) == split]
+    if not paths:
+        raise ValueError(f"{source} holds the splits {', '.join(splits)}; choose one by root=…")
+    schema = _open(paths[0]).schema_arrow
+    features = _features(schema)
+    image = _column(source, schema.names, features, "Image", "image")
+    words = _captions(source, schema, captions)
+    label = _column(source, schema.names, features, "ClassLabel", "label", needed=words is None)
+    groups, labels, names, found, first = [], [], [], [], 0
+    for path in paths:
+        opened = _open(path)
+        if not opened.schema_arrow.equals(schema) or _features(opened.schema_arrow) != features:
+            raise ValueError(f"{path} has other columns or classes than {paths[0].name}")
+        for number in range(opened.metadata.num_row_groups):
+            groups.append((first, path, number))
+            first += opened.metadata.row_group(number).num_rows
+        names += [f"{path.name}:{row}" for row in range(opened.metadata.num_rows)]
+        if words is not None:
+            found += [_own(row) for row in opened.read(columns=[words])[words].to_pylist()]
+        if label is None:
+            continue
+        column = opened.read(columns=[label])[label]
+        if column.null_count or not str(column.type).startswith(("int", "uint")):
+            raise ValueError(
+                f"{path}: the column {label} is of {column.type} with {column.null_count} empty rows, but must "
+                "hold a class's number in each"
+            )
+        labels.append(column.to_numpy())
+    captioned = None if words is None else found
+    if label is None:
+        return names, np.zeros(len(names), dtype=np.int64), [], Rows(image, groups), captioned
+    numbers = np.concatenate(labels).astype(np.int64)
+    classes = features.get(label, {}).get("names") or [str(n) for n in range(int(numbers.max(initial=-1)) + 1)]
+    check_labels(numbers, len(classes), source)
+    return names, numbers, list(classes), Rows(image, groups), captioned
+
+
+def _captions(source: Path, schema, wanted: str | None) -> str | None:
+    """The column of captions; None if there is none."""
+    texts = [name for name in schema.names if str(schema.field(name).type).replace("element", "item") in TEXTS]
+    if wanted not in (None, "none"):
+        if wanted not in texts:
+            raise ValueError(f"captions={wanted}: {source} has the columns of words {', '.join(texts) or 'none'}")
+        return wanted
+    found = [name for name in texts if name in CAPTIONS and wanted is None]
+    if len(found) > 1:
+        raise ValueError(f"{source} has the columns {', '.join(found)}: choose one by captions=…, or captions=none")
+    return found[0] if found else None
+
+
+def _own(row: str | list[str | None] | None) -> list[str] | str:
+    """The captions of a row, or why it has none."""
+    own = cleaned([caption for caption in ([row] if isinstance(row, str) else row or []) if caption])
+    return own or "the row is blank"
+
+
+def _features(schema) -> dict:
+    """What `datasets` notes of the columns: {} in files of another origin."""
+    noted = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    return noted.get("info", {}).get("features", {})
+
+
+def _split(path: Path) -> str:
+    """train of train-00000-of-00002; "" of a bare number, as the Hub names converted files."""
+    return re.sub(r"^\d+$|-\d+-of-\d+$", "", path.stem)
+
+
+def _column(source: Path, names: list[str], features: dict, kind: str, usual: str, needed: bool = True) -> str | None:
+    found = [name for name, feature in features.items() if isinstance(feature, dict) and feature.get("_type") == kind]
+    found = found if len(found) == 1 else [name for name in names if name == usual]
+    if not found and not needed:
+        return None
+    if not found:
+        raise ValueError(f"{source} has the columns {', '.join(names)}, but needs one {kind} column, or {usual!r}")
+    return found[0]

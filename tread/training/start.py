@@ -1,0 +1,336 @@
+"""The first stage of training: open a run or continue one, with every check before any long work."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from tread.checkpoints import checkpoint
+from tread.checkpoints.network import build_network, process_of
+from tread.checkpoints.weights import load_weights
+from tread.data.columns import check_grid
+from tread.data.dataset import LatentDataset, read_index
+from tread.data.latents import LatentSpec
+from tread.data.loader import Loader
+from tread.diffusion.sampling import spread_classes
+from tread.encoders import autoencoder
+from tread.encoders.vision import encoder_name, open_encoder
+from tread.evaluation.online_fid import open_online_fid
+from tread.models.backbone import Backbone
+from tread.models.conditions import Text
+from tread.runtime.compiling import compile_blocks, settle_compile
+from tread.runtime.distributed import open_training
+from tread.runtime.files import check_place, explain_failure, point_to, write_whole
+from tread.runtime.randomness import generator
+from tread.runtime.schema import written
+from tread.runtime.signals import Stop
+from tread.training import posthoc_ema
+from tread.training.alignment import Aligned, Aligner, build_projector
+from tread.training.ema import EMA, exponential, power
+from tread.training.optimizer import StepStatistics, learning_rate
+from tread.training.run import Run
+from tread.training.run_folder import Claim, RunLog, claim
+from tread.training.settings import Settings, prepare_embedded
+from tread.training.step import split_batch, training_flops
+from tread.training.tracking import check_tracker, open_tracker
+
+
+def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ()) -> Run:
+    """Open or continue a run, and say the warnings. Raises ValueError or OSError for bad input."""
+    began = time.perf_counter()
+    check_tracker(cfg.tracker)
+    processes, precision = open_training(cfg.train.precision, cfg.train.cpu_threads, cfg.train.processes)
+    device = processes.device
+    stop.connect(processes.count)
+    micro_batches = split_batch(cfg.train.batch_size, processes.count, processes.rank, cfg.train.micro_batch_size)
+
+    folder = Path(cfg.results) / cfg.name
+    log = RunLog(folder)
+    claimed = processes.from_main(lambda: claim(folder, cfg.resume, config))
+    found = claimed.found
+    if found and not (found.folder / "info.json").is_file():
+        raise ValueError(f"{found.folder} is not seen by all processes; `results` must be a folder they share")
+    with processes.main_first():
+        data, heldout = open_datasets(cfg, device)
+    if found and (LatentSpec.from_json(found.info["latents"]), found.info["samples"]) != (data.latents, len(data)):
+        raise ValueError(f"{cfg.dataset.path} is not the data that {folder} was trained on; name=… starts another run")
+    real, online_fid = None, None
+    if (processes.main and cfg.sampling.decode) or cfg.eval.fid_every:
+        real = autoencoder.load_decoder(data.latents, device, cfg.sampling.autoencoder)
+    if cfg.eval.fid_every:
+        reference, samples = Path(cfg.eval.fid_reference), cfg.eval.fid_samples
+        online_fid = open_online_fid(reference, samples, cfg.eval.inception, data.latents, real, processes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(cfg.seed, "init").initial_seed())
+        network = build_network(cfg)
+    origin, doubts = bring_weights(cfg, network, found, data.latents)
+    if cfg.model.takes_text:  # of the encoder that these weights are for
+        network.take_null(data.null_text())
+    doubts = [*doubts, *read_otherwise(cfg, data, heldout)]
+    if cfg.objective == "rf" and cfg.rf.direction and cfg.dataset.channels == 1:
+        doubts.append(
+            f"rf.direction is {cfg.rf.direction:g}, but the latents have one channel, of whose direction only the sign "
+            "is left: the term teaches nothing"
+        )
+    network.to(device)
+    ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
+    with processes.main_first():  # which may fetch an encoder
+        aligner = open_aligner(cfg, network, ema, data, device)
+    doubts += shallow_teacher(cfg)
+    begun_with = found.info.get("encoder") if found else None
+    if begun_with and aligner and aligner.fingerprint not in (None, begun_with):
+        doubts.append(
+            f"{cfg.alignment.encoder} is another encoder than the run was aligned with up to here, by its hash"
+        )
+    projector = aligner and aligner.projector
+    optimizer = build_optimizer(cfg, network, projector)
+    averages = {width: EMA(network, power(width)) for width in cfg.ema.power}
+    if found:
+        networks = {width: average.network for width, average in averages.items()}
+        checkpoint.restore(found, network, ema.network, optimizer, networks, projector)
+    network.activation_checkpointing = cfg.train.activation_checkpointing
+    compiled, reason = settle_compile(cfg.train.compile, device)
+    if compiled:
+        compile_blocks([*network.compiled(), *ema.network.compiled()])
+    run = Run(
+        cfg=cfg,
+        config=config,
+        folder=folder,
+        processes=processes,
+        precision=precision,
+        micro_batches=micro_batches,
+        data=data,
+        heldout=heldout,
+        loader=Loader(data, cfg.seed, cfg.train.batch_size, micro_batches, device, steps=cfg.train.steps),
+        network=network,
+        wrapped=processes.distribute(aligner.module if aligner else network),
+        ema=ema,
+        averages=averages,
+        aligner=aligner,
+        optimizer=optimizer,
+        decoder=real if cfg.sampling.decode and real else autoencoder.preview,
+        online_fid=online_fid,
+        origin=origin,
+        doubts=doubts,
+        log=log,
+        stop=stop,
+        began=began,
+        statistics=StepStatistics(device, found and statistics_of(found.info, processes.rank, processes.count)),
+        **(grid_prompts(cfg, heldout or data) if cfg.model.takes_text else {}),
+        step=found.step if found else 0,
+        saved=found.step if found else None,
+        **(spent_before(found, cfg, network, aligner) if found else {"flops": 0, "seconds": 0.0}),
+    )
+    processes.from_main(lambda: take_folder(run, claimed))
+    for warning in warnings:
+        run.processes.say(warning)
+    if reason:
+        run.processes.say(f"warning: running without torch.compile, which fails here: {reason}")
+    return run
+
+
+def statistics_of(info: dict, process: int, processes: int) -> dict[str, float]:
+    """What a checkpoint says of the steps since the last log: this process's own loss, or else the mean."""
+    shared = {name: values for name, values in info["tally"].items() if isinstance(values, list)}
+    own = {name: v[process] if len(v) == processes else statistics.mean(v) for name, v in shared.items()}
+    return {**info["tally"], **own}
+
+
+def spent_before(found: checkpoint.Checkpoint, cfg: Settings, network: Backbone, aligner: Aligner | None) -> dict:
+    """What the training up to a checkpoint took; of one that does not say so FLOPs as the settings have them."""
+    if "flops" in found.info:
+        return {key: found.info[key] for key in ("flops", "seconds")}
+    return {"flops": training_flops(cfg, network, range(found.step), aligner), "seconds": None}
+
+
+def take_folder(run: Run, claimed: Claim) -> None:
+    """Write down that the run starts, in the main process. Raises OSError, also without room for a checkpoint."""
+    cfg = run.cfg
+    copies = 4 + len(run.averages)  # weights, EMA, two moments of AdamW
+    checkpoint_bytes = copies * sum(4 * parameter.numel() for parameter in run.network.parameters())
+    if run.aligner:  # weights and two moments
+        checkpoint_bytes += 3 * sum(4 * parameter.numel() for parameter in run.aligner.projector.parameters())
+    check_place(run.folder, checkpoint_bytes if run.step < cfg.train.steps else 0)
+    facts = {"processes": run.processes.count, "device": str(run.processes.device), "precision": run.precision}
+    run.log.start(run.step, run.config, **facts, weights=run.origin, warnings=run.doubts)
+    try:
+        prepare_folder(run, claimed)
+    except (ValueError, OSError) as error:
+        run.log.status("failed", run.step, str(error))
+        run.log.close()
+        raise
+
+
+def prepare_folder(run: Run, claimed: Claim) -> None:
+    """Bring a run's folder to the step it goes on from. Raises OSError, or ValueError for what a tracker refuses."""
+    cfg = run.cfg
+    with explain_failure(run.folder):
+        write_whole(run.folder / "config.yaml", OmegaConf.to_yaml(run.config))
+        posthoc_ema.forget_after(run.folder, run.step)
+        if claimed.found:
+            point_to(run.folder / "latest", claimed.found.folder.name)
+    run.stop.ending = lambda signal: run.log.status(
+        "interrupted", run.step, f"{signal} came a second time; steps after {run.saved or 0} will be done again"
+    )
+    for problem in claimed.damaged:
+        run.processes.say(f"warning: {problem}")
+    if claimed.found:
+        run.processes.say(
+            f"{run.folder} goes on at step {run.step}" + ", from the checkpoint before" * bool(claimed.damaged)
+        )
+    for key, (before, now) in claimed.changed.items():
+        run.processes.say(f"warning: {key} was {written(before)}, is {written(now)}")
+    if cfg.optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
+        rate = learning_rate(cfg, run.step)
+        run.processes.say(f"warning: the learning rate falls until train.steps, so it now goes on at {rate:.3g}")
+    run.tracker = open_tracker(cfg, run.config, run.folder, run.step)
+
+
+# --------------------------------------------------------------- what the settings of a run mean
+
+
+def bring_weights(
+    cfg: Settings, network: nn.Module, found: checkpoint.Checkpoint | None, latents: LatentSpec
+) -> tuple[str, list[str]]:
+    """Put in the weights of init_from where a run begins. Returns where its weights come from, and what is doubtful.
+
+    Raises FileNotFoundError, or ValueError for weights that do not fit.
+    """
+    if found:
+        unread = "; init_from was read when the run began" if cfg.init_from else ""
+        return f"raw and averaged, with the optimizer, of {found.folder}, step {found.step:,}{unread}", []
+    if cfg.init_from is None:
+        return f"new, drawn by seed {cfg.seed}", []
+    origin = load_weights(network, cfg.init_from, cfg.init_weights, cfg.model, cfg.text)
+    return origin.describe(), origin.warnings(cfg, latents)
+
+
+def open_aligner(
+    cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset, device: torch.device
+) -> Aligner | None:
+    """What the run aligns with, its projector drawn by the seed; None without alignment. Raises ValueError."""
+    alignment, encoder, flops, fingerprint = cfg.alignment, None, 0, None
+    if alignment.kind == "none":
+        return None
+    width = network.hidden_size
+    if alignment.kind == "repa" and alignment.source == "stored":
+        width, fingerprint = data.feature_spec.width, data.feature_spec.fingerprint
+    elif alignment.kind == "repa":
+        encoder = open_encoder(alignment.encoder, device, grid=network.grid[0], inception=cfg.eval.inception)
+        cost = encoder.cost(data.picture_size)
+        check_grid(math.isqrt(cost.tokens), network.grid[0], f"features of {alignment.encoder}")
+        width, flops, fingerprint = cost.width, cost.flops, encoder.fingerprint
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(cfg.seed, "projector").initial_seed())
+        projector = build_projector(alignment, network.hidden_size, width)
+    module = Aligned(network, projector.to(device), alignment.blocks(cfg.model.depth)[0])
+    return Aligner(alignment, module, ema.network if alignment.kind == "self" else None, encoder, flops, fingerprint)
+
+
+def shallow_teacher(cfg: Settings) -> list[str]:
+    """What to doubt of alignment=self, whose targets lie deeper than what learns from them."""
+    block, teacher = cfg.alignment.blocks(cfg.model.depth)
+    if cfg.alignment.kind != "self" or block < teacher:
+        return []
+    return [
+        f"the teacher's block {teacher} is not deeper than the aligned one, {block}: see alignment.teacher and .block"
+    ]
+
+
+def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:
+    """Text to draw grids of, and its captions where they are known: the first ones of samples spread over a dataset."""
+    samples = spread_classes(len(data), cfg.sampling.classes)
+    known = "captions" in read_index(data.folder)  # of an import it may be their text alone
+    captions = [data.captions_of(sample)[0] for sample in samples] if known else []
+    return {"prompts": data.read(np.array(samples)).text, "captions": captions}
+
+
+def build_optimizer(cfg: Settings, network: nn.Module, projector: nn.Module | None = None) -> torch.optim.AdamW:
+    """AdamW over all parameters of a network and of alignment's projector, fused; build it after moving them."""
+    return torch.optim.AdamW(
+        [parameter for _, parameter in checkpoint.trained_parameters(network, projector)],
+        lr=cfg.optim.lr,
+        betas=cfg.optim.betas,
+        eps=cfg.optim.eps,
+        weight_decay=cfg.optim.weight_decay,
+        fused=True,
+    )
+
+
+def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[LatentDataset, LatentDataset | None]:
+    """The training data, placed and normalised as cfg.dataset says, and the held-out data if it names them.
+
+    Raises ValueError or FileNotFoundError if they do not fit the model, the batch or one another.
+    """
+    data = open_dataset(cfg, cfg.dataset.path, "train", cfg.dataset.placement, device)
+    if data.feature_spec is not None:
+        check_grid(data.feature_spec.grid, cfg.dataset.size // cfg.model.patch_size, f"features in {data.folder}")
+    if cfg.dataset.normalize:
+        data.normalize(process_of(cfg).data_std)
+    data.steps_per_epoch(cfg.train.batch_size)
+    if cfg.dataset.heldout is None:
+        return data, None
+    heldout = open_dataset(cfg, cfg.dataset.heldout, "heldout")
+    for key in ("classes", "autoencoder", "fingerprint", "scale", "shift"):
+        ours, theirs = getattr(data.latents, key), getattr(heldout.latents, key)
+        if ours != theirs and not (key == "fingerprint" and None in (ours, theirs)):  # imports do not know it
+            raise ValueError(
+                f"{cfg.dataset.heldout} and {cfg.dataset.path} differ in {key}: prepare both alike, or set "
+                f"dataset.heldout=null\n  {str(theirs)[:100]}\n  {str(ours)[:100]}"
+            )
+    if data.text_spec != heldout.text_spec:
+        differing = [key for key, own in vars(data.text_spec).items() if own != getattr(heldout.text_spec, key)]
+        raise ValueError(
+            f"{cfg.dataset.heldout} and {cfg.dataset.path} hold text of other encoders named {cfg.text.encoder}: "
+            f"encode both by the same (they differ in {', '.join(differing)}), or set dataset.heldout=null"
+        )
+    normalization = {key: getattr(data.latents, key) for key in ("channel_shift", "channel_scale")}
+    heldout.latents = replace(heldout.latents, **normalization)
+    return data, heldout
+
+
+def read_otherwise(cfg: Settings, data: LatentDataset, heldout: LatentDataset | None) -> list[str]:
+    """What to doubt of held-out photos that were turned or laid on white otherwise than those of the training."""
+    doubts = []
+    for key in ("orientation", "alpha") if heldout else ():
+        here, there = getattr(data.latents, key), getattr(heldout.latents, key)
+        if here != there:
+            doubts.append(
+                f"{cfg.dataset.heldout} holds photos of {key}={there}, {cfg.dataset.path} of {key}={here}: where that "
+                "shows, the evaluation loss is of other pictures"
+            )
+    return doubts
+
+
+def open_dataset(
+    cfg: Settings, path: str, part: str, placement: str = "mmap", device: torch.device | str = "cpu"
+) -> LatentDataset:
+    """Open a dataset, or the "heldout" `part` of it, and check that it fits the model.
+
+    The embedded one is written first if it is not there. Raises ValueError or FileNotFoundError.
+    """
+    prepare_embedded(cfg, path, part)
+    repa = part == "train" and cfg.alignment.kind == "repa"
+    features = encoder_name(cfg.alignment.encoder) if repa and cfg.alignment.source == "stored" else None
+    pictures = repa and cfg.alignment.source == "live"
+    text = cfg.text.encoder if cfg.model.takes_text else None
+    data = LatentDataset(path, cfg.dataset.verify, placement, device, features, pictures, text)
+    expected = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size)
+    if data.latents.shape != expected:
+        raise ValueError(
+            f"{path} holds latents of shape {data.latents.shape}, but dataset.channels and dataset.size say {expected}"
+        )
+    if len(data.latents.classes) != cfg.dataset.num_classes:
+        raise ValueError(
+            f"{path} has {len(data.latents.classes)} classes, but dataset.num_classes is {cfg.dataset.num_classes}"
+        )
+    return data
