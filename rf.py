@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tread.diffusion.guidance import Branch, Routes, guided
-from tread.diffusion.process import Process
+from tread.diffusion.process import Network, Process, per_sample
 from tread.diffusion.solvers import solve
 from tread.models.conditions import Condition
 from tread.runtime.schema import Positive, PositiveOrZero, check
@@ -81,62 +81,59 @@ class RF(Process):
         """Loss weight of each time: 1."""
         return torch.ones_like(t)
 
-    def velocity(
-        self,
-        network: Callable[..., Tensor],
-        x: Tensor,
-        t: Tensor,
-        y: Condition,
-        routes: Routes = (),
-    ) -> Tensor:
-        """The predicted velocity, of ε − x, at x_t: (B, C, S, S) fp32.
+    def precondition(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """What the network is given for a noisy x: x and its time (B,), fp32."""
+        t = per_sample(t, x)
+        return x.float(), self.time_scale * (1 - t if self.reverse else t)
 
-        Of a network with learned sigma (2C output channels) the first C are used.
-        """
-        t = torch.as_tensor(t, dtype=torch.float32, device=x.device).expand(x.shape[0])
-        time = self.time_scale * (1 - t if self.reverse else t)
-        v = network(x.float(), time, y, routes=routes)[:, : x.shape[1]].float()
-        return -v if self.reverse else v
-
-    def denoise(
-        self,
-        network: Callable[..., Tensor],
-        x: Tensor,
-        t: Tensor,
-        y: Condition,
-        routes: Routes = (),
-    ) -> Tensor:
+    def combine(self, output: Tensor, x: Tensor, t: Tensor) -> Tensor:
         """D = x_t − t·v, the predicted data, in the precision of x. The flow is v = (x_t − D) / t."""
         level = torch.as_tensor(t, dtype=x.dtype, device=x.device).expand(x.shape[0]).view(-1, 1, 1, 1)
-        return x - level * self.velocity(network, x, t, y, routes)
+        return x - level * self._velocity(output, x)
+
+    def _velocity(self, output: Tensor, x: Tensor) -> Tensor:
+        """ε − x in fp32. Of an output with learned sigma (2C channels) the first C count."""
+        v = output[:, : x.shape[1]].float()
+        return -v if self.reverse else v
+
+    def velocity(self, network: Network, x: Tensor, t: Tensor, y: Condition, routes: Routes = ()) -> Tensor:
+        """The predicted velocity, of ε − x, at x_t: (B, C, S, S) fp32."""
+        return self._velocity(network(*self.precondition(x, t), y, routes=routes), x)
+
+    def denoise(self, network: Network, x: Tensor, t: Tensor, y: Condition, routes: Routes = ()) -> Tensor:
+        """D(x_t; t, y), the predicted data, in the precision of x."""
+        return self.combine(network(*self.precondition(x, t), y, routes=routes), x, t)
+
+    def noised(self, x: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+        """x_t = (1 − t)·x + t·noise."""
+        level = t.float().view(-1, 1, 1, 1)
+        return (1 - level) * x + level * noise
 
     def errors(
-        self,
-        network: Callable[..., Tensor],
-        x: Tensor,
-        y: Condition,
-        t: Tensor,
-        noise: Tensor,
-        routes: Routes = (),
+        self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `loss` averages, (squared errors, D = x_t − t·v, x_t), each (B, C, S, S) fp32.
+        """What `loss` averages: squared errors of the velocity, D = x_t − t·v, x_t, each (B, C, S, S) fp32.
 
         With `direction`, each squared error has the term of its place added, which is the same for all channels.
         """
-        level = t.float().view(-1, 1, 1, 1)
-        noisy = (1 - level) * x + level * noise
+        noisy = self.noised(x, t, noise)
         v, target = self.velocity(network, noisy, t, y, routes), noise - x
         squared = (v - target).square()
         if self.direction:
             squared = squared + self.direction * (1 - F.cosine_similarity(v, target, dim=1, eps=SHORTEST))[:, None]
-        return squared, noisy - level * v, noisy
+        return squared, noisy - t.float().view(-1, 1, 1, 1) * v, noisy
+
+    def loss(self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()) -> Tensor:
+        """The mean error of each sample: (B,) fp32. x clean latents, noise standard normal, t (B,)."""
+        squared, _, _ = self.errors(network, x, y, t, noise, routes)
+        return squared.mean(dim=(1, 2, 3))
 
     def evaluation_levels(self, count: int) -> Tensor:
         """(count,) mid-quantiles of uniform times, whatever the training's density: fp64, rising."""
         return (torch.arange(count, dtype=torch.float64) + 0.5) / count
 
     def evaluation_loss(
-        self, network: Callable[..., Tensor], x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
+        self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
         """The squared error of the velocity alone, whatever the training weighs: (B,) fp32."""
         return replace(self, direction=0.0).loss(network, x, y, t, noise, routes)
@@ -155,7 +152,7 @@ class RF(Process):
 
     def sample(
         self,
-        network: Callable[..., Tensor],
+        network: Network,
         noise: Tensor,
         y: Condition,
         null_class: int | None = None,
@@ -175,7 +172,7 @@ class RF(Process):
 
     def sample_tread(
         self,
-        network: Callable[..., Tensor],
+        network: Network,
         noise: Tensor,
         y: Condition,
         strong: Routes | Callable[[int], Routes],

@@ -2,8 +2,7 @@
 
 A route r(i→j) takes a random subset of tokens out of the sequence before block i and puts them
 back, untouched, after block j; the blocks i..j, both ends included, run on the other tokens only.
-No parameter is added, and without routes the network is what it was. Where a route says `rejoin`,
-its tokens come back as they were before that block, an earlier one than i.
+No parameter is added, and without routes the network is what it was.
 
 This file needs torch alone. A network uses it in one line,
 
@@ -11,7 +10,7 @@ This file needs torch alone. A network uses it in one line,
 
 where `routes` is a sequence of pairs (Route, ids_keep). The ids are drawn by the caller,
 `draw_ids(torch.rand(B, N), ratio)`, so that nothing in the network is random and tests,
-recomputation and per-image seeds can hand in their own. Other ways to choose ids are in
+recomputation and per-image seeds can hand in their own. Other rules that choose ids are in
 tread/routing/ids.py, routes for networks that can't be edited in tread/routing/hooks.py.
 
 Shapes: B samples, N tokens, K kept tokens, D channels.
@@ -20,14 +19,38 @@ Shapes: B samples, N tokens, K kept tokens, D channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 FP32_CHOICES = ("auto", "end", "next", "off")
-SELECT_CHOICES = ("token", "row", "shared", "group")
+RULES: dict[str, Any] = {}  # what Route.select names: tread/routing/ids.py puts its rules here, and so may you
+
+
+class Returned:
+    """The blocks run without the skipped tokens, which come back as they were before a block."""
+
+    removes = True
+
+    def join(self, saved: Tensor, tokens: Tensor, ids_keep: Tensor) -> Tensor:
+        """saved (B, N, D) and the route's output (B, K, D) → (B, N, D)."""
+        return scatter_tokens(saved, tokens, ids_keep)
+
+
+class Stale:
+    """The blocks run on all tokens; those not chosen then come back as they were before the route's start."""
+
+    removes = False
+
+    def join(self, saved: Tensor, tokens: Tensor, ids_keep: Tensor) -> Tensor:
+        """saved and the route's output, both (B, N, D), → (B, N, D)."""
+        return scatter_tokens(saved, gather_tokens(tokens, ids_keep), ids_keep)
+
+
+REJOINS = {None: Returned(), "stale": Stale()}  # what Route.rejoin names; None serves a block's number too
 
 
 @dataclass(frozen=True)
@@ -39,11 +62,9 @@ class Route:
     fp32             which block runs in fp32 while autocast is on (the paper's stability rule):
                      "end" = block `end`, "next" = the block behind it, "off" = none,
                      "auto" = "end" where at most 3 blocks follow the route, else "off".
-    select           how the ids of this route are chosen (choose_ids in tread/routing/ids.py): single tokens of each
-                     sample, whole rows of the token grid of each sample ("row"), the same tokens in the whole
-                     batch ("shared"), or one token of each 2×2 group of the grid ("group", ratio 0.75).
-    rejoin           the tokens routed around come back as they were before this block, at most `start`;
-                     negative ones count as start does. None: as they were before `start`.
+    select           the rule that chooses the ids, a name of RULES (tread/routing/ids.py).
+    rejoin           the skipped tokens come back as they were before this block, at most `start`; negative ones
+                     count as start does. None: as they were before `start`. Or a name of REJOINS.
     """
 
     start: int
@@ -51,7 +72,7 @@ class Route:
     selection_ratio: float = 0.5
     fp32: str = "auto"
     select: str = "token"
-    rejoin: int | None = None
+    rejoin: int | str | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.selection_ratio < 1.0:
@@ -61,13 +82,13 @@ class Route:
             )
         if self.fp32 not in FP32_CHOICES:
             raise ValueError(f"fp32 is {self.fp32!r}, but must be one of {', '.join(FP32_CHOICES)}")
-        if self.select not in SELECT_CHOICES:
-            raise ValueError(f"select is {self.select!r}, but must be one of {', '.join(SELECT_CHOICES)}")
-        if self.select == "group" and self.selection_ratio != 0.75:
-            raise ValueError(
-                f"selection_ratio is {self.selection_ratio}, but must be 0.75 with select=group, which keeps one token "
-                "of each 2×2 group: select=token takes other ratios"
-            )
+        if isinstance(self.rejoin, str) and self.rejoin not in REJOINS:
+            names = ", ".join(name for name in REJOINS if name)
+            raise ValueError(f"rejoin is {self.rejoin!r}, but must be null, a block or {names}")
+        if RULES and self.select not in RULES:
+            raise ValueError(f"select is {self.select!r}, but must be one of {', '.join(RULES)}")
+        if RULES:
+            RULES[self.select].check_route(self)
 
     @classmethod
     def for_depth(cls, depth: int, selection_ratio: float = 0.5, fp32: str = "auto", select: str = "token") -> Route:
@@ -84,7 +105,8 @@ class Route:
 
         Raises ValueError for an end outside the network, a start behind the end or a rejoin behind the start.
         """
-        given = {"start": self.start, "end": self.end, "rejoin": self.start if self.rejoin is None else self.rejoin}
+        rejoin = self.rejoin if isinstance(self.rejoin, int) else self.start
+        given = {"start": self.start, "end": self.end, "rejoin": rejoin}
         for name, index in given.items():
             if not -depth <= index < depth:
                 raise ValueError(
@@ -96,7 +118,7 @@ class Route:
             raise ValueError(f"route start {start} lies behind route end {end} (of {depth} blocks)")
         if rejoin > start:
             raise ValueError(
-                f"route rejoin {self.rejoin} lies behind route start {start} (of {depth} blocks): tokens routed around "
+                f"route rejoin {self.rejoin} lies behind route start {start} (of {depth} blocks): skipped tokens "
                 "are not there to come back as they were before a later block"
             )
         fp32 = self.fp32
@@ -104,16 +126,29 @@ class Route:
             fp32 = "end" if depth - 1 - end <= 3 else "off"
         if fp32 == "next" and end + 1 == depth:
             raise ValueError(f'fp32 is "next", but no block follows route end {end} of {depth} blocks')
-        return replace(self, start=start, end=end, fp32=fp32, rejoin=rejoin)
+        named = self.rejoin if isinstance(self.rejoin, str) else rejoin
+        return replace(self, start=start, end=end, fp32=fp32, rejoin=named)
 
     @property
     def fp32_block(self) -> int | None:
         """Index of the block that runs in fp32, or None (of a resolved route)."""
         return {"end": self.end, "next": self.end + 1}.get(self.fp32)
 
+    @property
+    def rejoins(self) -> Returned | Stale:
+        """How the skipped tokens come back."""
+        return REJOINS[self.rejoin if isinstance(self.rejoin, str) else None]
+
+    @property
+    def saved_before(self) -> int:
+        """The block as before which they come back (of a resolved route)."""
+        return self.rejoin if isinstance(self.rejoin, int) else self.start
+
     def __str__(self) -> str:
-        """In words, of a resolved route: "r(2→8)", and where it rejoins if that is not its start."""
-        rejoins = "" if self.rejoin in (None, self.start) else f", rejoins as before block {self.rejoin}"
+        """In words, of a resolved route: "r(2→8)", and how it rejoins if not as before its start."""
+        if isinstance(self.rejoin, str):
+            return f"r({self.start}→{self.end}), rejoin={self.rejoin}"
+        rejoins = "" if self.saved_before == self.start else f", rejoins as before block {self.rejoin}"
         return f"r({self.start}→{self.end}){rejoins}"
 
 
@@ -131,7 +166,7 @@ def check_routes(routes: Sequence[Route], depth: int) -> tuple[Route, ...]:
             )
     for route in resolved:
         for other in resolved:  # before block `other.start`, and behind `other.end`, all tokens are there
-            if other.start < route.rejoin <= other.end and other is not route:
+            if other.start < route.saved_before <= other.end and other is not route:
                 raise ValueError(
                     f"route {route.start}→{route.end} rejoins as before block {route.rejoin}, which lies in the route "
                     f"{other.start}→{other.end}: it must be at most {other.start}, or {other.end + 1} and more"
@@ -226,7 +261,7 @@ def kept_grid(route: Route, ids_keep: Tensor, grid: tuple[int, int]) -> tuple[in
     order (their values are looked at on a CPU only, so that no GPU waits).
     """
     width = grid[1]
-    if route.select != "row":
+    if route.select in RULES and not RULES[route.select].keeps_grid:
         raise ValueError(
             f"the route {route.start}→{route.end} selects by {route.select!r}, but these blocks need a grid of tokens: "
             'it takes select="row"'
@@ -255,6 +290,30 @@ def run_in_fp32(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         return block(*(a.float() if a.is_floating_point() else a for a in inputs))
 
 
+@dataclass
+class Record:
+    """What a pass leaves for its caller beside its output.
+
+    blocks   whose outputs are wanted.
+    outputs  of each of those (output (B, K, D), ids_keep (B, K)) on a route, (output (B, N, D), None) elsewhere.
+    ids      the ids_keep (B, K) that each route used, in the order in which the routes were given.
+    """
+
+    blocks: Sequence[int] = ()
+    outputs: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    ids: list[Tensor] = field(default_factory=list)
+
+
+def settle_ids(route: Route, chosen: Tensor, tokens: Tensor) -> Tensor:
+    """The ids_keep (B, K) of a route: as given, or by its rule from draws (B, N) and the tokens (B, N, D) before it."""
+    if not chosen.is_floating_point():
+        return chosen
+    with torch.no_grad():
+        ids_keep = RULES[route.select].choose(route, chosen, scores=RULES[route.select].scores(tokens))
+    check_ids(ids_keep, *tokens.shape[:2])
+    return ids_keep
+
+
 def run_blocks(
     blocks: Sequence[Callable[..., Tensor]],
     tokens: Tensor,
@@ -262,6 +321,7 @@ def run_blocks(
     routes: Sequence[tuple[Route, Tensor]] = (),
     along: Sequence[Tensor] = (),
     grid: tuple[int, int] | None = None,
+    record: Record | None = None,
 ) -> Tensor:
     """Run blocks in order under routes.
 
@@ -269,12 +329,14 @@ def run_blocks(
     tokens   (B, N, D).
     shared   what every block gets besides and what has no token axis (e.g. the conditioning).
     routes   pairs (Route, ids_keep (B, K) int64); the ids are used as they come, whatever the
-             route's ratio, and the blocks see the kept tokens in their order.
+             route's ratio, and the blocks see the kept tokens in their order. A rule that scores the
+             tokens takes (Route, draws (B, N)) instead, and chooses before the route's first block.
     along    (B, N, …) tensors that travel with the tokens (e.g. tables of rotary positions): blocks
              on a route get the kept tokens' own.
     grid     (rows, columns) of the tokens, in raster order, for blocks that need it: each is called
              with grid=, and blocks on a route get the shape that the kept tokens form. Such routes
              select rows.
+    record   takes down the ids used and the outputs of the blocks that it names.
 
     Returns (B, N, D). Raises ValueError for routes that do not fit the blocks, or for ids, a grid or
     tensors along that do not fit the tokens, and RuntimeError for blocks that wrote into tokens which
@@ -282,47 +344,53 @@ def run_blocks(
     """
     if grid is not None and grid[0] * grid[1] != tokens.shape[1]:
         raise ValueError(f"a grid of {grid[0]}×{grid[1]} does not hold {tokens.shape[1]} tokens")
-    for one in along:
-        if one.shape[:2] != tokens.shape[:2]:
+    for tensor in along:
+        if tensor.shape[:2] != tokens.shape[:2]:
             raise ValueError(
-                f"what travels along has shape {tuple(one.shape)}, but tokens begin with {tuple(tokens.shape[:2])}"
+                f"what travels along has shape {tuple(tensor.shape)}, but tokens begin with {tuple(tokens.shape[:2])}"
             )
-    ids_at, shapes = {}, {}
-    for route, ids_keep in routes:
-        check_ids(ids_keep, *tokens.shape[:2])
-        start = route.resolve(len(blocks)).start
-        ids_at[start] = ids_keep
-        if grid is not None:
-            shapes[start] = kept_grid(route, ids_keep, grid)
     resolved = check_routes([route for route, _ in routes], len(blocks))
-    starts = {route.start for route in resolved}
+    given = {route.resolve(len(blocks)).start: ids for route, ids in routes}
+    for route in resolved:  # before any block runs
+        if not given[route.start].is_floating_point():
+            check_ids(given[route.start], *tokens.shape[:2])
+            if grid is not None and route.rejoins.removes:
+                kept_grid(route, given[route.start], grid)
+    starting, ending = {route.start: route for route in resolved}, {route.end: route for route in resolved}
     in_fp32 = {route.fp32_block for route in resolved}
     device = tokens.device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
-    seen, shape = along, grid
+    record = record or Record()
+    record.ids = list(given.values())
+    seen, shape, ids_here = along, grid, None
     saved = {}  # by a route's end, what its tokens come back as, and how often that was written to
     for index, block in enumerate(blocks):
-        saved |= {route.end: (tokens, times_written(tokens)) for route in resolved if route.rejoin == index}
-        if index in starts:
-            ids_keep = ids_at[index]
-            tokens, seen = gather_tokens(tokens, ids_keep), [gather_tokens(one, ids_keep) for one in along]
-            shape = shapes.get(index)
+        saved |= {route.end: (tokens, times_written(tokens)) for route in resolved if route.saved_before == index}
+        if route := starting.get(index):
+            ids_keep = record.ids[list(given).index(index)] = settle_ids(route, given[index], tokens)
+            if route.rejoins.removes:
+                shape = None if grid is None else kept_grid(route, ids_keep, grid)
+                seen, ids_here = [gather_tokens(tensor, ids_keep) for tensor in along], ids_keep
+                tokens = gather_tokens(tokens, ids_keep)
         call = block if shape is None else partial(block, grid=shape)
         if autocast and index in in_fp32:
             tokens = run_in_fp32(call, tokens, *seen, *shared)
         else:
             tokens = call(tokens, *seen, *shared)
-        if index in saved:
-            tokens, seen, shape = _rejoin(*saved.pop(index), tokens, ids_keep), along, grid
+        if index in record.blocks:
+            record.outputs[index] = tokens, ids_here
+        if route := ending.get(index):
+            tokens = _rejoin(route, *saved.pop(index), tokens, ids_keep)
+            seen, shape, ids_here = along, grid, None
     return tokens
 
 
-def _rejoin(saved: Tensor, written: int, kept: Tensor, ids_keep: Tensor) -> Tensor:
-    """scatter_tokens, of saved tokens that had been written to so often when they were saved."""
-    if times_written(saved) != written:
+def _rejoin(route: Route, before: Tensor, written: int, tokens: Tensor, ids_keep: Tensor) -> Tensor:
+    """The tokens behind a route, from its output and those before it, which had been written to so often when saved."""
+    if times_written(before) != written:
         raise RuntimeError(
             "a block before the start of a route wrote into its inputs, the tokens that are to rejoin as they were: "
             "blocks must leave their inputs alone, or rejoin be the route's start"
         )
-    return scatter_tokens(saved, kept, ids_keep)
+    return route.rejoins.join(before, tokens, ids_keep)

@@ -17,7 +17,7 @@ from studies.jobs import Children, Job, cores_of, read_score, score_folder, scor
 from studies.study import Score, Study, Training, build_on_meta
 from tread.encoders.vision import WIDTHS, open_encoder
 from tread.models.backbone import Backbone
-from tread.training import step
+from tread.training import flops
 from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.run_folder import RunLog
 from tread.training.settings import Settings
@@ -29,7 +29,7 @@ H100, GPUS, MFU = 989e12, 8, 0.4  # dense bf16 FLOP/s of one, how many, and the 
 def training_flops(training: Training) -> int:
     """Of all steps, forward and backward, as metrics.jsonl will say."""
     network, cfg = build_on_meta(training.cfg), training.cfg
-    return step.training_flops(cfg, network, range(cfg.train.steps), outline(cfg, network))
+    return flops.training_flops(cfg, network, range(cfg.train.steps), outline(cfg, network))
 
 
 def outline(cfg: Settings, network: Backbone) -> Aligner | None:

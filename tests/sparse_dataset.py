@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tread.data.dataset import VERSION
+from tread.data.index import VERSION
 from tread.data.latents import LatentSpec
 from tread.runtime.files import sha256
 

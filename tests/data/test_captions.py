@@ -13,9 +13,11 @@ import torch
 
 from tread.data.captions import add_captions, parse_captions
 from tread.data.columns import TextSpec
-from tread.data.dataset import PLACEMENTS, LatentDataset, read_index
+from tread.data.dataset import LatentDataset
+from tread.data.index import read_index
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
+from tread.data.shards import PLACEMENTS
 from tread.data.text_writer import TextWriter
 from tread.data.writer import write_dataset
 from tread.models.conditions import Text
@@ -206,7 +208,7 @@ def test_hashes_of_all_text_are_looked_at_when_asked_to(folder):
 def test_text_counts_where_memory_is_asked_for(folder, monkeypatch):
     """As much memory as the latents take: enough for them, and not for text besides."""
     size = COUNT * 2 * 2 * 4 * 4 * 2
-    monkeypatch.setattr("tread.data.dataset._free_memory", lambda device: size)
+    monkeypatch.setattr("tread.data.shards.free_memory", lambda device: size)
     LatentDataset(folder, placement="ram")
     with pytest.raises(ValueError, match="dataset.placement=ram needs more"):
         LatentDataset(folder, placement="ram", text=FROZEN.encoder)

@@ -12,9 +12,10 @@ import pytest
 import torch
 from sparse_dataset import write_sparse
 
-from tread.data.dataset import PLACEMENTS, LatentDataset
+from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
+from tread.data.shards import PLACEMENTS
 from tread.data.writer import write_dataset
 from tread.training.step import split_batch
 
@@ -108,10 +109,10 @@ def test_what_is_expected_covers_what_is_read(folder):
 
     data = LatentDataset(folder)
     batch = data.batch(3, 5, 8, slice(2, 8))
-    for shard in data._shards:
+    for shard in data._shards._arrays:
         shard._mmap = Announced()
     data.expect(3, 5, 8, slice(2, 8))
-    announced = [(number, *range_) for number, shard in enumerate(data._shards) for range_ in shard._mmap]
+    announced = [(number, *range_) for number, shard in enumerate(data._shards._arrays) for range_ in shard._mmap]
     assert len(announced) == 6 and all(option == mmap.MADV_WILLNEED for _, option, _, _ in announced)
     assert all(start % mmap.PAGESIZE == 0 for _, _, start, _ in announced)
     for index, stored in zip(batch.indices, batch.stored):
@@ -140,7 +141,7 @@ def test_another_process_opens_the_dataset_anew(folder):
 
 
 def test_memory_that_is_not_there_is_not_asked_for(folder, monkeypatch):
-    monkeypatch.setattr("tread.data.dataset._free_memory", lambda device: 1000)
+    monkeypatch.setattr("tread.data.shards.free_memory", lambda device: 1000)
     LatentDataset(folder)
     for placement in ("ram", "device"):
         with pytest.raises(ValueError, match=f"cpu has 1 kB of memory free: dataset.placement={placement}.*mmap"):

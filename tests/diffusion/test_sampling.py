@@ -20,7 +20,8 @@ from tread.data.latents import to_uint8
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import KINDS as GUIDANCE_KINDS
 from tread.diffusion.guidance import Guidance, Schedule
-from tread.diffusion.sampling import Model, Sampler, draw, draw_pictures, relative_cost, seeded_labels, spread_classes
+from tread.diffusion.labels import seeded_labels, spread_classes
+from tread.diffusion.sampling import Model, Sampler, draw, draw_pictures, relative_cost
 from tread.diffusion.solvers import Churn, heun
 from tread.drawing.charts import save_curve
 from tread.drawing.grids import save_grid

@@ -23,7 +23,8 @@ from tread.checkpoints.for_sampling import open_trained
 from tread.data.dataset import LatentDataset
 from tread.data.writer import write_dataset
 from tread.diffusion.guidance import NO_GUIDANCE, Guidance
-from tread.diffusion.sampling import Model, Sampler, draw, seeded_labels, to_pictures
+from tread.diffusion.labels import seeded_labels
+from tread.diffusion.sampling import Model, Sampler, draw, to_pictures
 from tread.drawing.grids import FACTS, GAP, draw_grid, name_rows
 from tread.encoders.autoencoder import load_decoder
 from tread.encoders.language import text_encoder

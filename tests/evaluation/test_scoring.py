@@ -22,7 +22,8 @@ from PIL import Image
 
 from tread.checkpoints import checkpoint
 from tread.diffusion.edm import EDM
-from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
+from tread.diffusion.labels import seeded_labels
+from tread.diffusion.sampling import Model, Sampler, draw_pictures
 from tread.encoders import inception
 from tread.encoders.autoencoder import load_decoder
 from tread.encoders.inception import extract, load_inception

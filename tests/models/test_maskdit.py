@@ -9,14 +9,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from routing_module import Route
+from routing_module import Record, Route
 from tread.diffusion.edm import EDM
 from tread.models.maskdit import MaskDiT
 from tread.routing.ids import choose_ids
 from tread.runtime import compiling
 from tread.runtime.device import autocast
 from tread.runtime.tensor_files import plain_names
-from tread.training.token_losses import kept_loss, reconstruction_loss
+from tread.training.token_losses import kept_error, reconstruction_error
 
 DECODER = {"decoder_hidden_size": 32, "decoder_depth": 2, "decoder_heads": 4}
 TINY = {"input_size": 8, "hidden_size": 64, "depth": 4, "num_heads": 4, "num_classes": 10, **DECODER}
@@ -65,10 +65,11 @@ def assert_near(found, expected, limit=1e-4):
 
 def test_golden_forward_and_losses(golden):
     g, network, y, routes = golden
-    kept = {3: None}
+    record = Record((3,))
     with torch.no_grad():
-        assert_near(network(g["in.net_x"], g["in.net_t_cnoise"], y, routes, outputs=kept), g["out.F_masked"])
-        assert_near(kept[3], g["out.encoder_kept"])
+        assert_near(network(g["in.net_x"], g["in.net_t_cnoise"], y, routes, record=record), g["out.F_masked"])
+        assert_near(record.outputs[3][0], g["out.encoder_kept"])
+        assert all(torch.equal(ids, routes[0][1]) for ids in (record.outputs[3][1], *record.ids))
         assert_near(network(g["in.net_x"], g["in.net_t_cnoise"], y), g["out.F_unmasked"])
         assert_near(EDM().denoise(network, g["in.noisy"], g["in.sigma"], y), g["out.D_unmasked"])
         x = g["in.eval_x_sigma0.5"]
@@ -83,8 +84,8 @@ def test_golden_losses_and_gradients(golden):
     edm, ids = EDM(), [g["in.ids_keep"]]
     squared, denoised, noisy = edm.errors(network, g["in.images"], y, g["in.sigma"], g["in.noise_unit"], routes)
     assert_near(denoised, g["out.D_masked"])
-    denoising = edm.weight(g["in.sigma"]) * kept_loss(squared, ids, 2)
-    masked = reconstruction_loss(denoised, noisy, ids, 2)
+    denoising = edm.weight(g["in.sigma"]) * kept_error(squared, ids, 2)
+    masked = reconstruction_error(denoised, noisy, ids, 2)
     torch.testing.assert_close(denoising, g["out.dsm_per_sample"], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(masked, g["out.mae_per_sample"], rtol=1e-5, atol=1e-5)
     total = denoising + g["meta.mae_coef"] * masked

@@ -15,8 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sample
 from rf import RF
-from routing_module import Route
+from routing_module import Record, Route
 from tread.checkpoints.weights import sizes
+from tread.data.dataset import Batch
 from tread.data.latents import LatentSpec
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Model, Sampler, draw, seeded_normal
@@ -27,7 +28,7 @@ from tread.routing.ids import choose_ids
 from tread.runtime import compiling
 from tread.runtime.device import autocast
 from tread.training import settings
-from tread.training.step import step_draws, training_loss
+from tread.training.step import loss, step_draws
 
 SIZES = {"input_size": 4, "patch_size": 1, "hidden_size": 16, "num_heads": 2, "num_classes": 5}
 ROUTE = Route(2, -3, 0.75, "off")
@@ -76,13 +77,13 @@ def golden(asset):
 
 def test_golden_forward_hidden_states_and_gradients(golden):
     g, network = golden
-    outputs, fused = {1: None}, []
+    record, fused = Record((1,)), []
     network.fusion_proj.register_forward_hook(lambda _, given, output: fused.append((given[0], output)))
     routes = [(ROUTE, g["plain.in.ids_keep"])]
     x, t, y = g["in.x"], g["in.t"], g["in.y"]
-    found = network(x, t, y, routes, g["plain.in.path_drop"], outputs)
+    found = network(x, t, y, routes, g["plain.in.path_drop"], record)
     assert_near(found, g["plain.out.train"], 1e-4)
-    assert_near(outputs[1], g["plain.out.f"], 1e-4)
+    assert_near(record.outputs[1][0], g["plain.out.f"], 1e-4)
     both, h_in = fused[0]
     assert_near(both[..., :64], g["plain.out.f"], 1e-4)
     assert_near(both[..., 64:], g["plain.out.g_pad_after_pathdrop"], 1e-4)
@@ -204,27 +205,29 @@ def test_flops_agree_with_torchs_counter(choices, routed, path_drop):
 @pytest.mark.parametrize("block", [0, 2, 4, 5])
 def test_output_of_a_block_and_its_flops(block):
     network, (x, t, y) = tiny(), batch()
-    outputs = {block: None}
+    record = Record((block,))
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        network(x, t, y, outputs=outputs)
+        network(x, t, y, record=record)
         with FlopCounterMode(display=False) as counter:
             found = network.output_of(block, x, t, y)
-    assert torch.equal(found, outputs[block])
+    assert torch.equal(found, record.outputs[block][0]) and record.outputs[block][1] is None
     assert 3 * network.forward_flops(upto=block) == counter.get_total_flops()
 
 
 def test_states_of_the_sparse_part_hold_its_tokens_alone_behind_it_too():
     """As the blocks leave them: mask tokens, and no tokens that return, take the others' places."""
     network, (x, t, y), routes = tiny(), batch(), drawn()
-    outputs = dict.fromkeys(range(6))
+    record = Record(range(6))
     with torch.no_grad():
         found = block_states(network, x, t, y, routes)[1]
-        network(x, t, y, routes, outputs=outputs)
+        network(x, t, y, routes, record=record)
     kept = torch.zeros(3, 16, dtype=torch.bool).scatter(1, routes[0][1], True)
-    for block, output in outputs.items():
+    assert list(record.outputs) == list(range(6))
+    for block, (output, ids_keep) in record.outputs.items():
         tokens, held = found.tokens[block + 1], found.held[block + 1]
         assert torch.equal(held, kept if block in (2, 3) else torch.ones_like(kept))
         assert torch.equal(tokens[held], output.flatten(0, 1)) and not tokens[~held].any()
+        assert (ids_keep is routes[0][1]) == (block in (2, 3))
 
 
 def test_bf16_recomputation_and_compiled_blocks_agree_with_the_plain_network():
@@ -326,13 +329,14 @@ def test_training_drops_paths_by_the_runs_own_draws(composed):
     draws = step_draws(cfg, LATENTS, 3, "cpu")
     given = []
 
-    def network(x, t, y, routes=(), path_drop=None):
+    def network(x, t, y, routes=(), record=None, path_drop=None):
         given.append(path_drop)
         return torch.zeros_like(x)
 
     for rows in (slice(0, 1000), slice(300, 400)):
         part = draws.rows(rows)
-        training_loss(cfg, network, LATENTS, torch.zeros(len(part.drop), 1, 8, 8), part.drop.long(), part)
+        given_batch = Batch(torch.zeros(len(part.drop), 1, 8, 8), part.drop.long(), None)
+        loss(cfg, network, LATENTS, given_batch, part, torch.tensor([10]))
     assert torch.equal(given[0][300:400], given[1]) and given[0].dtype == torch.bool
     assert abs(given[0].float().mean() - 0.1) < 5 * (0.1 * 0.9 / 1000) ** 0.5
     assert not torch.equal(given[0], step_draws(cfg, LATENTS, 4, "cpu").path < 0.1)

@@ -18,7 +18,8 @@ import webdataset
 from PIL import Image
 
 from tread.data.captions import read_captions
-from tread.data.dataset import LatentDataset, read_index
+from tread.data.dataset import LatentDataset
+from tread.data.index import read_index
 from tread.data.latents import stored_pictures
 from tread.preparing import encode_photos
 from tread.preparing.kept_pictures import SourcePictures

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont, features
 
-from tread.data.dataset import LatentDataset, read_index
+from tread.data.dataset import LatentDataset
+from tread.data.index import read_index
 from tread.data.latents import stored_pictures
 from tread.preparing import emoji
 from tread.preparing.emoji import Composition, all_emoji, captions_of_all, composition, held_compositions

@@ -21,7 +21,8 @@ from forked import run_python
 from PIL import Image
 
 from tread.data.columns import check_grid, latents_hash
-from tread.data.dataset import LatentDataset, read_index
+from tread.data.dataset import LatentDataset
+from tread.data.index import read_index
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.data.shards import write_rows

@@ -24,7 +24,8 @@ from conftest import ROOT, launch, score
 from forked import FORKS, run_python
 from PIL import Image, ImageOps
 
-from tread.data.dataset import LatentDataset, read_index
+from tread.data.dataset import LatentDataset
+from tread.data.index import read_index
 from tread.data.latents import to_network
 from tread.data.writer import DatasetWriter
 from tread.encoders import autoencoder

@@ -14,7 +14,8 @@ from forked import run_python
 from tiny_text import save_encoder
 
 from tread.data.captions import add_captions
-from tread.data.dataset import LatentDataset, read_index
+from tread.data.dataset import LatentDataset
+from tread.data.index import read_index
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.encoders.language import text_encoder

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tread.data.dataset import LatentDataset, read_index
+from tread.data.dataset import LatentDataset
+from tread.data.index import read_index
 from tread.data.latents import to_network
 from tread.preparing import uvit
 from tread.runtime import schema

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from routing_module import Route, draw_ids, num_keep
+from tread.data.dataset import Batch
 from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import Guidance
@@ -26,7 +28,7 @@ from tread.routing.ids import (
     with_ratio,
 )
 from tread.runtime.randomness import generator
-from tread.training.step import split_batch, step_draws, training_loss
+from tread.training.step import loss, split_batch, step_draws
 
 SELECTS = ("token", "row", "shared")
 
@@ -330,7 +332,7 @@ def test_ids_and_losses_do_not_depend_on_how_a_batch_is_split(read_config, tiny,
     """Two processes of two micro-batches each, and the whole batch at once; "shared" is the same in all parts."""
     cfg = read_config("model.depth=6", "train.batch_size=8", f"model.routes.0.select={select}")
     latents = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
-    stored, labels = torch.randn(8, 4, 8, 8), torch.arange(8)
+    batch = Batch(torch.randn(8, 4, 8, 8), torch.arange(8), np.arange(8))
     draws, route = step_draws(cfg, latents, 3, "cpu"), cfg.model.routes[0]
     ((drawn_for, whole),) = draws.routes
     uniform = torch.rand(8, 16, generator=generator(cfg.seed, 3, "route 0"))
@@ -341,8 +343,8 @@ def test_ids_and_losses_do_not_depend_on_how_a_batch_is_split(read_config, tiny,
     assert torch.equal(torch.cat(split), whole) and (len(whole.unique(dim=0)) == 1) == (select == "shared")
     assert not torch.equal(step_draws(cfg, latents, 4, "cpu").routes[0][1], whole)
     with torch.no_grad():
-        expected = training_loss(cfg, tiny, latents, stored, labels, draws)
-        losses = [training_loss(cfg, tiny, latents, stored[r], labels[r], draws.rows(r)) for r in parts]
+        [expected] = loss(cfg, tiny, latents, batch, draws, tiny.null(1))
+        losses = [loss(cfg, tiny, latents, batch.rows(r), draws.rows(r), tiny.null(1))[0] for r in parts]
     torch.testing.assert_close(torch.cat(losses), expected)
 
 

@@ -14,13 +14,16 @@ from safetensors.torch import load_file
 
 import sample
 from rf import RF
-from routing_module import Route, draw_ids
+from routing_module import Record, Route, draw_ids
 from tread.checkpoints import checkpoint
+from tread.checkpoints.network import build_network, process_of
+from tread.data.dataset import Batch
 from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
 from tread.diffusion.process import CLEANEST
 from tread.runtime import compiling
 from tread.runtime.device import autocast
+from tread.training import step
 from tread.training.alignment import (
     BETA,
     Aligned,
@@ -28,11 +31,9 @@ from tread.training.alignment import (
     Alignment,
     alignment_loss,
     build_projector,
-    ids_at,
-    self_loss,
+    self_distance,
 )
 from tread.training.start import shallow_teacher
-from tread.training.step import aligned_losses, step_draws, teacher_tokens, training_loss
 
 LATENTS = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
 SIZES = {"patch_size": 2, "hidden_size": 32, "depth": 6, "num_heads": 2}
@@ -104,7 +105,7 @@ def naive(kind, projected, targets, ids):
     return torch.tensor(losses)
 
 
-@pytest.mark.parametrize(("kind", "loss"), [("repa", alignment_loss), ("self", self_loss)])
+@pytest.mark.parametrize(("kind", "loss"), [("repa", alignment_loss), ("self", self_distance)])
 def test_losses_equal_loops_and_the_order_of_ids_does_not_matter(kind, loss):
     targets = torch.randn(3, 16, 5) / 10
     ids = draw_ids(torch.rand(3, 16), 0.5, sort=False)
@@ -130,8 +131,9 @@ def test_the_blocks_output_is_taken_as_it_leaves_it(block):
     network, module = aligned(block)
     x, t, y = torch.randn(3, 4, 8, 8), torch.rand(3), torch.arange(3)
     routes = [(Route(1, 3), draw_ids(torch.rand(3, 16), 0.5))]
-    output, projected = module(x, t, y, routes)
-    assert torch.equal(output, network(x, t, y, routes))
+    record = Record()
+    assert torch.equal(module(x, t, y, routes, record), network(x, t, y, routes))
+    projected, ids = record.outputs[block]
     tokens, c = network.embed(x, t, y)
     for i, each in enumerate(network.blocks[: block + 1]):
         if i == 1:
@@ -142,7 +144,6 @@ def test_the_blocks_output_is_taken_as_it_leaves_it(block):
             for b in range(3):
                 tokens[b, routes[0][1][b]] = found[b]
     torch.testing.assert_close(projected, module.projector(found))
-    ids = ids_at(block, routes, 6)
     assert (ids is routes[0][1]) == (1 <= block <= 3)
     assert projected.shape[1] == (8 if 1 <= block <= 3 else 16)
 
@@ -156,7 +157,8 @@ def test_bf16_recomputation_and_compiled_blocks_hand_out_the_same():
     def results(precision="fp32"):
         module.zero_grad()
         with autocast(torch.device("cpu"), precision):
-            _, projected = module(x, t, y, routes)
+            module(x, t, y, routes, record := Record())
+        projected, _ = record.outputs[2]
         projected.float().square().sum().backward()
         return projected.float(), network.blocks[2].attn.qkv.weight.grad.clone()
 
@@ -175,10 +177,11 @@ def test_bf16_recomputation_and_compiled_blocks_hand_out_the_same():
 def test_output_of_is_the_output_without_routes():
     network, _ = aligned()
     x, t, y = torch.randn(2, 4, 8, 8), torch.rand(2), torch.arange(2)
-    outputs = {2: None, 5: None}
-    network(x, t, y, outputs=outputs)
-    for block, found in outputs.items():
-        assert torch.equal(network.output_of(block, x, t, y), found)
+    record = Record((2, 5))
+    network(x, t, y, record=record)
+    assert set(record.outputs) == {2, 5}
+    for block, (found, ids_keep) in record.outputs.items():
+        assert torch.equal(network.output_of(block, x, t, y), found) and ids_keep is None
 
 
 @pytest.fixture
@@ -188,7 +191,7 @@ def given(read_config):
     def make(*overrides):
         cfg = read_config("model=tread", "model.depth=6", "alignment=self", "train.batch_size=4", *overrides)
         spec = LatentSpec((1, 8, 8), LATENTS.classes, "x", scale_applied=True)
-        return cfg, spec, torch.randn(4, 1, 8, 8), torch.arange(4), step_draws(cfg, spec, 3, "cpu")
+        return cfg, spec, torch.randn(4, 1, 8, 8), torch.arange(4), step.step_draws(cfg, spec, 3, "cpu")
 
     return make
 
@@ -197,20 +200,22 @@ def given(read_config):
 def test_denoising_is_the_loss_without_alignment_and_the_teacher_sees_less_noise(given, objective, monkeypatch):
     """Same samples, labels and noise; its level by the formula of each process; all tokens."""
     cfg, spec, stored, labels, draws = given(f"objective={objective}", "alignment.gap=0.2")
-    from tread.checkpoints.network import build_network, process_of
-
     network = build_network(cfg)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     module = Aligned(network, build_projector(cfg.alignment, network.hidden_size, network.hidden_size), 1)
     teacher, seen = copy.deepcopy(network), []
     original = teacher.output_of
-    monkeypatch.setattr(
-        teacher, "output_of", lambda block, *inputs: seen.append((block, *inputs)) or original(block, *inputs)
-    )
-    targets = teacher_tokens(cfg, teacher, spec, stored, labels, draws)
+
+    def watched(block, *inputs):
+        seen.append((block, *inputs, original(block, *inputs)))
+        return seen[-1][-1]
+
+    monkeypatch.setattr(teacher, "output_of", watched)
+    aligner, batch = Aligner(cfg.alignment, module, teacher), Batch(stored, labels, None)
+    denoising, alignment = step.loss(cfg, module, spec, batch, draws, network.null(1), aligner)
+    [(block, x, time, y, targets)] = seen
     assert targets.shape == (4, 16, network.hidden_size) and not targets.requires_grad
-    [(block, x, time, y)] = seen
     assert block == cfg.alignment.blocks(6)[1] == 3
     process, back = process_of(cfg), 0.2 * draws.back
     quantile = torch.special.ndtr(draws.level)
@@ -226,8 +231,8 @@ def test_denoising_is_the_loss_without_alignment_and_the_teacher_sees_less_noise
     torch.testing.assert_close(x, noisy)
     assert (level <= process.noise_level(draws.level) + 1e-6).all() and (level < process.noise_level(draws.level)).any()
     assert torch.equal(y, torch.where(draws.drop < cfg.train.label_drop, 10, labels))
-    denoising, alignment = aligned_losses(cfg, module, spec, stored, labels, draws, targets)
-    assert torch.equal(denoising, training_loss(cfg, network, spec, stored, labels, draws))
+    assert torch.equal(aligner.targets(process, batch, stored, y, draws.level, draws.noise, draws.back), targets)
+    assert torch.equal(denoising, step.loss(cfg, network, spec, batch, draws, network.null(1))[0])
     assert alignment.shape == (4,) and alignment.requires_grad
 
 

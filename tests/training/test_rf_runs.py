@@ -20,7 +20,7 @@ from routing_module import Route, draw_ids
 from tread.checkpoints import checkpoint
 from tread.checkpoints.for_sampling import open_trained
 from tread.checkpoints.network import build_network
-from tread.data.dataset import LatentDataset
+from tread.data.dataset import Batch, LatentDataset
 from tread.data.latents import LatentSpec, to_network
 from tread.diffusion import sampling
 from tread.encoders.autoencoder import load_decoder
@@ -32,7 +32,7 @@ from tread.runtime import device
 from tread.runtime.randomness import generator
 from tread.training import periodic, settings
 from tread.training.start import open_datasets
-from tread.training.step import step_draws, training_loss
+from tread.training.step import loss, step_draws
 
 RUN = "results/digits-tread-rf"
 
@@ -133,13 +133,13 @@ def test_what_decides_about_a_run_is_not_changed_by_going_on(tmp_path):
 
 
 def test_a_training_loss_is_the_flows(read_config, tiny):
-    """training_loss against RF.loss by hand: stored latents, dropped labels, logit-normal times, the route's ids."""
+    """The step's loss against RF.loss by hand: stored latents, dropped labels, logit-normal times, the route's ids."""
     cfg = read_config("objective=rf", "model.depth=6", "train.batch_size=4", "train.label_drop=0.5")
     latents = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
     stored, labels = torch.randn(4, 4, 8, 8), torch.tensor([1, 2, 3, 4])
     draws = step_draws(cfg, latents, 7, "cpu")
     with torch.no_grad():
-        found = training_loss(cfg, tiny, latents, stored, labels, draws)
+        [found] = loss(cfg, tiny, latents, Batch(stored, labels, None), draws, tiny.null(1))
         y = torch.where(draws.drop < 0.5, 10, labels)
         uniform = torch.rand(4, 16, generator=generator(cfg.seed, 7, "route 0"))
         routes = [(cfg.model.routes[0], draw_ids(uniform, 0.5))]

@@ -20,12 +20,11 @@ from conftest import ROOT, TINY, launch, launch_processes, records, state
 from forked import run_python
 from torch._dynamo.exc import BackendCompilerFailed
 
-import train
 from tread.checkpoints import checkpoint
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.models import backbone
-from tread.training import out_of_memory, periodic
+from tread.training import failures, periodic, step
 from tread.training.run_folder import RunLog
 
 RUN = Path("results/digits-tread")
@@ -179,14 +178,14 @@ def test_a_disk_that_takes_no_more_stops_with_a_message_and_leaves_older_checkpo
 
 def spoil(monkeypatch, steps: set[int]) -> None:
     """Let the loss of some steps be NaN."""
-    losses, step = train.losses, {"now": 0}
+    loss, count = step.loss, {"now": 0}
 
     def spoilt(*arguments):
-        [found] = losses(*arguments)
-        step["now"] += 1
-        return [found * float("nan") if step["now"] - 1 in steps else found]
+        [found] = loss(*arguments)
+        count["now"] += 1
+        return [found * float("nan") if count["now"] - 1 in steps else found]
 
-    monkeypatch.setattr(train, "losses", spoilt)
+    monkeypatch.setattr(step, "loss", spoilt)
 
 
 def test_bad_steps_are_skipped_and_counted(tmp_path, monkeypatch):
@@ -253,8 +252,8 @@ def test_a_save_that_is_due_at_a_bad_step_waits_for_a_good_one(tmp_path, monkeyp
 
 def test_the_learning_rate_and_clipping_that_are_set_are_used(tmp_path, monkeypatch):
     """What the optimizer is given; and Adam's first moments, (1 − β₁) of the clipped gradients."""
-    used, optimizer_step = [], train.optimizer_step
-    monkeypatch.setattr(train, "optimizer_step", lambda *given: used.append(given[1]) or optimizer_step(*given))
+    used, optimizer_step = [], step.optimizer_step
+    monkeypatch.setattr(step, "optimizer_step", lambda *given: used.append(given[1]) or optimizer_step(*given))
     launch(tmp_path, "train.steps=4", "optim.warmup_steps=3", "optim.lr=0.3", "optim.clip_norm=1e-6", "every.save=1")
     assert used == pytest.approx([0.1, 0.2, 0.3, 0.3])
     moments = checkpoint.find(tmp_path / RUN / "step_0000001").tensors("optimizer")
@@ -265,14 +264,14 @@ def test_the_learning_rate_and_clipping_that_are_set_are_used(tmp_path, monkeypa
 ONE_RANK = """
 import os, sys
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
-import train
 from conftest import launch
-calls, losses = [0], train.losses
+from tread.training import step
+calls, loss = [0], step.loss
 def spoilt(*arguments):
     calls[0] += 1
-    [found] = losses(*arguments)
+    [found] = loss(*arguments)
     return [found * (float("inf") if calls[0] == 2 and os.environ["RANK"] == "1" else 1.0)]
-train.losses = spoilt
+step.loss = spoilt
 launch(".", *sys.argv[2:])
 """
 
@@ -305,17 +304,17 @@ def test_a_number_of_processes_that_was_not_asked_for_is_an_error(tmp_path):
     assert not (tmp_path / "results").exists()
 
 
-def test_out_of_memory_names_the_micro_batch_that_fits(tmp_path, monkeypatch):
+def test_failures_names_the_micro_batch_that_fits(tmp_path, monkeypatch):
     """A device that takes at most 3 images: of 8, 4, 2, 1 it takes 2."""
-    losses = train.losses
+    loss = step.loss
 
-    def limited(cfg, network, aligner, latents, batch, draws, null):
+    def limited(cfg, network, latents, batch, draws, null, aligner):
         if len(batch.stored) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
-        return losses(cfg, network, aligner, latents, batch, draws)
+        return loss(cfg, network, latents, batch, draws, null, aligner)
 
-    for module in (train, out_of_memory):
-        monkeypatch.setattr(module, "losses", limited)
+    for module in (step, failures):
+        monkeypatch.setattr(module, "loss", limited)
     with pytest.raises(SystemExit, match="(?s)micro-batches of 8 images: CUDA out.*train.micro_batch_size=2 would fit"):
         launch(tmp_path)
     assert status(tmp_path)["state"] == "failed"
@@ -329,15 +328,15 @@ def test_a_compiler_that_fails_in_a_step_is_left_out_from_there(whole, tmp_path,
         def __init__(self):
             Exception.__init__(self, "file too short\nand more")
 
-    calls, losses = [], train.losses
+    calls, loss = [], step.loss
 
     def failing(*arguments):
         calls.append(1)
         if len(calls) == 2:  # the second of two micro-batches: the first one's gradients are there
             raise Broken
-        return losses(*arguments)
+        return loss(*arguments)
 
-    monkeypatch.setattr(train, "losses", failing)
+    monkeypatch.setattr(step, "loss", failing)
     try:
         text = launch(tmp_path, *OPTIONS)
     finally:

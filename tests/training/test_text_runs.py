@@ -30,8 +30,9 @@ from tread.models.conditions import Text
 from tread.models.text_dit import TextDiT
 from tread.preparing import digits
 from tread.training import settings
+from tread.training.alignment import Aligned, Aligner, Alignment, build_projector
 from tread.training.settings import complete
-from tread.training.step import losses, step_draws, teacher_tokens, training_loss
+from tread.training.step import loss, step_draws
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 VOCABULARY = ("<begin>", "<unknown>", "digit", *NUMBERS)
@@ -146,9 +147,10 @@ def test_label_drop_makes_captions_the_empty_one(folder, composed, monkeypatch):
     network.take_null(data.null_text())
     batch, draws = data.batch(0, 3, 16), step_draws(cfg, data.latents, 3, "cpu")
     monkeypatch.setattr(TextDiT, "check_condition", lambda _, y, size: seen.append(y))
-    losses(cfg, network, None, data.latents, batch, draws, network.null(1))[0].mean().backward()
-    teacher_tokens(replace(cfg, alignment=replace(cfg.alignment, gap=0.0)), network, data.latents, batch.stored,
-                   batch.condition, replace(draws, back=torch.zeros(16)), network.null(1))  # fmt: skip
+    module = Aligned(network, build_projector(Alignment(kind="self"), network.hidden_size, network.hidden_size), 1)
+    aligner = Aligner(Alignment(kind="self"), module, teacher=network)
+    drawn = replace(draws, back=torch.zeros(16))
+    sum(loss(cfg, module, data.latents, batch, drawn, network.null(1), aligner)).mean().backward()
     gone = draws.drop < 0.4
     assert 0 < gone.sum() < 16 and len(seen) == 2
     for y in seen:
@@ -156,9 +158,12 @@ def test_label_drop_makes_captions_the_empty_one(folder, composed, monkeypatch):
             assert all(torch.equal(found[row], null[0] if gone[row] else kept[row]) for row in range(16))
     labelled = replace(cfg, model=replace(cfg.model, architecture="dit"))
     called = []
-    training_loss(
-        labelled, lambda x, t, y, routes=(): called.append(y) or x, data.latents, batch.stored, batch.labels, draws
-    )
+
+    def asked(x, t, y, routes=(), record=None):
+        called.append(y)
+        return x
+
+    loss(labelled, asked, data.latents, batch._replace(text=None), draws, torch.tensor([10]))
     assert torch.equal(called[0], batch.labels.masked_fill(gone, 10))
 
 
@@ -238,15 +243,15 @@ def test_one_caption_is_learnt_from_the_other(folder, composed):
     network.take_null(data.null_text())
     batch, draws = data.batch(0, 0, cfg.train.batch_size), step_draws(cfg, data.latents, 0, "cpu")
 
-    def loss():
-        return losses(cfg, network, None, data.latents, batch, draws, network.null(1))[0].mean()
+    def mean_loss():
+        return loss(cfg, network, data.latents, batch, draws, network.null(1))[0].mean()
 
-    before = loss()
+    before = mean_loss()
     before.backward()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-5)
     optimizer.step()
     assert network.blocks[0].cross_attn.proj.weight.any() and network.y_embedder.pooled_proj.weight.any()
-    assert loss() < before
+    assert mean_loss() < before
     assert not torch.equal(
         network(batch.stored.float(), draws.level, batch.text),
         network(

@@ -20,11 +20,12 @@ from dit import DiT
 from rf import RF
 from routing_module import Route
 from tread.checkpoints.network import build_network
+from tread.data.dataset import Batch
 from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
 from tread.models.rwkv import RWKV
-from tread.training.step import active_routes, step_draws, training_loss
-from tread.training.token_losses import EPSILON, kept_loss, reconstruction_loss, to_patches
+from tread.training.step import active_routes, loss, step_draws
+from tread.training.token_losses import EPSILON, kept_error, reconstruction_error, to_patches
 
 LATENTS = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
 TWO = "model.routes=[{start:1,end:2},{start:4,end:4,selection_ratio:0.25}]"
@@ -68,6 +69,12 @@ def setting(read_config, *overrides):
     return cfg, torch.randn(4, 4, 8, 8), torch.tensor([1, 2, 3, 4]), draws
 
 
+def loss_of(cfg, network, stored, labels, draws):
+    """Of each sample, by the step's own function."""
+    [found] = loss(cfg, network, LATENTS, Batch(stored, labels, None), draws, network.null(1))
+    return found
+
+
 # ---------------------------------------------------------------------------------------- the parts
 
 
@@ -84,18 +91,18 @@ def test_patches_are_in_raster_order(channels, side, size):
 def test_both_losses_equal_loops():
     squared, denoised, noisy = torch.rand(3, 4, 8, 8), torch.randn(3, 4, 8, 8), 2 + 3 * torch.randn(3, 4, 8, 8)
     for ids in (ids_of(8), ids_of(5, 12, 1), ids_of(16, 8)):
-        kept = kept_loss(squared, ids, 2)
+        kept = kept_error(squared, ids, 2)
         torch.testing.assert_close(kept, by_loops(squared, denoised, noisy, ids, 2, 0.0))
-        found = kept + 0.3 * reconstruction_loss(denoised, noisy, ids, 2)
+        found = kept + 0.3 * reconstruction_error(denoised, noisy, ids, 2)
         torch.testing.assert_close(found, by_loops(squared, denoised, noisy, ids, 2, 0.3))
 
 
 def test_a_flat_patch_is_reconstructed_as_zero():
     """Its variance is 0, and its target is 0, not 0 / 0; a route that keeps all has no patches to reconstruct."""
     flat, denoised = torch.full((3, 4, 8, 8), 5.0), torch.full((3, 4, 8, 8), 2.0)
-    torch.testing.assert_close(reconstruction_loss(denoised, flat, ids_of(8), 2), torch.full((3,), 4.0))
-    assert torch.equal(reconstruction_loss(denoised, flat, ids_of(16), 2), torch.zeros(3))
-    single = reconstruction_loss(denoised[:, :1], torch.randn(3, 1, 8, 8), ids_of(8, tokens=64), 1)
+    torch.testing.assert_close(reconstruction_error(denoised, flat, ids_of(8), 2), torch.full((3,), 4.0))
+    assert torch.equal(reconstruction_error(denoised, flat, ids_of(16), 2), torch.zeros(3))
+    single = reconstruction_error(denoised[:, :1], torch.randn(3, 1, 8, 8), ids_of(8, tokens=64), 1)
     torch.testing.assert_close(single, torch.full((3,), 4.0))  # one number has no unbiased variance: target 0
 
 
@@ -103,12 +110,12 @@ def test_gradients_reach_each_losss_own_patches_alone():
     """∂/∂squared = Σ over the routes that keep a patch of 1 / (routes · K · pixels); the other loss has the rest."""
     squared, denoised = (torch.randn(3, 4, 8, 8, requires_grad=True) for _ in range(2))
     ids = ids_of(8, 12)
-    kept_loss(squared, ids, 2).sum().backward()
+    kept_error(squared, ids, 2).sum().backward()
     expected = torch.zeros(3, 16)
     for ids_keep in ids:
         expected.scatter_add_(1, ids_keep, torch.full(ids_keep.shape, 1 / (2 * ids_keep.shape[1] * 16)))
     torch.testing.assert_close(to_patches(squared.grad, 2), expected[:, :, None].expand(-1, -1, 16))
-    reconstruction_loss(denoised, torch.randn(3, 4, 8, 8), ids, 2).sum().backward()
+    reconstruction_error(denoised, torch.randn(3, 4, 8, 8), ids, 2).sum().backward()
     in_all = (
         torch.zeros(3, 16).scatter_add_(1, ids[0], torch.ones(3, 8)).scatter_add_(1, ids[1], torch.ones(3, 12)) == 2
     )
@@ -128,8 +135,8 @@ def test_errors_are_what_the_loss_averages(tiny, process):
         assert squared.shape == denoised.shape == x.shape and squared.dtype == torch.float32
         squared *= process.weight(level).view(-1, 1, 1, 1)
         torch.testing.assert_close(squared.mean(dim=(1, 2, 3)), loss, rtol=1e-6, atol=0)
-        torch.testing.assert_close(kept_loss(squared, everything, 2), loss, rtol=1e-6, atol=0)
-        assert torch.equal(reconstruction_loss(denoised, noisy, everything, 2), torch.zeros(3))
+        torch.testing.assert_close(kept_error(squared, everything, 2), loss, rtol=1e-6, atol=0)
+        assert torch.equal(reconstruction_error(denoised, noisy, everything, 2), torch.zeros(3))
         a, b = (1.0, level) if isinstance(process, EDM) else (1 - level.view(-1, 1, 1, 1), level)
         torch.testing.assert_close(noisy, a * x + b.view(-1, 1, 1, 1) * noise)
 
@@ -146,7 +153,7 @@ def test_a_training_loss_of_kept_tokens_equals_the_formula(read_config, tiny, ob
     routes = draws.routes
     assert [ids.shape[1] for _, ids in routes] == [8, 12] and 0 < (y == 10).sum() < 4
     with torch.no_grad():
-        found = training_loss(cfg, tiny, LATENTS, stored, labels, draws)
+        found = loss_of(cfg, tiny, stored, labels, draws)
         if objective == "edm":
             sigma = (-1.2 + 1.2 * draws.level).exp().view(-1, 1, 1, 1)
             noisy = stored + sigma * draws.noise
@@ -161,7 +168,7 @@ def test_a_training_loss_of_kept_tokens_equals_the_formula(read_config, tiny, ob
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     cfg, *_ = setting(read_config, *overrides[:2])
     with torch.no_grad():
-        without = training_loss(cfg, tiny, LATENTS, stored, labels, draws)
+        without = loss_of(cfg, tiny, stored, labels, draws)
     assert not torch.isclose(without, found).any()
 
 
@@ -181,7 +188,7 @@ def test_what_should_come_out_of_patches_routed_around_counts_for_nothing(read_c
     losses, gradients = [], []
     for kind in (cfg, plain):
         for data, drawn in ((stored, draws), (stored + change, replace(draws, noise=draws.noise - back))):
-            losses.append(training_loss(kind, tiny, LATENTS, data, labels, drawn))
+            losses.append(loss_of(kind, tiny, data, labels, drawn))
             gradients.append(torch.autograd.grad(losses[-1].mean(), tiny.final_layer.linear.weight)[0])
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-3)
@@ -196,10 +203,10 @@ def test_it_is_off_unless_asked_for_and_where_no_route_is(read_config, tiny):
     y, sigma = torch.where(draws.drop < 0.5, 10, labels), EDM().noise_level(draws.level)
     routes = draws.routes
     with torch.no_grad():
-        found = training_loss(cfg, tiny, LATENTS, stored, labels, draws)
+        found = loss_of(cfg, tiny, stored, labels, draws)
         assert torch.equal(found, EDM().loss(tiny, stored, y, sigma, draws.noise, routes))
         cfg, *_, draws = setting(read_config, "train.routes_until=7", "train.reconstruction=0.1")
-        found = training_loss(cfg, tiny, LATENTS, stored, labels, draws)
+        found = loss_of(cfg, tiny, stored, labels, draws)
         assert torch.equal(found, EDM().loss(tiny, stored, y, sigma, draws.noise))
 
 

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 from dit import DiT
 from rf import RF
-from routing_module import SELECT_CHOICES, Route, check_routes
-from tread.data.dataset import Placement, Verify
+from routing_module import RULES, Route, check_routes
+from tread.data.dataset import Verify
+from tread.data.shards import Placement
 from tread.diffusion.edm import EDM
 from tread.diffusion.process import Process
 from tread.models.backbone import Backbone, Init
@@ -89,9 +90,10 @@ class Model:
     @property
     def selects(self) -> tuple[str, ...]:
         """How routes of this architecture can select tokens, the usual way first."""
+        grids = [name for name, rule in RULES.items() if rule.keeps_grid]
         if self.architecture == "mamba" and self.allow_token_routes:
-            return ("row", *(name for name in SELECT_CHOICES if name != "row"))
-        return ("row",) if self.architecture in ("rwkv", "mamba") else SELECT_CHOICES
+            return (*grids, *(name for name in RULES if name not in grids))
+        return tuple(grids) if self.architecture in ("rwkv", "mamba") else tuple(RULES)
 
     @property
     def takes_text(self) -> bool:

@@ -14,25 +14,21 @@ may lie beside the shards, see columns.py; they are read where they are asked fo
 from __future__ import annotations
 
 import functools
-import json
-import mmap
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from tread.data.captions import captions_of
 from tread.data.columns import FeatureSpec, TextSpec, open_features, open_pictures, open_text
+from tread.data.index import damaged, read_index
 from tread.data.latents import LatentSpec, holds_pixels, stored_pictures
-from tread.data.shards import open_array, rows_in_place, torch_dtype, will_need
+from tread.data.shards import Placement, Shards, open_shards
 from tread.models import conditions
 from tread.models.conditions import Condition, Text
-from tread.runtime.files import plain_name, sha256, size_text
 from tread.runtime.randomness import generator
 from tread.runtime.schema import check
 
@@ -61,17 +57,7 @@ class Batch(NamedTuple):
         return Batch(*(None if part is None else conditions.rows(part, rows) for part in self))
 
 
-VERSION = 1
-SHARD_KEYS = ("count", "file", "labels", "file_sha256", "labels_sha256")
 Verify = Literal["open", "full"]
-Placement = Literal["mmap", "ram", "device"]
-PLACEMENTS = get_args(Placement)
-
-
-def check_labels(labels: np.ndarray, num_classes: int, where: object) -> None:
-    """Raise ValueError unless all labels lie in 0..num_classes−1."""
-    if len(labels) and not 0 <= labels.min() <= labels.max() < num_classes:
-        raise ValueError(f"{where}: labels lie in {labels.min()}..{labels.max()}, but there are {num_classes} classes")
 
 
 @functools.lru_cache(maxsize=2)  # two: batches are prepared ahead, across the end of an epoch
@@ -123,46 +109,29 @@ class LatentDataset:
         self.attribution = index.get("attribution")
         try:
             self.latents = LatentSpec.from_json(index)
-            count, class_counts = index["count"], index["class_counts"]
-            shards = [{key: shard[key] for key in SHARD_KEYS} for shard in index["shards"]]
             known = "channel_mean" in index
             self.statistics = (tuple(index["channel_mean"]), tuple(index["channel_std"])) if known else None
             given = index.get("normalize_by")  # an import's source may have said it
             self.normal = (tuple(given["mean"]), tuple(given["std"])) if given else self.statistics
-        except (ValueError, KeyError, TypeError) as error:
-            raise _damaged(path, error) from error
-        self._shards = []
-        labels = []
-        for shard in shards:
-            file, label_file = (self.folder / plain_name(shard[key], path) for key in ("file", "labels"))
-            self._shards.append(open_array(file, self.latents.dtype, (shard["count"], *self.latents.stored_shape)))
-            labels.append(np.array(open_array(label_file, "int64", (shard["count"],))))
-            hashed = [(label_file, "labels_sha256")] + [(file, "file_sha256")] * (self.verify == "full")
-            for checked, key in hashed:
-                if (found := sha256(checked)) != shard[key]:
-                    raise ValueError(f"{checked} was changed: its sha256 is {found}, but index.json says {shard[key]}")
-            check_labels(labels[-1], len(self.latents.classes), label_file)
-        self.labels = np.concatenate(labels) if labels else np.zeros(0, dtype=np.int64)
-        counted = np.bincount(self.labels, minlength=len(self.latents.classes)).tolist()
-        if len(self.labels) != count or counted != class_counts:
-            raise ValueError(
-                f"{path} says {count} samples, by class {class_counts}, "
-                f"but the shards hold {len(self.labels)}, by class {counted}"
-            )
-        try:
-            self._open_beside(index)
+            opened = open_shards(self.folder, index, self.latents, self.verify == "full")
+            self._open_columns(index)
         except (KeyError, TypeError) as error:
-            raise _damaged(path, error) from error
-        self._place()
+            raise damaged(path, error) from error
+        shards, self.labels = opened
+        beside = 0 if self._text is None else self._text.nbytes
+        self._shards = Shards(shards, self.latents.views, self.placement, self.device, self.folder, beside)
+        if self._text is not None and self.placement != "mmap":
+            self._text.place(self._shards.device)
 
-    def _open_beside(self, index: dict) -> None:
+    def _open_columns(self, index: dict) -> None:
         full, self._features, self._pictures, self._text = self.verify == "full", None, None, None
         if self.text is not None:
             self._text = open_text(self.folder, index, self.text, full)
             self.text_spec = self._text.spec
         if self.features is not None:
-            found = open_features(self.folder, index, self.features, self.latents.views, full)
-            self.feature_spec, self._features = found
+            self.feature_spec, self._features = open_features(
+                self.folder, index, self.features, self.latents.views, full
+            )
         if self.pictures and "pictures" in index:
             self._pictures, self.picture_size = open_pictures(self.folder, index, full), index["pictures"][1]
         elif self.pictures and holds_pixels(self.latents):
@@ -172,42 +141,6 @@ class LatentDataset:
                 f"{self.folder} keeps no pictures beside its latents: prepare it again by "
                 "scripts/prepare_latents.py keep_pictures=true"
             )
-
-    def _place(self) -> None:
-        """Make `_rows`, a matrix that holds each view of each sample in some row, and `_row_of` (n,), their rows."""
-        views, *shape = self.latents.stored_shape
-        width = int(np.prod(shape))
-        counts = [len(shard) for shard in self._shards]
-        self._firsts = np.cumsum([0, *counts])[:-1]  # of each shard, the first sample
-        in_place = self.placement == "mmap"
-        for shard in self._shards:  # the kernel's reading ahead would be wasted on samples in random order
-            shard._mmap.madvise(mmap.MADV_RANDOM if in_place else mmap.MADV_SEQUENTIAL)
-        if in_place and counts:
-            self._rows, starts = rows_in_place(self._shards, width)
-            self._next_view, self._next_sample = width, views * width
-        else:
-            starts = (np.cumsum([0, *counts]) * views).tolist()
-            self._next_view, self._next_sample = 1, views
-            self._rows = self._read_all(starts, width)
-            if self._text is not None:
-                self._text.place(self._rows.device)
-        each = [start + self._next_sample * np.arange(count) for start, count in zip(starts, counts)]
-        self._row_of = torch.from_numpy(np.concatenate(each) if each else np.zeros(0, dtype=np.int64))
-
-    def _read_all(self, starts: list[int], width: int) -> Tensor:
-        device = torch.device(self.device if self.placement == "device" else "cpu")
-        needed = sum(shard.nbytes for shard in self._shards) + (0 if self._text is None else self._text.nbytes)
-        free = _free_memory(device)
-        if needed > free:
-            raise ValueError(
-                f"{self.folder} takes {size_text(needed)}, but {device} has {size_text(free)} of memory free: "
-                f"dataset.placement={self.placement} needs more; mmap does not"
-            )
-        rows = torch.empty(starts[-1], width, dtype=torch_dtype(self.latents.dtype), device=device)
-        for shard, start in zip(self._shards, starts):
-            flat = rows_in_place([shard], width)[0][::width]
-            rows[start : start + len(flat)] = flat
-        return rows
 
     def __reduce__(self) -> tuple:
         # another process opens the files anew, rather than being sent what they hold
@@ -219,8 +152,7 @@ class LatentDataset:
 
     def locate(self, index: int) -> tuple[Path, int]:
         """The shard's file that holds a sample, and its number in there."""
-        shard = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        return Path(self._shards[shard].filename), int(index - self._firsts[shard])
+        return self._shards.locate(index)
 
     def normalize(self, std: float) -> None:
         """Let the network see each channel with mean 0 and this standard deviation (`LatentSpec.channel_scale`).
@@ -233,8 +165,8 @@ class LatentDataset:
                 f"{self.folder} can't be normalised: its index.json has no channel_mean and channel_std above 0. "
                 "Prepare it again, or set dataset.normalize=false"
             )
-        mean, found = self.normal
-        self.latents = replace(self.latents, channel_shift=mean, channel_scale=tuple(std / s for s in found))
+        mean, measured = self.normal
+        self.latents = replace(self.latents, channel_shift=mean, channel_scale=tuple(std / s for s in measured))
 
     def steps_per_epoch(self, batch_size: int) -> int:
         """Whole batches an epoch; the samples left over (others each epoch) wait for the next one."""
@@ -277,13 +209,7 @@ class LatentDataset:
         for beside in (self._features, self._pictures):
             if beside is not None:
                 beside.expect(indices, views)
-        if self.placement != "mmap":
-            return
-        size = int(np.prod(self.latents.stored_shape[1:])) * np.dtype(self.latents.dtype).itemsize
-        shards = np.searchsorted(self._firsts, indices, side="right") - 1
-        samples = indices - self._firsts[shards]
-        for shard, start in zip(shards.tolist(), ((samples * self.latents.views + views) * size).tolist()):
-            will_need(self._shards[shard], start, size)
+        self._shards.expect(indices, views)
 
     def read(
         self, indices: np.ndarray, views: np.ndarray | int = 0, pin: bool = False, captions: np.ndarray | None = None
@@ -300,12 +226,7 @@ class LatentDataset:
             raise IndexError(f"indices {indices.min()}..{indices.max()}, but {self.folder} holds {len(self)} samples")
         if views.size and views.max() >= self.latents.views:
             raise IndexError(f"view {views.max()}, but {self.folder} holds {self.latents.views} views")
-        chosen = self._row_of[torch.from_numpy(indices)] + torch.as_tensor(views * self._next_view)
-        device = self._rows.device
-        lock = pin and device.type == "cpu"
-        stored = torch.empty(len(indices), self._rows.shape[1], dtype=self._rows.dtype, device=device, pin_memory=lock)
-        torch.index_select(self._rows, 0, chosen.to(device), out=stored)
-        stored = stored.view(-1, *self.latents.stored_shape[1:])
+        stored = self._shards.read(indices, views, pin).view(-1, *self.latents.stored_shape[1:])
         views = np.broadcast_to(views, indices.shape)
         features = self._features and self._features.read(indices, views, pin)
         pictures = self._pictures and self._pictures.read(indices, views, pin)
@@ -327,46 +248,3 @@ class LatentDataset:
     def captions_of(self, sample: int) -> list[str]:
         """A sample's captions, with or without text of them. Raises FileNotFoundError or ValueError without any."""
         return captions_of(self.folder, read_index(self.folder))[sample]
-
-
-def read_index(folder: Path) -> dict:
-    """The parsed index.json of a dataset. Raises FileNotFoundError or ValueError."""
-    path = Path(folder) / "index.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"no dataset at {folder}: it has no index.json; prepare or import one there")
-    try:
-        index = json.loads(path.read_text())
-        found = index["version"]
-    except (ValueError, KeyError, TypeError) as error:  # of JSON and UTF-8 too, which are ValueErrors
-        raise _damaged(path, error) from error
-    if found != VERSION:
-        raise ValueError(f"{path} has version {found}, but this code reads version {VERSION}")
-    return index
-
-
-def heldout_beside(folder: Path) -> Path | None:
-    """Where the held-out data lies that was prepared with a dataset; None if there is none.
-
-    Raises FileNotFoundError if index.json names it and it is not there, or as read_index.
-    """
-    name = read_index(folder).get("heldout")
-    if name is None:
-        return None
-    place = Path(folder) / str(name)
-    plain = Path(os.path.normpath(place))  # of a folder that is a link, another place
-    place = plain if plain.exists() else place
-    if not (place / "index.json").is_file():
-        raise FileNotFoundError(
-            f"{folder} was prepared with held-out data, {place}, which is not there: bring it back, or name it by "
-            "dataset.heldout=…; dataset.heldout=null trains without evaluation loss"
-        )
-    return place
-
-
-def _damaged(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path} is damaged or of another kind: {type(error).__name__}: {error}")
-
-
-def _free_memory(device: torch.device) -> int:
-    """Bytes that could be taken of a GPU's memory, or of the CPU's."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

@@ -1,4 +1,4 @@
-"""Memory-mapped .npy files: written, checked, and seen as one matrix."""
+"""Memory-mapped .npy files: written, checked, and read as one matrix, which a dataset's shards are."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ import ctypes
 import mmap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal, get_args
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
+
+from tread.data.index import check_labels
+from tread.data.latents import LatentSpec
+from tread.runtime.files import plain_name, sha256, size_text
+
+Placement = Literal["mmap", "ram", "device"]
+PLACEMENTS = get_args(Placement)
 
 
 def write_array(file: BinaryIO, array: np.ndarray) -> None:
@@ -77,3 +85,114 @@ def rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, lis
 def torch_dtype(name: str | np.dtype) -> torch.dtype:
     """The torch type of the same numbers."""
     return torch.from_numpy(np.empty(0, name)).dtype
+
+
+def open_shards(folder: Path, index: dict, latents: LatentSpec, full: bool) -> tuple[list[np.ndarray], np.ndarray]:
+    """A dataset's shards, memory-mapped, and its labels (n,), checked against its parsed index.json.
+
+    full  hash the latents, too, not the labels alone.
+
+    Raises FileNotFoundError or ValueError, KeyError or TypeError for a bad index.
+    """
+    path, arrays, labels = folder / "index.json", [], []
+    for shard in index["shards"]:
+        file, label_file = (folder / plain_name(shard[key], path) for key in ("file", "labels"))
+        arrays.append(open_array(file, latents.dtype, (shard["count"], *latents.stored_shape)))
+        labels.append(np.array(open_array(label_file, "int64", (shard["count"],))))
+        for checked, stated in [(label_file, shard["labels_sha256"])] + [(file, shard["file_sha256"])] * full:
+            if (digest := sha256(checked)) != stated:
+                raise ValueError(f"{checked} was changed: its sha256 is {digest}, but index.json says {stated}")
+        check_labels(labels[-1], len(latents.classes), label_file)
+    joined = np.concatenate(labels) if labels else np.zeros(0, dtype=np.int64)
+    counted = np.bincount(joined, minlength=len(latents.classes)).tolist()
+    if len(joined) != index["count"] or counted != index["class_counts"]:
+        raise ValueError(
+            f"{path} says {index['count']} samples, by class {index['class_counts']}, "
+            f"but the shards hold {len(joined)}, by class {counted}"
+        )
+    return arrays, joined
+
+
+class Shards:
+    """Shards (n, views, …) as one matrix with a row for each view of each sample, held where `placement` says.
+
+    placement  "mmap": memory-mapped; "ram": read into this process's memory; "device": into that of `device`.
+    folder     where they are from, for messages.
+    beside     bytes of what will be placed with them.
+
+    Raises ValueError where memory does not suffice.
+    """
+
+    def __init__(
+        self,
+        arrays: list[np.ndarray],
+        views: int,
+        placement: Placement,
+        device: torch.device | str,
+        folder: Path,
+        beside: int,
+    ) -> None:
+        self._arrays, self._views, self._in_place = arrays, views, placement == "mmap"
+        counts = [len(array) for array in arrays]
+        self._firsts = np.cumsum([0, *counts])[:-1]  # of each shard, the first sample
+        for array in arrays:  # the kernel's reading ahead would be wasted on samples in random order
+            array._mmap.madvise(mmap.MADV_RANDOM if self._in_place else mmap.MADV_SEQUENTIAL)
+        if self._in_place and counts:
+            width = int(np.prod(arrays[0].shape[2:]))
+            self._rows, starts = rows_in_place(arrays, width)
+            self._next_view = width
+        else:
+            starts = (np.cumsum([0, *counts]) * views).tolist()
+            self._next_view = 1
+            place = torch.device(device if placement == "device" else "cpu")
+            needed, free = sum(array.nbytes for array in arrays) + beside, free_memory(place)
+            if needed > free:
+                raise ValueError(
+                    f"{folder} takes {size_text(needed)}, but {place} has {size_text(free)} of memory free: "
+                    f"dataset.placement={placement} needs more; mmap does not"
+                )
+            self._rows = _read_all(arrays, starts, place)
+        samples = [start + views * self._next_view * np.arange(count) for start, count in zip(starts, counts)]
+        self._row_of = torch.from_numpy(np.concatenate(samples) if samples else np.zeros(0, dtype=np.int64))
+
+    @property
+    def device(self) -> torch.device:
+        return self._rows.device
+
+    def locate(self, index: int) -> tuple[Path, int]:
+        """The shard's file that holds a sample, and its number in there."""
+        shard = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        return Path(self._arrays[shard].filename), int(index - self._firsts[shard])
+
+    def read(self, indices: np.ndarray, views: np.ndarray, pin: bool) -> Tensor:
+        """Views of samples, (B, numbers of a view), where the rows lie; in page-locked memory with `pin`."""
+        chosen = self._row_of[torch.from_numpy(indices)] + torch.as_tensor(views * self._next_view)
+        lock = pin and self.device.type == "cpu"
+        shape = (len(indices), self._rows.shape[1])
+        batch = torch.empty(shape, dtype=self._rows.dtype, device=self.device, pin_memory=lock)
+        return torch.index_select(self._rows, 0, chosen.to(self.device), out=batch)
+
+    def expect(self, indices: np.ndarray, views: np.ndarray) -> None:
+        """Have the operating system read what `read` will need, all at once."""
+        if not self._in_place:
+            return
+        size = self._arrays[0][0, 0].nbytes
+        shards = np.searchsorted(self._firsts, indices, side="right") - 1
+        samples = indices - self._firsts[shards]
+        for shard, start in zip(shards.tolist(), ((samples * self._views + views) * size).tolist()):
+            will_need(self._arrays[shard], start, size)
+
+
+def _read_all(arrays: Sequence[np.ndarray], starts: Sequence[int], device: torch.device) -> Tensor:
+    """All views of all samples as a matrix on a device; each shard begins at one of the starts, the last is the end."""
+    width = int(np.prod(arrays[0].shape[2:])) if arrays else 1
+    rows = torch.empty(starts[-1], width, dtype=torch_dtype(arrays[0].dtype) if arrays else None, device=device)
+    for array, start in zip(arrays, starts):
+        flat = rows_in_place([array], width)[0][::width]
+        rows[start : start + len(flat)] = flat
+    return rows
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be taken of a GPU's memory, or of the CPU's."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tread.data.dataset import VERSION, check_labels
+from tread.data.index import VERSION, check_labels
 from tread.data.latents import LatentSpec, channel_sums
 from tread.data.shards import write_array
 from tread.runtime.files import Lock, explain_failure, free_bytes, sha256, size_text, sync, whole_file, write_whole

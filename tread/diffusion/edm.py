@@ -8,14 +8,13 @@ Shapes: x (B, C, S, S); sigma (B,) or a scalar; y (B,) int64.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tread.diffusion.guidance import Routes
-from tread.diffusion.process import Process
+from tread.diffusion.process import Network, Process, per_sample
 from tread.models.conditions import Condition
 from tread.runtime.schema import Positive, check
 
@@ -59,41 +58,43 @@ class EDM(Process):
         """Loss weight λ(σ) = (σ² + σ_data²) / (σ·σ_data)² (Table 1)."""
         return (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2
 
-    def denoise(
-        self,
-        network: Callable[..., Tensor],
-        x: Tensor,
-        sigma: Tensor,
-        y: Condition,
-        routes: Routes = (),
-    ) -> Tensor:
-        """D(x; σ, y) = c_skip·x + c_out·F(c_in·x; ln σ / 4, y) in fp32 (Eq. 7, Table 1).
+    def precondition(self, x: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        """What the network is given for a noisy x: x / √(σ² + σ_data²) and ln σ / 4 (B,), fp32 (Table 1)."""
+        sigma = per_sample(sigma, x)
+        return x.float() / self._norm(sigma), sigma.log() / 4
 
-        Of a network with learned sigma (2C output channels) the first C are used.
-        """
-        x = x.float()
-        sigma = torch.as_tensor(sigma, dtype=torch.float32, device=x.device).expand(x.shape[0])
-        s = sigma.view(-1, 1, 1, 1)
-        norm = (s**2 + self.sigma_data**2).sqrt()
-        c_skip = self.sigma_data**2 / norm**2
-        c_out = s * self.sigma_data / norm
-        F = network(x / norm, sigma.log() / 4, y, routes=routes)[:, : x.shape[1]]
-        return c_skip * x + c_out * F.float()
+    def combine(self, F: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
+        """D = c_skip·x + c_out·F in fp32 (Eq. 7, Table 1). Of an F of 2C channels (learned sigma) the first C."""
+        sigma = per_sample(sigma, x)
+        norm = self._norm(sigma)
+        c_skip, c_out = self.sigma_data**2 / norm**2, sigma.view(-1, 1, 1, 1) * self.sigma_data / norm
+        return c_skip * x.float() + c_out * F[:, : x.shape[1]].float()
+
+    def _norm(self, sigma: Tensor) -> Tensor:
+        return (sigma.view(-1, 1, 1, 1) ** 2 + self.sigma_data**2).sqrt()
+
+    def denoise(self, network: Network, x: Tensor, sigma: Tensor, y: Condition, routes: Routes = ()) -> Tensor:
+        """D(x; σ, y), the predicted data, in fp32."""
+        return self.combine(network(*self.precondition(x, sigma), y, routes=routes), x, sigma)
+
+    def noised(self, x: Tensor, sigma: Tensor, noise: Tensor) -> Tensor:
+        """x + σ·noise."""
+        return x + sigma.float().view(-1, 1, 1, 1) * noise
 
     def errors(
-        self,
-        network: Callable[..., Tensor],
-        x: Tensor,
-        y: Condition,
-        sigma: Tensor,
-        noise: Tensor,
-        routes: Routes = (),
+        self, network: Network, x: Tensor, y: Condition, sigma: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `loss` averages and weighs (Eq. 2, 8), (squared errors, D, noisy input), each (B, C, S, S) fp32."""
-        sigma = sigma.float()
-        noisy = x + sigma.view(-1, 1, 1, 1) * noise
-        D = self.denoise(network, noisy, sigma, y, routes)
+        """What `loss` averages and weighs (Eq. 2, 8): squared errors, D, noisy input, each (B, C, S, S) fp32."""
+        noisy = self.noised(x, sigma, noise)
+        D = self.denoise(network, noisy, sigma.float(), y, routes)
         return (D - x).square(), D, noisy
+
+    def loss(
+        self, network: Network, x: Tensor, y: Condition, sigma: Tensor, noise: Tensor, routes: Routes = ()
+    ) -> Tensor:
+        """λ(σ)·mean (D − x)² of each sample: (B,) fp32. x clean latents, noise standard normal, sigma (B,)."""
+        squared, _, _ = self.errors(network, x, y, sigma, noise, routes)
+        return self.weight(sigma.float()) * squared.mean(dim=(1, 2, 3))
 
     def schedule(self, num_steps: int = 40) -> Tensor:
         """Noise levels σ_0 = sigma_max .. σ_{N−1} = sigma_min, σ_N = 0 (Eq. 5): (N+1,) fp64."""

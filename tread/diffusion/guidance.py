@@ -296,8 +296,10 @@ def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -
 
 
 def _shapes(routes: Routes) -> list[tuple]:
-    """What must agree for two branches' routes to run as one."""
+    """What must agree for two branches' routes to run as one: of draws for a rule that scores tokens, all of it."""
     return [
-        (route.start, route.end, route.fp32, route.start if route.rejoin is None else route.rejoin, ids.shape)
+        (ids.shape, route)
+        if ids.is_floating_point()
+        else (ids.shape, route.start, route.end, route.fp32, route.rejoins, route.saved_before)
         for route, ids in routes
     ]

@@ -12,7 +12,13 @@ from torch import Tensor
 from tread.diffusion.guidance import Routes
 from tread.models.conditions import Condition
 
+Network = Callable[..., Tensor]  # (x, time (B,), y, routes=) → (B, C or 2C, S, S)
 CLEANEST = 0.001  # the lowest quantile of the training's noise levels that `cleaner` goes to
+
+
+def per_sample(level: Tensor | float, x: Tensor) -> Tensor:
+    """A noise level for each sample of x: (B,) fp32."""
+    return torch.as_tensor(level, dtype=torch.float32, device=x.device).expand(x.shape[0])
 
 
 class Process(Protocol):
@@ -26,8 +32,7 @@ class Process(Protocol):
     evaluation                     what the mean of evaluation_loss is called in metrics.jsonl: processes whose numbers
                                    mean something else have another name.
 
-    Shapes: x (B, C, S, S); level (B,) or a scalar; y (B,) int64, or a Text; network(x, time, y, routes=) →
-    (B, C or 2C, S, S).
+    Shapes: x (B, C, S, S); level (B,) or a scalar; y (B,) int64, or a Text.
     """
 
     default_steps: int
@@ -61,32 +66,34 @@ class Process(Protocol):
     def weight(self, level: Tensor) -> Tensor:
         """Loss weight of each noise level."""
 
-    def denoise(
-        self, network: Callable[..., Tensor], x: Tensor, level: Tensor, y: Condition, routes: Routes = ()
-    ) -> Tensor:
-        """D(x; l, y), the predicted data."""
+    def noised(self, x: Tensor, level: Tensor, noise: Tensor) -> Tensor:
+        """x_l, from clean x and standard normal noise."""
 
-    def loss(
-        self, network: Callable[..., Tensor], x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
-    ) -> Tensor:
-        """Weighted error of each sample, averaged over C, S, S: (B,) fp32.
+    def precondition(self, x: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+        """What the network is given for a noisy x: its input and its time (B,), fp32."""
 
-        x clean latents, noise standard normal of the same shape, level (B,).
-        """
-        squared, _, _ = self.errors(network, x, y, level, noise, routes)
-        return self.weight(level.float()) * squared.mean(dim=(1, 2, 3))
+    def combine(self, output: Tensor, x: Tensor, level: Tensor) -> Tensor:
+        """The predicted data, from the network's output for a noisy x."""
+
+    def denoise(self, network: Network, x: Tensor, level: Tensor, y: Condition, routes: Routes = ()) -> Tensor:
+        """D(x; l, y), the predicted data: `combine` of the network's output for what `precondition` gives it."""
 
     def errors(
-        self, network: Callable[..., Tensor], x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
+        self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What `loss` averages and weighs: squared errors, D and the noisy input, each (B, C, S, S) fp32."""
+
+    def loss(
+        self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
+    ) -> Tensor:
+        """Weighted mean error of each sample: (B,) fp32. x clean latents, noise standard normal, level (B,)."""
 
     def evaluation_levels(self, count: int) -> Tensor:
         """(count,) noise levels of the loss on held-out data, fp64, rising."""
         return self.quantiles(count)
 
     def evaluation_loss(
-        self, network: Callable[..., Tensor], x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
+        self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
         """What runs are compared by on held-out data, of each sample: (B,) fp32; arguments as in `loss`."""
         return self.loss(network, x, y, level, noise, routes)

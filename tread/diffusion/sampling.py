@@ -10,22 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from routing_module import Route
 from tread.diffusion.guidance import NO_GUIDANCE, Branch, Call, Guidance, Routes, guided
+from tread.diffusion.labels import check_labels
 from tread.diffusion.process import Process
 from tread.diffusion.solvers import Churn, call_order, solve
 from tread.models.conditions import Condition, Text, count, pad, replaced, rows, to
-from tread.routing.ids import check_ratio, choose_ids, count_kept, with_ratio
+from tread.routing.ids import RULES, check_ratio, count_kept, pair, with_ratio
 from tread.runtime.device import autocast
-from tread.runtime.randomness import generator, seeded_normal, seeded_uniform
-from tread.runtime.schema import check
-
-Labels = Literal["random", "balanced"]
+from tread.runtime.randomness import seeded_normal, seeded_uniform
 
 
 @dataclass(frozen=True)
@@ -127,15 +124,6 @@ class Sampler:
         )
 
 
-def check_labels(labels: Tensor, num_classes: int) -> None:
-    """Raise ValueError unless labels (n,) are classes (or prompts), or their number for none."""
-    if not 0 <= int(labels.min()) <= int(labels.max()) <= num_classes:
-        raise ValueError(
-            f"classes lie in {int(labels.min())}..{int(labels.max())}, but must lie in 0..{num_classes - 1}, "
-            f"or be {num_classes} for no class"
-        )
-
-
 def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> None:
     """Raise ValueError unless a guidance's ratios, where they are not 0, suit the networks' routes (`check_ratio`),
     and if it leaves out a path that the network has not."""
@@ -227,15 +215,15 @@ def _routes(
     A sample's ids follow from its seed: of a route trained with ids shared by a batch, each has its own.
     """
     tokens, grid = model.network.num_tokens, model.network.grid
-    own = [replace(route, select="token") if route.select == "shared" else route for route in model.routes]
+    by_sample = [RULES[route.select].for_sampling(route) for route in model.routes]
     uniform = [
         seeded_uniform(seeds, (len(ratios), tokens), f"route {number} {stream}").to(device)
-        for number in range(len(own) if any(ratios) else 0)
+        for number in range(len(by_sample) if any(ratios) else 0)
     ]
 
     def routes(call: int) -> Routes:
-        drawn = [(with_ratio(route, ratios[call]), u[:, call]) for route, u in zip(own, uniform)]
-        return [(route, choose_ids(route, u, grid)) for route, u in drawn if count_kept(route, tokens, grid) < tokens]
+        drawn = [(with_ratio(route, ratios[call]), u[:, call]) for route, u in zip(by_sample, uniform)]
+        return [pair(route, u, grid) for route, u in drawn if count_kept(route, tokens, grid) < tokens]
 
     return routes
 
@@ -266,40 +254,3 @@ def to_pictures(x: Tensor, decoder: Callable[[Tensor], Tensor], size: int = 16) 
     """Network latents (n, C, S, S) → pictures (n, 1 or 3, H, W) uint8 on the CPU, decoded in batches of this size."""
     padded = torch.cat([x, x[-1:].expand(-len(x) % size, -1, -1, -1)])
     return torch.cat([decoder(part).cpu() for part in padded.split(size)])[: len(x)]
-
-
-def seeded_labels(seeds: Sequence[int], num_classes: int, mode: Labels) -> Tensor:
-    """(n,) int64 classes, each given by its seed alone.
-
-    mode  "random", uniform over the classes, as reference batches are scored; or "balanced", the
-          seed's remainder, so that seeds in a row have each class equally often.
-    """
-    check("labels", mode, Labels)
-    if mode == "balanced":
-        return torch.tensor([seed % num_classes for seed in seeds])
-    return torch.tensor([int(torch.randint(num_classes, (), generator=generator(seed, "label"))) for seed in seeds])
-
-
-def class_labels(classes: Sequence[int | None], num_classes: int, label_drop: float) -> list[int]:
-    """Labels of classes as people name them, None for no class: that is label num_classes, the null class.
-
-    label_drop  of the network's training: where it is 0, the null class was never trained.
-
-    Raises ValueError for what is no class of the network.
-    """
-    for position, one in enumerate(classes):
-        if one is not None and not 0 <= one < num_classes:
-            raise ValueError(
-                f"classes.{position} is {one}, but the classes are 0..{num_classes - 1}, and null is no class"
-            )
-        if one is None and label_drop == 0:
-            raise ValueError(
-                f"classes.{position} is null, but the network knows no null class: train.label_drop was 0, so only "
-                f"0..{num_classes - 1} were trained"
-            )
-    return [num_classes if one is None else one for one in classes]
-
-
-def spread_classes(num_classes: int, count: int) -> list[int]:
-    """`count` class numbers (at most all), spread evenly from the first to the last."""
-    return torch.linspace(0, num_classes - 1, min(count, num_classes)).round().int().tolist()

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tread.checkpoints.for_sampling import Trained
-from tread.data.dataset import LatentDataset, read_index
+from tread.data.dataset import LatentDataset
+from tread.data.index import read_index
 from tread.data.latents import stored_pictures
 from tread.encoders.inception import Inception, extract
 from tread.models.conditions import Text, join, rows, to

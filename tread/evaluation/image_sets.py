@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from tread.data.dataset import LatentDataset, read_index
+from tread.data.dataset import LatentDataset
+from tread.data.index import read_index
 from tread.data.shards import write_array
 from tread.encoders.inception import Pictures
 from tread.preparing.archives import Folder, Tar

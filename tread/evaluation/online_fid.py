@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from tread.data.latents import LatentSpec
-from tread.diffusion.sampling import Model, Sampler, draw_pictures, seeded_labels
+from tread.diffusion.labels import seeded_labels
+from tread.diffusion.sampling import Model, Sampler, draw_pictures
 from tread.encoders.autoencoder import Decoder
 from tread.encoders.inception import Inception, extract, find_weights, load_inception
 from tread.evaluation.metrics import Moments, frechet_distance

@@ -21,8 +21,9 @@ from torch import Tensor
 from tread.checkpoints.for_sampling import Trained
 from tread.data.captions import captions_of
 from tread.data.columns import TextSpec, encoder_name, latents_hash
-from tread.data.dataset import LatentDataset, read_index
-from tread.diffusion.sampling import class_labels, spread_classes
+from tread.data.dataset import LatentDataset
+from tread.data.index import read_index
+from tread.diffusion.labels import class_labels, spread_classes
 from tread.encoders.language import TextEncoder, encoder_for
 from tread.models.conditions import Text
 from tread.runtime.files import explain_failure

@@ -24,8 +24,9 @@ from tread.checkpoints.for_sampling import Trained, open_trained, open_weak
 from tread.data.latents import Alpha, LatentSpec, Orientation
 from tread.data.parts import PartStore
 from tread.diffusion.guidance import Guidance
+from tread.diffusion.labels import Labels, seeded_labels
 from tread.diffusion.process import Process
-from tread.diffusion.sampling import Labels, Sampler, check_ratios, draw_pictures, relative_cost, seeded_labels
+from tread.diffusion.sampling import Sampler, check_ratios, draw_pictures, relative_cost
 from tread.diffusion.solvers import Solver
 from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder

@@ -11,7 +11,7 @@ Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from routing_module import Route, check_routes, run_blocks
-from tread.routing.ids import count_kept
+from routing_module import Record, Route, check_routes, run_blocks
+from tread.routing.ids import count_run
 from tread.runtime.schema import check
 
 Init = Literal["adaln_zero", "xavier"]
@@ -220,8 +220,8 @@ class Backbone(nn.Module):
         D, depth = self.hidden_size, len(self.blocks)
         tokens = [self.num_tokens] * depth
         for route in check_routes(routes, depth):
-            kept = count_kept(route, self.num_tokens, self.grid)
-            tokens[route.start : route.end + 1] = [kept] * (route.end + 1 - route.start)
+            running = count_run(route, self.num_tokens, self.grid)
+            tokens[route.start : route.end + 1] = [running] * (route.end + 1 - route.start)
         last = depth if upto is None else upto + 1
         blocks = sum(block.multiply_adds(K, attention) for block, K in zip(self.blocks[:last], tokens))
         values = self.patch_size**2 * (self.in_channels + (self.out_channels if upto is None else 0))
@@ -234,29 +234,25 @@ class Backbone(nn.Module):
         t: Tensor,
         y: Tensor,
         routes: Sequence[tuple[Route, Tensor]] = (),
-        outputs: MutableMapping[int, Tensor | None] | None = None,
+        record: Record | None = None,
     ) -> Tensor:
         """x (B, C, S, S), t (B,) noise input, y (B,) int64 labels → (B, out_channels, S, S).
 
         routes   pairs (Route, ids_keep (B, K)), see routing_module.run_blocks; () runs all tokens.
-        outputs  its keys are blocks whose outputs the caller wants; each is put there as the block leaves it,
-                 (B, N, D), or (B, K, D) of a block on a route.
+        record   takes down the ids that the routes used, and the outputs of the blocks that it names.
         """
-        x, c, *more = self.embed(x, t, y)
+        x, c, *shared = self.embed(x, t, y)
         grid, along = self.grid if self.needs_grid else None, self.along(len(x))
-        x = run_blocks(self.called(self.blocks, outputs), x, c, *more, routes=routes, along=along, grid=grid)
+        blocks = self.called(self.blocks)
+        x = run_blocks(blocks, x, c, *shared, routes=routes, along=along, grid=grid, record=record)
         return self.unpatchify(self.final_layer(x, c))
 
-    def called(
-        self, blocks: Iterable[nn.Module], outputs: MutableMapping[int, Tensor | None] | None = None
-    ) -> list[Callable[..., Tensor]]:
-        """Blocks as a pass calls them: computed again backward where that is set, and noting outputs, see forward."""
-        found = list(blocks)
-        if self.activation_checkpointing:  # nothing in the blocks is random, so no generator is kept
-            found = [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in found]
-        for index in outputs or ():
-            found[index] = partial(_noted, found[index], outputs, index)
-        return found
+    def called(self, blocks: Iterable[nn.Module]) -> list[Callable[..., Tensor]]:
+        """Blocks as a pass calls them: computed again in the backward pass where that is set."""
+        if not self.activation_checkpointing:
+            return list(blocks)
+        # nothing in the blocks is random, so no generator is kept
+        return [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
 
     def output_of(self, block: int, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         """The output of block number `block` with all tokens, (B, N, D); what lies behind it is not computed."""
@@ -269,10 +265,3 @@ class Backbone(nn.Module):
         leave whole. Raises ValueError for what does not fit."""
         self.check_inputs(x, y)
         return self.x_embedder(x) + self.pos_embed, self.t_embedder(t) + self.y_embedder(y)
-
-
-def _noted(
-    block: Callable[..., Tensor], outputs: MutableMapping, index: int, *inputs: Tensor, **more: object
-) -> Tensor:
-    outputs[index] = block(*inputs, **more)
-    return outputs[index]

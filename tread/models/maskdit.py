@@ -9,13 +9,13 @@ Shapes: B samples, N tokens, D hidden size, W the decoder's.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dit import DiT, DiTBlock
-from routing_module import Route, check_ids, gather_tokens, run_blocks, scatter_tokens
+from routing_module import Record, Route, check_ids, gather_tokens, run_blocks, scatter_tokens, settle_ids
 from tread.models.backbone import FinalLayer, sincos_positions
 from tread.routing.ids import count_kept
 
@@ -104,10 +104,10 @@ class MaskDiT(DiT):
         t: Tensor,
         y: Tensor,
         routes: Sequence[tuple[Route, Tensor]] = (),
-        outputs: MutableMapping[int, Tensor | None] | None = None,
+        record: Record | None = None,
     ) -> Tensor:
         """As Backbone's. `routes` is () or one pair, whose route spans the encoder: mask tokens stand behind it for
-        what it left out, and the decoder sees all. `outputs` are the encoder's.
+        what it left out, and the decoder sees all. `record` names blocks of the encoder.
 
         Raises ValueError for other routes.
         """
@@ -115,10 +115,14 @@ class MaskDiT(DiT):
         (batch, tokens), ids_keep = x.shape[:2], None
         check_spans([route for route, _ in routes], len(self.blocks))
         if routes:
-            [(_, ids_keep)] = routes
+            [(route, chosen)] = routes
+            ids_keep = settle_ids(route, chosen, x)
             check_ids(ids_keep, batch, tokens)
             x = gather_tokens(x, ids_keep)
-        x = self.decoder_layer(run_blocks(self.called(self.blocks, outputs), x, c), c)
+        x = self.decoder_layer(run_blocks(self.called(self.blocks), x, c, record=record), c)
+        if record is not None and ids_keep is not None:
+            record.ids = [ids_keep]
+            record.outputs = {block: (output, ids_keep) for block, (output, _) in record.outputs.items()}
         if ids_keep is None:
             x = x + 0 * self.mask_token  # processes that share gradients need one of each parameter in every step
         else:
@@ -131,8 +135,9 @@ def check_spans(routes: Sequence[Route], depth: int) -> None:
     """Raise ValueError unless there is at most one route, around all blocks, with none of them in fp32."""
     for route in routes:
         resolved = route.resolve(depth)
-        if (resolved.start, resolved.end, resolved.fp32) != (0, depth - 1, "off") or len(routes) > 1:
-            given = ", ".join(f"{one.start}→{one.end} with fp32={one.fp32}" for one in routes)
+        spans = (resolved.start, resolved.end, resolved.fp32, resolved.rejoin) == (0, depth - 1, "off", 0)
+        if not spans or len(routes) > 1:
+            given = ", ".join(f"{route.start}→{route.end} with fp32={route.fp32}" for route in routes)
             raise ValueError(
                 f"the routes are {given}, but MaskDiT drops tokens before its encoder and puts mask tokens at their "
                 "places behind it: it takes one route, start 0, end -1, fp32 off"

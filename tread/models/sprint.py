@@ -10,12 +10,12 @@ Shapes: B samples, N tokens of a grid in raster order, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from routing_module import Route, check_ids, check_routes, run_blocks
+from routing_module import Record, Route, check_routes, run_blocks
 from tread.models.lightning import LightningDiT, MlpKind, Norm, Positions
 
 DENSE = 2  # blocks of f, and of h
@@ -76,33 +76,34 @@ class Sprint(LightningDiT):
         y: Tensor,
         routes: Sequence[tuple[Route, Tensor]] = (),
         path_drop: Tensor | bool | None = None,
-        outputs: MutableMapping[int, Tensor | None] | None = None,
+        record: Record | None = None,
     ) -> Tensor:
         """x (B, C, S, S), t (B,) noise input, y (B,) int64 labels → (B, out_channels, S, S).
 
         routes     one pair (Route, ids_keep (B, K)) over g, blocks 2..depth−3, or (): all tokens.
         path_drop  (B,) bool, samples in which mask tokens stand for g, which runs for the whole batch all the same,
                    so that its shapes stay alike; True: for all samples, and g is not computed; None: for none.
-        outputs    see Backbone.forward; blocks of g give nothing where it is not computed.
+        record     see Backbone.forward; where g is not computed it takes nothing down.
         """
         check_sparse_part([route for route, _ in routes], len(self.blocks))
         x, c = self.embed(x, t, y)
+        record = record or Record()
         from_g = torch.ones((*x.shape[:2], 1), dtype=torch.bool, device=x.device)
-        for _, ids_keep in routes:
-            check_ids(ids_keep, *x.shape[:2])
-            from_g = torch.zeros_like(from_g).scatter(1, ids_keep[:, :, None], True)
         if path_drop is not None:
             from_g = from_g & ~self._dropped(path_drop, x)
-        blocks = self.fusing(self.called(self.blocks, outputs), from_g)
+        blocks = self.fusing(self.called(self.blocks), from_g, record)
         if path_drop is True:
-            blocks, routes = blocks[:DENSE] + blocks[-DENSE:], ()
-        x = run_blocks(blocks, x, c, routes=routes, along=self.along(len(x)))
+            blocks, routes, record = blocks[:DENSE] + blocks[-DENSE:], (), None
+        x = run_blocks(blocks, x, c, routes=routes, along=self.along(len(x)), record=record)
         return self.unpatchify(self.final_layer(x, c))
 
-    def fusing(self, blocks: Sequence[Callable[..., Tensor]], from_g: Tensor) -> list[Callable[..., Tensor]]:
+    def fusing(
+        self, blocks: Sequence[Callable[..., Tensor]], from_g: Tensor, record: Record
+    ) -> list[Callable[..., Tensor]]:
         """The blocks, of which h's first sees what f and g give, fused; from_g (B, N, 1) bool: else mask tokens.
 
-        Where tokens went around g, run_blocks puts back what f gave; mask tokens take its place.
+        Where tokens skipped g, by the ids that the pass took down, run_blocks puts back what f gave; mask tokens take
+        its place.
         """
         behind_f = []
 
@@ -112,7 +113,10 @@ class Sprint(LightningDiT):
 
         def begin_h(x: Tensor, *given: Tensor) -> Tensor:
             # with all of g too, so that the mask token has a gradient, zero, and processes agree on what is trained
-            x, f = torch.where(from_g, x, self.mask_token.to(x.dtype)), behind_f.pop()
+            kept = from_g
+            for ids_keep in record.ids:
+                kept = kept & torch.zeros_like(from_g).scatter(1, ids_keep[:, :, None], True)
+            x, f = torch.where(kept, x, self.mask_token.to(x.dtype)), behind_f.pop()
             fused = self.fusion_proj(torch.cat([f, x], dim=2))  # of lower precision under autocast, tokens are not
             return blocks[-DENSE](fused.to(f.dtype), *given)
 
@@ -121,7 +125,7 @@ class Sprint(LightningDiT):
     def output_of(self, block: int, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         x, c = self.embed(x, t, y)
         from_g = torch.ones((*x.shape[:2], 1), dtype=torch.bool, device=x.device)
-        blocks = self.fusing(list(self.blocks), from_g)[: block + 1]
+        blocks = self.fusing(list(self.blocks), from_g, Record())[: block + 1]
         return run_blocks(blocks, x, c, along=self.along(len(x)))
 
     def forward_flops(

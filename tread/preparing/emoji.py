@@ -28,7 +28,7 @@ import numpy as np
 
 from tread.data.captions import add_captions, read_captions
 from tread.data.columns import read_spec
-from tread.data.dataset import read_index
+from tread.data.index import read_index
 from tread.data.latents import LatentSpec
 from tread.data.text_writer import TextWriter
 from tread.data.writer import write_dataset

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from tread.data.columns import FeatureSpec, latents_hash
-from tread.data.dataset import LatentDataset, read_index
+from tread.data.dataset import LatentDataset
+from tread.data.index import read_index
 from tread.data.latents import holds_pixels
 from tread.data.shards import write_rows
 from tread.encoders.vision import Encoder, open_encoder

@@ -16,7 +16,7 @@ import torch
 
 from tread.data.captions import add_captions, parse_captions, read_captions
 from tread.data.columns import TextSpec, read_spec
-from tread.data.dataset import read_index
+from tread.data.index import read_index
 from tread.data.text_writer import TextWriter
 from tread.encoders.language import AT_ONCE, TextEncoder, text_encoder
 from tread.models.conditions import Text

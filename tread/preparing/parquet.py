@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tread.data.dataset import check_labels
+from tread.data.index import check_labels
 from tread.preparing.caption_files import cleaned
 
 CAPTIONS = ("caption", "captions", "text")  # usual names of the column that holds them

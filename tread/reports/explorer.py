@@ -30,15 +30,8 @@ from routing_module import check_routes
 from tread.checkpoints import checkpoint
 from tread.checkpoints.for_sampling import Trained, open_trained, open_weak
 from tread.diffusion.guidance import KINDS, NO_GUIDANCE, Guidance
-from tread.diffusion.sampling import (
-    Model,
-    Sampler,
-    check_ratios,
-    class_labels,
-    draw_pictures,
-    relative_cost,
-    spread_classes,
-)
+from tread.diffusion.labels import class_labels, spread_classes
+from tread.diffusion.sampling import Model, Sampler, check_ratios, draw_pictures, relative_cost
 from tread.diffusion.solvers import Solver
 from tread.encoders import autoencoder
 from tread.evaluation.sample_files import SampleFiles, parse_seeds

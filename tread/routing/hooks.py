@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routing_module import Route, check_ids, check_routes, gather_tokens, scatter_tokens, times_written
+from routing_module import RULES, Route, check_ids, check_routes, gather_tokens, scatter_tokens, times_written
 
 from .ids import choose_ids, with_ratio
 
@@ -282,6 +282,11 @@ def attach_routes(
             )
     routes = [routes] if isinstance(routes, Route) else routes or ()
     for route in routes:
+        if not route.rejoins.removes or RULES[route.select].scores is not None:
+            raise ValueError(
+                f"the route {route.start}→{route.end} has rejoin={route.rejoin}, select={route.select}: hooks take out "
+                "tokens that were drawn, and put them back as they were; run_blocks does the rest"
+            )
         if route.fp32 not in ("auto", "off"):
             raise ValueError(
                 f"fp32={route.fp32!r} of the route {route.start}→{route.end}: hooks do not change a block's precision; "

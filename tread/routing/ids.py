@@ -1,9 +1,12 @@
-"""Ways to choose the tokens that stay on a route: plain functions from uniform numbers to ids.
+"""Rules that choose the tokens that stay on a route: plain functions from uniform numbers to ids, and a table of them.
 
 Each returns ids_keep (B, K) int64 in raster order, for run_blocks or attach_routes. K is the same for
 all samples. All take numbers and draw none: `torch.rand(B, N, generator=…)` for the whole batch, of a
 generator seeded by (seed, step), and then the rows of one's own share of the batch, makes the ids a
 function of (seed, step, position in the global batch), whatever the number of processes.
+
+A rule is an object in RULES, by the name that Route.select and `model.routes.<n>.select` take: derive it from
+Token and say what differs. One that looks at the tokens themselves has `scores`; run_blocks asks it then.
 
 This file needs torch and routing_module.py alone.
 
@@ -19,7 +22,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from routing_module import Route, draw_ids, num_keep
+from routing_module import RULES, Route, draw_ids, num_keep
+
+Grid = tuple[int, int] | None  # (rows, columns)
+Some = Tensor | None
 
 
 def force(noise: Tensor, keep: Tensor, selection_ratio: float, unit: str = "tokens") -> Tensor:
@@ -109,6 +115,122 @@ def shared_ids(noise: Tensor, selection_ratio: float, force_keep: Tensor | None 
     return draw_ids(chances, selection_ratio).expand(len(noise), -1)
 
 
+class Token:
+    """Single tokens, each sample its own."""
+
+    keeps_grid = False  # whether the kept tokens form a grid, as blocks that look at neighbours need
+    description = ""  # what a run's summary says behind the number of tokens
+    scores = None  # or a function from the tokens (B, N, D) before the route to scores (B, N)
+
+    def choose(self, route: Route, draws: Tensor, grid: Grid = None, keep: Some = None, scores: Some = None) -> Tensor:
+        """ids_keep (B, K) from uniform draws (B, N), where keep (B, N) bool names tokens that stay; scores (B, N) where
+        the rule has them."""
+        if keep is not None:
+            draws = force(draws, keep, route.selection_ratio)
+        return draw_ids(draws, route.selection_ratio)
+
+    def count(self, route: Route, num_tokens: int, grid: tuple[int, int] | None) -> int:
+        """K, of N tokens."""
+        return num_keep(num_tokens, route.selection_ratio)
+
+    def check_route(self, route: Route) -> None:
+        """Raise ValueError for a ratio that the rule does not know."""
+
+    def check_grid(self, grid: tuple[int, int]) -> tuple[str, int]:
+        """What is chosen among, for messages, and how many of it a grid (H, W) has. Raises ValueError for a misfit."""
+        return "token", math.prod(grid)
+
+    def with_ratio(self, route: Route, ratio: float) -> Route:
+        """The route with another ratio, for sampling."""
+        return replace(route, selection_ratio=ratio)
+
+    def for_sampling(self, route: Route) -> Route:
+        """The route whose ids follow from each sample's own draws."""
+        return route
+
+
+class Row(Token):
+    """Whole rows of the token grid, each sample its own."""
+
+    keeps_grid, description = True, " in whole rows"
+
+    def choose(self, route: Route, draws: Tensor, grid: Grid = None, keep: Some = None, scores: Some = None) -> Tensor:
+        return row_ids(draws, route.selection_ratio, _needed(grid, route), keep)
+
+    def count(self, route: Route, num_tokens: int, grid: tuple[int, int] | None) -> int:
+        if grid is None:
+            return num_keep(num_tokens, route.selection_ratio)
+        return num_keep(grid[0], route.selection_ratio) * grid[1]
+
+    def check_grid(self, grid: tuple[int, int]) -> tuple[str, int]:
+        return "row", grid[0]
+
+
+class Shared(Token):
+    """The same tokens in the whole batch."""
+
+    description = ", the same ones in a batch"
+
+    def choose(self, route: Route, draws: Tensor, grid: Grid = None, keep: Some = None, scores: Some = None) -> Tensor:
+        return shared_ids(draws, route.selection_ratio, keep)
+
+    def for_sampling(self, route: Route) -> Route:
+        return replace(route, select="token")
+
+
+class Group(Token):
+    """One token of each 2×2 group of the grid, each sample its own; its ratio is 0.75."""
+
+    description = ", one of each 2×2"
+
+    def choose(self, route: Route, draws: Tensor, grid: Grid = None, keep: Some = None, scores: Some = None) -> Tensor:
+        return group_ids(draws, _needed(grid, route), keep)
+
+    def check_route(self, route: Route) -> None:
+        if route.selection_ratio != 0.75:
+            raise ValueError(
+                f"selection_ratio is {route.selection_ratio}, but must be 0.75 with select=group, which keeps one "
+                "token of each 2×2 group: select=token takes other ratios"
+            )
+
+    def check_grid(self, grid: tuple[int, int]) -> tuple[str, int]:
+        check_groups(grid)
+        return "token", math.prod(grid)
+
+    def with_ratio(self, route: Route, ratio: float) -> Route:
+        return replace(route, selection_ratio=ratio, select=route.select if ratio == 0.75 else "token")
+
+
+@dataclass(frozen=True)
+class LargestNorm(Token):
+    """The tokens of the largest norm, up to chance: they are drawn without replacement, each with a probability
+    proportional to exp(z / temperature), z being its log norm less its sample's mean, in standard deviations.
+
+    temperature  0: the largest without chance; towards infinity as `token`.
+    """
+
+    temperature: float = 1.0
+    description = " by their norm"
+
+    def scores(self, tokens: Tensor) -> Tensor:
+        norms = tokens.float().norm(dim=2).clamp(min=1e-12).log()
+        std, mean = torch.std_mean(norms, dim=1, keepdim=True)
+        return (norms - mean) / std.clamp(min=1e-6)
+
+    def choose(self, route: Route, draws: Tensor, grid: Grid = None, keep: Some = None, scores: Some = None) -> Tensor:
+        gumbel = -(-draws.clamp(1e-9, 1 - 1e-7).log()).log()
+        return super().choose(route, -(scores + self.temperature * gumbel), grid, keep)
+
+
+RULES |= {"token": Token(), "row": Row(), "shared": Shared(), "group": Group(), "norm": LargestNorm()}
+
+
+def _needed(grid: tuple[int, int] | None, route: Route) -> tuple[int, int]:
+    if grid is None:
+        raise ValueError(f'select="{route.select}" needs grid=(rows, columns) of the tokens')
+    return grid
+
+
 def choose_ids(
     route: Route,
     noise: Tensor,
@@ -125,22 +247,23 @@ def choose_ids(
                 the ids are those of the whole sequence, (B, prefix + K).
 
     Raises ValueError for a missing grid or one of another number of tokens, for more forced tokens than are
-    kept, and for a negative prefix.
+    kept, for a negative prefix, and for a rule that scores the tokens, which only run_blocks can ask.
     """
-    ratio = route.selection_ratio
+    rule = RULES[route.select]
     if prefix < 0:
         raise ValueError(f"prefix is {prefix}, but must be a number of tokens")
-    if route.select in ("row", "group") and grid is None:
-        raise ValueError(f'select="{route.select}" needs grid=(rows, columns) of the tokens')
-    if route.select == "row":
-        ids = row_ids(noise, ratio, grid, force_keep)
-    elif route.select == "group":
-        ids = group_ids(noise, grid, force_keep)
-    elif route.select == "shared":
-        ids = shared_ids(noise, ratio, force_keep)
-    else:
-        ids = draw_ids(noise if force_keep is None else force(noise, force_keep, ratio), ratio)
+    if rule.scores is not None:
+        raise ValueError(
+            f'select="{route.select}" scores the tokens before the route, which are not here: hand run_blocks the pair '
+            "(route, draws), and it chooses"
+        )
+    ids = rule.choose(route, noise, grid, force_keep)
     return keep_prefix(ids, prefix) if prefix else ids
+
+
+def pair(route: Route, draws: Tensor, grid: tuple[int, int]) -> tuple[Route, Tensor]:
+    """A route as networks take it: with its ids_keep (B, K), or with the draws (B, N) where its rule scores tokens."""
+    return route, draws if RULES[route.select].scores is not None else choose_ids(route, draws, grid)
 
 
 def keep_prefix(ids_keep: Tensor, prefix: int) -> Tensor:
@@ -151,20 +274,22 @@ def keep_prefix(ids_keep: Tensor, prefix: int) -> Tensor:
 
 def with_ratio(route: Route, ratio: float) -> Route:
     """The route with another ratio; of a group's fixed one (0.75) it departs by choosing single tokens."""
-    departs = route.select == "group" and ratio != route.selection_ratio
-    return replace(route, selection_ratio=ratio, select="token" if departs else route.select)
+    return RULES[route.select].with_ratio(route, ratio)
 
 
 def count_kept(route: Route, num_tokens: int, grid: tuple[int, int] | None = None) -> int:
     """How many of N tokens choose_ids keeps for a route (without a prefix)."""
-    if route.select != "row" or grid is None:
-        return num_keep(num_tokens, route.selection_ratio)
-    return num_keep(grid[0], route.selection_ratio) * grid[1]
+    return RULES[route.select].count(route, num_tokens, grid)
+
+
+def count_run(route: Route, num_tokens: int, grid: tuple[int, int] | None = None) -> int:
+    """How many of N tokens the blocks on a route run on: those kept, or all where none is taken out."""
+    return count_kept(route, num_tokens, grid) if route.rejoins.removes else num_tokens
 
 
 def describe_route(route: Route, num_tokens: int, grid: tuple[int, int]) -> str:
     """A resolved route in words: "r(2→8) keeps 8 of 16 tokens", "r(4→8), rejoins as before block 2, keeps 8 …"."""
-    comma = "" if route.rejoin == route.start else ","
+    comma = "" if str(route).endswith(")") else ","
     return f"{route}{comma} keeps {count_kept(route, num_tokens, grid)} of {num_tokens} tokens"
 
 
@@ -175,9 +300,7 @@ def check_ratio(route: Route, grid: tuple[int, int], key: str) -> None:
     above and Route do what they are told.
     """
     ratio, tokens, kept = route.selection_ratio, math.prod(grid), count_kept(route, math.prod(grid), grid)
-    if route.select == "group":
-        check_groups(grid)
-    unit, units = ("row", grid[0]) if route.select == "row" else ("token", tokens)
+    unit, units = RULES[route.select].check_grid(grid)
     if ratio and kept == tokens:
         raise ValueError(
             f"{key} {ratio:g} routes nothing around: it is less than one {unit} of the {grid[0]}×{grid[1]} tokens"

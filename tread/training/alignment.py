@@ -16,13 +16,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from routing_module import Route, check_routes, gather_tokens
+from routing_module import Record, Route, check_routes, gather_tokens
+from tread.data.dataset import Batch
+from tread.diffusion.process import Process
 from tread.encoders.vision import Encoder
 from tread.models.backbone import Backbone
-from tread.routing.ids import count_kept
+from tread.models.conditions import Condition
+from tread.routing.ids import count_run
 from tread.runtime.schema import Count, Positive, Share
 
 BETA = 0.05  # of smooth L1, where it turns from a parabola into a line (SRA)
@@ -76,7 +80,7 @@ def alignment_loss(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) 
     return -F.cosine_similarity(*_met(projected, targets, ids_keep), dim=2).mean(dim=1)
 
 
-def self_loss(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
+def self_distance(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
     """SRA's loss of each sample, smooth L1 averaged over tokens and channels: (B,) fp32; as alignment_loss."""
     return F.smooth_l1_loss(*_met(projected, targets, ids_keep), beta=BETA, reduction="none").mean(dim=(1, 2))
 
@@ -90,15 +94,6 @@ def _met(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> tuple[T
             "as many channels"
         )
     return projected.float(), targets.float()
-
-
-def ids_at(block: int, routes: Sequence[tuple[Route, Tensor]], depth: int) -> Tensor | None:
-    """The ids_keep (B, K) of the tokens that a block of `depth` sees under routes; None: all."""
-    for route, ids_keep in routes:
-        resolved = route.resolve(depth)
-        if resolved.start <= block <= resolved.end:
-            return ids_keep
-    return None
 
 
 def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Sequential:
@@ -119,7 +114,7 @@ def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Se
 class Aligned(nn.Module):
     """A network and its projector as one module, as the processes of a run share it.
 
-    forward takes the network's arguments and returns its output and the projected tokens (B, K, z) of its block.
+    forward is the network's; its record then holds the projected tokens (B, K, z) of the aligned block.
     """
 
     def __init__(self, network: Backbone, projector: nn.Module, block: int) -> None:
@@ -132,12 +127,16 @@ class Aligned(nn.Module):
         t: Tensor,
         y: Tensor,
         routes: Sequence[tuple[Route, Tensor]] = (),
+        record: Record | None = None,
         path_drop: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        outputs: dict[int, Tensor | None] = {self.block: None}
+    ) -> Tensor:
+        record = record or Record()
+        record.blocks = (self.block,)
         dropped = {} if path_drop is None else {"path_drop": path_drop}  # which SPRINT alone takes
-        found = self.network(x, t, y, routes, outputs=outputs, **dropped)
-        return found, self.projector(outputs[self.block])
+        output = self.network(x, t, y, routes, record=record, **dropped)
+        tokens, ids_keep = record.outputs[self.block]
+        record.outputs[self.block] = self.projector(tokens), ids_keep
+        return output
 
 
 @dataclass(frozen=True)
@@ -162,6 +161,26 @@ class Aligner:
     def projector(self) -> nn.Module:
         return self.module.projector
 
+    @torch.no_grad()
+    def targets(
+        self, process: Process, batch: Batch, x: Tensor, y: Condition, normal: Tensor, noise: Tensor, back: Tensor
+    ) -> Tensor:
+        """What the projected tokens are to meet, (B, N, z), of clean latents x and their conditions y.
+
+        The teacher sees the noise of the training at the cleaner level that `back` (B,) says; normal (B,) gave the
+        training's own.
+        """
+        if self.teacher is None:
+            return self.encoder.encode(batch.pictures) if self.encoder else batch.features
+        level = process.cleaner(normal, self.settings.gap * back)
+        block = self.settings.blocks(len(self.teacher.blocks))[1]
+        return self.teacher.output_of(block, *process.precondition(process.noised(x, level, noise), level), y)
+
+    def distance(self, record: Record, targets: Tensor) -> Tensor:
+        """How far the projected tokens that a pass took down are from their targets: (B,) fp32."""
+        projected, ids_keep = record.outputs[self.module.block]
+        return (alignment_loss if self.teacher is None else self_distance)(projected, targets, ids_keep)
+
     def flops(self, routes: Sequence[Route]) -> int:
         """What alignment adds to a training step, for one sample: projector forward and backward, teacher, encoder."""
         network = self.module.network
@@ -175,5 +194,5 @@ class Aligner:
 def tokens_at(block: int, routes: Sequence[Route], network: Backbone) -> int:
     """How many tokens a block sees under routes."""
     tokens, grid = network.num_tokens, network.grid
-    at = [route for route in check_routes(routes, len(network.blocks)) if route.start <= block <= route.end]
-    return count_kept(at[0], tokens, grid) if at else tokens
+    around = [route for route in check_routes(routes, len(network.blocks)) if route.start <= block <= route.end]
+    return count_run(around[0], tokens, grid) if around else tokens

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import process_of
-from tread.diffusion.sampling import Sampler, draw_pictures, spread_classes
+from tread.diffusion.labels import spread_classes
+from tread.diffusion.sampling import Sampler, draw_pictures
 from tread.drawing.charts import save_curve
 from tread.drawing.grids import save_grid
 from tread.encoders.inception import at_hand, find_weights, load_inception
@@ -29,9 +30,10 @@ from tread.models.conditions import Text
 from tread.runtime.device import autocast, peak_flops, wait_for
 from tread.runtime.files import explain_failure
 from tread.training import posthoc_ema
+from tread.training.flops import sample_flops, training_flops
 from tread.training.optimizer import StepStatistics, learning_rate
 from tread.training.run import Failure, Run
-from tread.training.step import active_routes, sample_flops, step_draws, training_flops
+from tread.training.step import active_routes, step_draws
 
 
 class Clock:
@@ -363,11 +365,22 @@ def save_snapshot(run: Run) -> None:
     run.processes.from_main(lambda: posthoc_ema.save_snapshot(run.folder, run.step, averages))
 
 
-def judge_demo(run: Run) -> dict[str, float]:
-    """Values of eval.demo_samples EMA samples, by name; none of classes of emoji, which has but one.
+def judge_demo(run: Run) -> None:
+    """Record what an embedded dataset's judge says of eval.demo_samples EMA samples, unless that is done.
 
     Raises ValueError or OSError for weights of Inception that are named and can't be read.
     """
+    count = run.cfg.eval.demo_samples
+    judged = any(record["step"] == run.step and "demo_samples" in record for record in run.log.records())
+    if run.processes.main and count and not judged:
+        with run.beside("judge"):
+            values = judged_samples(run)
+        if values:
+            run.record(**values, demo_samples=count)
+
+
+def judged_samples(run: Run) -> dict[str, float]:
+    """Values of eval.demo_samples EMA samples, by name; none of classes of emoji, which has but one."""
     count, cfg = run.cfg.eval.demo_samples, run.cfg
     if cfg.dataset.embedded == "digits":
         labels = torch.arange(count) % cfg.dataset.num_classes

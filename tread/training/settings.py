@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 from rf import RF
 from tread.checkpoints.network import Dataset, Model, Objective, TextSettings, process_of
-from tread.data.dataset import LatentDataset, heldout_beside
+from tread.data.dataset import LatentDataset
+from tread.data.index import prepared_heldout
 from tread.diffusion.edm import EDM
 from tread.diffusion.solvers import Solver
 from tread.preparing import digits, emoji
@@ -263,7 +264,7 @@ def complete(config: dict) -> dict:
     """
     dataset = read(config).dataset
     if dataset.heldout == "auto":
-        found = heldout_beside(dataset.path)
+        found = prepared_heldout(dataset.path)
         config = {**config, "dataset": {**config["dataset"], "heldout": found and str(found)}}
     config = _with_text(config)
     if all(getattr(dataset, key) is not None for key in MEASURES):

@@ -18,10 +18,11 @@ from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, process_of
 from tread.checkpoints.weights import load_weights
 from tread.data.columns import check_grid
-from tread.data.dataset import LatentDataset, read_index
+from tread.data.dataset import LatentDataset
+from tread.data.index import read_index
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
-from tread.diffusion.sampling import spread_classes
+from tread.diffusion.labels import spread_classes
 from tread.encoders import autoencoder
 from tread.encoders.vision import encoder_name, open_encoder
 from tread.evaluation.online_fid import open_online_fid
@@ -36,11 +37,12 @@ from tread.runtime.signals import Stop
 from tread.training import posthoc_ema
 from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.ema import EMA, exponential, power
+from tread.training.flops import training_flops
 from tread.training.optimizer import StepStatistics, learning_rate
 from tread.training.run import Run
 from tread.training.run_folder import Claim, RunLog, claim
 from tread.training.settings import Settings, prepare_embedded
-from tread.training.step import split_batch, training_flops
+from tread.training.step import split_batch
 from tread.training.tracking import check_tracker, open_tracker
 
 

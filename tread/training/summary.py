@@ -90,9 +90,9 @@ def describe_alignment(run: Run, parameters: int) -> str:
     )
 
 
-def describe_outcome(run: Run, records: list[dict]) -> str:
+def describe_outcome(run: Run) -> str:
     """The last evaluation and demo metrics, and where everything is: one line each."""
-    lines = []
+    lines, records = [], run.log.records() if run.processes.main else []
     for name in (*CALLED, "fid", *digits_judge.VALUES, *emoji_judge.VALUES):
         found = [record for record in records if name in record]
         count = f" of {found[-1]['fid_samples']:,} samples" if found and name == "fid" else ""

@@ -29,7 +29,27 @@ def to_patches(x: Tensor, patch_size: int) -> Tensor:
     return F.unfold(x, patch_size, stride=patch_size).transpose(1, 2)
 
 
-def kept_loss(squared: Tensor, ids: Sequence[Tensor], patch_size: int) -> Tensor:
+def kept_terms(
+    squared: Tensor,
+    denoised: Tensor,
+    noisy: Tensor,
+    weight: Tensor,
+    ids: Sequence[Tensor],
+    patch_size: int,
+    reconstruction: float,
+) -> Tensor:
+    """The weighted error of the kept patches, and `reconstruction` times that of the others' reconstruction: (B,).
+
+    squared, denoised, noisy  as Process.errors gives them.
+    weight                    (B,) of the noise levels.
+    """
+    terms = weight * kept_error(squared, ids, patch_size)
+    if reconstruction:
+        terms = terms + reconstruction * reconstruction_error(denoised, noisy, ids, patch_size)
+    return terms
+
+
+def kept_error(squared: Tensor, ids: Sequence[Tensor], patch_size: int) -> Tensor:
     """Mean of squared errors (B, C, S, S) over the patches that a route keeps, averaged over the routes: (B,).
 
     ids  each route's ids_keep (B, K).
@@ -38,7 +58,7 @@ def kept_loss(squared: Tensor, ids: Sequence[Tensor], patch_size: int) -> Tensor
     return torch.stack([patches.gather(1, ids_keep).mean(dim=1) for ids_keep in ids]).mean(dim=0)
 
 
-def reconstruction_loss(denoised: Tensor, noisy: Tensor, ids: Sequence[Tensor], patch_size: int) -> Tensor:
+def reconstruction_error(denoised: Tensor, noisy: Tensor, ids: Sequence[Tensor], patch_size: int) -> Tensor:
     """Squared error of the patches that a route takes around, averaged over the routes: (B,).
 
     denoised  (B, C, S, S), the network's estimate of the data, which stands for the reconstruction.

@@ -1,0 +1,56 @@
+"""index.json of a dataset: what was prepared, and what lies beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+VERSION = 1
+
+
+def read_index(folder: Path) -> dict:
+    """The parsed index.json of a dataset. Raises FileNotFoundError or ValueError."""
+    path = Path(folder) / "index.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"no dataset at {folder}: it has no index.json; prepare or import one there")
+    try:
+        index = json.loads(path.read_text())
+        version = index["version"]
+    except (ValueError, KeyError, TypeError) as error:  # of JSON and UTF-8 too, which are ValueErrors
+        raise damaged(path, error) from error
+    if version != VERSION:
+        raise ValueError(f"{path} has version {version}, but this code reads version {VERSION}")
+    return index
+
+
+def prepared_heldout(folder: Path) -> Path | None:
+    """Where the held-out data lies that was prepared with a dataset; None if there is none.
+
+    Raises FileNotFoundError if index.json names it and it is not there, or as read_index.
+    """
+    name = read_index(folder).get("heldout")
+    if name is None:
+        return None
+    place = Path(folder) / str(name)
+    plain = Path(os.path.normpath(place))  # of a folder that is a link, another place
+    place = plain if plain.exists() else place
+    if not (place / "index.json").is_file():
+        raise FileNotFoundError(
+            f"{folder} was prepared with held-out data, {place}, which is not there: bring it back, or name it by "
+            "dataset.heldout=…; dataset.heldout=null trains without evaluation loss"
+        )
+    return place
+
+
+def damaged(path: Path, error: Exception) -> ValueError:
+    """What to raise for an index.json that can't be read."""
+    return ValueError(f"{path} is damaged or of another kind: {type(error).__name__}: {error}")
+
+
+def check_labels(labels: np.ndarray, num_classes: int, where: object) -> None:
+    """Raise ValueError unless all labels lie in 0..num_classes−1."""
+    if len(labels) and not 0 <= labels.min() <= labels.max() < num_classes:
+        raise ValueError(f"{where}: labels lie in {labels.min()}..{labels.max()}, but there are {num_classes} classes")

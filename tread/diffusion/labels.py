@@ -1,0 +1,60 @@
+"""Labels of samples: drawn by seeds, as people name classes, or spread over all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tread.runtime.randomness import generator
+from tread.runtime.schema import check
+
+Labels = Literal["random", "balanced"]
+
+
+def check_labels(labels: Tensor, num_classes: int) -> None:
+    """Raise ValueError unless labels (n,) are classes (or prompts), or their number for none."""
+    if not 0 <= int(labels.min()) <= int(labels.max()) <= num_classes:
+        raise ValueError(
+            f"classes lie in {int(labels.min())}..{int(labels.max())}, but must lie in 0..{num_classes - 1}, "
+            f"or be {num_classes} for no class"
+        )
+
+
+def seeded_labels(seeds: Sequence[int], num_classes: int, mode: Labels) -> Tensor:
+    """(n,) int64 classes, each given by its seed alone.
+
+    mode  "random", uniform over the classes, as reference batches are scored; or "balanced", the
+          seed's remainder, so that seeds in a row have each class equally often.
+    """
+    check("labels", mode, Labels)
+    if mode == "balanced":
+        return torch.tensor([seed % num_classes for seed in seeds])
+    return torch.tensor([int(torch.randint(num_classes, (), generator=generator(seed, "label"))) for seed in seeds])
+
+
+def class_labels(classes: Sequence[int | None], num_classes: int, label_drop: float) -> list[int]:
+    """Labels of classes as people name them, None for no class: that is label num_classes, the null class.
+
+    label_drop  of the network's training: where it is 0, the null class was never trained.
+
+    Raises ValueError for what is no class of the network.
+    """
+    for position, number in enumerate(classes):
+        if number is not None and not 0 <= number < num_classes:
+            raise ValueError(
+                f"classes.{position} is {number}, but the classes are 0..{num_classes - 1}, and null is no class"
+            )
+        if number is None and label_drop == 0:
+            raise ValueError(
+                f"classes.{position} is null, but the network knows no null class: train.label_drop was 0, so only "
+                f"0..{num_classes - 1} were trained"
+            )
+    return [num_classes if number is None else number for number in classes]
+
+
+def spread_classes(num_classes: int, count: int) -> list[int]:
+    """`count` class numbers (at most all), spread evenly from the first to the last."""
+    return torch.linspace(0, num_classes - 1, min(count, num_classes)).round().int().tolist()

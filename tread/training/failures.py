@@ -1,0 +1,125 @@
+"""How a launch of train.py fails: what is told, written down and tried before.
+
+Bad input, a full disk and a run that has diverged end it with one line; running out of a device's memory with the
+micro-batch that would fit; a graph that can't be compiled goes on without.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+
+from tread.runtime.device import autocast
+from tread.runtime.signals import INTERRUPTED, Stop, leave_at_once
+from tread.training.run import Failure, Run, first_line, note_failure
+from tread.training.step import loss, step_draws, training_step
+
+
+class Launch:
+    """The context of a launch: it hears the signals to stop, and ends the process as the run ended.
+
+    run       once it began.
+    finished  whether all steps are done; else, at the end, the exit code is INTERRUPTED.
+    """
+
+    def __init__(self) -> None:
+        self.stop, self.finished = Stop(), False
+        self.run: Run | None = None
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType) -> None:
+        try:
+            if isinstance(error, (ValueError, OSError, Failure, torch.OutOfMemoryError)):
+                reason = "its output was closed (a broken pipe)" if isinstance(error, BrokenPipeError) else str(error)
+                if isinstance(error, torch.OutOfMemoryError):
+                    advice = "a smaller eval.batch_size, sampling.classes or sampling.per_class needs less"
+                    reason = f"out of memory beside the training steps: {first_line(error)}: {advice}"
+                note_failure(self.run, reason)
+                leave_at_once(1, f"error: {reason}")
+                sys.exit(f"error: {reason}")
+            if isinstance(error, Exception):
+                note_failure(self.run, first_line(error))
+                leave_at_once(1, "".join(traceback.format_exception(error)))
+        finally:
+            self.stop.close()
+        if error is None:
+            leave_at_once(0 if self.finished else INTERRUPTED)
+            if not self.finished:
+                sys.exit(INTERRUPTED)
+
+
+def guarded_step(run: Run) -> None:
+    """A training step, without compiled blocks from where their compiler fails.
+
+    Raises Failure with the micro-batch that would fit where the device's memory does not suffice.
+    """
+    if trouble := _trouble(run):  # when what the step had of the memory is free again
+        raise Failure(explain_memory(run, trouble))
+
+
+def _trouble(run: Run) -> str | None:
+    """Take a step, or return what the device says if its memory does not suffice."""
+    try:
+        training_step(run)
+    except torch.OutOfMemoryError as error:
+        return str(error)
+    except BackendCompilerFailed as error:  # a block's graph, although why_not's sample went well
+        run.processes.say(f"warning: going on without torch.compile, which failed: {first_line(error)}")
+        torch.compiler.set_stance("force_eager")
+        run.optimizer.zero_grad()
+        training_step(run)
+    return None
+
+
+def find_fitting(attempt: Callable[[int], None], share: int, tried: int) -> int | None:
+    """A micro-batch below the one that was tried for which an attempt does not run out of memory; None without any.
+
+    It divides a process's share of the batch. Each attempt that fails is followed by one of at most half its size.
+    """
+    at_most = tried - 1
+    while size := next((size for size in range(at_most, 0, -1) if share % size == 0), None):
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        try:
+            attempt(size)
+            return size
+        except torch.OutOfMemoryError:
+            at_most = size // 2
+    return None
+
+
+def explain_memory(run: Run, error: str) -> str:
+    """For people: the micro-batch that would fit, which is tried out."""
+    rows, cfg = run.micro_batches[0], run.cfg
+    share, tried = cfg.train.batch_size // run.processes.count, rows.stop - rows.start
+    run.optimizer.zero_grad()
+    draws = step_draws(cfg, run.data.latents, run.step, run.processes.device).rows(rows)
+    batch = run.loader.batches(run.step)[0]
+    module = run.aligner.module if run.aligner else run.network
+    parameters = list(module.parameters())
+
+    def attempt(size: int) -> None:
+        few, moments = slice(0, size), [] if run.optimizer.state else 2 * parameters  # of AdamW, yet to come
+        room = [torch.empty_like(parameter) for parameter in moments]
+        with torch.compiler.set_stance("force_eager"), autocast(run.processes.device, run.precision):
+            given = (batch.rows(few), draws.rows(few), run.network.null(1))
+            terms = loss(cfg, module, run.data.latents, *given, run.aligner)
+            total = sum(term.mean() for term in terms)
+        torch.autograd.grad(total, parameters)  # not backward(), which would have DDP wait for other processes
+        del room  # held until here
+
+    size = find_fitting(attempt, share, tried)
+    advice = (
+        f"train.micro_batch_size={size} would fit, with the same results" if size else "even one image does not fit"
+    )
+    return (
+        f"out of memory with micro-batches of {tried} images: {error.splitlines()[0]}\n  {advice}. "
+        "train.activation_checkpointing=true needs less memory too"
+    )

@@ -1,0 +1,24 @@
+"""FLOPs of training: forward and backward pass by the routes of each step, and what alignment adds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from routing_module import Route
+from tread.models.backbone import Backbone
+from tread.training.alignment import Aligner
+from tread.training.settings import Settings
+from tread.training.step import active_routes
+
+
+def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Aligner | None = None) -> int:
+    """FLOPs of training steps, of whole batches, by their routes."""
+    alike = itertools.groupby(active_routes(cfg, step) for step in steps)
+    each = sum(sample_flops(network, routes, aligner) * sum(1 for _ in group) for routes, group in alike)
+    return each * cfg.train.batch_size
+
+
+def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | None = None) -> int:
+    """FLOPs of training on one sample: forward and backward pass (twice the forward one), and what alignment adds."""
+    return 3 * network.forward_flops(routes) + (aligner.flops(routes) if aligner else 0)
