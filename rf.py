@@ -100,10 +100,6 @@ class RF(Process):
         """The predicted velocity, of ε − x, at x_t: (B, C, S, S) fp32."""
         return self._velocity(network(*self.precondition(x, t), y, routes=routes), x)
 
-    def denoise(self, network: Network, x: Tensor, t: Tensor, y: Condition, routes: Routes = ()) -> Tensor:
-        """D(x_t; t, y), the predicted data, in the precision of x."""
-        return self.combine(network(*self.precondition(x, t), y, routes=routes), x, t)
-
     def noised(self, x: Tensor, t: Tensor, noise: Tensor) -> Tensor:
         """x_t = (1 − t)·x + t·noise."""
         level = t.float().view(-1, 1, 1, 1)

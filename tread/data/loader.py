@@ -11,15 +11,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tread.data.dataset import Batch, LatentDataset
-from tread.models import conditions
-from tread.models.conditions import Text
-
-Field = Tensor | np.ndarray | Text | None  # of a batch
+from tread.models.conditions import Text, each
 
 
 class Loader:
@@ -46,7 +42,7 @@ class Loader:
     ) -> None:
         self.data, self.seed, self.batch_size, self.steps = data, seed, batch_size, steps
         self.rows = slice(micro_batches[0].start, micro_batches[-1].stop)
-        self.sizes = [rows.stop - rows.start for rows in micro_batches]
+        self.pieces = [slice(rows.start - self.rows.start, rows.stop - self.rows.start) for rows in micro_batches]
         self.device = torch.device(device)
         self.ahead = (0 if self.device.type == "cpu" else 4) if ahead is None else ahead
         self.waited = 0.0  # seconds that `batches` has waited for samples; its user sets it back
@@ -74,38 +70,27 @@ class Loader:
             for tensor in (*batch, *(batch.text or ())):
                 if isinstance(tensor, Tensor):
                     tensor.record_stream(current)  # its memory may be reused only after this step
-        return [Batch(*parts) for parts in zip(*map(self._split, batch))]
-
-    def _split(self, of_all: Field) -> Sequence[Field]:
-        """A field of a batch, by micro-batches."""
-        if isinstance(of_all, Text):
-            return [Text(*parts) for parts in zip(*map(self._split, of_all))]
-        if isinstance(of_all, Tensor):
-            return of_all.split(self.sizes)
-        return [None] * len(self.sizes) if of_all is None else np.split(of_all, np.cumsum(self.sizes)[:-1])
+        return [batch.rows(piece) for piece in self.pieces]
 
     def _read(self, step: int) -> tuple[Batch, torch.cuda.Event | None]:
         if self.ahead:
             self.data.expect(self.seed, step, self.batch_size, self.rows)
         if self._stream is None:
-            batch = self.data.batch(self.seed, step, self.batch_size, self.rows)
-            return Batch(*map(self._moved, batch)), None
+            return self._moved(self.data.batch(self.seed, step, self.batch_size, self.rows)), None
         with torch.cuda.stream(self._stream):  # all of it: the gather, where the dataset lies on the device, too
             batch = self.data.batch(self.seed, step, self.batch_size, self.rows, pin=True)
-            return Batch(*map(self._copy, batch)), self._stream.record_event()
+            return self._moved(batch), self._stream.record_event()
 
-    def _moved(self, part: Field) -> Field:
-        """A field of a batch, on the device where it is of tensors."""
-        return conditions.to(part, self.device) if isinstance(part, (Tensor, Text)) else part
+    def _moved(self, batch: Batch) -> Batch:
+        """The samples, on their way to the device."""
 
-    def _copy(self, part: Field) -> Field:
-        """A field of a batch, on its way to the GPU where it is of tensors."""
-        if isinstance(part, Text):
-            return Text(*map(self._copy, part))
-        if not isinstance(part, Tensor):
-            return part
-        locked = part if part.is_cuda or part.is_pinned() else part.pin_memory()
-        return locked.to(self.device, non_blocking=True)
+        def move(part: Tensor) -> Tensor:
+            if self._stream is None:
+                return part.to(self.device)
+            locked = part if part.is_cuda or part.is_pinned() else part.pin_memory()
+            return locked.to(self.device, non_blocking=True)
+
+        return Batch(*(each(move, part) if isinstance(part, (Tensor, Text)) else part for part in batch))
 
     def close(self) -> None:
         """Stop reading ahead."""

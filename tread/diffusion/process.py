@@ -76,7 +76,8 @@ class Process(Protocol):
         """The predicted data, from the network's output for a noisy x."""
 
     def denoise(self, network: Network, x: Tensor, level: Tensor, y: Condition, routes: Routes = ()) -> Tensor:
-        """D(x; l, y), the predicted data: `combine` of the network's output for what `precondition` gives it."""
+        """D(x; l, y), the predicted data."""
+        return self.combine(network(*self.precondition(x, level), y, routes=routes), x, level)
 
     def errors(
         self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()

@@ -29,7 +29,7 @@ class Text(NamedTuple):
 Condition = Tensor | Text
 
 
-def _each(function: Callable[..., Tensor], *given: Condition) -> Condition:
+def each(function: Callable[..., Tensor], *given: Condition) -> Condition:
     """A function of tensors, of labels or of each part of texts that there is."""
     if not isinstance(given[0], Text):
         return function(*given)
@@ -43,23 +43,23 @@ def count(y: Condition) -> int:
 
 def rows(y: Condition, chosen: slice | Tensor) -> Condition:
     """Some of the conditions: a slice of them, or by numbers (n,) int64."""
-    return _each(lambda part: part[chosen], y)
+    return each(lambda part: part[chosen], y)
 
 
 def join(a: Condition, b: Condition) -> Condition:
     """Those of a, then those of b."""
-    return _each(lambda one, other: torch.cat([one, other]), a, b)
+    return each(lambda one, other: torch.cat([one, other]), a, b)
 
 
 def pad(y: Condition, total: int) -> Condition:
     """So many conditions, by repeating the last one."""
     missing = total - count(y)
-    return _each(lambda part: torch.cat([part, part[-1:].expand(missing, *part.shape[1:])]), y)
+    return each(lambda part: torch.cat([part, part[-1:].expand(missing, *part.shape[1:])]), y)
 
 
 def to(y: Condition, device: torch.device | str) -> Condition:
     """On a device."""
-    return _each(lambda part: part.to(device), y)
+    return each(lambda part: part.to(device), y)
 
 
 def replaced(y: Condition, where: Tensor, null: Condition) -> Condition:
@@ -68,7 +68,7 @@ def replaced(y: Condition, where: Tensor, null: Condition) -> Condition:
     def choose(part: Tensor, empty: Tensor) -> Tensor:
         return torch.where(where.view(-1, *[1] * (part.ndim - 1)), empty.to(part.dtype), part)
 
-    return _each(choose, y, null)
+    return each(choose, y, null)
 
 
 def drop(y: Condition, uniform: Tensor, probability: float, null: Condition) -> Condition:
