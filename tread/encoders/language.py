@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from tread.data.columns import CLIP_L, TextSpec, encoder_name
+from tread.data.columns import CLIP_L, TextSpec, text_encoder_name
 from tread.encoders.autoencoder import fingerprint
 from tread.encoders.words import WordEncoder, make_vocabulary
 from tread.models.conditions import Text
@@ -72,7 +72,7 @@ class ModelEncoder:
         vocabulary = sorted(self._tokenizer.get_vocab().items())
         whole = hashlib.sha256((fingerprint(self._model) + json.dumps(vocabulary)).encode()).hexdigest()
         width = self._model.config.hidden_size
-        self.spec = TextSpec(encoder_name(name), whole, tokens, width, width if pooled else None, padding=padding)
+        self.spec = TextSpec(text_encoder_name(name), whole, tokens, width, width if pooled else None, padding=padding)
 
     def lengths(self, captions: Sequence[str]) -> list[int]:
         """Tokens of each caption before it is cut off, special ones included."""
