@@ -129,7 +129,7 @@ def test_comments_over_several_lines_and_choices_that_no_comment_names_are_told(
         "# run it\n#\n# Usual overrides:\n#   a=1  one\n\ndefaults:\n  - other\n  - kind: round  # round, …\n\n"
         "a: [1, 2]  # a list\n           # of two\n# part:\n#   b: 3     # a part's\nc: ???  # must be given\n"
     )
-    text = cli.short("It does.", tmp_path / "it.yaml")
+    text = cli.short_help("It does.", tmp_path / "it.yaml")
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line.startswith("  ")]
     assert lines[1:] == [
         ["kind=round", "round, …; also square"],
@@ -138,7 +138,7 @@ def test_comments_over_several_lines_and_choices_that_no_comment_names_are_told(
         ["c=…", "must be given"],
     ]
     (tmp_path / "other.yaml").write_text("d: 4\n")
-    whole = cli.whole(tmp_path / "it.yaml", ["kind=square"])
+    whole = cli.whole_help(tmp_path / "it.yaml", ["kind=square"])
     assert [Path(path).name for path in re.findall("^# ---- (.*)", whole, re.M)] == [
         "it.yaml",
         "other.yaml",
