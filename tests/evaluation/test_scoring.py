@@ -186,7 +186,7 @@ def test_features_are_kept_under_the_hash_of_their_pictures(tmp_path, inception_
     network, processes = load_inception(inception_file), share_work(None)
     for name, weights in (("a", "one"), ("copy", "one"), ("b", "one"), ("a", "two")):
         pictures = open_pictures(tmp_path / f"{name}.npz")
-        kept.append(inception.features_of(pictures, tmp_path / "cache", network, weights, processes))
+        kept.append(inception.extract_all(pictures, tmp_path / "cache", network, weights, processes))
         extracted.append(len(calls))
     assert extracted == [1, 1, 2, 3]
     pool = [np.concatenate(list(parts.arrays("pool"))) for parts in kept]

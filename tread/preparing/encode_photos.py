@@ -33,7 +33,7 @@ from tread.data.latents import Alpha, Dtype, Orientation, to_network
 from tread.data.writer import DatasetWriter
 from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder
-from tread.encoders.autoencoder import Encoder
+from tread.encoders.autoencoder import LatentEncoder
 from tread.preparing.caption_files import captions_hash
 from tread.preparing.heldout import held_out
 from tread.preparing.images import Crop, centre_crop, read_rgb
@@ -205,7 +205,7 @@ def check_sizes(photos: Photos, resolution: int) -> None:
 def make_shards(
     photos: Photos,
     pieces: Sequence[Piece],
-    encode: Encoder,
+    encode: LatentEncoder,
     crop: Crop,
     batch_size: int,
     workers: int,
@@ -292,7 +292,7 @@ class Options:
     flip: bool
     keep_pictures: bool
     autoencoder: str
-    store: autoencoder.Store
+    store: autoencoder.Content
     dtype: Dtype
     precision: Literal["fp32", "bf16"]
     batch_size: Count | None
