@@ -204,7 +204,7 @@ def test_the_digits_are_judged_without_a_download(tmp_path, composed, inception_
     assert {key: found[key] for key in expected} == pytest.approx(expected)
     counts = {"label_agreement": 40, "label_agreement_real": 355, "frechet_pixels": 40, "frechet_pixels_real": 1442}
     assert found["counts"] == counts and "fid" in found["unavailable"]
-    assert [len(labels) for _, labels in digits.split().values()] == [1442, 355]
+    assert [len(labels) for _, labels in digits.digits_parts().values()] == [1442, 355]
     assert "label_agreement" in text and "FID                  unavailable" in text
     np.savez(tmp_path / "reference.npz", np.zeros((4, 8, 8, 3), np.uint8))
     weights = f"inception={inception_file}"

@@ -14,12 +14,14 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
+from tread.data.captions import add_captions
 from tread.data.dataset import VERSION, check_labels
 from tread.data.latents import LatentSpec, channel_sums
 from tread.data.shards import write_array
@@ -258,3 +260,23 @@ def write_dataset(
     except BaseException:
         writer.discard()
         raise
+
+
+def write_once(
+    folder: Path, latents: LatentSpec, stored: np.ndarray, labels: np.ndarray, captions: Sequence = (), **fields: object
+) -> None:
+    """As write_dataset, of one shard, with captions if there are any, and by several processes at once.
+
+    Each writes its own copy, and the first one done gives it the name.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as place:
+        copy = Path(place) / folder.name
+        write_dataset(copy, latents, [(stored, labels)], **fields)
+        if captions:
+            add_captions(copy, captions)
+        try:
+            copy.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise

@@ -50,8 +50,8 @@ class Zip:
                 listed = opened.infolist()
         except zipfile.BadZipFile as error:
             raise ValueError(f"{self.path} is no zip, or damaged or truncated ({error})") from error
-        self._spelt = {posixpath.normpath(one.filename): one.filename for one in listed if not one.is_dir()}
-        self.folders = [posixpath.normpath(one.filename) for one in listed if one.is_dir()]
+        self._spelt = {posixpath.normpath(entry.filename): entry.filename for entry in listed if not entry.is_dir()}
+        self.folders = [posixpath.normpath(entry.filename) for entry in listed if entry.is_dir()]
         self.names = sorted(self._spelt)
         self._opened: tuple[int, zipfile.ZipFile] | None = None
 
