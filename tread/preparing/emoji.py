@@ -242,24 +242,24 @@ def prepare_emoji(folder: Path, part: str, encoder: str | None = None) -> None:
             lock.release()
 
 
-def _write_text(folder: Path, encoder: str) -> None:
-    text = text_encoder(encoder, [caption for sample in emoji_of("train") for caption in sample.captions])
+def _write_text(folder: Path, name: str) -> None:
+    encoder = text_encoder(name, [caption for sample in emoji_of("train") for caption in sample.captions])
     captions = read_captions(folder, read_index(folder))
     flat = list(itertools.chain.from_iterable(captions))
-    writer = TextWriter(folder, text.spec, [len(sample_captions) for sample_captions in captions])
+    writer = TextWriter(folder, encoder.spec, [len(sample_captions) for sample_captions in captions])
     writer.begin(again=True)
-    write_shards(writer, text, flat, writer.missing(), batch_size=16)
-    writer.write_null(text.encode([""]))
+    write_shards(writer, encoder, flat, writer.missing(), batch_size=16)
+    writer.write_null(encoder.encode([""]))
     writer.publish()
 
 
 def _write(folder: Path, part: str) -> None:
-    chosen = emoji_of(part)
-    stored = np.stack([sample.picture for sample in chosen]).transpose(0, 3, 1, 2)[:, None] / 127.5 - 1
+    samples = emoji_of(part)
+    stored = np.stack([sample.picture for sample in samples]).transpose(0, 3, 1, 2)[:, None] / 127.5 - 1
     other = "heldout" if part == "train" else "train"
     fields = {other: f"../{other}"} if folder.name == part else {}
     fields |= {"compositions": len(emoji_parts()["compositions"])} if part == "heldout" else {}
-    captions, labels = [sample.captions for sample in chosen], np.zeros(len(chosen), dtype=np.int64)
+    captions, labels = [sample.captions for sample in samples], np.zeros(len(samples), dtype=np.int64)
     write_once(folder, MEANING, stored, labels, captions, **fields, attribution=ATTRIBUTION)
 
 
@@ -269,9 +269,9 @@ def write_pictures(folder: Path | str, size: int) -> None:
     from PIL import Image
 
     for part in ("train", "heldout"):
-        chosen = emoji_of(part)
+        samples = emoji_of(part)
         (Path(folder) / part).mkdir(parents=True)
-        for number, (sample, picture) in enumerate(zip(chosen, draw_emoji([sample.text for sample in chosen], size))):
+        for number, (sample, picture) in enumerate(zip(samples, draw_emoji([sample.text for sample in samples], size))):
             file = Path(folder) / part / f"{number:05d}"
             Image.fromarray(picture).save(file.with_suffix(".png"))
             file.with_suffix(".txt").write_text("\n".join(sample.captions) + "\n", encoding="utf-8")

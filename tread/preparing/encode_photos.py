@@ -540,8 +540,7 @@ def report_text(report: dict) -> str:
         lines["enlarged"] = f"{report['enlarged']:,} pictures were smaller than the resolution"
     if much := report.get("much_enlarged"):
         lines["blurred"] = f"{len(much):,} of them enlarged more than 4 times, all in report.json: {listed(much)}"
-    left_out = report.get("left_out", [])
-    if left_out:
+    if left_out := report.get("left_out", []):
         lines["left out"] = f"{len(left_out):,} files, all listed in report.json"
     named = [f"    {name}: {why}" for name, why in left_out[:10]]
     lines = [f"  {name:<10}{value}" for name, value in lines.items()] + named

@@ -138,8 +138,7 @@ def _check_names(source: Path) -> np.ndarray:
         raise ValueError(
             f"{source}: " + "; ".join(f"{what}: {listed(names)}" for what, names in faults.items() if names)
         )
-    sizes = {f"{number}.npy": size for number, size in sorted(pictures.items())}
-    _same_size(source, sizes)
+    _same_size(source, {f"{number}.npy": size for number, size in sorted(pictures.items())})
     _same_size(source, {f"{n}_{i}.npy": size for n in sorted(texts) for i, size in sorted(texts[n].items())})
     return np.array([len(texts[number]) for number in range(len(pictures))], dtype=np.int32)
 
