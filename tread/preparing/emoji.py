@@ -246,7 +246,7 @@ def _write_text(folder: Path, name: str) -> None:
     encoder = text_encoder(name, [caption for sample in emoji_of("train") for caption in sample.captions])
     captions = read_captions(folder, read_index(folder))
     flat = list(itertools.chain.from_iterable(captions))
-    writer = TextWriter(folder, encoder.spec, [len(sample_captions) for sample_captions in captions])
+    writer = TextWriter(folder, encoder.spec, list(map(len, captions)))
     writer.begin(again=True)
     write_shards(writer, encoder, flat, writer.missing(), batch_size=16)
     writer.write_null(encoder.encode([""]))

@@ -11,7 +11,6 @@ latents, and index.json names them: until then the dataset is as it was.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
@@ -320,14 +319,13 @@ class Work:
         path = self.folder / "index.json"
         index = read_index(self.folder)
         with explain_failure(path):
-            write = functools.partial(write_whole, path)
             if before := index.pop("features", None):
-                write(json.dumps(index, indent=1) + "\n")  # which names none while files change
+                write_whole(path, json.dumps(index, indent=1) + "\n")  # which names none while files change
                 for entry in before["shards"]:
                     (self.folder / plain_name(entry["file"], path)).unlink(missing_ok=True)
             for entry in entries:
                 if (self.work / entry["file"]).exists():  # else a process was killed behind it
                     (self.work / entry["file"]).rename(self.folder / entry["file"])
             sync(self.folder)
-            write(json.dumps({**index, "features": self.spec.section(entries)}, indent=1) + "\n")
+            write_whole(path, json.dumps({**index, "features": self.spec.section(entries)}, indent=1) + "\n")
         shutil.rmtree(self.work, ignore_errors=True)

@@ -91,7 +91,7 @@ def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Pr
     with processes.main_first():  # which may fetch it
         encoder = text_encoder(options.encoder, flat, tokens, vocabulary, processes.device)
     spec = encoder.spec
-    writer = TextWriter(folder, spec, [len(sample_captions) for sample_captions in captions], options.shard_size)
+    writer = TextWriter(folder, spec, list(map(len, captions)), options.shard_size)
     if processes.from_main(lambda: writer.is_finished(options.again)):
         processes.say(f"{folder} holds this text already")
         return
