@@ -30,8 +30,8 @@ from tread.data.latents import Dtype
 from tread.data.writer import DatasetWriter
 from tread.drawing.grids import save_grid
 from tread.preparing import encode_photos
-from tread.preparing.encode_photos import shard_ranges
-from tread.preparing.imports import ForeignLatents, Kind, open_foreign
+from tread.preparing.encode_photos import pieces_of
+from tread.preparing.imports import ForeignKind, ForeignLatents, open_foreign
 from tread.preparing.lightningdit import STATISTICS
 from tread.preparing.uvit import write_text
 from tread.runtime import schema
@@ -44,7 +44,7 @@ from tread.runtime.schema import Count, CountOrZero
 class Options:
     """configs/import_latents.yaml."""
 
-    kind: Kind
+    kind: ForeignKind
     source: str
     out: str
     autoencoder: str | None
@@ -85,7 +85,7 @@ def import_all(options: Options) -> None:
         if len(names) < needed:
             raise ValueError(f"{options.classes} names {len(names)} classes, but the labels need {needed}")
         latents = replace(latents, classes=names)
-    ranges = shard_ranges(len(foreign.labels), options.shard_size)
+    ranges = pieces_of(range(len(foreign.labels)), options.shard_size)
     plan = {"kind": options.kind, "source": str(Path(options.source).resolve()), "shard_size": options.shard_size}
     plan["labels_sha256"] = hashlib.sha256(foreign.labels.tobytes()).hexdigest()
     if foreign.normalize:
@@ -132,6 +132,12 @@ def progress(total: int, unit: str) -> tqdm:
     return tqdm(total=total, unit=unit, mininterval=0.5 if sys.stderr.isatty() else 20)  # seconds between updates
 
 
+def disagreement(data: LatentDataset) -> float:
+    """How far what data.normalize takes is from what was measured, at most: of means and deviations, in the latter."""
+    (mean, std), (taken, by) = np.array(data.statistics), np.array(data.normal)
+    return float(np.abs([(mean - taken) / by, std / by - 1]).max())
+
+
 def finish(writer: DatasetWriter, shards: int, options: Options, foreign: ForeignLatents) -> None:
     """Assemble the dataset, look at it, write its report, and give it its name."""
     writer.assemble(shards, **({"normalize_by": foreign.normalize} if foreign.normalize else {}))
@@ -150,7 +156,7 @@ def finish(writer: DatasetWriter, shards: int, options: Options, foreign: Foreig
     writer.publish(made)
     print(encode_photos.report_text(made))
     if options.kind == "lightningdit":
-        if foreign.normalize and (far := encode_photos.disagreement(data)) > 0.2:
+        if foreign.normalize and (far := disagreement(data)) > 0.2:
             print(
                 f"warning: {STATISTICS} is off by {far:.2f} standard deviations from these latents: right to go on "
                 "with a network of other data, else these are statistics of other latents"

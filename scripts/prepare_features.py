@@ -19,7 +19,7 @@ if __name__ == "__main__":
 import hydra
 from omegaconf import DictConfig
 
-from tread.preparing.encode_features import Options, prepare
+from tread.preparing.encode_features import FeatureOptions, prepare_features
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain, spell_folder
 from tread.runtime.device import use_precision
@@ -29,12 +29,12 @@ from tread.runtime.distributed import share_work
 @hydra.main(version_base="1.3", config_path="../configs", config_name="prepare_features")
 def main(composed: DictConfig) -> None:
     with explained("stopped; start it again to go on with the shards that are missing"):
-        options = schema.read(plain(composed), Options)
+        options = schema.read(plain(composed), FeatureOptions)
         processes = share_work(options.device)
         use_precision("fp32", processes.device)
-        prepare(options, processes)
+        prepare_features(options, processes)
 
 
 if __name__ == "__main__":
     sys.argv[1:] = map(spell_folder, sys.argv[1:])
-    open_door(main, schema.known_keys(Options))
+    open_door(main, schema.known_keys(FeatureOptions))

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 import hydra
 from omegaconf import DictConfig
 
-from tread.preparing.encode_text import Options, prepare
+from tread.preparing.encode_text import TextOptions, prepare_text
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain, spell_folder
 from tread.runtime.device import use_precision
@@ -28,12 +28,12 @@ from tread.runtime.distributed import share_work
 @hydra.main(version_base="1.3", config_path="../configs", config_name="prepare_text")
 def main(composed: DictConfig) -> None:
     with explained("stopped; start it again to go on with the shards that are missing"):
-        options = schema.read(plain(composed), Options)
+        options = schema.read(plain(composed), TextOptions)
         processes = share_work(options.device)
         use_precision("fp32", processes.device)
-        prepare(options, processes)
+        prepare_text(options, processes)
 
 
 if __name__ == "__main__":
     sys.argv[1:] = map(spell_folder, sys.argv[1:])
-    open_door(main, schema.known_keys(Options))
+    open_door(main, schema.known_keys(TextOptions))

@@ -134,9 +134,9 @@ def test_extraction_in_parts_is_extraction_at_once(tmp_path, pictures_of, incept
     extracted = []
     monkeypatch.setattr(kept, "part_size", lambda count, batch_size: 4)
     monkeypatch.setattr(kept, "extract", lambda *given: extracted.append(len(given[1])) or extract(*given))
-    parts = kept.features_of(opened, tmp_path / "cache", network, "weights", share_work(None))
+    parts = kept.extract_all(opened, tmp_path / "cache", network, "weights", share_work(None))
     (parts.folder / "part-00001" / "pool.npy").unlink()
-    parts = kept.features_of(opened, tmp_path / "cache", network, "weights", share_work(None))
+    parts = kept.extract_all(opened, tmp_path / "cache", network, "weights", share_work(None))
     assert extracted == [4, 4, 1, 4] and parts.missing() == []
     whole = extract(network, torch.from_numpy(pictures.transpose(0, 3, 1, 2)))
     for name in ("pool", "spatial", "probabilities"):

@@ -187,7 +187,7 @@ def test_features_are_kept_under_the_hash_of_their_pictures(tmp_path, inception_
     network, processes = load_inception(inception_file), share_work(None)
     for name, weights in (("a", "one"), ("copy", "one"), ("b", "one"), ("a", "two")):
         pictures = open_pictures(tmp_path / f"{name}.npz")
-        kept.append(inception.features_of(pictures, tmp_path / "cache", network, weights, processes))
+        kept.append(inception.extract_all(pictures, tmp_path / "cache", network, weights, processes))
         extracted.append(len(calls))
     assert extracted == [1, 1, 2, 3]
     pool = [np.concatenate(list(parts.arrays("pool"))) for parts in kept]
@@ -205,7 +205,7 @@ def test_the_digits_are_judged_without_a_download(tmp_path, composed, inception_
     assert {key: found[key] for key in expected} == pytest.approx(expected)
     counts = {"label_agreement": 40, "label_agreement_real": 355, "frechet_pixels": 40, "frechet_pixels_real": 1442}
     assert found["counts"] == counts and "fid" in found["unavailable"]
-    assert [len(labels) for _, labels in digits.split().values()] == [1442, 355]
+    assert [len(labels) for _, labels in digits.digits_parts().values()] == [1442, 355]
     assert "label_agreement" in text and "FID                  unavailable" in text
     np.savez(tmp_path / "reference.npz", np.zeros((4, 8, 8, 3), np.uint8))
     weights = f"inception={inception_file}"

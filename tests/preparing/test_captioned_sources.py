@@ -22,7 +22,7 @@ from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.latents import stored_pictures
 from tread.preparing import encode_photos
-from tread.preparing.kept_pictures import SourcePictures
+from tread.preparing.encode_features import SourcePictures
 from tread.preparing.sources import find_photos
 from tread.runtime import schema
 from tread.runtime.distributed import share_work
@@ -82,7 +82,7 @@ def prepare(tmp_path, composed, capsys):
     def run(source, *overrides: str) -> str:
         given = [f"source={source}", f"out={tmp_path / 'data'}", "autoencoder=none", "resolution=8", "workers=0"]
         tree = composed(*given, "shard_size=2", "decode=0", *overrides, name="prepare_latents")
-        encode_photos.prepare(schema.read(tree, encode_photos.Options), share_work("cpu"))
+        encode_photos.prepare_latents(schema.read(tree, encode_photos.PhotoOptions), share_work("cpu"))
         return capsys.readouterr().out
 
     return run

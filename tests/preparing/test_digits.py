@@ -15,8 +15,8 @@ from tread.preparing import digits
 
 
 def test_the_dataset_is_the_scans_exactly(tmp_path):
-    for part, (pixels, labels) in digits.split().items():
-        digits.prepare(tmp_path / part, part)
+    for part, (pixels, labels) in digits.digits_parts().items():
+        digits.prepare_digits(tmp_path / part, part)
         data = LatentDataset(tmp_path / part, verify="full")
         batch = data.read(np.arange(len(data)))
         z = to_network(batch.stored, data.latents)
@@ -24,25 +24,27 @@ def test_the_dataset_is_the_scans_exactly(tmp_path):
         assert np.array_equal(batch.labels.numpy(), labels)
         decoded = load_decoder(data.latents)(z).numpy()
         assert np.array_equal(np.round(decoded / 255 * 16), pixels.reshape(-1, 1, 8, 8))
-    assert sum(len(labels) for _, labels in digits.split().values()) == 1797
+    assert sum(len(labels) for _, labels in digits.digits_parts().values()) == 1797
 
 
 def test_several_processes_may_prepare_it_at_once(tmp_path):
     folder = str(tmp_path / "data" / "train")
-    code = f"import pathlib; from tread.preparing import digits; digits.prepare(pathlib.Path({folder!r}), 'train')"
+    code = (
+        f"import pathlib; from tread.preparing import digits; digits.prepare_digits(pathlib.Path({folder!r}), 'train')"
+    )
     assert run_python("-c", code, cwd=ROOT, processes=3).returncode == 0
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["train"]
     assert len(LatentDataset(tmp_path / "data" / "train", verify="full")) == 1442
 
 
 def test_train_and_heldout_do_not_overlap():
-    (train, _), (heldout, labels) = digits.split().values()
+    (train, _), (heldout, labels) = digits.digits_parts().values()
     assert not {tuple(p) for p in train} & {tuple(p) for p in heldout}
     assert np.bincount(labels).min() >= 34
 
 
 def test_the_judge_knows_real_digits_from_wrong_labels_and_noise():
-    (train, train_labels), (heldout, labels) = digits.split().values()
+    (train, train_labels), (heldout, labels) = digits.digits_parts().values()
     pictures = np.round(heldout.reshape(-1, 1, 8, 8) / 16 * 255).astype(np.uint8)
     real = judge_digits(pictures, labels)
     assert real["label_agreement"] == real["label_agreement_real"] == pytest.approx(0.989, abs=0.003)

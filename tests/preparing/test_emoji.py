@@ -43,10 +43,10 @@ def few(monkeypatch):
     """A dataset of few emoji, which takes no time to render."""
     known = all_emoji()
     monkeypatch.setattr(emoji, "all_emoji", lambda: {text: known[text] for text in sorted(FEW)})
-    for made in (emoji.render, emoji.split):
+    for made in (emoji.render, emoji.emoji_parts):
         made.cache_clear()
     yield
-    for made in (emoji.render, emoji.split):
+    for made in (emoji.render, emoji.emoji_parts):
         made.cache_clear()
 
 
@@ -97,7 +97,7 @@ def test_of_a_held_out_composition_each_two_parts_are_seen_together():
 
 
 def test_pictures_are_pillows_and_equal_ones_are_one_sample(few, tmp_path):
-    parts = emoji.split()
+    parts = emoji.emoji_parts()
     all_of = {one.text: one for part in parts.values() for one in part}
     assert all_of["🇷🇴"].captions == ["flag of Romania", "Romania", "flag of Chad", "Chad"] and "🇹🇩" not in all_of
     assert "🫹🏿" not in all_of  # two pictures side by side
@@ -115,17 +115,17 @@ def test_pictures_are_pillows_and_equal_ones_are_one_sample(few, tmp_path):
 
 def test_datasets_are_written_once_with_captions_and_text(few, tmp_path):
     for part, encoder in (("train", "words"), ("heldout", "words"), ("train", None), ("train", "words")):
-        emoji.prepare(tmp_path / part, part, encoder)
+        emoji.prepare_emoji(tmp_path / part, part, encoder)
     train = LatentDataset(tmp_path / "train", "full", text="words")
     heldout = LatentDataset(tmp_path / "heldout", "full", text="words")
-    own = emoji.samples("train")
-    assert len(train) == len(own) and len(train) + len(heldout) == sum(map(len, emoji.split().values()))
+    own = emoji.emoji_of("train")
+    assert len(train) == len(own) and len(train) + len(heldout) == sum(map(len, emoji.emoji_parts().values()))
     assert train.text_spec == heldout.text_spec  # the training captions' words
     shown = stored_pictures(train.read(np.arange(len(own))).stored, train.latents).numpy()
     assert np.array_equal(shown, np.stack([one.picture for one in own]).transpose(0, 3, 1, 2))
     assert [train.captions_of(number) for number in range(len(own))] == [one.captions for one in own]
     index = read_index(tmp_path / "heldout")
-    assert index["compositions"] == len(emoji.split()["compositions"]) and index["train"] == "../train"
+    assert index["compositions"] == len(emoji.emoji_parts()["compositions"]) and index["train"] == "../train"
     assert "OpenMoji" in index["attribution"] and "CC BY-SA 4.0" in index["attribution"]
     assert not list(tmp_path.glob(".*"))
     emoji.write_pictures(tmp_path / "large", 64)
@@ -149,8 +149,8 @@ def test_what_is_missing_is_named(few, monkeypatch):
 @pytest.mark.slow
 def test_all_emoji_are_split_by_the_rule():
     emoji.render.cache_clear()
-    emoji.split.cache_clear()
-    parts = emoji.split()
+    emoji.emoji_parts.cache_clear()
+    parts = emoji.emoji_parts()
     assert 3700 < sum(map(len, parts.values())) < 3900
     texts = {name: {one.text for one in part} for name, part in parts.items()}
     known = all_emoji()

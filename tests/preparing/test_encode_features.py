@@ -77,14 +77,14 @@ def own_module(place, monkeypatch):
 
 @pytest.fixture
 def run(place, tmp_path, composed, capsys):
-    """A function from a pipeline, its config's name and overrides to what it prints."""
+    """A function from a pipeline, its dataclass of options, its config's name and overrides to what it prints."""
 
-    def work(pipeline, name: str, values: dict, overrides: tuple[str, ...]) -> str:
+    def work(pipeline, options: type, name: str, values: dict, overrides: tuple[str, ...]) -> str:
         values = values | dict(word.split("=", 1) for word in overrides)
         tree = composed(*(f"{key}={value}" for key, value in values.items()), name=name)
         threads = torch.get_num_threads()
         try:
-            pipeline.prepare(schema.read(tree, pipeline.Options), share_work("cpu"))
+            pipeline(schema.read(tree, options), share_work("cpu"))
         finally:
             torch.set_num_threads(threads)
         return capsys.readouterr().out
@@ -96,7 +96,9 @@ def run(place, tmp_path, composed, capsys):
 def prepare_latents(run, place, tmp_path):
     values = {"source": place / "photos", "out": tmp_path / "data", "autoencoder": place / "kl", "resolution": SIZE}
     values |= {"workers": 0, "shard_size": 4, "decode": 0, "flip": "true", "keep_pictures": "true"}
-    return lambda *overrides: run(encode_photos, "prepare_latents", values, overrides)
+    return lambda *overrides: run(
+        encode_photos.prepare_latents, encode_photos.PhotoOptions, "prepare_latents", values, overrides
+    )
 
 
 @pytest.fixture
@@ -104,7 +106,9 @@ def features(run, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def encode(pictures):\n    return pictures.float().flatten(2).mT\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     values = {"dataset.path": tmp_path / "data", "encoder": FUNCTION, "workers": 0, "batch_size": 3}
-    return lambda *overrides: run(encode_features, "prepare_features", values, overrides)
+    return lambda *overrides: run(
+        encode_features.prepare_features, encode_features.FeatureOptions, "prepare_features", values, overrides
+    )
 
 
 @pytest.fixture
@@ -188,9 +192,9 @@ def test_pixels_are_pictures_already(prepare_latents, tmp_path):
         assert torch.equal(data.read(np.arange(COUNT), view).pictures, both_views()[view])
     data.normalize(0.5)
     assert torch.equal(data.read(np.arange(COUNT)).pictures, both_views()[0])
-    digits.prepare(tmp_path / "digits", "train")
+    digits.prepare_digits(tmp_path / "digits", "train")
     found = LatentDataset(tmp_path / "digits", pictures=True).read(np.arange(9)).pictures
-    expected = np.round(digits.split()["train"][0][:9] * 255 / 16).reshape(9, 1, 8, 8)
+    expected = np.round(digits.digits_parts()["train"][0][:9] * 255 / 16).reshape(9, 1, 8, 8)
     assert found.shape == (9, 3, 8, 8) and np.array_equal(found.numpy(), np.repeat(expected, 3, axis=1))
 
 
@@ -448,7 +452,7 @@ def test_bad_steps_name_samples_with_bad_features(with_features, tmp_path):
     folder = shutil.copytree(with_features, tmp_path / "data")
     data = LatentDataset(folder, features=FUNCTION)
     spoil(folder, np.nan, 1)
-    data._features._arrays[1] = np.load(folder / "features-00001.npy")
+    data._features._arrays[1] = np.load(folder / "features-00001.npy").reshape(-1, 64, 48)
     run = SimpleNamespace(cfg=SimpleNamespace(seed=0, train=SimpleNamespace(batch_size=9)), data=data)
     views = [int(data._chosen(0, step, 9, slice(None))[1][data.batch(0, step, 9).indices == 6][0]) for step in range(9)]
     spoilt, seen = periodic.look_at_samples(run, [views.index(1)])

@@ -76,10 +76,10 @@ def prepare(place, tmp_path, composed, capsys):
         values = {"source": place / "photos", "out": tmp_path / "data", "autoencoder": place / "kl", "resolution": 16}
         values |= {"workers": 0, "shard_size": 4, "decode": 2} | dict(o.split("=", 1) for o in overrides)
         tree = composed(*(f"{key}={value}" for key, value in values.items()), name="prepare_latents")
-        options = schema.read(tree, encode_photos.Options)
+        options = schema.read(tree, encode_photos.PhotoOptions)
         before = torch.get_num_threads()
         try:
-            encode_photos.prepare(options, share_work("cpu"))
+            encode_photos.prepare_latents(options, share_work("cpu"))
         finally:
             torch.set_num_threads(before)
         return capsys.readouterr().out
@@ -260,7 +260,7 @@ def work(tree, limit=None, descriptors=None):
     multiprocessing.set_start_method(None, force=True)  # Python's own default, as from the command line
     with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
         try:
-            encode_photos.prepare(schema.read(tree, encode_photos.Options), share_work("cpu"))
+            encode_photos.prepare_latents(schema.read(tree, encode_photos.PhotoOptions), share_work("cpu"))
         except OSError as error:
             sys.exit(0 if "What was done before is kept" in str(error) else repr(error))
 

@@ -70,7 +70,7 @@ def folder(tmp_path_factory):
     """A folder with digits and their text, and a run of 6 steps of each encoder."""
     folder = tmp_path_factory.mktemp("text")
     for part in ("train", "heldout"):
-        digits.prepare(folder / "data" / "digits" / part, part)
+        digits.prepare_digits(folder / "data" / "digits" / part, part)
         write_text(folder / "data" / "digits" / part, WORDS, FROZEN, OTHER)
         index = folder / "data" / "digits" / part / "index.json"
         index.write_text(json.dumps({**json.loads(index.read_text()), "attribution": ASKED}))
@@ -290,7 +290,7 @@ def test_a_dataset_without_captions_is_refused_and_labels_need_none(tmp_path):
 
 def test_heldout_text_of_another_encoder_is_refused(folder, tmp_path):
     for part in ("train", "heldout"):
-        digits.prepare(tmp_path / "data" / "digits" / part, part)
+        digits.prepare_digits(tmp_path / "data" / "digits" / part, part)
         spec = WORDS if part == "train" else replace(WORDS, fingerprint="of other words")
         write_text(tmp_path / "data" / "digits" / part, spec)
     same = "encode both by the same .they differ in fingerprint."

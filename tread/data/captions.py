@@ -36,11 +36,11 @@ def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = 
     with explain_failure(folder / FILE), whole_file(folder / FILE, ".new") as partial:
         written = 0
         with partial.open("w", encoding="utf-8") as file:
-            for number, own in enumerate(captions):
+            for number, sample_captions in enumerate(captions):
                 if number >= count:
                     raise ValueError(f"there are captions of more than {count:,} samples, which {folder} holds")
-                check_captions(own, f"sample {number:,} of {folder}")
-                file.write(json.dumps(list(own), ensure_ascii=False) + "\n")
+                check_captions(sample_captions, f"sample {number:,} of {folder}")
+                file.write(json.dumps(list(sample_captions), ensure_ascii=False) + "\n")
                 written += 1
         if written < count:
             raise ValueError(f"there are captions of {written:,} samples, but {folder} holds {count:,}")
@@ -57,9 +57,9 @@ def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = 
 
 def check_captions(captions: object, whose: str) -> None:
     """Raise ValueError unless these are a sample's captions."""
-    if not isinstance(captions, (list, tuple)) or not all(isinstance(one, str) for one in captions):
+    if not isinstance(captions, (list, tuple)) or not all(isinstance(caption, str) for caption in captions):
         raise ValueError(f"{whose} has captions {str(captions)[:80]!r}, but must have a list of strings")
-    if not captions or not all(one.strip() for one in captions):
+    if not captions or not all(caption.strip() for caption in captions):
         raise ValueError(
             f"{whose} has {'a blank caption' if captions else 'no caption'}; each sample needs one at least"
         )
@@ -76,8 +76,8 @@ def read_captions(folder: Path, index: dict) -> list[list[str]]:
     file = folder / plain_name(entry["file"], folder / "index.json")
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing, though index.json names it; prepare the dataset again")
-    if (found := sha256(file)) != entry["sha256"]:
-        raise ValueError(f"{file} was changed: its sha256 is {found}, but index.json says {entry['sha256']}")
+    if (actual := sha256(file)) != entry["sha256"]:
+        raise ValueError(f"{file} was changed: its sha256 is {actual}, but index.json says {entry['sha256']}")
     return list(itertools.islice(parse_captions(file), index["count"]))
 
 
@@ -95,13 +95,13 @@ def parse_captions(file: Path) -> Iterable[list[str]]:
             where = f"{file}, line {number:,},"
             try:
                 text = line.decode("utf-8-sig").rstrip("\r\n")  # editors put a mark before the first line
-                found = text if file.suffix == ".txt" else json.loads(text)
+                entry = text if file.suffix == ".txt" else json.loads(text)
             except ValueError as error:
                 kind = "JSON" if file.suffix == ".jsonl" else "UTF-8"
                 raise ValueError(f"{where} is no {kind} ({error}): {line[:60]!r}") from error
-            own = [found] if isinstance(found, str) else found
-            check_captions(own, where)
-            yield own
+            captions = [entry] if isinstance(entry, str) else entry
+            check_captions(captions, where)
+            yield captions
 
 
 @functools.lru_cache(maxsize=2)

@@ -43,6 +43,59 @@ from tread.runtime.schema import Count, read
 LOOKED_AT = 32  # samples, spread over all, whose features must be finite for a dataset to open
 
 
+class Columns:
+    """The rows of a dataset's shards as one array: memory-mapped, or, after `place`, in a device's memory.
+
+    arrays  of each shard (n·views, …): the stored views of a sample lie one behind the other.
+    views   how many views of a sample are stored; of those that are not, the mirror image of a stored one is read.
+    """
+
+    def __init__(self, arrays: Sequence[np.ndarray], views: int = 1) -> None:
+        self._arrays, self._views, self._placed = list(arrays), views, None
+        self._firsts = np.cumsum([0, *map(len, arrays)])[:-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all rows."""
+        return sum(array.nbytes for array in self._arrays)
+
+    def place(self, device: torch.device | str) -> None:
+        """Read all rows into a device's memory."""
+        parts = [torch.from_numpy(np.array(array)).to(device) for array in self._arrays]
+        self._placed, self._arrays = torch.cat(parts), []
+
+    def _at(self, indices: np.ndarray, views: np.ndarray | int) -> list[tuple[int, int]]:
+        """The shard of each row, and its number in there."""
+        rows = indices * self._views + views % self._views
+        shards = np.searchsorted(self._firsts, rows, side="right") - 1
+        return list(zip(shards.tolist(), (rows - self._firsts[shards]).tolist()))
+
+    def read(self, indices: np.ndarray, views: np.ndarray | int = 0, pin: bool = False) -> Tensor:
+        """(B, …) where the rows lie, in page-locked CPU memory with `pin`; indices and views (B,).
+
+        Rows that were placed are read by index alone, whatever the view.
+        """
+        if self._placed is not None:
+            device = self._placed.device
+            lock = pin and device.type == "cpu"
+            shape = (len(indices), *self._placed.shape[1:])
+            batch = torch.empty(shape, dtype=self._placed.dtype, device=device, pin_memory=lock)
+            return torch.index_select(self._placed, 0, torch.from_numpy(indices).to(device), out=batch)
+        first = self._arrays[0]
+        batch = torch.empty(len(indices), *first.shape[1:], dtype=torch_dtype(first.dtype), pin_memory=pin)
+        mirrored = np.broadcast_to(views, indices.shape) >= self._views
+        arrays = list(map(np.asarray, self._arrays))  # np.memmap is slow to index
+        for row, (shard, at), mirror in zip(batch.numpy(), self._at(indices, views), mirrored.tolist()):
+            row[...] = arrays[shard][at][..., ::-1] if mirror else arrays[shard][at]
+        return batch
+
+    def expect(self, indices: np.ndarray, views: np.ndarray | int = 0) -> None:
+        """Have the operating system read what `read` will need, all at once."""
+        for shard, at in self._at(indices, views) if self._placed is None else ():
+            size = self._arrays[shard].nbytes // len(self._arrays[shard])
+            will_need(self._arrays[shard], at * size, size)
+
+
 @dataclass(frozen=True)
 class FeatureSpec:
     """Which features lie beside some latents: the section "features" of index.json, but for its shards.
@@ -80,45 +133,7 @@ def check_grid(grid: int, side: int, whose: str) -> None:
         )
 
 
-class Beside:
-    """Memory-mapped arrays of a dataset's shards, addressed as its latents are.
-
-    arrays    of each shard (n, …) where views are mirror images, else (n, views, …).
-    mirrored  view 1 is the mirror image along the last axis; it is not stored.
-    """
-
-    def __init__(self, arrays: Sequence[np.ndarray], mirrored: bool) -> None:
-        self._arrays, self._mirrored = list(arrays), mirrored
-        self._firsts = np.cumsum([0, *map(len, arrays)])[:-1]
-        for array in arrays:
-            array._mmap.madvise(mmap.MADV_RANDOM)
-
-    def _at(self, indices: np.ndarray) -> list[tuple[int, int]]:
-        shards = np.searchsorted(self._firsts, indices, side="right") - 1
-        return list(zip(shards.tolist(), (indices - self._firsts[shards]).tolist()))
-
-    def read(self, indices: np.ndarray, views: np.ndarray, pin: bool = False) -> Tensor:
-        """(B, …) in CPU memory, page-locked with `pin`; views (B,)."""
-        shape = self._arrays[0].shape[1 if self._mirrored else 2 :]
-        found = torch.empty(len(indices), *shape, dtype=torch_dtype(self._arrays[0].dtype), pin_memory=pin)
-        rows = found.numpy()
-        for row, (shard, sample), view in zip(rows, self._at(indices), views.tolist()):
-            if self._mirrored:
-                row[...] = self._arrays[shard][sample][..., :: -1 if view else 1]
-            else:
-                row[...] = self._arrays[shard][sample, view]
-        return found
-
-    def expect(self, indices: np.ndarray, views: np.ndarray) -> None:
-        """Have the operating system read what `read` will need, all at once."""
-        for (shard, sample), view in zip(self._at(indices), views.tolist()):
-            array = self._arrays[shard]
-            size = array.nbytes // len(array) // (1 if self._mirrored else array.shape[1])
-            at = sample if self._mirrored else sample * array.shape[1] + view
-            will_need(array, at * size, size)
-
-
-def open_pictures(folder: Path, index: dict, full: bool) -> Beside:
+def open_pictures(folder: Path, index: dict, full: bool) -> Columns:
     """The pictures that were kept with a dataset. Raises FileNotFoundError or ValueError, KeyError for a bad index."""
     path, shape, arrays = folder / "index.json", tuple(index["pictures"]), []
     for shard in index["shards"]:
@@ -126,10 +141,11 @@ def open_pictures(folder: Path, index: dict, full: bool) -> Beside:
         arrays.append(open_array(file, "uint8", (shard["count"], *shape)))
         if full:
             _check_hash(file, shard["pictures_sha256"])
-    return Beside(arrays, mirrored=True)
+        arrays[-1]._mmap.madvise(mmap.MADV_RANDOM)
+    return Columns(arrays)
 
 
-def open_features(folder: Path, index: dict, encoder: str, views: int, full: bool) -> tuple[FeatureSpec, Beside]:
+def open_features(folder: Path, index: dict, encoder: str, views: int, full: bool) -> tuple[FeatureSpec, Columns]:
     """The features of a dataset, checked: they are there, of this encoder and these latents, and finite.
 
     full  look at all of them, hashes too; else at headers and sizes, and at some samples.
@@ -164,18 +180,20 @@ def open_features(folder: Path, index: dict, encoder: str, views: int, full: boo
             )
     for file, entry in zip(files, entries) if full else ():
         _check_hash(file, entry["sha256"])
-    return spec, Beside(arrays, mirrored=False)
+    for array in arrays:
+        array._mmap.madvise(mmap.MADV_RANDOM)
+    return spec, Columns([array.reshape(-1, *array.shape[2:]) for array in arrays], views)
 
 
 def _check_hash(file: Path, expected: str) -> None:
-    if (found := sha256(file)) != expected:
-        raise ValueError(f"{file} was changed: its sha256 is {found}, but index.json says {expected}")
+    if (actual := sha256(file)) != expected:
+        raise ValueError(f"{file} was changed: its sha256 is {actual}, but index.json says {expected}")
 
 
 CLIP_L = "openai/clip-vit-large-patch14"  # its short name is clip-l
 
 
-def encoder_name(name: str) -> str:
+def text_encoder_name(name: str) -> str:
     """What is recorded of an encoder's name: CLIP-L's short one, folders in full, others as given."""
     return "clip-l" if name == CLIP_L else str(Path(name).resolve()) if Path(name).is_dir() else name
 
@@ -230,48 +248,6 @@ class TextSpec:
         return f"text of {self.encoder}, {what} (hash {str(self.fingerprint)[:8]})"
 
 
-class Columns:
-    """Arrays of shards, as one column of rows: memory-mapped, or, after `place`, in a device's memory."""
-
-    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
-        self._arrays, self._placed = list(arrays), None
-        self._firsts = np.cumsum([0, *map(len, arrays)])[:-1]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all rows."""
-        return sum(array.nbytes for array in self._arrays)
-
-    def place(self, device: torch.device | str) -> None:
-        """Read all rows into a device's memory."""
-        parts = [torch.from_numpy(np.array(array)).to(device) for array in self._arrays]
-        self._placed, self._arrays = torch.cat(parts), []
-
-    def _at(self, numbers: np.ndarray) -> list[tuple[int, int]]:
-        shards = np.searchsorted(self._firsts, numbers, side="right") - 1
-        return list(zip(shards.tolist(), (numbers - self._firsts[shards]).tolist()))
-
-    def read(self, numbers: np.ndarray, pin: bool) -> Tensor:
-        """Rows by number."""
-        if self._placed is not None:
-            device = self._placed.device
-            lock = pin and device.type == "cpu"
-            shape = (len(numbers), *self._placed.shape[1:])
-            found = torch.empty(shape, dtype=self._placed.dtype, device=device, pin_memory=lock)
-            return torch.index_select(self._placed, 0, torch.from_numpy(numbers).to(device), out=found)
-        first = self._arrays[0]
-        found = torch.empty(len(numbers), *first.shape[1:], dtype=torch_dtype(first.dtype), pin_memory=pin)
-        for row, (shard, at) in zip(found.numpy(), self._at(numbers)):
-            row[...] = self._arrays[shard][at]
-        return found
-
-    def expect(self, numbers: np.ndarray) -> None:
-        """Have the operating system read what `read` will need, all at once."""
-        for shard, at in self._at(numbers) if self._placed is None else ():
-            size = self._arrays[shard].nbytes // len(self._arrays[shard])
-            will_need(self._arrays[shard], at * size, size)
-
-
 class EncodedText:
     """An encoder's text of a dataset, opened for reading.
 
@@ -317,7 +293,7 @@ class EncodedText:
         numbers = np.asarray(numbers, dtype=np.int64)
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
             raise IndexError(f"captions {numbers.min()}..{numbers.max()}, but there are {len(self):,}")
-        tokens, *pooled = (column.read(numbers, pin) for column in self._columns)
+        tokens, *pooled = (column.read(numbers, pin=pin) for column in self._columns)
         return as_text(self.spec, tokens, self._lengths[torch.from_numpy(numbers)], *pooled)
 
     def expect(self, numbers: np.ndarray) -> None:
@@ -338,7 +314,7 @@ def as_text(spec: TextSpec, tokens: Tensor, lengths: Tensor, pooled: Tensor | No
 
 def read_spec(folder: Path, index: dict, encoder: str) -> TextSpec | None:
     """What a parsed index.json says of an encoder's text; None if there is none. Raises ValueError for a bad one."""
-    section = index.get("text", {}).get(encoder_name(encoder))
+    section = index.get("text", {}).get(text_encoder_name(encoder))
     if section is None:
         return None
     try:
@@ -361,7 +337,7 @@ def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedTex
     if spec is None:
         others = f", but of {', '.join(sections)}" if sections else ""
         raise ValueError(f"{folder} has no text of encoder {encoder}{others}: {make} makes it")
-    section = sections[encoder_name(encoder)]
+    section = sections[text_encoder_name(encoder)]
     captions = index.get("captions")
     known = None if captions is None else captions["sha256"]
     if section["of"] != latents_hash(index) or section["captions_sha256"] not in (None, known):
@@ -370,9 +346,9 @@ def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedTex
     def opened(entry: dict, key: str, dtype: str, shape: tuple[int, ...], hashed: bool) -> np.ndarray:
         file = folder / plain_name(entry[key], path)
         array = open_array(file, dtype, shape)
-        if hashed and (found := sha256(file)) != entry[f"{key}_sha256"]:
+        if hashed and (actual := sha256(file)) != entry[f"{key}_sha256"]:
             raise ValueError(
-                f"{file} was changed: its sha256 is {found}, but index.json says {entry[f'{key}_sha256']}; "
+                f"{file} was changed: its sha256 is {actual}, but index.json says {entry[f'{key}_sha256']}; "
                 f"{make} again=true makes it anew"
             )
         return array
@@ -396,7 +372,7 @@ def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedTex
     if len(lengths) != counts.sum():
         raise ValueError(f"{path} says {counts.sum()} captions, but the shards of {encoder} hold {len(lengths)}")
     empty = [torch.from_numpy(np.array(part)) for part in (null, null_length, null_pooled) if part is not None]
-    pooled = None if spec.pooled is None else [own for *_, own in shards]
+    pooled = None if spec.pooled is None else [pooled for *_, pooled in shards]
     return EncodedText(spec, counts, lengths, [tokens for tokens, *_ in shards], pooled, as_text(spec, *empty))
 
 

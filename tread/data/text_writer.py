@@ -182,10 +182,10 @@ class TextWriter:
             raise ValueError(f"text {name} must begin with its words, at least one, and end with its padding")
         tokens, pooled = text.tokens.cpu(), None if text.pooled is None else text.pooled.half().cpu().numpy()
         tokens = (tokens.int() if spec.width is None else tokens.half()).numpy()
-        found, expected = (tokens.shape, pooled is not None and pooled.shape), (count, *spec.token_shape)
-        if found != (expected, spec.pooled is not None and (count, spec.pooled)):
+        shapes, expected = (tokens.shape, pooled is not None and pooled.shape), (count, *spec.token_shape)
+        if shapes != (expected, spec.pooled is not None and (count, spec.pooled)):
             raise ValueError(
-                f"text {name} has tokens {found[0]} and pooled {found[1] or 'none'}, but must have {expected} and "
+                f"text {name} has tokens {shapes[0]} and pooled {shapes[1] or 'none'}, but must have {expected} and "
                 f"{(count, spec.pooled) if spec.pooled else 'none'}"
             )
         if spec.width is not None and not (np.isfinite(tokens).all() and (pooled is None or np.isfinite(pooled).all())):
@@ -214,11 +214,11 @@ class TextWriter:
                 write_whole(
                     path, json.dumps({**index, "text": sections}, indent=1) + "\n"
                 )  # names none while files change
-                for name in files_of(before):
+                for name in section_files(before):
                     (self.folder / plain_name(name, path)).unlink(missing_ok=True)
             section = {**asdict(self.spec), **self._of, "captions": self.total}
             section |= {"counts": counts.name, "counts_sha256": sha256(counts), "shards": shards, "null": null}
-            for name in files_of(section):
+            for name in section_files(section):
                 if (self.work / name).exists():  # else a process was killed behind it
                     (self.work / name).rename(self.folder / name)
             sync(self.folder)
@@ -233,7 +233,7 @@ class TextWriter:
             self._lock = None
 
 
-def files_of(section: dict) -> list[str]:
+def section_files(section: dict) -> list[str]:
     """The names of all files that a section of index.json's `text` names."""
     entries = [{"counts": section["counts"]}, *section["shards"], section["null"]]
     return [entry[key] for entry in entries for key in ("counts", "file", "lengths", "pooled") if key in entry]

@@ -14,12 +14,14 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
+from tread.data.captions import add_captions
 from tread.data.index import VERSION, check_labels
 from tread.data.latents import LatentSpec, channel_sums
 from tread.data.shards import write_array
@@ -132,10 +134,10 @@ class DatasetWriter:
         """Size of a sample's picture, where pictures are kept; else 0."""
         return math.prod(self.pictures) if self.pictures else 0
 
-    def check_space(self, samples: int, beside: int = 0) -> None:
-        """Raise OSError unless the disk can take this many samples more, and so many bytes beside them."""
+    def check_space(self, samples: int, further_bytes: int = 0) -> None:
+        """Raise OSError unless the disk can take this many samples more, and further_bytes of other files."""
         each = self.latents.sample_bytes + self.picture_bytes + 8
-        needed, free = int(1.01 * samples * each) + beside, free_bytes(self.work)
+        needed, free = int(1.01 * samples * each) + further_bytes, free_bytes(self.work)
         if needed > free:
             raise OSError(f"{samples:,} samples take {size_text(needed)}, but {self.work} has {size_text(free)} free")
 
@@ -152,8 +154,8 @@ class DatasetWriter:
             raise ValueError(f"shard {number} has shape {stored.shape}, but must have {expected}")
         kept = self.pictures and (len(labels), *self.pictures)
         if kept != (None if pictures is None else pictures.shape) or (kept and pictures.dtype != np.uint8):
-            found = "none" if pictures is None else f"{pictures.dtype} {pictures.shape}"
-            raise ValueError(f"shard {number} has pictures {found}, but must have uint8 {kept}")
+            given = "none" if pictures is None else f"{pictures.dtype} {pictures.shape}"
+            raise ValueError(f"shard {number} has pictures {given}, but must have uint8 {kept}")
         check_labels(labels, len(self.latents.classes), f"shard {number}")
         with np.errstate(over="ignore"):
             stored = stored.astype(self.latents.dtype)
@@ -190,19 +192,19 @@ class DatasetWriter:
         """What was noted of each shard."""
         return [json.loads(self._note(number).read_text())["note"] for number in range(shards)]
 
-    def assemble(self, shards: int, **beside: object) -> None:
+    def assemble(self, shards: int, **fields: object) -> None:
         """Write index.json into `data`, once all shards are there.
 
-        beside  what else index.json is to say: where the dataset is that belongs to this one (heldout, train), or by
+        fields  what else index.json is to say: where the dataset is that belongs to this one (heldout, train), or by
                 which mean and std each channel is to be normalised, where not by measured ones (normalize_by).
 
         Raises ValueError if the dataset would be empty.
         """
         done = [json.loads(self._note(number).read_text()) for number in range(shards)]
-        if not any(one["entry"]["count"] for one in done):
+        if not any(shard["entry"]["count"] for shard in done):
             raise ValueError(f"{self.folder} would hold no sample")
-        counts = np.sum([one["class_counts"] for one in done], axis=0)
-        numbers, sums, squares = (np.sum([one["sums"][i] for one in done], axis=0) for i in range(3))
+        counts = np.sum([shard["class_counts"] for shard in done], axis=0)
+        numbers, sums, squares = (np.sum([shard["sums"][i] for shard in done], axis=0) for i in range(3))
         mean = sums / numbers
         index = {
             "version": VERSION,
@@ -211,9 +213,9 @@ class DatasetWriter:
             "class_counts": counts.tolist(),
             "channel_mean": mean.tolist(),
             "channel_std": np.sqrt(np.maximum(squares / numbers - mean**2, 0)).tolist(),
-            **beside,
+            **fields,
             **({"pictures": list(self.pictures)} if self.pictures else {}),
-            "shards": [one["entry"] for one in done if one["entry"]["count"]],
+            "shards": [shard["entry"] for shard in done if shard["entry"]["count"]],
         }
         with explain_failure(self.data / "index.json"):
             write_whole(self.data / "index.json", json.dumps(index, indent=1) + "\n")
@@ -239,11 +241,11 @@ class DatasetWriter:
 
 
 def write_dataset(
-    folder: Path, latents: LatentSpec, shards: Iterable[tuple[np.ndarray, np.ndarray]], **beside: object
+    folder: Path, latents: LatentSpec, shards: Iterable[tuple[np.ndarray, np.ndarray]], **fields: object
 ) -> None:
     """Write a dataset in one go; the folder appears under its name only when it is whole.
 
-    shards yields (stored (n, *latents.stored_shape), labels (n,)); beside is what else index.json is to say. Raises
+    shards yields (stored (n, *latents.stored_shape), labels (n,)); fields are what else index.json is to say. Raises
     FileExistsError if the folder is there already, ValueError for a shard that is not what `latents` says.
     """
     writer = DatasetWriter(folder, latents, plan={})
@@ -253,8 +255,28 @@ def write_dataset(
         for stored, labels in shards:
             writer.write(count, stored, labels)
             count += 1
-        writer.assemble(count, **beside)
+        writer.assemble(count, **fields)
         writer.publish()
     except BaseException:
         writer.discard()
         raise
+
+
+def write_once(
+    folder: Path, latents: LatentSpec, stored: np.ndarray, labels: np.ndarray, captions: Sequence = (), **fields: object
+) -> None:
+    """As write_dataset, of one shard, with captions if there are any, and by several processes at once.
+
+    Each writes its own copy, and the first one done gives it the name.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as place:
+        copy = Path(place) / folder.name
+        write_dataset(copy, latents, [(stored, labels)], **fields)
+        if captions:
+            add_captions(copy, captions)
+        try:
+            copy.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise

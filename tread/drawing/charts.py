@@ -10,6 +10,8 @@ import numpy as np
 
 from tread.runtime.files import explain_failure, whole_file
 
+NUMBERED = 14  # rows or columns: in a heat map of more, the numbers could not be read
+
 
 @dataclass(frozen=True)
 class Line:
@@ -87,10 +89,11 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
     for axis in axes.flat[len(panels) :]:
         axis.remove()
     if names:
-        found = {}
+        handles = {}  # by label
         for axis in figure.axes:
-            found |= dict(zip(*reversed(axis.get_legend_handles_labels())))
-        figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=min(2, columns), fontsize="small")
+            handles |= dict(zip(*reversed(axis.get_legend_handles_labels())))
+        columns = min(2, columns)
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, fontsize="small")
     with explain_failure(path):
         figure.savefig(path, dpi=110)
 
@@ -100,17 +103,14 @@ def make_logarithmic(axis: object, letter: str) -> None:
     from matplotlib import ticker
 
     getattr(axis, f"set_{letter}scale")("log")
-    one = getattr(axis, f"{letter}axis")
+    ruler = getattr(axis, f"{letter}axis")
     low, high = getattr(axis, f"get_{letter}lim")()
     if high < 20 * low:  # a decade's own ticks would be one or two
-        one.set_major_locator(ticker.MaxNLocator(6))
+        ruler.set_major_locator(ticker.MaxNLocator(6))
     else:
-        one.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high < 1e4 * low else (1,), numticks=12))
-    one.set_major_formatter(ticker.FuncFormatter(lambda value, place: f"{value:g}"))
-    one.set_minor_locator(ticker.NullLocator())
-
-
-NUMBERED = 14  # rows or columns: in a heat map of more, the numbers could not be read
+        ruler.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high < 1e4 * low else (1,), numticks=12))
+    ruler.set_major_formatter(ticker.FuncFormatter(lambda value, place: f"{value:g}"))
+    ruler.set_minor_locator(ticker.NullLocator())
 
 
 def save_curve(path: Path, records: Sequence[dict], routed: bool, evaluations: Mapping[str, str]) -> None:
@@ -124,8 +124,8 @@ def save_curve(path: Path, records: Sequence[dict], routed: bool, evaluations: M
     }
     lines = []
     for key, name in names.items():
-        found = [(record["step"], record[key]) for record in records if key in record]
-        lines += [Line(name, *zip(*found))] if found else []
+        points = [(record["step"], record[key]) for record in records if key in record]
+        lines += [Line(name, *zip(*points))] if points else []
     save_panels(path, [Panel("", "step", "loss", lines, log="y")], columns=1)
 
 

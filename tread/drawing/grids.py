@@ -49,14 +49,14 @@ def name_rows(grid: Image.Image, names: Sequence[str], wrap: bool = False) -> Im
         return name + "…"
 
     def lines(name: str) -> list[str]:
-        most, found, words = pitch * 4 // (5 * font.size) if wrap else 1, [], name.split(" ")
+        most, parts, words = pitch * 4 // (5 * font.size) if wrap else 1, [], name.split(" ")
         while words:
-            taken = len(words) if len(found) + 1 >= most else 1
+            taken = len(words) if len(parts) + 1 >= most else 1
             while taken < len(words) and font.getlength(" ".join(words[: taken + 1])) <= limit:
                 taken += 1
-            found.append(cut(" ".join(words[:taken])))
+            parts.append(cut(" ".join(words[:taken])))
             words = words[taken:]
-        return found
+        return parts
 
     shown = [lines(name) for name in names]
     margin = max(int(font.getlength(line)) + 1 for name in shown for line in name) + 2 * space

@@ -26,7 +26,7 @@ from tread.runtime.hub import is_cached
 from tread.runtime.tensor_files import listed, read_state_dict
 
 Decoder = Callable[[Tensor], Tensor]
-Encoder = Callable[[Tensor], np.ndarray]
+LatentEncoder = Callable[[Tensor], np.ndarray]
 HUB_FILES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # of weights
 KINDS = ("AutoencoderKL", "AutoencoderTiny")
 UNKNOWN = "unknown"
@@ -34,7 +34,7 @@ INSTEAD = (
     "as autoencoder=… (in training sampling.autoencoder=…), or draw the latents themselves with decode=false "
     "(sampling.decode=false); sample.py save_latents=true writes them into a file"
 )
-Store = Literal["auto", "moments", "latents"]
+Content = Literal["auto", "moments", "latents"]
 PIXELS_UP_TO = 128  # pixels along the side of pictures that are stored without an autoencoder
 # Stable Diffusion 1's autoencoder, for weight files in diffusers' names that come without a config
 SD_CONFIG = {
@@ -114,17 +114,17 @@ def _from_file(path: Path, diffusers) -> nn.Module:
 
 
 def _from_ldm(path: Path, state: dict[str, Tensor], diffusers) -> nn.Module:
-    own, aside = ldm_names.own_part(state)
-    config, found = ldm_names.config_of(own), ldm_names.renamed(own)
+    ldm, aside = ldm_names.own_part(state)
+    config, tensors = ldm_names.config_of(ldm), ldm_names.renamed(ldm)
     as_sd = all(config[key] == SD_CONFIG[key] for key in ("block_out_channels", "latent_channels"))
     config["scaling_factor"] = SD_CONFIG["scaling_factor"] if as_sd else 1.0
     model = diffusers.AutoencoderKL.from_config(config)
     needed = {name: value.shape for name, value in model.state_dict().items()}
-    odd = [name for new, (name, value) in found.items() if needed.get(new) != value.shape]
-    if odd or (missing := sorted(needed.keys() - found.keys())):
+    odd = [name for new, (name, value) in tensors.items() if needed.get(new) != value.shape]
+    if odd or (missing := sorted(needed.keys() - tensors.keys())):
         why = f"{listed(odd)} are of other names or shapes" if odd else f"it has nothing for {listed(missing)}"
         raise ValueError(f"it has names of LDM's AutoencoderKL, but does not fit diffusers': {why}")
-    model.load_state_dict({new: value.float() for new, (_, value) in found.items()})
+    model.load_state_dict({new: value.float() for new, (_, value) in tensors.items()})
     if aside:
         kinds = sorted({name.partition(".")[0] for name in aside})
         logging.getLogger(__name__).warning(  # on stderr, where nobody set up anything else
@@ -160,7 +160,9 @@ def _chosen(latents: LatentSpec, autoencoder: str | None) -> str:
     return name
 
 
-def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ...], store: Store, **kept) -> LatentSpec:
+def encoded(
+    model: nn.Module, name: str, resolution: int, classes: tuple[str, ...], store: Content, **kept
+) -> LatentSpec:
     """What `encoder` will store of pictures of this size: shape, content and scale.
 
     store  "moments" of an AutoencoderKL's posterior, "latents" (its mean, or an AutoencoderTiny's
@@ -195,7 +197,7 @@ def encoded(model: nn.Module, name: str, resolution: int, classes: tuple[str, ..
     )
 
 
-def as_pixels(resolution: int, classes: tuple[str, ...], store: Store, **kept) -> LatentSpec:
+def as_pixels(resolution: int, classes: tuple[str, ...], store: Content, **kept) -> LatentSpec:
     """What is stored of pictures without an autoencoder: (3, R, R) in −1..1. Arguments are those of `encoded`.
 
     Raises ValueError for large pictures.
@@ -215,7 +217,7 @@ def patch_for(side: int, tokens: int = 256) -> int:
     return next((p for p in range(2, side) if side % p == 0 and (side // p) ** 2 <= tokens), side)
 
 
-def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32") -> Encoder:
+def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32") -> LatentEncoder:
     """A function from uint8 pictures (B, 3, R, R) to what is stored of them: (B, views, C or 2C, S, S) float32.
 
     With views=2 the second is the encoded flipped picture. precision is fp32, or bf16 for autocast. Without a

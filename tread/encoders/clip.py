@@ -36,7 +36,7 @@ class ClipScore:
     """
 
     def __init__(self, name: str, device: torch.device | str) -> None:
-        self._model, self._tokenizer, self._processor = _load(name)
+        self._model, self._tokenizer, self._processor = _load_clip(name)
         self._model = self._model.to(device).eval().requires_grad_(False)
         self._device = device
         vocabulary = json.dumps(sorted(self._tokenizer.get_vocab().items()))
@@ -45,7 +45,7 @@ class ClipScore:
     @torch.no_grad()
     def score(self, pictures: Tensor, captions: Sequence[str]) -> np.ndarray:
         """(n,) float32 of pictures (n, 1 or 3, H, W) uint8, each with its caption; long ones are cut off by CLIP."""
-        found = []
+        scores = []
         for start in range(0, len(pictures), AT_ONCE):
             rgb = pictures[start : start + AT_ONCE].cpu().expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
             x = self._processor(images=list(rgb), input_data_format="channels_last", return_tensors="pt")
@@ -64,11 +64,11 @@ class ClipScore:
                     pixel_values=x["pixel_values"].float().to(self._device),
                 )
             cosine = F.cosine_similarity(made.image_embeds.float(), made.text_embeds.float())
-            found.append(100 * cosine.clamp(min=0).cpu())
-        return torch.cat(found).numpy()
+            scores.append(100 * cosine.clamp(min=0).cpu())
+        return torch.cat(scores).numpy()
 
 
-def _load(name: str) -> tuple[torch.nn.Module, object, object]:
+def _load_clip(name: str) -> tuple[torch.nn.Module, object, object]:
     """transformers' CLIPModel in fp32, its tokenizer and what prepares its pictures. Raises ValueError."""
     try:
         # imported here because it takes seconds, and is an extra
@@ -86,7 +86,7 @@ def _load(name: str) -> tuple[torch.nn.Module, object, object]:
                 raise ValueError(f"it is a {kind}, and not a clip, which has a tower for pictures and one for text")
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=local)
             prepared = processor.from_pretrained(name, local_files_only=local)
-            model, found = transformers.CLIPModel.from_pretrained(
+            model, loading = transformers.CLIPModel.from_pretrained(
                 name, local_files_only=local, output_loading_info=True, dtype=torch.float32
             )
         except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
@@ -94,6 +94,6 @@ def _load(name: str) -> tuple[torch.nn.Module, object, object]:
                 f"clip={name} could not be loaded: {str(error).strip()}\nIt must be a hub id (to be downloaded once "
                 "while online) or a folder of a whole CLIP, such as openai/clip-vit-large-patch14"
             ) from error
-    if odd := sorted(map(str, found["missing_keys"])) + sorted(map(str, found["mismatched_keys"])):
+    if odd := sorted(map(str, loading["missing_keys"])) + sorted(map(str, loading["mismatched_keys"])):
         raise ValueError(f"clip={name} lacks weights, or has others: {', '.join(odd[:3])}, …")
     return model, tokenizer, prepared

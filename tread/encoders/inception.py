@@ -36,6 +36,8 @@ VARIABLE = "TREAD_INCEPTION"
 SIZE = 299
 BATCH = {"cpu": 8, "gpu": 128}  # pictures that `extract` takes at once
 CLASSES = 1008
+PART = 256  # pictures of a part, where there are enough of them
+PARTS = 64  # that there are at least, where a batch allows it, for the processes to share
 
 
 class FeatureSizes(NamedTuple):
@@ -47,7 +49,7 @@ class FeatureSizes(NamedTuple):
 
 
 def sizes_of(narrow: int) -> FeatureSizes:
-    """Of a network with so many times fewer channels."""
+    """Sizes of the features of a network with so many times fewer channels."""
     return FeatureSizes(2048 // narrow, max(1, 7 // narrow) * 17 * 17)
 
 
@@ -217,10 +219,10 @@ class Inception(nn.Module):
         x = self._until_6d(x)  # branch1x1's channels first
         spatial = x[:, : self.sizes.spatial // (17 * 17)].permute(0, 2, 3, 1).flatten(1)
         x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(self.Mixed_6e(x))))  # (n, 2048, 8, 8)
-        found = {"pool": x.mean(dim=(2, 3)), "spatial": spatial}
+        features = {"pool": x.mean(dim=(2, 3)), "spatial": spatial}
         if self.fc is not None:
-            found["probabilities"] = F.linear(found["pool"], self.fc.weight).softmax(dim=1)
-        return found
+            features["probabilities"] = F.linear(features["pool"], self.fc.weight).softmax(dim=1)
+        return features
 
     def feature_map(self, x: Tensor) -> Tensor:
         """x (n, 3, 299, 299) in about −1..1 → (n, 768, 17, 17), what Mixed_6e gives: the last map of that size."""
@@ -258,14 +260,11 @@ def extract(network: Inception, pictures: Tensor) -> dict[str, np.ndarray]:
     """Features of pictures (n, 3, H, W) uint8 by name, on the network's device and back, always in fp32."""
     if pictures.dtype != torch.uint8 or pictures.ndim != 4 or pictures.shape[1] != 3:
         raise ValueError(f"pictures are {pictures.dtype} {tuple(pictures.shape)}, but must be uint8 (n, 3, H, W)")
-    device, found = next(network.parameters()).device, []
+    device, batches = next(network.parameters()).device, []
     for part in pictures.split(BATCH["cpu" if device.type == "cpu" else "gpu"]):
         with exact():
-            found.append(network(as_input(part.to(device))))
-    return {name: torch.cat([one[name] for one in found]).cpu().numpy() for name in found[0]}
-
-
-# ---------------------------------------------------------------------------------------- weights
+            batches.append(network(as_input(part.to(device))))
+    return {name: torch.cat([batch[name] for batch in batches]).cpu().numpy() for name in batches[0]}
 
 
 def _kept() -> Path:
@@ -333,12 +332,8 @@ def _narrow(state: Mapping[str, Tensor]) -> int:
 
 
 def feature_sizes(path: Path) -> FeatureSizes:
-    """Of the network in a weight file. Raises ValueError if it can't be read."""
+    """Sizes of the features of the network in a weight file. Raises ValueError if it can't be read."""
     return sizes_of(_narrow(read_state_dict(path, "any")))
-
-
-PART = 256  # pictures of a part, where there are enough of them
-PARTS = 64  # that there are at least, where a batch allows it, for the processes to share
 
 
 def part_size(count: int, batch_size: int) -> int:
@@ -363,7 +358,7 @@ class Pictures:
     read: Callable[[int, int], np.ndarray]
 
 
-def features_of(pictures: Pictures, folder: Path, network: Inception, weights: str, processes: Processes) -> PartStore:
+def extract_all(pictures: Pictures, folder: Path, network: Inception, weights: str, processes: Processes) -> PartStore:
     """Features of a set of pictures, kept below a folder by the hashes of pictures and weights.
 
     All processes extract their share of what is missing.

@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from tread.data.columns import CLIP_L, TextSpec, encoder_name
+from tread.data.columns import CLIP_L, TextSpec, text_encoder_name
 from tread.encoders.autoencoder import fingerprint
 from tread.encoders.words import WordEncoder, make_vocabulary
 from tread.models.conditions import Text
@@ -61,7 +61,7 @@ class ModelEncoder:
         padding: bool = False,
     ) -> None:
         place = _minilm_folder() if name == "minilm" else {"clip-l": CLIP_L}.get(name, name)
-        self._model, self._tokenizer = _load(name, str(place))
+        self._model, self._tokenizer = _load_encoder(name, str(place))
         self._model = self._model.to(device).eval().requires_grad_(False)
         self._device, self._clip = torch.device(device), self._model.config.model_type == "clip_text_model"
         limit = _limit(self._model, self._tokenizer)
@@ -72,11 +72,11 @@ class ModelEncoder:
         vocabulary = sorted(self._tokenizer.get_vocab().items())
         whole = hashlib.sha256((fingerprint(self._model) + json.dumps(vocabulary)).encode()).hexdigest()
         width = self._model.config.hidden_size
-        self.spec = TextSpec(encoder_name(name), whole, tokens, width, width if pooled else None, padding=padding)
+        self.spec = TextSpec(text_encoder_name(name), whole, tokens, width, width if pooled else None, padding=padding)
 
     def lengths(self, captions: Sequence[str]) -> list[int]:
         """Tokens of each caption before it is cut off, special ones included."""
-        return [len(own) for own in self._tokenizer(list(captions), verbose=False)["input_ids"]] if captions else []
+        return [len(ids) for ids in self._tokenizer(list(captions), verbose=False)["input_ids"]] if captions else []
 
     def unknown(self, caption: str) -> list[str]:
         """None: it takes any text."""
@@ -139,13 +139,13 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
     """
     if spec.width is None:
         return WordEncoder(spec.vocabulary, spec.tokens)
-    found = ModelEncoder(place or spec.encoder, spec.tokens, (), device, spec.pooled is not None, spec.padding)
-    if spec.fingerprint not in (None, found.spec.fingerprint) or found.spec.width != spec.width:
+    encoder = ModelEncoder(place or spec.encoder, spec.tokens, (), device, spec.pooled is not None, spec.padding)
+    if spec.fingerprint not in (None, encoder.spec.fingerprint) or encoder.spec.width != spec.width:
         raise ValueError(
             f"{place or spec.encoder} is another encoder than the text was made with, by its hash: "
-            f"{found.spec.describe()}, and that was {spec.describe()}"
+            f"{encoder.spec.describe()}, and that was {spec.describe()}"
         )
-    return found
+    return encoder
 
 
 def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
@@ -188,7 +188,7 @@ def quiet(logging: object) -> Iterator[None]:
         logging.enable_progress_bar()
 
 
-def _load(name: str, place: str) -> tuple[nn.Module, object]:
+def _load_encoder(name: str, place: str) -> tuple[nn.Module, object]:
     """transformers' model in fp32 and its tokenizer. Raises ValueError."""
     try:
         # imported here because it takes seconds, and is an extra
@@ -207,15 +207,15 @@ def _load(name: str, place: str) -> tuple[nn.Module, object]:
             if kind is AutoModel and (config.is_encoder_decoder or not hasattr(config, "hidden_size")):
                 raise ValueError(f"it is a {config.model_type}, neither CLIP, T5 nor a sentence encoder")
             tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=local)
-            model, found = kind.from_pretrained(place, local_files_only=local, output_loading_info=True)
+            model, loading = kind.from_pretrained(place, local_files_only=local, output_loading_info=True)
         except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
             raise ValueError(
                 f"encoder {name!r} could not be loaded: {str(error).strip()}\nEncoders are words, minilm, clip-l, or a "
                 "hub id (to be downloaded once while online) or folder of a CLIP text, T5 or sentence encoder"
             ) from error
-    lacking = [key for key in sorted(found["missing_keys"]) if not key.startswith("pooler.")]  # which is not used
-    if lacking or found["mismatched_keys"]:
-        odd = lacking or sorted(map(str, found["mismatched_keys"]))
+    lacking = [key for key in sorted(loading["missing_keys"]) if not key.startswith("pooler.")]  # which is not used
+    if lacking or loading["mismatched_keys"]:
+        odd = lacking or sorted(map(str, loading["mismatched_keys"]))
         raise ValueError(f"encoder {name!r} lacks weights, or has others: {', '.join(odd[:3])}, …")
     tokenizer.padding_side = tokenizer.truncation_side = "right"
     if tokenizer.pad_token is None:

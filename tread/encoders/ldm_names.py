@@ -43,8 +43,8 @@ def own_part(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]
     if not heads:
         raise ValueError("its names are neither diffusers', TAESD's nor LDM's (Stable Diffusion, VA-VAE)")
     head = min(heads, key=len)
-    own = {name.removeprefix(head): name for name in state if name.startswith(tuple(head + part for part in PARTS))}
-    return {name: state[full] for name, full in own.items()}, sorted(state.keys() - set(own.values()))
+    named = {name.removeprefix(head): name for name in state if name.startswith(tuple(head + part for part in PARTS))}
+    return {name: state[full] for name, full in named.items()}, sorted(state.keys() - set(named.values()))
 
 
 def config_of(state: Mapping[str, Tensor]) -> dict:
@@ -71,8 +71,8 @@ def config_of(state: Mapping[str, Tensor]) -> dict:
         "block_out_channels": channels,
         "layers_per_block": blocks,
         "norm_num_groups": GROUPS,
-        "down_block_types": ["AttnDownEncoderBlock2D" if one else "DownEncoderBlock2D" for one in attends],
-        "up_block_types": ["AttnUpDecoderBlock2D" if one else "UpDecoderBlock2D" for one in gives],
+        "down_block_types": ["AttnDownEncoderBlock2D" if attention else "DownEncoderBlock2D" for attention in attends],
+        "up_block_types": ["AttnUpDecoderBlock2D" if attention else "UpDecoderBlock2D" for attention in gives],
         "mid_block_add_attention": "decoder.mid.attn_1.q.weight" in state,
         "use_quant_conv": "quant_conv.weight" in state,
         "use_post_quant_conv": "post_quant_conv.weight" in state,
@@ -84,12 +84,12 @@ def renamed(state: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
     top = max(
         (int(match[1]) for match in (re.match(r"decoder\.up\.(\d+)\.", name) for name in state) if match), default=0
     )
-    found = {}
+    tensors = {}
     for name, value in state.items():
         new = re.sub(r"\.up\.(\d+)\.", lambda match: f".up_blocks.{top - int(match[1])}.", name)
         for theirs, ours in RENAMED:
             new = re.sub(theirs, ours, new)
         if ".attentions." in new and value.shape[2:] == (1, 1):
             value = value[:, :, 0, 0]
-        found[new] = name, value
-    return found
+        tensors[new] = name, value
+    return tensors

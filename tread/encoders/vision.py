@@ -74,41 +74,41 @@ class Encoder:
         if pictures.dtype != torch.uint8 or pictures.ndim != 4 or pictures.shape[1] != 3:
             raise ValueError(f"pictures are {pictures.dtype} {tuple(pictures.shape)}, but must be uint8 (B, 3, H, W)")
         with exact():
-            found = self._run(pictures.to(self.device))
-            shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            side = math.isqrt(shape[1]) if len(shape) == 3 and isinstance(found, Tensor) else 0
+            features = self._run(pictures.to(self.device))
+            shape = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+            side = math.isqrt(shape[1]) if len(shape) == 3 and isinstance(features, Tensor) else 0
             if not side or shape[:2] != (len(pictures), side**2):
                 raise ValueError(
                     f"{self.name} makes {shape} of pictures {tuple(pictures.shape)}, but must make (B, T, z) with a "
                     "square number T of tokens"
                 )
-            return self._averaged(found.float(), side, pictures.shape[-1])
+            return self._averaged(features.float(), side, pictures.shape[-1])
 
-    def _averaged(self, found: Tensor, side: int, size: int) -> Tensor:
+    def _averaged(self, features: Tensor, side: int, size: int) -> Tensor:
         if self.grid is None or self.grid == side:
-            return found
+            return features
         if self.grid > side:
             raise ValueError(
                 f"grid is {self.grid}, but {self.name} has {side}×{side} tokens of pictures of {size}×{size}: choose "
                 f"grid={side} or less"
             )
-        maps = found.transpose(1, 2).unflatten(2, (side, side))
+        maps = features.transpose(1, 2).unflatten(2, (side, side))
         return F.adaptive_avg_pool2d(maps, self.grid).flatten(2).transpose(1, 2)
 
     def cost(self, height: int) -> Cost:
-        """Of one picture of that size. Products and convolutions count, two FLOPs a multiply-add, alone.
+        """The cost of one picture of that size. Products and convolutions count, two FLOPs a multiply-add, alone.
 
         Raises ValueError as `encode`, and for features that are not finite.
         """
         if height not in self._costs:
             picture = torch.zeros(1, 3, height, height, dtype=torch.uint8)
             with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-                found = self.encode(picture)
-            if not found.isfinite().all():
+                features = self.encode(picture)
+            if not features.isfinite().all():
                 raise ValueError(
                     f"{self.name} makes features that are not finite of a black picture: are its weights whole?"
                 )
-            _, tokens, width = found.shape
+            _, tokens, width = features.shape
             self._costs[height] = Cost(tokens, width, counter.get_total_flops())
         return self._costs[height]
 
@@ -200,7 +200,7 @@ def _load_dinov2(name: str) -> nn.Module:
             raise ValueError(f"it is a {kind}, not a dinov2")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model, found = Dinov2Model.from_pretrained(place, local_files_only=local, output_loading_info=True)
+            model, loading = Dinov2Model.from_pretrained(place, local_files_only=local, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(
             f"encoder {name!r} could not be loaded as DINOv2: {str(error).strip()}\nEncoders are inception, "
@@ -210,9 +210,9 @@ def _load_dinov2(name: str) -> nn.Module:
     finally:
         logging.set_verbosity(before)
         logging.enable_progress_bar()
-    lacking = sorted(set(found["missing_keys"]) - {"embeddings.mask_token"})  # which nothing here masks with
-    if lacking or found["mismatched_keys"]:
-        odd = lacking or sorted(map(str, found["mismatched_keys"]))
+    lacking = sorted(set(loading["missing_keys"]) - {"embeddings.mask_token"})  # which nothing here masks with
+    if lacking or loading["mismatched_keys"]:
+        odd = lacking or sorted(map(str, loading["mismatched_keys"]))
         raise ValueError(f"encoder {name!r} lacks weights of a Dinov2Model, or has others: {', '.join(odd[:3])}, …")
     return model.float()
 
@@ -240,12 +240,12 @@ def _load_function(name: str) -> Callable[[Tensor], Tensor]:
     if "" not in sys.path and (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:
-        found = functools.reduce(getattr, function.split("."), importlib.import_module(module))
+        target = functools.reduce(getattr, function.split("."), importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"encoder {name!r} could not be imported as module:function: {error}") from error
-    if not callable(found):
-        raise ValueError(f"encoder {name!r} is a {type(found).__name__}, but must be a function of pictures")
-    return found
+    if not callable(target):
+        raise ValueError(f"encoder {name!r} is a {type(target).__name__}, but must be a function of pictures")
+    return target
 
 
 def _own_fingerprint(name: str, run: Callable[[Tensor], Tensor]) -> str:

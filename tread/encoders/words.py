@@ -28,9 +28,9 @@ def split_words(caption: str) -> list[str]:
 
 
 def make_vocabulary(captions: Iterable[str]) -> tuple[str, ...]:
-    """Of some captions: the begin token, the unknown word, and their words, the most frequent ones first."""
-    found = Counter(word for caption in captions for word in split_words(caption))
-    return (BEGIN, UNKNOWN, *sorted(found, key=lambda word: (-found[word], word))[: MOST - 2])
+    """The begin token, the unknown word, and the words of some captions, the most frequent ones first."""
+    counts = Counter(word for caption in captions for word in split_words(caption))
+    return (BEGIN, UNKNOWN, *sorted(counts, key=lambda word: (-counts[word], word))[: MOST - 2])
 
 
 class WordEncoder:

@@ -10,7 +10,7 @@ import torch
 
 from tread.data.parts import PartStore
 from tread.evaluation.metrics import Moments, frechet_distance
-from tread.preparing.digits import split
+from tread.preparing.digits import digits_parts
 
 NEIGHBOURS = 3
 REAL_COUNTS = {"label_agreement_real": 355, "frechet_pixels_real": 1442}  # scans that those values are of
@@ -29,7 +29,7 @@ def judge_digits(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """
     from sklearn.neighbors import KNeighborsClassifier
 
-    (train, train_labels), (heldout, heldout_labels) = split().values()
+    (train, train_labels), (heldout, heldout_labels) = digits_parts().values()
     generated = np.round(pictures.reshape(len(pictures), -1) / 255 * 16)  # on the scans' own grey levels
     classifier = KNeighborsClassifier(NEIGHBOURS).fit(train, train_labels)
     reference = Moments.of(heldout).gaussian

@@ -75,7 +75,7 @@ def open_emoji(trained: Trained, folder: str | None = None) -> tuple[LatentDatas
     for part, place in places.items():
         place = Path(folder) / part if folder else Path(place)
         if folder is None:
-            emoji.prepare(place, part, text.encoder)
+            emoji.prepare_emoji(place, part, text.encoder)
         data = LatentDataset(place, text=text.encoder)
         if data.text_spec.fingerprint != text.fingerprint or data.latents.shape != trained.latents.shape:
             raise ValueError(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tread.checkpoints.for_sampling import Trained
 from tread.data.captions import captions_of
-from tread.data.columns import TextSpec, encoder_name, latents_hash
+from tread.data.columns import TextSpec, latents_hash, text_encoder_name
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.diffusion.labels import class_labels, spread_classes
@@ -195,7 +195,7 @@ def open_prompts(trained: Trained, asked: str) -> ScoredPrompts:
             f"that was {wanted.describe()}"
         )
     index = read_index(folder)
-    count = index["text"][encoder_name(wanted.encoder)]["captions"]
+    count = index["text"][text_encoder_name(wanted.encoder)]["captions"]
     parts = {"latents": latents_hash(index), "captions": index.get("captions"), "text": asdict(wanted)}
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return ScoredPrompts(folder, count, digest, data.text_of)

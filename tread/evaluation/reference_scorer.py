@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tread.data.parts import PartStore
-from tread.encoders.inception import Inception, extract, features_of, load_inception
+from tread.encoders.inception import Inception, extract, extract_all, load_inception
 from tread.evaluation.metrics import (
     NEIGHBOURS,
     frechet_distance,
@@ -121,5 +121,5 @@ def open_scorer(reference: Reference, weights: Path, digest: str, cache: Path, p
     network, features = load_inception(weights, processes.device), None
     began = time.perf_counter()
     if reference.pictures is not None:
-        features = features_of(reference.pictures, cache, network, digest, processes)
+        features = extract_all(reference.pictures, cache, network, digest, processes)
     return ReferenceScorer(reference, network, digest, features, time.perf_counter() - began, processes)

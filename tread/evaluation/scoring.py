@@ -32,7 +32,7 @@ from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder
 from tread.encoders.clip import METRIC as CLIP
 from tread.encoders.clip import ClipScore
-from tread.encoders.inception import Pictures, feature_sizes, features_of, find_weights, part_size
+from tread.encoders.inception import Pictures, extract_all, feature_sizes, find_weights, part_size
 from tread.evaluation.image_sets import open_pictures, save_npz
 from tread.evaluation.prompts import HELDOUT, ScoredPrompts, heldout_folder, open_prompts
 from tread.evaluation.reference import Reference, check_size, open_reference, save_statistics
@@ -572,7 +572,7 @@ def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: Options,
     for text in scorer.warnings(samples.count):
         processes.say(f"  note: {text}")
     began = time.perf_counter()
-    features = features_of(samples, Path(options.cache), scorer.network, scorer.weights, processes)
+    features = extract_all(samples, Path(options.cache), scorer.network, scorer.weights, processes)
     extracted = time.perf_counter()
     if processes.main:
         record = common_record(scorer, features, samples.count, processes) | {

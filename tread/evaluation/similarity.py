@@ -159,7 +159,7 @@ def open_latents(trained: Trained, folder: str | None = None) -> LatentDataset:
     dataset = trained.cfg.dataset
     place = Path(folder or dataset.heldout or dataset.path)
     if folder is None and dataset.embedded == "digits":
-        digits.prepare(place, "heldout" if dataset.heldout else "train")
+        digits.prepare_digits(place, "heldout" if dataset.heldout else "train")
     try:
         data = LatentDataset(place, text=trained.cfg.text.encoder if trained.cfg.model.takes_text else None)
     except FileNotFoundError as error:

@@ -50,8 +50,8 @@ class Zip:
                 listed = opened.infolist()
         except zipfile.BadZipFile as error:
             raise ValueError(f"{self.path} is no zip, or damaged or truncated ({error})") from error
-        self._spelt = {posixpath.normpath(one.filename): one.filename for one in listed if not one.is_dir()}
-        self.folders = [posixpath.normpath(one.filename) for one in listed if one.is_dir()]
+        self._spelt = {posixpath.normpath(entry.filename): entry.filename for entry in listed if not entry.is_dir()}
+        self.folders = [posixpath.normpath(entry.filename) for entry in listed if entry.is_dir()]
         self.names = sorted(self._spelt)
         self._opened: tuple[int, zipfile.ZipFile] | None = None
 
@@ -65,62 +65,6 @@ class Zip:
             return self._opened[1].read(self._spelt[name])
         except FAULTS as error:
             raise OSError(f"damaged in {self.path.name}: {error}") from error
-
-
-class Tars:
-    """The files of several tars, each in a folder of its tar's name, below those in which the tars lie apart."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        above = os.path.commonpath([path.parent for path in paths])
-        stems = {path: path.relative_to(above).with_suffix("") for path in paths}
-        self._depth = len(stems[paths[0]].parts)  # of a pattern all lie equally deep
-        self._tars = {stem.as_posix(): Tar(path) for path, stem in stems.items()}
-        self.names = sorted(f"{stem}/{name}" for stem, tar in self._tars.items() for name in tar.names)
-        self.folders = list(self._tars)
-
-    def read(self, name: str) -> bytes:
-        parts = name.split("/", self._depth)
-        return self._tars["/".join(parts[:-1])].read(parts[-1])
-
-
-def is_pattern(source: Path) -> bool:
-    """Whether a path stands for several: {00..99}.tar, *.tar."""
-    return not source.exists() and (_braces(source) is not None or glob.has_magic(str(source)))
-
-
-def _braces(source: Path) -> re.Match | None:
-    return re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", str(source))
-
-
-def tar_paths(source: Path) -> list[Path]:
-    """The tars that are meant by a tar, a folder of tars or a pattern. Raises FileNotFoundError."""
-    if source.is_dir():
-        paths = sorted(source.glob("*.tar"))
-    elif braces := _braces(source):
-        before, first, last, after = braces.groups()
-        paths = [Path(f"{before}{n:0{len(first)}d}{after}") for n in range(int(first), int(last) + 1)]
-    else:
-        paths = [Path(name) for name in sorted(glob.glob(str(source)))] if glob.has_magic(str(source)) else [source]
-    if not paths or not all(path.is_file() for path in paths):
-        raise FileNotFoundError(
-            f"{source} is not there; source must be a tar, a folder of tars or a pattern (*.tar, {{00..99}}.tar)"
-        )
-    return paths
-
-
-def holds_tars(source: Path) -> bool:
-    """Whether a folder is one of tars, beside which lie tables and statistics alone."""
-    held = [entry.name for entry in os.scandir(source) if entry.name[0] != "."] if source.is_dir() else []
-    return any(name.endswith(".tar") for name in held) and all(name.lower().endswith(BESIDE_TARS) for name in held)
-
-
-def open_store(source: Path) -> Store:
-    """What a source of files is."""
-    if is_pattern(source) or holds_tars(source):
-        return Tars(tar_paths(source))
-    if source.is_dir():
-        return Folder(source)
-    return Zip(source) if source.suffix.lower() == ".zip" else Tar(source)
 
 
 class Tar:
@@ -174,4 +118,60 @@ class Tar:
             return file.read(size)
 
 
+class Tars:
+    """The files of several tars, each in a folder of its tar's name, below those in which the tars lie apart."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        above = os.path.commonpath([path.parent for path in paths])
+        stems = {path: path.relative_to(above).with_suffix("") for path in paths}
+        self._depth = len(stems[paths[0]].parts)  # of a pattern all lie equally deep
+        self._tars = {stem.as_posix(): Tar(path) for path, stem in stems.items()}
+        self.names = sorted(f"{stem}/{name}" for stem, tar in self._tars.items() for name in tar.names)
+        self.folders = list(self._tars)
+
+    def read(self, name: str) -> bytes:
+        parts = name.split("/", self._depth)
+        return self._tars["/".join(parts[:-1])].read(parts[-1])
+
+
 Store = Folder | Zip | Tar | Tars
+
+
+def open_store(source: Path) -> Store:
+    """What a source of files is."""
+    if is_pattern(source) or holds_tars(source):
+        return Tars(tar_paths(source))
+    if source.is_dir():
+        return Folder(source)
+    return Zip(source) if source.suffix.lower() == ".zip" else Tar(source)
+
+
+def is_pattern(source: Path) -> bool:
+    """Whether a path stands for several: {00..99}.tar, *.tar."""
+    return not source.exists() and (_braces(source) is not None or glob.has_magic(str(source)))
+
+
+def _braces(source: Path) -> re.Match | None:
+    return re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", str(source))
+
+
+def holds_tars(source: Path) -> bool:
+    """Whether a folder is one of tars, beside which lie tables and statistics alone."""
+    held = [entry.name for entry in os.scandir(source) if entry.name[0] != "."] if source.is_dir() else []
+    return any(name.endswith(".tar") for name in held) and all(name.lower().endswith(BESIDE_TARS) for name in held)
+
+
+def tar_paths(source: Path) -> list[Path]:
+    """The tars that are meant by a tar, a folder of tars or a pattern. Raises FileNotFoundError."""
+    if source.is_dir():
+        paths = sorted(source.glob("*.tar"))
+    elif braces := _braces(source):
+        before, first, last, after = braces.groups()
+        paths = [Path(f"{before}{n:0{len(first)}d}{after}") for n in range(int(first), int(last) + 1)]
+    else:
+        paths = [Path(name) for name in sorted(glob.glob(str(source)))] if glob.has_magic(str(source)) else [source]
+    if not paths or not all(path.is_file() for path in paths):
+        raise FileNotFoundError(
+            f"{source} is not there; source must be a tar, a folder of tars or a pattern (*.tar, {{00..99}}.tar)"
+        )
+    return paths

@@ -23,8 +23,8 @@ def cleaned(captions: Sequence[str]) -> list[str]:
 def captions_hash(captions: Sequence[Sequence[str]]) -> str:
     """Hex sha256 of all captions."""
     digest = hashlib.sha256()
-    for own in captions:
-        digest.update(json.dumps(own).encode() + b"\n")
+    for sample_captions in captions:
+        digest.update(json.dumps(sample_captions).encode() + b"\n")
     return digest.hexdigest()
 
 
@@ -45,12 +45,12 @@ def pictures_among(names: Sequence[str], is_picture: Callable[[str], bool]) -> l
 
 def read_texts(store: Store, prefix: str, pictures: Sequence[str], texts: dict[str, str]) -> tuple[list, Faults]:
     """For each picture its captions, or why it has none; and the texts that belong to no picture."""
-    found: list[list[str] | str] = []
+    captions: list[list[str] | str] = []
     for name in pictures:
         text = texts.get(_stem(name))
-        found.append("there is no text file of its name" if text is None else _lines(store, prefix, text))
-    own = set(map(_stem, pictures))
-    return found, [(text, "there is no picture of its name") for stem, text in texts.items() if stem not in own]
+        captions.append("there is no text file of its name" if text is None else _lines(store, prefix, text))
+    stems = set(map(_stem, pictures))
+    return captions, [(text, "there is no picture of its name") for stem, text in texts.items() if stem not in stems]
 
 
 def _lines(store: Store, prefix: str, name: str) -> list[str] | str:

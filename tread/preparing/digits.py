@@ -1,18 +1,16 @@
 """The embedded dataset: scikit-learn's handwritten digits (1,797 real 8×8 scans, 10 classes).
 
-They ship inside the scikit-learn wheel; `prepare` turns them into the project's latent format, for the demo.
+They ship inside the scikit-learn wheel; `prepare_digits` turns them into the project's latent format, for the demo.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from tread.data.latents import LatentSpec
-from tread.data.writer import write_dataset
+from tread.data.writer import write_once
 
 MEANING = LatentSpec(
     shape=(1, 8, 8), classes=tuple(str(digit) for digit in range(10)), autoencoder="pixels", scale_applied=True
@@ -20,7 +18,7 @@ MEANING = LatentSpec(
 HELDOUT_EVERY = 5  # of each class, every fifth scan is held out: 355, which leaves 1,442 to train on
 
 
-def split() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def digits_parts() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """{"train", "heldout"} → (pixels (n, 64) float64 in 0..16, labels (n,) int64)."""
     # imported where used: it takes a second, and other datasets need none of it
     from sklearn.datasets import load_digits
@@ -32,19 +30,9 @@ def split() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return {"train": (pixels[~heldout], labels[~heldout]), "heldout": (pixels[heldout], labels[heldout])}
 
 
-def prepare(folder: Path, part: str) -> None:
+def prepare_digits(folder: Path, part: str) -> None:
     """Write one part, "train" or "heldout", as a dataset, unless it is there: 0..16 becomes −1..1, exact in float16.
-
-    Several processes may do so at once: each writes its own copy, and the first one done gives it the name.
-    """
-    if folder.exists():
-        return
-    pixels, labels = split()[part]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".digits-") as own:
-        write_dataset(Path(own) / part, MEANING, [(pixels.reshape(-1, 1, 1, 8, 8) / 8 - 1, labels)])
-        try:
-            os.rename(Path(own) / part, folder)
-        except OSError:
-            if not folder.exists():
-                raise
+    Several processes may do so at once."""
+    if not folder.exists():
+        pixels, labels = digits_parts()[part]
+        write_once(folder, MEANING, pixels.reshape(-1, 1, 1, 8, 8) / 8 - 1, labels)

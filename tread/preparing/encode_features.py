@@ -1,17 +1,16 @@
-"""Features beside the latents of a dataset, the whole way: checked before long work, which processes share.
+"""Features of a dataset's pictures: `prepare_features` checks everything before long work, which processes share.
 
     <dataset>/.features.unfinished/    in the dataset's folder
         plan.json                      whose features they are; work with another plan is refused
         features-00000.npy             a shard
         00000.json                     written last of a shard: it is whole
 
-Read from `prepare` down. Started again after it was stopped, it goes on with the shards that are missing. When all are
-there they go beside the latents, and index.json names them: until then the dataset is as it was.
+Started again after it was stopped, it goes on with the shards that are missing. When all are there they go beside the
+latents, and index.json names them: until then the dataset is as it was.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
@@ -30,7 +29,11 @@ from tread.data.index import read_index
 from tread.data.latents import holds_pixels
 from tread.data.shards import write_rows
 from tread.encoders.vision import Encoder, open_encoder
-from tread.preparing.kept_pictures import SourcePictures
+from tread.preparing.encode_photos import pieces_of, read_crops, source_hash
+from tread.preparing.encode_text import DatasetPlace
+from tread.preparing.heldout import held_out
+from tread.preparing.images import Crop
+from tread.preparing.sources import NONE, find_photos
 from tread.runtime.distributed import Processes
 from tread.runtime.files import (
     explain_failure,
@@ -44,19 +47,14 @@ from tread.runtime.files import (
 )
 from tread.runtime.schema import Count, CountOrZero
 
-Pictures = Callable[[Sequence[np.ndarray]], Iterator[tuple[Tensor, ...]]]
+PictureReader = Callable[[Sequence[np.ndarray]], Iterator[tuple[Tensor, ...]]]
 
 
 @dataclass(frozen=True)
-class Place:
-    path: str
-
-
-@dataclass(frozen=True)
-class Options:
+class FeatureOptions:
     """configs/prepare_features.yaml."""
 
-    dataset: Place
+    dataset: DatasetPlace
     encoder: str
     source: str | None
     root: str | None
@@ -69,7 +67,7 @@ class Options:
     workers: CountOrZero | None
 
 
-def prepare(options: Options, processes: Processes) -> None:
+def prepare_features(options: FeatureOptions, processes: Processes) -> None:
     """Check everything, make this process's shards, and, in the main process, give all of them their place."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
@@ -97,40 +95,34 @@ def prepare(options: Options, processes: Processes) -> None:
         processes.from_main(lambda: work.check_space(missing))
         mine = missing[processes.rank :: processes.count]
         batch_size = options.batch_size or (8 if processes.device.type == "cpu" else 64)
-        parts = [split(work.samples(number), batch_size) for number in mine]
+        parts = [pieces_of(work.samples(number), batch_size) for number in mine]
         coming = pictures(list(itertools.chain(*parts)))
         with processes.bar("features", sum(work.counts[number] for number in mine)) as bar:
             for number, batches in zip(mine, parts):
-                work.write(number, features_of(itertools.islice(coming, len(batches)), encoder, bar.update))
+                work.write(number, encode_batches(itertools.islice(coming, len(batches)), encoder, bar.update))
         processes.wait()
         processes.from_main(work.publish)
     processes.say(f"  features  {folder}: {encoder.name}, read with alignment.source=stored")
 
 
-def split(samples: np.ndarray, batch_size: int) -> list[np.ndarray]:
-    """Samples in batches."""
-    return [samples[i : i + batch_size] for i in range(0, len(samples), batch_size)]
-
-
-def features_of(
+def encode_batches(
     batches: Iterable[tuple[Tensor, ...]], encoder: Encoder, done: Callable[[int], object]
 ) -> Iterator[np.ndarray]:
     """(n, views, T, z) float16 of batches of pictures by view; `done` is told of each n."""
     for views in batches:
-        found = torch.stack([encoder.encode(view) for view in views], dim=1).half()
-        if not found.isfinite().all():
+        features = torch.stack([encoder.encode(view) for view in views], dim=1).half()
+        if not features.isfinite().all():
             raise ValueError(
                 f"{encoder.name} makes features that are not finite in float16 of some picture: they are too large for "
                 "it, or its weights are broken"
             )
-        yield found.cpu().numpy()
-        done(len(found))
+        yield features.cpu().numpy()
+        done(len(features))
 
 
-# ---------------------------------------------------------------------------------- where pictures come from
-
-
-def open_source(options: Options, index: dict, processes: Processes) -> tuple[LatentDataset, Pictures, int, str]:
+def open_source(
+    options: FeatureOptions, index: dict, processes: Processes
+) -> tuple[LatentDataset, PictureReader, int, str]:
     """The dataset, a function from batches of indices to their pictures by view, their size, where they lie.
 
     Raises ValueError or OSError where there are none, or others than the latents were made of.
@@ -160,7 +152,66 @@ def open_source(options: Options, index: dict, processes: Processes) -> tuple[La
     return data, of_dataset, data.picture_size, kept
 
 
-# ---------------------------------------------------------------------------------------- shards of features
+class SourcePictures:
+    """Pictures by the samples' indices in a dataset.
+
+    data          the dataset, or what was held out with it: report.json says how it was made.
+    source, root, labels
+                  the photos, as scripts/prepare_latents.py took them.
+
+    where, size   where they lie, and the side of their crops in pixels.
+
+    Raises ValueError or OSError unless they are those that the latents were made of, by names, labels and classes.
+    """
+
+    def __init__(self, data: LatentDataset, source: Path, root: str | None, labels: str | None) -> None:
+        report = data.folder / "report.json"
+        made = json.loads(report.read_text()) if report.is_file() else {}
+        plan, latents = made.get("plan", {}), data.latents
+        if not {"pictures", "resolution"} <= plan.keys():
+            raise ValueError(
+                f"{data.folder} does not say which photos it was made of: scripts/prepare_latents.py did not make it. "
+                "Prepare it from the photos, or take a dataset that keeps its pictures"
+            )
+        photos = find_photos(source, root, labels, plan.get("captions_in") if "captions" in plan else NONE)
+        if source_hash(photos.classes, photos.names, photos.labels) != plan["pictures"]:
+            raise ValueError(
+                f"{photos.where} holds other pictures than {data.folder} was made of ({len(photos):,}, by names and "
+                "classes): name the same source=…, root=… and labels=… as then"
+            )
+        chosen = np.ones(len(photos), dtype=bool)
+        if "heldout" in plan:
+            out = held_out(photos.names, photos.labels, len(photos.classes), plan["heldout"])
+            chosen = out if plan["part"] == "heldout" else ~out
+        left_out = {name for name, _ in made.get("left_out", [])}
+        chosen &= np.array([name not in left_out for name in photos.names])
+        self._photos, self._chosen = photos, np.flatnonzero(chosen)
+        if photos.labels[chosen].tolist() != data.labels.tolist():
+            raise ValueError(
+                f"{photos.where} has {chosen.sum():,} pictures where {data.folder} has {len(data):,} samples, or of "
+                "other classes: some were damaged or removed when it was made. Prepare it again with keep_pictures=true"
+            )
+        self.where, self.size = photos.where, plan["resolution"]
+        self._crop = Crop(self.size, latents.orientation, latents.alpha)
+
+    def batches(self, parts: Sequence[np.ndarray], workers: int) -> Iterator[Tensor]:
+        """For each of some arrays of samples' indices, their pictures (B, 3, size, size) uint8.
+
+        Raises ValueError for one that can't be read any more, or if a reading process ends.
+        """
+        parts = [self._chosen[part] for part in parts]
+        coming = read_crops(self._photos, self._crop, parts, workers)
+        for part in parts:
+            try:
+                pictures, notes = next(coming)
+            except RuntimeError as error:  # of PyTorch, where a worker died
+                raise ValueError(
+                    f"a reading process ended: {error}\nTry fewer workers, or a smaller batch_size"
+                ) from error
+            for number, (why, _) in zip(part.tolist(), notes):
+                if why:
+                    raise ValueError(f"{self.where}: {self._photos.names[number]} can't be read as a picture ({why})")
+            yield pictures
 
 
 def described(spec: dict) -> str:
@@ -269,14 +320,13 @@ class Work:
         path = self.folder / "index.json"
         index = read_index(self.folder)
         with explain_failure(path):
-            write = functools.partial(write_whole, path)
             if before := index.pop("features", None):
-                write(json.dumps(index, indent=1) + "\n")  # which names none while files change
+                write_whole(path, json.dumps(index, indent=1) + "\n")  # which names none while files change
                 for entry in before["shards"]:
                     (self.folder / plain_name(entry["file"], path)).unlink(missing_ok=True)
             for entry in entries:
                 if (self.work / entry["file"]).exists():  # else a process was killed behind it
                     (self.work / entry["file"]).rename(self.folder / entry["file"])
             sync(self.folder)
-            write(json.dumps({**index, "features": self.spec.section(entries)}, indent=1) + "\n")
+            write_whole(path, json.dumps({**index, "features": self.spec.section(entries)}, indent=1) + "\n")
         shutil.rmtree(self.work, ignore_errors=True)

@@ -1,22 +1,23 @@
 """Photos → a dataset of latents: checked, read, cropped, encoded and written, then reported in numbers and pictures.
 
-Read from `prepare` down: everything is checked before long work, which processes share. Started again after it was
-stopped, it goes on with the shards that are missing.
+`prepare_latents` checks everything before long work, which processes share. Started again after it was stopped, it
+goes on with the shards that are missing.
 
-Pictures are read and cropped by worker processes while the autoencoder runs. A shard is a fixed
-range of pictures, encoded in batches that never cross it; so what a shard holds depends on the
-pictures, the autoencoder, the device and the batch size alone, and not on who makes it or what was
-done before. (The last bits of a CPU's results depend on its number of threads, too.)
+Pictures are read and cropped by worker processes while the autoencoder runs. A shard is a fixed range of pictures,
+encoded in batches that never cross it; so what a shard holds depends on the pictures, the autoencoder, the device and
+the batch size alone, and not on who makes it or what was done before. (The last bits of a CPU's results depend on its
+number of threads, too.)
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from tread.data.latents import Alpha, Dtype, Orientation, to_network
 from tread.data.writer import DatasetWriter
 from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder
-from tread.encoders.autoencoder import Encoder
+from tread.encoders.autoencoder import LatentEncoder
 from tread.preparing.caption_files import captions_hash
 from tread.preparing.heldout import held_out
 from tread.preparing.images import Crop, centre_crop, read_rgb
@@ -89,9 +90,18 @@ def end_with(process: int, worker: int) -> None:
     threading.Thread(target=watch, daemon=True, name="end with").start()
 
 
-def shard_ranges(count: int, shard_size: int) -> list[range]:
-    """The pictures of each shard."""
-    return [range(first, min(first + shard_size, count)) for first in range(0, count, shard_size)]
+def read_crops(
+    photos: Photos, crop: Crop, batches: Iterable[np.ndarray], workers: int
+) -> Iterator[tuple[Tensor | None, list[tuple]]]:
+    """What `collate` makes of each batch of indices, read by worker processes. Raises RuntimeError if one died."""
+    sampler, start = [indices.tolist() for indices in batches], partial(end_with, os.getpid())
+    crops = Crops(photos, crop)
+    return iter(DataLoader(crops, batch_sampler=sampler, num_workers=workers, collate_fn=collate, worker_init_fn=start))
+
+
+def pieces_of(numbers: range | np.ndarray, size: int) -> list[range | np.ndarray]:
+    """Numbers in pieces of one size, such as shards or batches; the last one may be smaller."""
+    return [numbers[first : first + size] for first in range(0, len(numbers), size)]
 
 
 def source_hash(classes: Sequence[str], names: Sequence[str], labels: np.ndarray) -> str:
@@ -119,9 +129,8 @@ class Begun:
         if heldout is not None:
             out = held_out(self.names, self.labels, classes, heldout)
             parts = {"train": ~out, "heldout": out}
-        places = {part: np.flatnonzero(chosen) for part, chosen in parts.items()}
-        cuts = {part: [own[i : i + shard_size] for i in range(0, len(own), shard_size)] for part, own in places.items()}
-        return {part: [self._now(one) for one in cut] for part, cut in cuts.items()}
+        cuts = {part: pieces_of(np.flatnonzero(chosen), shard_size) for part, chosen in parts.items()}
+        return {part: list(map(self._now, cut)) for part, cut in cuts.items()}
 
     def _now(self, places: np.ndarray) -> np.ndarray:
         """Indices into the pictures of now of those that were at some places."""
@@ -141,13 +150,13 @@ class Damage:
 
     def _of(self, files: Iterable[Path]) -> list[tuple[int, str, str, str]]:
         """(where it was among the pictures, its name, its class, why it can't be read) of pictures, in order."""
-        return sorted(tuple(one) for file in files if file.exists() for one in json.loads(file.read_text()))
+        return sorted(tuple(picture) for file in files if file.exists() for picture in json.loads(file.read_text()))
 
     def _gone(self, files: Iterable[Path]) -> list[tuple[int, str, str, str]]:
         """Those that were removed since; not of classes that went with them, whose work is another."""
-        found = self._of(files)
-        there, classes = (set(self.photos.names), set(self.photos.classes)) if found else ((), ())
-        return [one for one in found if one[1] not in there and one[2] in classes]
+        damaged = self._of(files)
+        there, classes = (set(self.photos.names), set(self.photos.classes)) if damaged else ((), ())
+        return [picture for picture in damaged if picture[1] not in there and picture[2] in classes]
 
     def begun(self) -> Begun:
         """The pictures that the work was begun with."""
@@ -159,12 +168,12 @@ class Damage:
         at = np.setdiff1d(np.arange(len(names)), [place for place, *_ in gone])
         return Begun(names, np.array(labels, dtype=np.int64), at)
 
-    def keep(self, shard: str, found: list[tuple[int, str, str, str]]) -> None:
+    def keep(self, shard: str, damaged: list[tuple[int, str, str, str]]) -> None:
         """Write down the damaged pictures of a shard."""
         file = self.folder / f"{shard}.json"
         with explain_failure(file):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps([*found, *self._gone([file])]) + "\n")
+            write_whole(file, json.dumps([*damaged, *self._gone([file])]) + "\n")
 
     def check(self, shards: Iterable[str]) -> None:
         """Raise ValueError that names the damaged pictures of shards which could not be made."""
@@ -192,9 +201,8 @@ class Piece:
 def check_sizes(photos: Photos, resolution: int) -> None:
     """Raise ValueError if most of some pictures, spread over all, are smaller than the resolution asked for."""
     crops = Crops(photos, Crop(resolution))
-    sizes = [
-        min(size) for _, why, size in (crops[int(number)] for number in spread_indices(len(photos), 32)) if not why
-    ]
+    looked = (crops[int(number)] for number in spread_indices(len(photos), 32))
+    sizes = [min(size) for _, why, size in looked if not why]
     if sizes and np.median(sizes) < resolution:
         raise ValueError(
             f"the pictures of {photos.where} are smaller ({int(np.median(sizes))} pixels along the shorter side, the "
@@ -205,31 +213,23 @@ def check_sizes(photos: Photos, resolution: int) -> None:
 def make_shards(
     photos: Photos,
     pieces: Sequence[Piece],
-    encode: Encoder,
-    crop: Crop,
-    batch_size: int,
-    workers: int,
-    damage: Damage | None,
+    encode: LatentEncoder,
+    damage: Damage,
     begun: Begun,
+    options: PhotoOptions,
     processes: Processes,
 ) -> None:
     """Write shards, with a progress bar, and the speed at the end.
 
     Notes for each shard which pictures were left out, how many were enlarged, and which more than MUCH times.
 
-    damage  where damaged pictures are written down, of whose shards nothing is written; None leaves them out.
+    damage  where damaged pictures are written down, of whose shards nothing is written; on_error=skip leaves them out.
     """
-    batches = [
-        [piece.pictures[i : i + batch_size] for i in range(0, len(piece.pictures), batch_size)] for piece in pieces
-    ]
-    loader = DataLoader(
-        Crops(photos, crop),
-        batch_sampler=[indices.tolist() for parts in batches for indices in parts],
-        num_workers=workers,
-        collate_fn=collate,
-        worker_init_fn=partial(end_with, os.getpid()),
-    )
-    coming, total = iter(loader), sum(len(piece.pictures) for piece in pieces)
+    batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
+    batches, stops = [pieces_of(piece.pictures, batch_size) for piece in pieces], options.on_error == "stop"
+    workers = min(16, processes.cores) if options.workers is None else options.workers
+    coming = read_crops(photos, options.crop, itertools.chain.from_iterable(batches), workers)
+    total = sum(len(piece.pictures) for piece in pieces)
     began, waited = time.perf_counter(), 0.0
     with processes.bar("encoding", total) as bar:
         for piece, parts in zip(pieces, batches):
@@ -251,20 +251,20 @@ def make_shards(
                         damaged.append((int(begun.at[index]), name, photos.classes[label], why))
                         continue
                     labels.append(label)
-                    enlarged += min(size) < crop.size
-                    if MUCH * min(size) < crop.size:
+                    enlarged += min(size) < options.resolution
+                    if MUCH * min(size) < options.resolution:
                         much_enlarged.append(name)
-                if pixels is not None and not (damaged and damage):
+                if pixels is not None and not (damaged and stops):
                     stored.append(encode(pixels))
                     if piece.writer.pictures:
                         kept.append(pixels.numpy().copy())  # not in the memory that a worker shares with us
                 bar.update(len(indices))
-            if damaged and damage:
+            if damaged and stops:
                 damage.keep(piece.name, damaged)
                 continue
             whole = np.concatenate(stored) if stored else np.zeros((0, *piece.writer.latents.stored_shape), np.float32)
             numbers = np.array(labels, dtype=np.int64)
-            pictures = np.concatenate(kept) if kept else np.zeros((0, 3, crop.size, crop.size), np.uint8)
+            pictures = np.concatenate(kept) if kept else np.zeros((0, *(piece.writer.pictures or ())), np.uint8)
             counts = {"left_out": left_out, "enlarged": enlarged, "much_enlarged": much_enlarged}
             piece.writer.write(piece.number, whole, numbers, pictures if piece.writer.pictures else None, **counts)
     if total:
@@ -276,7 +276,7 @@ def make_shards(
 
 
 @dataclass(frozen=True)
-class Options:
+class PhotoOptions:
     """configs/prepare_latents.yaml."""
 
     source: str
@@ -292,7 +292,7 @@ class Options:
     flip: bool
     keep_pictures: bool
     autoencoder: str
-    store: autoencoder.Store
+    store: autoencoder.Content
     dtype: Dtype
     precision: Literal["fp32", "bf16"]
     batch_size: Count | None
@@ -304,8 +304,13 @@ class Options:
     allow_empty: bool
     decode: CountOrZero
 
+    @property
+    def crop(self) -> Crop:
+        """How pictures are cropped."""
+        return Crop(self.resolution, self.orientation, self.alpha)
 
-def prepare(options: Options, processes: Processes) -> None:
+
+def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
     """Check everything, make this process's shards, and, in the main process, the dataset of all."""
     out, source = Path(options.out), Path(options.source)
     if source.is_dir() and source.resolve() in (out.resolve(), *out.resolve().parents):
@@ -341,22 +346,19 @@ def prepare(options: Options, processes: Processes) -> None:
     said = {} if photos.captions is None else {"captions": captions_hash(photos.captions)}
     said |= {"captions_in": options.captions} if photos.captions is not None and options.captions else {}
     said |= {"attribution": options.attribution} if options.attribution else {}
-    if heldout is None:
-        writers = {"train": DatasetWriter(out, latents, plan, crop_shape, said)}
-    else:
-        folders = {"train": out, "heldout": out.with_name(f"{out.name}-heldout")}
-        plan["heldout"] = heldout
-        writers = {
-            part: DatasetWriter(folder, latents, {**plan, "part": part}, crop_shape, said)
-            for part, folder in folders.items()
-        }
+    folders, plans = {"train": out}, {"train": plan}
+    if heldout is not None:
+        folders["heldout"] = out.with_name(f"{out.name}-heldout")
+        plans = {part: {**plan, "heldout": heldout, "part": part} for part in folders}
+    writers = {part: DatasetWriter(folders[part], latents, plans[part], crop_shape, said) for part in folders}
     unfinished = {part: writer for part, writer in writers.items() if not writer.is_finished()}
     for part, writer in writers.items():
         if part not in unfinished:
             processes.say(f"{writer.folder} is finished")
     if not unfinished:
         return
-    damage = Damage(next(iter(unfinished.values())).work / "damaged", photos)
+    first = next(iter(unfinished.values()))
+    damage = Damage(first.work / "damaged", photos)
     with processes.main_first():
         if processes.main:
             for writer in unfinished.values():
@@ -364,7 +366,6 @@ def prepare(options: Options, processes: Processes) -> None:
             pictures = damage.begun()
             pictures.cut(len(photos.classes), heldout, options.shard_size)  # which may be refused
             pictures = source_hash(photos.classes, pictures.names, pictures.labels)
-            first = next(iter(unfinished.values()))
             anew = not first.has_any()  # both parts, or neither
             for writer in unfinished.values():
                 writer.begin(anew, pictures=pictures)
@@ -377,7 +378,7 @@ def prepare(options: Options, processes: Processes) -> None:
         ]
     processes.wait()  # nobody writes before all have seen the same list
     if processes.main:
-        next(iter(unfinished.values())).check_space(sum(len(piece.pictures) for piece in pieces))
+        first.check_space(sum(len(piece.pictures) for piece in pieces))
     stored = f"{latents.stored_shape[1:]} {latents.dtype}, {size_text(len(photos) * latents.sample_bytes)}"
     classes = f"in {len(photos.classes):,} classes, " if photos.classes != ONE_CLASS else ""
     processes.say(f"  pictures  {len(photos):,} {classes}{photos.where}")
@@ -404,17 +405,8 @@ def prepare(options: Options, processes: Processes) -> None:
         )
     work = f"{len(pieces)} of {sum(len(shards[part]) for part in unfinished)} shards"
     processes.say(f"  work      {work}, {processes.count} processes on {processes.device}")
-    make_shards(
-        photos,
-        pieces[processes.rank :: processes.count],
-        autoencoder.encoder(model, latents, options.precision),
-        Crop(options.resolution, options.orientation, options.alpha),
-        options.batch_size or (2 if processes.device.type == "cpu" else 32),
-        min(16, processes.cores) if options.workers is None else options.workers,
-        damage if options.on_error == "stop" else None,
-        begun,
-        processes,
-    )
+    mine, encode = pieces[processes.rank :: processes.count], autoencoder.encoder(model, latents, options.precision)
+    make_shards(photos, mine, encode, damage, begun, options, processes)
     processes.wait()
     if options.on_error == "stop":
         processes.from_main(lambda: damage.check(piece.name for piece in pieces if not piece.writer.has(piece.number)))
@@ -427,29 +419,26 @@ def finish(
     unfinished: dict[str, DatasetWriter],
     writers: dict[str, DatasetWriter],
     shards: dict[str, list[np.ndarray]],
-    options: Options,
+    options: PhotoOptions,
     processes: Processes,
 ) -> None:
     """Assemble the datasets, look at them, write their reports, and give them their names."""
     made = {}
     for part, writer in unfinished.items():
         other = next((writers[other].folder for other in writers if other != part), None)
-        beside = {"train" if part == "heldout" else "heldout": os.path.relpath(other, writer.folder)} if other else {}
-        beside |= {"attribution": options.attribution} if options.attribution else {}
-        made[part] = look_at(
-            part, photos, writer, np.concatenate(shards[part]), len(shards[part]), beside, options, processes.device
-        )
+        fields = {"train" if part == "heldout" else "heldout": os.path.relpath(other, writer.folder)} if other else {}
+        fields |= {"attribution": options.attribution} if options.attribution else {}
+        made[part] = look_at(part, photos, writer, shards[part], fields, options, processes.device)
     for part in sorted(made):  # what is held out first: the work on the rest knows what was damaged
         unfinished[part].publish(made[part])
     for part in made:
-        folder = writers[part].folder
+        folder, report = writers[part].folder, made[part]
         if part == "heldout":
-            counts = (
-                f"{made[part]['count']:,} samples of {sum(map(bool, made[part]['class_counts'].values())):,} classes"
-            )
+            classes = sum(map(bool, report["class_counts"].values()))
+            counts = f"{report['count']:,} samples of {classes:,} classes"
             processes.say(f"  held out  {folder}: {counts}, for the evaluation loss")
             continue
-        processes.say(report_text(made[part]))
+        processes.say(report_text(report))
         if options.decode:
             processes.say(f"  pictures  {folder / 'report.png'}: photo, decoded latents")
         processes.say(f"  dataset   {folder}: train with dataset=folder dataset.path={folder}")
@@ -461,17 +450,16 @@ def look_at(
     part: str,
     photos: Photos,
     writer: DatasetWriter,
-    pictures: np.ndarray,
-    shards: int,
-    beside: dict[str, str],
-    options: Options,
+    shards: list[np.ndarray],
+    fields: dict[str, str],
+    options: PhotoOptions,
     device: torch.device,
 ) -> dict:
-    """Assemble a dataset and return its report; its pictures are indices into photos."""
-    notes = writer.notes(shards)
+    """Assemble a dataset and return its report; shards are indices into photos, fields further ones of index.json."""
+    notes = writer.notes(len(shards))
     skipped = {name for note in notes for name, _ in note["left_out"]}
-    kept = [index for index in pictures.tolist() if photos.names[index] not in skipped]
-    writer.assemble(shards, **beside)
+    kept = [index for index in np.concatenate(shards).tolist() if photos.names[index] not in skipped]
+    writer.assemble(len(shards), **fields)
     if photos.captions is not None:
         add_captions(writer.data, (photos.captions[index] for index in kept))
     data = LatentDataset(writer.data)
@@ -484,7 +472,7 @@ def look_at(
             "command again, or set allow_empty=true"
         )
     refused = [*photos.refused, *photos.unpaired] if part == "train" else []
-    left_out = [*refused, *(tuple(one) for note in notes for one in note["left_out"])]
+    left_out = [*refused, *(tuple(fault) for note in notes for fault in note["left_out"])]
     made |= {
         "enlarged": sum(note["enlarged"] for note in notes),
         "much_enlarged": [name for note in notes for name in note.get("much_enlarged", [])],  # not in older notes
@@ -492,7 +480,7 @@ def look_at(
     }
     if options.decode:
         chosen = spread_indices(len(data), options.decode)
-        crops = Crops(photos, Crop(options.resolution, options.orientation, options.alpha))
+        crops = Crops(photos, options.crop)
         before = np.stack([crops[kept[index]][0].numpy() for index in chosen])
         after = decode_samples(data, chosen, device)
         if data.latents.autoencoder != "pixels":  # which come back as they were
@@ -513,12 +501,6 @@ def dataset_numbers(data: LatentDataset) -> dict:
         "channel_mean": list(mean),
         "channel_std": list(std),
     }
-
-
-def disagreement(data: LatentDataset) -> float:
-    """How far what data.normalize takes is from what was measured, at most: of means and deviations, in the latter."""
-    (mean, std), (taken, by) = np.array(data.statistics), np.array(data.normal)
-    return float(np.abs([(mean - taken) / by, std / by - 1]).max())
 
 
 def spread_indices(count: int, pictures: int) -> np.ndarray:
@@ -551,15 +533,14 @@ def report_text(report: dict) -> str:
     lines["mean"] = "  ".join(f"{value:+.4f}" for value in report["channel_mean"]) + "  of network latents, by channel"
     lines["std"] = "  ".join(f"{value:7.4f}" for value in report["channel_std"])
     if report.get("psnr"):
-        found = report["psnr"]
-        span = f"mean of {len(found)} pictures ({min(found):.2f}..{max(found):.2f})"
-        lines["PSNR"] = f"{np.mean(found):.2f} dB after a round trip, {span}"
+        values = report["psnr"]
+        span = f"mean of {len(values)} pictures ({min(values):.2f}..{max(values):.2f})"
+        lines["PSNR"] = f"{np.mean(values):.2f} dB after a round trip, {span}"
     if report.get("enlarged"):
         lines["enlarged"] = f"{report['enlarged']:,} pictures were smaller than the resolution"
     if much := report.get("much_enlarged"):
         lines["blurred"] = f"{len(much):,} of them enlarged more than 4 times, all in report.json: {listed(much)}"
-    left_out = report.get("left_out", [])
-    if left_out:
+    if left_out := report.get("left_out", []):
         lines["left out"] = f"{len(left_out):,} files, all listed in report.json"
     named = [f"    {name}: {why}" for name, why in left_out[:10]]
     lines = [f"  {name:<10}{value}" for name, value in lines.items()] + named

@@ -1,7 +1,7 @@
-"""A text encoder's work on a dataset's captions, the whole way: checked before long work, which processes share.
+"""Encoded text of a dataset's captions: `prepare_text` checks everything before long work, which processes share.
 
-Read from `prepare` down. Started again after it was stopped, it goes on with the shards that are missing, and makes the
-same: a shard is encoded in batches that never cross it.
+Started again after it was stopped, it goes on with the shards that are missing, and makes the same: a shard is encoded
+in batches that never cross it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from tread.runtime.schema import Count
 
 
 @dataclass(frozen=True)
-class Place:
+class DatasetPlace:
+    """The group `dataset` of a configuration that names a prepared dataset."""
+
     path: str
 
 
 @dataclass(frozen=True)
-class Options:
+class TextOptions:
     """configs/prepare_text.yaml."""
 
-    dataset: Place
+    dataset: DatasetPlace
     encoder: str
     captions: str | None
     tokens: Count | None
@@ -45,7 +47,7 @@ class Options:
     device: str | None
 
 
-def prepare(options: Options, processes: Processes) -> None:
+def prepare_text(options: TextOptions, processes: Processes) -> None:
     """Make the text of a dataset, and then of the one held out from it, if that has captions too."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
@@ -53,10 +55,10 @@ def prepare(options: Options, processes: Processes) -> None:
         processes.from_main(lambda: _take_captions(options, folder, index))
     train = index.get("train") and os.path.normpath(folder / str(index["train"]))
     _prepare(options, folder, options.like or train, processes)
-    beside = index.get("heldout")
-    if beside is None or options.like is not None:
+    heldout_folder = index.get("heldout")
+    if heldout_folder is None or options.like is not None:
         return
-    heldout = Path(os.path.normpath(folder / str(beside)))
+    heldout = Path(os.path.normpath(folder / str(heldout_folder)))
     if not (heldout / "index.json").is_file():
         processes.say(f"  held out  {heldout} is not there")
     elif "captions" not in read_index(heldout):
@@ -67,15 +69,15 @@ def prepare(options: Options, processes: Processes) -> None:
         _prepare(options, heldout, str(folder), processes)
 
 
-def _take_captions(options: Options, folder: Path, index: dict) -> None:
+def _take_captions(options: TextOptions, folder: Path, index: dict) -> None:
     """Put the captions of a file beside a dataset, unless they are there."""
-    found = list(parse_captions(Path(options.captions)))
-    if "captions" in index and read_captions(folder, index) == found:
+    captions = list(parse_captions(Path(options.captions)))
+    if "captions" in index and read_captions(folder, index) == captions:
         return
-    add_captions(folder, found, options.again)
+    add_captions(folder, captions, options.again)
 
 
-def _prepare(options: Options, folder: Path, like: str | None, processes: Processes) -> None:
+def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Processes) -> None:
     """Check everything, make this process's shards, and, in the main process, give all of them their place."""
     captions = read_captions(folder, read_index(folder))
     flat = list(itertools.chain.from_iterable(captions))
@@ -89,7 +91,7 @@ def _prepare(options: Options, folder: Path, like: str | None, processes: Proces
     with processes.main_first():  # which may fetch it
         encoder = text_encoder(options.encoder, flat, tokens, vocabulary, processes.device)
     spec = encoder.spec
-    writer = TextWriter(folder, spec, [len(own) for own in captions], options.shard_size)
+    writer = TextWriter(folder, spec, list(map(len, captions)), options.shard_size)
     if processes.from_main(lambda: writer.is_finished(options.again)):
         processes.say(f"{folder} holds this text already")
         return
@@ -126,21 +128,21 @@ def _encode(
 
 def _shape_of(like: Path, encoder: str) -> TextSpec:
     """The spec of another dataset's text. Raises ValueError if it has none of this encoder."""
-    found = read_spec(like, read_index(like), encoder)
-    if found is None:
+    spec = read_spec(like, read_index(like), encoder)
+    if spec is None:
         raise ValueError(
             f"{like}, whose number of tokens and vocabulary this text is to have, has no text of {encoder}: "
             f"python scripts/prepare_text.py dataset={like} encoder={encoder} makes it, and this one too"
         )
-    return found
+    return spec
 
 
 def remarks(encoder: TextEncoder, captions: Sequence[str]) -> list[str]:
     """What of some captions an encoder does not take, as lines to print."""
     longest, spec = encoder.lengths(captions), encoder.spec
-    found = []
+    lines = []
     if cut := sum(length > spec.tokens for length in longest):
-        found.append(
+        lines.append(
             f"  cut off   {cut:,} of {len(captions):,} captions, which are longer than {spec.tokens} tokens; the "
             f"longest has {max(longest):,} (tokens=… sets another number)"
         )
@@ -148,10 +150,10 @@ def remarks(encoder: TextEncoder, captions: Sequence[str]) -> list[str]:
     if unknown:
         words = list(dict.fromkeys(itertools.chain.from_iterable(unknown)))
         listed = ", ".join(words[:10]) + (", …" if len(words) > 10 else "")
-        found.append(
+        lines.append(
             f"  unknown   {len(words):,} words in {len(unknown):,} captions are not in the vocabulary: {listed}"
         )
-    return found
+    return lines
 
 
 def write_shards(
@@ -164,9 +166,9 @@ def write_shards(
 ) -> None:
     """Encode and write some shards; `done` is told of each count of captions."""
     for number in numbers:
-        own, parts = writer.range_of(number), []
-        for first in range(own.start, own.stop, batch_size):
-            batch = captions[first : min(first + batch_size, own.stop)]
+        rows, parts = writer.range_of(number), []
+        for first in range(rows.start, rows.stop, batch_size):
+            batch = captions[first : min(first + batch_size, rows.stop)]
             parts.append(encoder.encode(batch))
             done(len(batch))
         writer.write(number, Text(*(None if part[0] is None else torch.cat(part) for part in zip(*parts))))

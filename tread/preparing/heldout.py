@@ -25,9 +25,8 @@ def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: flo
     else:
         total, shares = wanted, np.full(classes, wanted / classes)
     counts = _whole(shares, total, np.maximum(sizes - 1, 0))
-    hashes = np.array(
-        [hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:8] for name in names], dtype="S8"
-    )
+    digests = [hashlib.sha256(name.encode(errors="surrogateescape")).digest() for name in names]
+    hashes = np.array([digest[:8] for digest in digests], dtype="S8")
     order = np.lexsort((hashes, labels))  # class by class
     rank = np.arange(len(labels)) - np.repeat(np.cumsum([0, *sizes[:-1]]), sizes)
     out = np.zeros(len(labels), dtype=bool)

@@ -33,10 +33,14 @@ from tread.preparing.archives import Folder, Tar, tar_paths
 from tread.preparing.sources import MOST_CLASSES, ONE_CLASS, check_table, label_table
 from tread.preparing.uvit import ForeignText
 
-Kind = Annotated[
+ForeignKind = Annotated[
     Literal["maskdit_lmdb", "tread_tar", "repa_npy", "lightningdit", "uvit_coco"], "pictures: prepare_latents.py"
 ]
 SCALE, AUTOENCODER = 0.18215, "stabilityai/sd-vae-ft-ema"  # of all kinds but lightningdit, unless set
+_MASKDIT = (
+    ". MaskDiT's own tars hold pickled objects, which run code when they are read, or moments: import the LMDB they "
+    "were made from (kind=maskdit_lmdb)"
+)
 
 
 @dataclass
@@ -60,7 +64,7 @@ class ForeignLatents:
 
 
 def open_foreign(
-    kind: Kind,
+    kind: ForeignKind,
     source: Path,
     flipped: bool,
     scale: float | None,
@@ -84,7 +88,7 @@ def open_foreign(
     """
     source, statistics, text = Path(source), None, None
     theirs = (1.0, UNKNOWN) if kind == "lightningdit" else (SCALE, AUTOENCODER)
-    scale, autoencoder = (own if given is None else given for own, given in zip(theirs, (scale, autoencoder)))
+    scale, autoencoder = (usual if given is None else given for usual, given in zip(theirs, (scale, autoencoder)))
     if kind != "tread_tar" and scale_applied:
         held = "latents" if kind == "lightningdit" else "moments"
         raise ValueError(f"scale_applied=true, but {kind} holds unscaled {held}; leave scale_applied out")
@@ -112,10 +116,10 @@ def open_foreign(
         raise ValueError(f"{source}: labels lie in {labels.min()}..{labels.max()}, but num_classes is {classes}")
     views, channels, *size = read(0).shape
     spread = {"maskdit_lmdb": "logvar", "uvit_coco": "logvar", "repa_npy": "std"}.get(kind)
-    one = ONE_CLASS if text is not None and num_classes is None else None
+    names = ONE_CLASS if text is not None and num_classes is None else None
     latents = LatentSpec(
         shape=(channels // 2 if spread else channels, *size),
-        classes=one or tuple(str(number) for number in range(classes)),
+        classes=names or tuple(str(number) for number in range(classes)),
         content="moments" if spread else "latents",
         spread=spread,
         scale=scale,
@@ -149,10 +153,10 @@ def _maskdit(source: Path, flipped: bool):
     transaction = opened.begin(buffers=True)
 
     def get(key: str) -> bytes:
-        found = transaction.get(key.encode())
-        if found is None:
+        value = transaction.get(key.encode())
+        if value is None:
             raise ValueError(f"{source} has no entry {key}: it is truncated, or no MaskDiT LMDB (z-i, y-i, length)")
-        return found
+        return value
 
     def number(key: str) -> int:
         return _number(bytes(get(key)), f"{source}: entry {key}")
@@ -206,12 +210,6 @@ def _tread(source: Path):
         return _array(tar.read(name), f"{tar.path}: {name}", 4, _MASKDIT)
 
     return np.array(labels, dtype=np.int64), read, lambda index: samples[index][1]
-
-
-_MASKDIT = (
-    ". MaskDiT's own tars hold pickled objects, which run code when they are read, or moments: import the LMDB they "
-    "were made from (kind=maskdit_lmdb)"
-)
 
 
 def _repa(source: Path):

@@ -40,9 +40,9 @@ def open_shards(source: Path, flipped: bool) -> tuple[np.ndarray, Callable, Call
     names = ("latents", "latents_flip")[: 1 + flipped]
     shape, labels = None, []
     for path in paths:
-        count, own = _check_header(path, names)
-        if own != (shape := shape or own):
-            raise ValueError(f"{path} has latents of shape {own}, but {paths[0].name} of {shape}")
+        count, its_shape = _check_header(path, names)
+        if its_shape != (shape := shape or its_shape):
+            raise ValueError(f"{path} has latents of shape {its_shape}, but {paths[0].name} of {shape}")
         with _opened(path) as file:
             labels.append(file.get_tensor("labels").numpy().astype(np.int64))
     firsts = np.cumsum([0, *map(len, labels)])
@@ -58,7 +58,7 @@ def open_shards(source: Path, flipped: bool) -> tuple[np.ndarray, Callable, Call
 
     def read(index: int) -> np.ndarray:
         number, row = locate(index)
-        views = [one[row : row + 1] for one in slices(number)]
+        views = [part[row : row + 1] for part in slices(number)]
         views = [view.numpy() if str(view.dtype) == "torch.float16" else view.float().numpy() for view in views]
         return np.concatenate(views)
 
@@ -85,7 +85,7 @@ def _check_series(source: Path, paths: list[Path]) -> None:
             shards.setdefault(int(match[1]), set()).add(int(match[2]))
     gaps = [f"latents_rank{rank:02d}_*" for rank in range(max(shards, default=-1)) if rank not in shards]
     for rank, there in sorted(shards.items()):
-        gaps += [f"latents_rank{rank:02d}_shard{one:03d}" for one in range(max(there)) if one not in there]
+        gaps += [f"latents_rank{rank:02d}_shard{number:03d}" for number in range(max(there)) if number not in there]
     if gaps:
         raise ValueError(f"{source} has later shards, but not {listed(gaps)}: bring all files of one extraction")
 
@@ -120,16 +120,16 @@ def read_statistics(path: Path, channels: int) -> dict[str, list[float]]:
 
     Raises ValueError for other channels, or numbers that latents can't be normalised by.
     """
-    found = read_state_dict(path, "any")
-    if missing := [key for key in ("mean", "std") if key not in found]:
-        raise ValueError(f"{path} holds {listed(found)}, but no {listed(missing)}")
+    tensors = read_state_dict(path, "any")
+    if missing := [key for key in ("mean", "std") if key not in tensors]:
+        raise ValueError(f"{path} holds {listed(tensors)}, but no {listed(missing)}")
     for key in ("mean", "std"):
-        if tuple(found[key].shape) not in ((1, channels, 1, 1), (channels, 1, 1), (channels,)):
+        if tuple(tensors[key].shape) not in ((1, channels, 1, 1), (channels, 1, 1), (channels,)):
             raise ValueError(
-                f"{path}: {key} has shape {tuple(found[key].shape)}, but the latents have {channels} channels: these "
+                f"{path}: {key} has shape {tuple(tensors[key].shape)}, but the latents have {channels} channels: these "
                 "are statistics of other latents: bring theirs"
             )
-    statistics = {key: found[key].double().flatten().tolist() for key in ("mean", "std")}
+    statistics = {key: tensors[key].double().flatten().tolist() for key in ("mean", "std")}
     if not np.isfinite([*statistics["mean"], *statistics["std"]]).all() or min(statistics["std"]) <= 0:
         raise ValueError(f"{path}: mean and std must be finite and std above 0, for latents are divided by it")
     return statistics

@@ -55,7 +55,7 @@ def parquet_files(source: Path) -> list[Path]:
     return sorted(path for place in (source, source / "data") for path in place.glob("*.parquet"))
 
 
-def open_pictures(
+def open_parquet(
     source: Path, paths: list[Path], split: str | None, captions: str | None = None
 ) -> tuple[list[str], np.ndarray, list[str], Rows, list[list[str] | str] | None]:
     """Names, labels (n,), classes, reader and captions of the pictures in parquet files.
@@ -79,7 +79,7 @@ def open_pictures(
     image = _column(source, schema.names, features, "Image", "image")
     words = _captions(source, schema, captions)
     label = _column(source, schema.names, features, "ClassLabel", "label", needed=words is None)
-    groups, labels, names, found, first = [], [], [], [], 0
+    groups, labels, names, texts, first = [], [], [], None if words is None else [], 0
     for path in paths:
         opened = _open(path)
         if not opened.schema_arrow.equals(schema) or _features(opened.schema_arrow) != features:
@@ -89,7 +89,7 @@ def open_pictures(
             first += opened.metadata.row_group(number).num_rows
         names += [f"{path.name}:{row}" for row in range(opened.metadata.num_rows)]
         if words is not None:
-            found += [_own(row) for row in opened.read(columns=[words])[words].to_pylist()]
+            texts += [_own(row) for row in opened.read(columns=[words])[words].to_pylist()]
         if label is None:
             continue
         column = opened.read(columns=[label])[label]
@@ -99,13 +99,12 @@ def open_pictures(
                 "hold a class's number in each"
             )
         labels.append(column.to_numpy())
-    captioned = None if words is None else found
     if label is None:
-        return names, np.zeros(len(names), dtype=np.int64), [], Rows(image, groups), captioned
+        return names, np.zeros(len(names), dtype=np.int64), [], Rows(image, groups), texts
     numbers = np.concatenate(labels).astype(np.int64)
     classes = features.get(label, {}).get("names") or [str(n) for n in range(int(numbers.max(initial=-1)) + 1)]
     check_labels(numbers, len(classes), source)
-    return names, numbers, list(classes), Rows(image, groups), captioned
+    return names, numbers, list(classes), Rows(image, groups), texts
 
 
 def _captions(source: Path, schema, wanted: str | None) -> str | None:
@@ -115,16 +114,16 @@ def _captions(source: Path, schema, wanted: str | None) -> str | None:
         if wanted not in texts:
             raise ValueError(f"captions={wanted}: {source} has the columns of words {', '.join(texts) or 'none'}")
         return wanted
-    found = [name for name in texts if name in CAPTIONS and wanted is None]
-    if len(found) > 1:
-        raise ValueError(f"{source} has the columns {', '.join(found)}: choose one by captions=…, or captions=none")
-    return found[0] if found else None
+    usual = [name for name in texts if name in CAPTIONS and wanted is None]
+    if len(usual) > 1:
+        raise ValueError(f"{source} has the columns {', '.join(usual)}: choose one by captions=…, or captions=none")
+    return usual[0] if usual else None
 
 
 def _own(row: str | list[str | None] | None) -> list[str] | str:
     """The captions of a row, or why it has none."""
-    own = cleaned([caption for caption in ([row] if isinstance(row, str) else row or []) if caption])
-    return own or "the row is blank"
+    captions = cleaned([caption for caption in ([row] if isinstance(row, str) else row or []) if caption])
+    return captions or "the row is blank"
 
 
 def _features(schema) -> dict:
@@ -139,10 +138,10 @@ def _split(path: Path) -> str:
 
 
 def _column(source: Path, names: list[str], features: dict, kind: str, usual: str, needed: bool = True) -> str | None:
-    found = [name for name, feature in features.items() if isinstance(feature, dict) and feature.get("_type") == kind]
-    found = found if len(found) == 1 else [name for name in names if name == usual]
-    if not found and not needed:
+    columns = [name for name, feature in features.items() if isinstance(feature, dict) and feature.get("_type") == kind]
+    columns = columns if len(columns) == 1 else [name for name in names if name == usual]
+    if not columns and not needed:
         return None
-    if not found:
+    if not columns:
         raise ValueError(f"{source} has the columns {', '.join(names)}, but needs one {kind} column, or {usual!r}")
-    return found[0]
+    return columns[0]

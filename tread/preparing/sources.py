@@ -28,7 +28,7 @@ import numpy as np
 from tread.preparing.archives import Store, Tars, holds_tars, is_pattern, open_store
 from tread.preparing.caption_files import Faults, pictures_among, read_texts, texts_beside
 from tread.preparing.coco import open_coco
-from tread.preparing.parquet import open_pictures, parquet_files
+from tread.preparing.parquet import open_parquet, parquet_files
 from tread.runtime.tensor_files import listed
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff")
@@ -39,6 +39,7 @@ MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake
 ONE_CLASS = ("all",)  # of captioned pictures without classes
 NO_PICTURE = "its name is not a picture's"
 NONE = "none"  # captions=none: text beside pictures is left alone
+LEFT_BY_SYSTEMS = ("__MACOSX", "Thumbs.db", "desktop.ini")
 
 
 @dataclass
@@ -94,8 +95,8 @@ class Photos:
 
     def captioned(self, captions: Sequence[list[str] | str], faults: Faults, heldout: str | None = None) -> Photos:
         """Those that have captions; a picture's are a list, or the reason why it has none. faults: of no picture."""
-        kept = [index for index, own in enumerate(captions) if isinstance(own, list)]
-        unpaired = [(name, f"no caption: {own}") for name, own in zip(self.names, captions) if isinstance(own, str)]
+        kept = [index for index, given in enumerate(captions) if isinstance(given, list)]
+        unpaired = [(name, f"no caption: {why}") for name, why in zip(self.names, captions) if isinstance(why, str)]
         return Photos(
             self.where,
             [self.names[index] for index in kept],
@@ -141,9 +142,9 @@ def find_photos(
     if captions not in (None, NONE) and not paths:
         raise ValueError(f"captions={captions} would be a column of parquet files, but {source} holds none")
     if paths:
-        names, numbers, classes, read, found = open_pictures(source, paths, root, captions)
+        names, numbers, classes, read, words = open_parquet(source, paths, root, captions)
         photos = Photos(str(source), names, numbers, tuple(classes or ONE_CLASS), read)
-        return photos if found is None else photos.captioned(found, [])
+        return photos if words is None else photos.captioned(words, [])
     if captions is None and labels is None and (coco := open_coco(source, root)):
         numbers = np.zeros(len(coco.names), dtype=np.int64)
         photos = Photos(str(source), coco.names, numbers, ONE_CLASS, coco.read)
@@ -193,9 +194,6 @@ def _read(store: Store, names: list[str], index: int) -> bytes:
     return store.read(names[index])
 
 
-LEFT_BY_SYSTEMS = ("__MACOSX", "Thumbs.db", "desktop.ini")
-
-
 def _hidden(name: str) -> bool:
     return any(part.startswith(".") and part != "." or part in LEFT_BY_SYSTEMS for part in name.split("/"))
 
@@ -210,10 +208,10 @@ def _inside(source: Path, names: list[str], folders: set[str], root: str | None,
     if root is not None:
         root = str(PurePosixPath(root))
         outermost = sorted(folders, key=lambda f: (f.count("/"), f))
-        found = [folder for folder in outermost if folder == root or folder.endswith(f"/{root}")]
-        if not found:
+        matches = [folder for folder in outermost if folder == root or folder.endswith(f"/{root}")]
+        if not matches:
             raise ValueError(f"{source} has no folder {root}; its folders are {', '.join(outermost[:8]) or 'none'}, …")
-        return found[0]
+        return matches[0]
     inside = ""
     while True:
         prefix = f"{inside}/" if inside else ""

@@ -127,12 +127,7 @@ def _check_names(source: Path) -> np.ndarray:
     gaps = [f"{number}.npy" for number in range(max(pictures) + 1) if number not in pictures]
     stray = [f"{number}_{min(texts[number])}.npy" for number in sorted(texts) if number not in pictures]
     bare = [f"{number}.npy" for number in sorted(pictures) if number not in texts]
-    holes = [
-        f"{number}_{missing}.npy"
-        for number, own in sorted(texts.items())
-        for missing in range(max(own) + 1)
-        if missing not in own
-    ]
+    holes = [f"{n}_{i}.npy" for n in sorted(texts) for i in range(max(texts[n])) if i not in texts[n]]
     faults = {
         "pictures that are missing": gaps,
         "captions of missing pictures": stray,
@@ -143,9 +138,8 @@ def _check_names(source: Path) -> np.ndarray:
         raise ValueError(
             f"{source}: " + "; ".join(f"{what}: {listed(names)}" for what, names in faults.items() if names)
         )
-    sizes = {f"{number}.npy": size for number, size in sorted(pictures.items())}
-    _same_size(source, sizes)
-    _same_size(source, {f"{n}_{i}.npy": size for n, own in sorted(texts.items()) for i, size in sorted(own.items())})
+    _same_size(source, {f"{number}.npy": size for number, size in sorted(pictures.items())})
+    _same_size(source, {f"{n}_{i}.npy": size for n in sorted(texts) for i, size in sorted(texts[n].items())})
     return np.array([len(texts[number]) for number in range(len(pictures))], dtype=np.int32)
 
 
@@ -162,7 +156,7 @@ def _captions(path: Path, counts: np.ndarray, source: Path) -> list[list[str]]:
             f"{path} lists {len(captions):,} pictures, but {source} holds {len(counts):,}: name the annotations that "
             "they were extracted by"
         )
-    if odd := [number for number, own in enumerate(captions) if len(own) != counts[number]]:
+    if odd := [number for number, its_captions in enumerate(captions) if len(its_captions) != counts[number]]:
         raise ValueError(
             f"{path} has {len(captions[odd[0]])} captions of picture {odd[0]}, but {source} {counts[odd[0]]}: name the "
             "annotations that they were extracted by"

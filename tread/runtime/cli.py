@@ -32,7 +32,7 @@ def open_door(
     moved: Mapping[str, str] | None = None,
     literal: Collection[str] = (),
 ) -> None:
-    """Run a door's Hydra `main`, answer --help, or end with a message that names the nearest known key, or its heir.
+    """Run a script's Hydra `main`, answer --help, or end with a message that names the nearest known key, or its heir.
 
     known    dotted keys.
     moved    keys that are gone → what to set in their place.
@@ -42,10 +42,10 @@ def open_door(
     """
     if PRINTS & {*sys.argv[1:]}:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Hydra would answer a closed pipe by a traceback
-    known, door = list(known), main.__wrapped__.__globals__
+    known, script = list(known), main.__wrapped__.__globals__
     asked = os.environ.get("HYDRA_FULL_ERROR")
     with explained():
-        answer_help(door["__doc__"], Path(door["__file__"]))
+        answer_help(script["__doc__"], Path(script["__file__"]))
         sys.argv[1:] = take_literally(sys.argv[1:], literal)
         check_overrides(check_words(sys.argv[1:], known), known, moved)
         os.environ["HYDRA_FULL_ERROR"] = "1"  # so that it hands its errors on
@@ -53,63 +53,10 @@ def open_door(
             main()
         except Exception as error:
             frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-            if asked or main.__wrapped__.__code__ in frames:  # the door's own, which has composed its config
+            if asked or main.__wrapped__.__code__ in frames:  # the script's, whose config is composed by then
                 raise
             sys.exit(f"error: {in_one_line(error)}")
     leave_at_once(0)
-
-
-def spell_folder(word: str) -> str:
-    """dataset=<folder> for Hydra, which knows it as the choice of a file in configs/dataset/: dataset.path=<folder>."""
-    return word.replace("dataset=", "dataset.path=", 1) if word.startswith("dataset=") else word
-
-
-def take_literally(words: Iterable[str], keys: Collection[str]) -> list[str]:
-    """A command line's words, those of some keys so that Hydra's grammar meets nothing of their text.
-
-    `plain` has the text again, whatever commas, quotes, signs, braces or $ are in it.
-    """
-    parted = [(word, *word.partition("=")) for word in words]
-    return [
-        f"{key}=${{literal:x{os.fsencode(text).hex()}}}" if equals and key in keys else word
-        for word, key, equals, text in parted
-    ]
-
-
-OmegaConf.register_new_resolver("literal", lambda word: os.fsdecode(bytes.fromhex(word[1:])), replace=True)
-
-
-def config_of(door: Path) -> Path:
-    """The config file of a door: of its name, in the configs/ beside it or beside its folder."""
-    places = [place for place in (door.parent / "configs", door.parent.parent / "configs") if place.is_dir()]
-    own = places[0] / f"{door.stem}.yaml"
-    return own if own.is_file() else places[0] / "config.yaml"  # train.py's
-
-
-def answer_help(doc: str, door: Path | None = None) -> None:
-    """If the command line asks for help, print it and end.
-
-    doc   the script's docstring.
-    door  where it lies, if it has a config file: then its keys are shown too, and all of them by "--help all".
-    """
-    words = sys.argv[1:]
-    if {"--help", "-h"} & set(words):
-        text = doc.strip()
-        if door:
-            config = config_of(door)
-            text = whole_help(config, words) if "all" in words else short_help(doc, config)
-        sys.stdout.write(text.rstrip() + "\n")
-        sys.exit(0)
-
-
-def plain(composed: DictConfig) -> dict:
-    """A composed config as nested dicts. Raises ValueError for a value that is needed or can't be found."""
-    try:
-        return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    except MissingMandatoryValue as error:
-        raise ValueError(f"{error.full_key}=… is needed; the files in configs/ say what it is") from error
-    except OmegaConfBaseException as error:
-        raise ValueError(f"{error.full_key or 'settings'}: {in_one_line(error)}") from error
 
 
 @contextmanager
@@ -137,7 +84,7 @@ def explained(stopped: str = "stopped") -> Iterator[None]:
 
 
 def _drop_what_nobody_reads() -> None:
-    """Of output whose pipe is closed, so that Python does not complain when it ends and writes what is left."""
+    """Redirect output whose pipe is closed, so that Python does not complain when it ends and writes what is left."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -145,7 +92,36 @@ def _drop_what_nobody_reads() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-QUOTES = "'\""
+def spell_folder(word: str) -> str:
+    """dataset=<folder> for Hydra, which knows it as the choice of a file in configs/dataset/: dataset.path=<folder>."""
+    return word.replace("dataset=", "dataset.path=", 1) if word.startswith("dataset=") else word
+
+
+def take_literally(words: Iterable[str], keys: Collection[str]) -> list[str]:
+    """A command line's words, those of some keys so that Hydra's grammar meets nothing of their text.
+
+    `plain` has the text again, whatever commas, quotes, signs, braces or $ are in it.
+    """
+    parted = [(word, *word.partition("=")) for word in words]
+    return [
+        f"{key}=${{literal:x{os.fsencode(text).hex()}}}" if equals and key in keys else word
+        for word, key, equals, text in parted
+    ]
+
+
+OmegaConf.register_new_resolver("literal", lambda word: os.fsdecode(bytes.fromhex(word[1:])), replace=True)
+
+
+def plain(composed: DictConfig) -> dict:
+    """A composed config as nested dicts. Raises ValueError for a value that is needed or can't be found."""
+    try:
+        return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ValueError(f"{error.full_key}=… is needed; the files in configs/ say what it is") from error
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key or 'settings'}: {in_one_line(error)}") from error
+
+
 _ALONE = ("--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc")
 _WITH_WORD = ("--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
 _WITH_WORD += ("--experimental-rerun",)
@@ -156,11 +132,11 @@ _WITH_CHOICE |= dict.fromkeys(("--info", "-i"), ("all", "config", "defaults", "d
 def check_words(words: Sequence[str], known: Sequence[str] = ()) -> list[str]:
     """The overrides among a command line's words, without Hydra's own options.
 
-    known  the door's keys.
+    known  the script's keys.
 
     Raises ValueError for a word that is neither.
     """
-    found, before = [], ""
+    overrides, before = [], ""
     for word in words:
         option, equals, value = word.partition("=")
         if before in _WITH_WORD or (before in _WITH_CHOICE and word in _WITH_CHOICE[before]):
@@ -175,11 +151,14 @@ def check_words(words: Sequence[str], known: Sequence[str] = ()) -> list[str]:
         elif not word.startswith("-"):
             if not (equals and option) and not word.startswith("~"):
                 raise ValueError(f"{word!r} is no setting: they are written key=value, without blanks around the =")
-            found.append(word)
+            overrides.append(word)
         before = word if word in (*_WITH_WORD, *_WITH_CHOICE) else ""
     if before in (*_WITH_WORD, "--cfg", "-c"):
         raise ValueError(f"{before} needs a word behind it")
-    return found
+    return overrides
+
+
+QUOTES = "'\""
 
 
 def in_one_line(error: Exception) -> str:
@@ -200,24 +179,39 @@ def in_one_line(error: Exception) -> str:
         return f"a file of configs/ is not UTF-8: {error}"
     if str(error).startswith("Config group override"):
         return "a choice such as model=… is one of a file, not null; ~experiment takes one away"
-    said = [text for one in (error, error.__cause__) if one for text in str(one).splitlines()[:2]]
+    said = [text for raised in (error, error.__cause__) if raised for text in str(raised).splitlines()[:2]]
     said = [text.strip(" .") for text in said if not re.match(r" +(full_key|object_type)", text)]
     text = "; ".join(filter(None, said)) or type(error).__name__
     return text.replace("list index out of range", "the list has no such entry (they count from 0)")
 
 
-# a key, maybe commented out or an entry of the defaults list; its value; what the file says of it
-_LINE = re.compile(
-    r"(?P<off># )?(?P<indent> *)(?P<group>- (override )?/?)?(?P<key>[\w/]+):"
-    r"(?P<value> +[^#\s][^#]*?)?( +# (?P<said>.*))?"
-)
-_MORE = re.compile(r" {5,}# (.*)")  # a comment that goes on
+def answer_help(doc: str, script: Path | None = None) -> None:
+    """If the command line asks for help, print it and end.
+
+    doc     the script's docstring.
+    script  its file, if it has a config file: then its keys are shown too, and all of them by "--help all".
+    """
+    words = sys.argv[1:]
+    if {"--help", "-h"} & set(words):
+        text = doc.strip()
+        if script:
+            config = config_file(script)
+            text = whole_help(config, words) if "all" in words else short_help(doc, config)
+        sys.stdout.write(text.rstrip() + "\n")
+        sys.exit(0)
+
+
+def config_file(script: Path) -> Path:
+    """A script's config file: of its name, in the configs/ beside it or beside its folder."""
+    folder = next(folder for folder in (script.parent / "configs", script.parent.parent / "configs") if folder.is_dir())
+    config = folder / f"{script.stem}.yaml"
+    return config if config.is_file() else folder / "config.yaml"  # train.py's
 
 
 def short_help(doc: str, config: Path) -> str:
-    """What a door does, usual overrides, and the keys of its config file; at most 60 lines of 120 columns.
+    """What a script does, usual overrides, and the keys of its config file; at most 60 lines of 120 columns.
 
-    doc     the door's docstring.
+    doc     the script's docstring.
     config  its config file: its head, up to the first blank line, has the overrides, and each key a comment.
     """
     head, _, body = config.read_text().partition("\n\n")
@@ -232,7 +226,7 @@ def short_help(doc: str, config: Path) -> str:
         lines += textwrap.wrap(f"  {entry:<{width}}  {said}", 120, subsequent_indent=" " * (width + 4))
     lines += ["", "--help all: every key with its comment. --cfg job: the values that a command would have."]
     text = "\n".join([*lines, f"The files are in {config.parent}"])
-    if config.parent.parent.name == "doors":  # a wheel's, whose doors are commands
+    if config.parent.parent.name == "doors":  # a wheel's, whose scripts are commands
         text = re.sub(r"(accelerate launch|python) (train|sample|fid)\.py", r"tread-\2", text)
     return text
 
@@ -241,12 +235,20 @@ def _choices(group: Path) -> list[str]:
     return sorted(path.stem for path in group.glob("*.yaml"))
 
 
+# a key, maybe commented out or an entry of the defaults list; its value; what the file says of it
+_LINE = re.compile(
+    r"(?P<off># )?(?P<indent> *)(?P<group>- (override )?/?)?(?P<key>[\w/]+):"
+    r"(?P<value> +[^#\s][^#]*?)?( +# (?P<said>.*))?"
+)
+_MORE = re.compile(r" {5,}# (.*)")  # a comment that goes on
+
+
 def _entries(body: str) -> Iterator[tuple[str, str]]:
     """(dotted key=value, comment) of a config file's keys; those commented out have no value."""
-    section, found = "", []
+    section, entries = "", []
     for line in body.partition("\nhydra:")[0].splitlines():
-        if (more := _MORE.fullmatch(line)) and found:
-            found[-1][1] += " " + more[1]
+        if (more := _MORE.fullmatch(line)) and entries:
+            entries[-1][1] += " " + more[1]
         match = _LINE.fullmatch(line)
         if match is None or match["key"].startswith("hydra"):
             continue
@@ -257,8 +259,8 @@ def _entries(body: str) -> Iterator[tuple[str, str]]:
             continue
         name = match["key"] if match["group"] else section + match["key"]
         value = match["value"].strip().replace("???", "…")
-        found.append([name if match["off"] else f"{name}={value}", match["said"] or ""])
-    return map(tuple, found)
+        entries.append([name if match["off"] else f"{name}={value}", match["said"] or ""])
+    return map(tuple, entries)
 
 
 def whole_help(config: Path, words: Sequence[str]) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-# Our keys, of which a door has one or none (-: there is none), and what to know beside the name; below them names
-# elsewhere. The first line that holds a name and a key of the door counts.
+# Our keys, of which a script has one or none (-: there is none), and what to know beside the name; below them names
+# elsewhere. The first line that holds a name and a key of the script counts.
 _TABLE = """
 train.steps: optimizer steps, not epochs; an epoch has (number of images) / train.batch_size of them
     epochs max_epochs num_epochs num_train_epochs n_epochs n_epoch
@@ -175,7 +175,7 @@ def ours(key: str, known: Sequence[str]) -> str | None:
             continue
         if keys == "-":
             return note
-        if found := [one for one in keys.split() if one in known]:
-            own = next((one for one in found if one.rpartition(".")[0] == section), found[0])
-            return f"here it is {own!r}" + (note and f": {note}")
+        if heirs := [heir for heir in keys.split() if heir in known]:
+            nearest = next((heir for heir in heirs if heir.rpartition(".")[0] == section), heirs[0])
+            return f"here it is {nearest!r}" + (note and f": {note}")
     return None

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+SECONDS = 4  # that a server has for its answer
 WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
 
 
@@ -29,26 +30,23 @@ def is_cached(name: str, weights: Sequence[str]) -> bool:
     return False
 
 
-SECONDS = 4
-
-
 def check_answer(url: str, ask: Callable[[str, int], int], seconds: int = SECONDS) -> None:
     """Raise OSError unless a server answers within so many seconds, name look-up included, without an error of its own.
 
     ask  (url, seconds) → the HTTP status, asked for by the client that is to fetch from there, with its proxies.
     """
-    found: list[int | Exception] = []
+    answers: list[int | Exception] = []
 
     def wait() -> None:
         try:
-            found.append(ask(url, seconds))
+            answers.append(ask(url, seconds))
         except Exception as error:  # clients have exceptions of their own
-            found.append(error)
+            answers.append(error)
 
     asking = threading.Thread(target=wait, daemon=True, name="ask")  # looking up a name knows no timeout
     asking.start()
     asking.join(seconds)
-    answer = found[0] if found else f"no answer in {seconds} s"
+    answer = answers[0] if answers else f"no answer in {seconds} s"
     if not isinstance(answer, int):
         raise OSError(f"{url} can't be reached: {answer}")
     if answer >= 500:

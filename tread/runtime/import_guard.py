@@ -1,4 +1,4 @@
-"""Ctrl-C while a door still imports, which takes seconds: a line in place of a traceback. Standard library alone."""
+"""Ctrl-C while a script still imports, which takes seconds: a line in place of a traceback. Standard library alone."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import signal
 from collections.abc import Mapping
 
 
-def guard_imports(door: Mapping) -> None:
-    """Let Ctrl-C end the process at once, by a line and 130, until a door's globals() hold its `main`.
+def guard_imports(script: Mapping) -> None:
+    """Let Ctrl-C end the process at once, by a line and 130, until a script's globals() hold its `main`.
 
     From there on it raises KeyboardInterrupt, as ever. Where it is ignored, it stays so.
     """
 
     def interrupted(number: int, frame: object) -> None:
-        if "main" in door:
+        if "main" in script:
             raise KeyboardInterrupt
         os.write(2, b"stopped\n")
         os._exit(128 + number)

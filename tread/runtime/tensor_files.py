@@ -50,10 +50,10 @@ def read_state_dict(path: Path, weights: str = "ema") -> dict[str, Tensor]:
 
 def read_kind(path: Path, weights: str = "ema") -> tuple[str | None, dict[str, Tensor]]:
     """As read_state_dict, with which kind it is, "ema" or "model": None where the file does not say."""
-    found = _parts(Path(path))
-    kind = next((kind for kind in KEYS if weights in (kind, "any") and kind in found), None)
-    if kind in found:
-        return kind, plain_names(_tensors(*found[kind]))
+    parts = _parts(Path(path))
+    kind = next((kind for kind in KEYS if weights in (kind, "any") and kind in parts), None)
+    if kind in parts:
+        return kind, plain_names(_tensors(*parts[kind]))
     if weights == "ema":
         raise ValueError(
             f"{path} holds raw weights and no averaged ones: init_weights=model starts a run from those, "
@@ -73,13 +73,13 @@ def read_state_dicts(path: Path) -> dict[str | None, dict[str, Tensor]]:
 def _parts(path: Path) -> dict[str | None, tuple[object, str]]:
     """A file's weights by kind, not yet looked at: each as what is there and where."""
     content = _read(path)
-    found = {}
+    parts = {}
     for kind, keys in KEYS.items():
         held = [key for key in keys if isinstance(content, dict) and isinstance(content.get(key), dict)]
         if held:
             part = content[held[0]]
-            found[kind] = (_flat(part).get(kind, part), f"{path}, under {held[0]!r},")
-    return found or {kind: (part, str(path)) for kind, part in (_flat(content) or {None: content}).items()}
+            parts[kind] = (_flat(part).get(kind, part), f"{path}, under {held[0]!r},")
+    return parts or {kind: (part, str(path)) for kind, part in (_flat(content) or {None: content}).items()}
 
 
 def _read(path: Path) -> object:

@@ -12,13 +12,13 @@ PACKAGES = ("torch", "accelerate", "hydra-core", "diffusers", "numpy", "pillow",
 
 def versions() -> dict[str, str]:
     """Versions of Python and the packages that matter, and the code's git revision."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            numbers[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return {**found, "git": git_revision()}
+            numbers[package] = "not installed"
+    return {**numbers, "git": git_revision()}
 
 
 def git_revision() -> str:

@@ -306,6 +306,6 @@ def _with_text(config: dict) -> dict:
 def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
     """Write a part of an embedded dataset, and its captions' text if a network takes it, unless they are there."""
     if cfg.dataset.embedded == "digits":
-        digits.prepare(Path(path), part)
+        digits.prepare_digits(Path(path), part)
     elif cfg.dataset.embedded == "emoji":
-        emoji.prepare(Path(path), part, cfg.text.encoder if cfg.model.takes_text else None)
+        emoji.prepare_emoji(Path(path), part, cfg.text.encoder if cfg.model.takes_text else None)
