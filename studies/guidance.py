@@ -30,15 +30,15 @@ def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
     """For each metric a panel over ω, a line a network and kind; one over FLOPs, a point an arm."""
     panels = []
     for metric in study.figure.metrics:
-        ends = {arm: found[-1][1] for arm, runs in results.items() if _scored(runs) and (found := series(runs, metric))}
+        ends = {arm: points[-1][1] for arm, runs in results.items() if _scored(runs) and (points := series(runs, metric))}
         if not ends:
             continue
         kinds: dict[str, dict[float, list[float]]] = {}
         for arm, values in ends.items():
-            if found := re.fullmatch(r"(\w+), (\w+) ([\d.]+)", arm):
-                line = kinds.setdefault(f"{found[1]}, {found[2]}", {})
-                line |= {1.0: ends[found[1]]} if found[1] in ends else {}
-                line[float(found[3])] = values
+            if match := re.fullmatch(r"(\w+), (\w+) ([\d.]+)", arm):
+                line = kinds.setdefault(f"{match[1]}, {match[2]}", {})
+                line |= {1.0: ends[match[1]]} if match[1] in ends else {}
+                line[float(match[3])] = values
         over_scale = [_line(name, points.items()) for name, points in kinds.items()]
         over_flops = [
             _line(name, [(sampling_flops(results[arm]) / 1e9, ends[arm]) for arm in ends if _kind(arm) == name])

@@ -73,7 +73,7 @@ def run(options: Options) -> None:
     study = read_study(options.study, options.scale)
     runs, data, results = plan(study, options.seeds), Path(options.data), Path(options.results)
     place, made = results / study.name / study.scale_name, finished(results)
-    to_make = [one for one in runs if not is_made(one, made)]
+    to_make = [run for run in runs if not is_made(run, made)]
     jobs = jobs_of(to_make, place, results)
     print(f"{study.title}: {study.question}")
     print(
