@@ -86,7 +86,7 @@ def main() -> None:
     given = {key: value for key, value in said.items() if value is not None}
     given |= {key: int(given[key]) for key in ("batch_tokens", "rounds") if given.get(key, "").isdigit()}
     if "tokens" in given:
-        given["tokens"] = [int(one) if one.isdigit() else one for one in given["tokens"].split(",")]
+        given["tokens"] = [int(word) if word.isdigit() else word for word in given["tokens"].split(",")]
     if "from" in given:
         given["read"] = given.pop("from")
     options = schema.read(given, Options)
@@ -96,10 +96,10 @@ def main() -> None:
             show(row, result)
     else:
         result = measure_all(options, overrides)
-    for line in (found := crossings(result["rows"]))[0]:
-        print(line)
+    lines, places = crossings(result["rows"])
+    print("\n".join(lines))
     if options.figure:
-        draw(Path(options.figure), result, found[1])
+        draw(Path(options.figure), result, places)
 
 
 def read(path: Path) -> dict:
@@ -234,15 +234,17 @@ def show(row: dict, result: dict) -> None:
     )
     print("| kind | ms a step | ms for 1,000 tokens | GB | times faster (over the turns) | FLOPs allow |")
     print("|---|---|---|---|---|---|")
-    for name, one in row["kinds"].items():
-        if "failed" in one:
-            print(f"| {name} | {one['failed']} | | | | |")
+    for name, cost in row["kinds"].items():
+        if "failed" in cost:
+            print(f"| {name} | {cost['failed']} | | | | |")
             continue
         ratio = " | "
-        if "ratio" in one:
-            low, high = one["ratios"]
-            ratio = f"{one['ratio']:.2f} than {one['against']} ({low:.2f}..{high:.2f}) | {one['flops_ratio']:.2f}"
-        print(f"| {name} | {one['ms']:,.1f} | {one['ms_per_1000']:.2f} | {one['peak_gb']:.2f} | {ratio} |", flush=True)
+        if "ratio" in cost:
+            low, high = cost["ratios"]
+            ratio = f"{cost['ratio']:.2f} than {cost['against']} ({low:.2f}..{high:.2f}) | {cost['flops_ratio']:.2f}"
+        print(
+            f"| {name} | {cost['ms']:,.1f} | {cost['ms_per_1000']:.2f} | {cost['peak_gb']:.2f} | {ratio} |", flush=True
+        )
 
 
 def crossings(rows: Sequence[dict]) -> tuple[list[str], dict[str, dict[str, float]]]:
@@ -253,8 +255,8 @@ def crossings(rows: Sequence[dict]) -> tuple[list[str], dict[str, dict[str, floa
     for name, other in pairs:
         cells = []
         for measure in MEASURES:
-            found = [(row["tokens"], *(row["kinds"][one].get(measure) for one in (name, other))) for row in rows]
-            cell, place = crossing([one for one in found if None not in one])
+            points = [(row["tokens"], *(row["kinds"][kind].get(measure) for kind in (name, other))) for row in rows]
+            cell, place = crossing([point for point in points if None not in point])
             cells.append(cell)
             places[measure] |= {f"{name} below {other}": place} if place else {}
         lines.append(f"| {name} than {other} | {' | '.join(cells)} |")
