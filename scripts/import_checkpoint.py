@@ -57,7 +57,7 @@ class Options:
 def main(composed: DictConfig) -> None:
     with explained():
         tree = plain(composed)
-        asked = {key: tree.pop(key) for key in schema.knasked(Options)}
+        asked = {key: tree.pop(key) for key in schema.known_keys(Options)}
         config = complete(tree)
         options = schema.read(asked, Options)
         saved, warnings = import_file(options, settings.read(config), config)
@@ -162,4 +162,4 @@ def account(saved: checkpoint.Checkpoint, options: Options) -> str:
 
 
 if __name__ == "__main__":
-    open_door(main, [*settings.knasked(), "experiment", *schema.knasked(Options)], settings.MOVED)
+    open_door(main, [*settings.known_keys(), "experiment", *schema.known_keys(Options)], settings.MOVED)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from studies.results import METRICS, Made, series, shown
+from studies.results import METRICS, Made, last_values, series, shown
 from studies.study import Study
 from tread.drawing.charts import Line, Panel, save_panels
 
@@ -51,11 +51,9 @@ def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
     label = "training loss above the dense one's"
     panels = [Panel("", "blocks of the route", label, [Line("routes", *map(list, zip(*mean_gaps.values())))])]
     for metric in study.figure.metrics[1:]:
-        ends = [(gap, series(results[arm], metric)) for arm, (_, gap) in mean_gaps.items()]
-        points = sorted((gap, statistics.mean(values[-1][1])) for gap, values in ends if values)
-        other = series(results["dense"], metric)
-        if points and other:
-            levels = {"dense": statistics.mean(other[-1][1])}
-            line = Line("routes", *map(list, zip(*points)))
+        means = {arm: statistics.mean(values) for arm, values in last_values(results, metric).items()}
+        points = sorted((gap, means[arm]) for arm, (_, gap) in mean_gaps.items() if arm in means)
+        if points and "dense" in means:
+            levels, line = {"dense": means["dense"]}, Line("routes", *map(list, zip(*points)))
             panels.append(Panel("", label, METRICS[metric][0], [line], levels=levels))
     save_panels(path, panels, columns=2)

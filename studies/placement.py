@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from studies.results import METRICS, Made, series
+from studies.results import METRICS, Made, last_values
 from studies.study import Study
 from tread.drawing.charts import save_heat_maps
 
@@ -23,13 +23,12 @@ def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
 
     def matrix(metric: str) -> np.ndarray:
         values = np.full((len(starts), len(ends)), np.nan)
-        dense = series(results["dense"], metric)
+        last = last_values(results, metric)
+        dense = last.get("dense")
         for arm, (start, end) in places.items():
-            if dense and (routed := series(results[arm], metric)):
-                less = statistics.mean(routed[-1][1]) - statistics.mean(dense[-1][1])
-                if metric == "flops":
-                    less = routed[-1][1][0] / dense[-1][1][0]
-                values[starts.index(start), ends.index(end)] = less
+            if dense and arm in last:
+                less = statistics.mean(last[arm]) - statistics.mean(dense)
+                values[starts.index(start), ends.index(end)] = last[arm][0] / dense[0] if metric == "flops" else less
         return values
 
     maps = {metric: cells for metric in (*study.figure.metrics, "flops") if not np.isnan(cells := matrix(metric)).all()}

@@ -117,6 +117,11 @@ def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
     return [(each[0][images], [points[images][metric] for points in each]) for images in shared]
 
 
+def last_values(results: Mapping[str, Sequence[Made]], metric: str) -> dict[str, list[float]]:
+    """By arm: the values at the last point at which all its runs have a metric; arms without one are left out."""
+    return {arm: points[-1][1] for arm, runs in results.items() if (points := series(runs, metric))}
+
+
 def standard_error(values: Sequence[float]) -> float | None:
     """Of the mean; None of a single value."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
@@ -132,8 +137,8 @@ def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
 def at_equal_flops(run: Made, other: Made, metric: str) -> float | None:
     """… at the last training FLOPs that both reach; between points, a line is drawn over the logarithm of FLOPs."""
     curves = [
-        [(math.log(point["flops"]), point[metric]) for point in made["points"] if metric in point and point.get("flops")]
-        for made in (run, other)
+        [(math.log(point["flops"]), point[metric]) for point in points if metric in point and point.get("flops")]
+        for points in (run["points"], other["points"])
     ]
     if min(map(len, curves)) < 2:
         return None
@@ -255,25 +260,27 @@ def _curves(results: Mapping[str, list[Made]], metric: str) -> list[Panel]:
         lines = []
         for arm, runs in results.items():
             points = [(point[axis] / unit, values) for point, values in series(runs, metric) if axis in point]
-            lines.append(_line(arm, [x for x, _ in points], [values for _, values in points]))
+            lines.append(mean_line(arm, points))
         panels.append(Panel("", label, ", ".join(METRICS[metric]), lines))
     return panels
 
 
 def _ends(results: Mapping[str, list[Made]], metric: str) -> list[Panel]:
     """A metric at the end of training, a point an arm and seed."""
-    ends = {arm: points[-1][1] for arm, runs in results.items() if (points := series(runs, metric))}
+    ends = last_values(results, metric)
     by_seed: dict[int, dict[int, float]] = {}
     for place, (arm, values) in enumerate(ends.items()):
         for run, value in zip(results[arm], values):
             by_seed.setdefault(run["seed"], {})[place] = value
-    lines = [Line(f"seed {seed}", list(values), list(values.values()), None) for seed, values in sorted(by_seed.items())]
+    lines = [Line(f"seed {seed}", [*at], [*at.values()], None) for seed, at in sorted(by_seed.items())]
     return [Panel("", "", ", ".join(METRICS[metric]), lines, names=tuple(ends))]
 
 
-def _line(name: str, x: Sequence[float], values: Sequence[Sequence[float]]) -> Line:
-    errors = [standard_error(seeds) for seeds in values]
-    return Line(name, x, [statistics.mean(seeds) for seeds in values], errors if errors and None not in errors else None)
+def mean_line(name: str, points: Sequence[tuple[float, Sequence[float]]]) -> Line:
+    """Means over the seeds at (x, values), with their standard errors where there are several seeds."""
+    errors = [standard_error(values) for _, values in points]
+    means = [statistics.mean(values) for _, values in points]
+    return Line(name, [x for x, _ in points], means, errors if errors and None not in errors else None)
 
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:

@@ -28,7 +28,8 @@ def columns(study: Study, results: Mapping[str, list[Made]]) -> dict[str, dict[s
             if each := matrices(runs, panel):
                 neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]
                 cells.setdefault(f"next block, {said}", {})[arm] = shown(neighbours)
-                cells.setdefault(f"embedding to end, {said}", {})[arm] = shown([float(matrix[0, -1]) for matrix in each])
+                ends = [float(matrix[0, -1]) for matrix in each]
+                cells.setdefault(f"embedding to end, {said}", {})[arm] = shown(ends)
     return cells
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from studies.results import METRICS, Made, series, standard_error
+from studies.results import METRICS, Made, mean_line, series
 from studies.study import Study
-from tread.drawing.charts import Line, Panel, save_panels
+from tread.drawing.charts import Panel, save_panels
 
 
 def gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
@@ -50,11 +50,9 @@ def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
         lines = []
         for routed, dense in study.against.items():
             gaps = gap(results[dense], results[routed], metric)
-            errors = [standard_error(values) for _, values in gaps]
             if gaps:
-                means = [statistics.mean(values) for _, values in gaps]
-                x = [point["images"] / 1e3 for point, _ in gaps]
-                lines.append(Line(routed.partition(",")[0], x, means, None if None in errors else errors))
+                points = [(point["images"] / 1e3, values) for point, values in gaps]
+                lines.append(mean_line(routed.partition(",")[0], points))
         if lines:
             title = f"{METRICS[metric][0]}: routed less dense, by the same FLOPs"
             panels.append(Panel(title, "images the routed run has seen, thousands", "", lines, levels={"even": 0.0}))
