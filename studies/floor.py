@@ -63,13 +63,8 @@ def run(options: Options) -> None:
         sets = {"held-out photos": data / options.photos, "their round trip": Path(folder) / "round_trip.npz"}
         for name, samples in sets.items():
             out = Path(folder) / name
-            words = [
-                f"samples='{samples}'",
-                f"reference='{data / 'imagenette' / 'reference'}'",
-                "crop=128",
-                f"out='{out}'",
-            ]
-            Children().run(["fid.py", *words], cores_of(1), Path(folder) / "log.txt")
+            words = [f"samples='{samples}'", f"reference='{data / 'imagenette' / 'reference'}'", f"out='{out}'"]
+            Children().run(["fid.py", *words, "crop=128"], cores_of(1), Path(folder) / "log.txt")
             read = json.loads((out / "fid.json").read_text())
             scores[name] = {key: value for key, value in read.items() if key not in (*LEFT_OUT, "seconds", "samples")}
             print(f"  {name:<18} KID {read['kid']:.4f}, FID {read['fid']:.1f}, of {read['count']:,} samples")

@@ -34,16 +34,8 @@ WRITES = {  # door → what it leaves in its `out`
     "scripts/similarity.py": "similarity.json",
     "scripts/judge_emoji.py": "judge_emoji.json",
 }
-LEFT_OUT = (
-    "checkpoint",
-    "command",
-    "settings",
-    "versions",
-    "reference",
-    "warnings",
-    "weak_network",
-    "data",
-)  # of that file
+# keys of that file that are not kept
+LEFT_OUT = ("checkpoint", "command", "settings", "versions", "reference", "warnings", "weak_network", "data")
 
 
 @dataclass(frozen=True)
@@ -168,12 +160,12 @@ def _tail(log: Path, start: int) -> str:
 
 def commands(job: Job, data: Path) -> list[list[str]]:
     """What is left to be run, in order: the training, the score of its end, those on the way."""
-    made = [] if is_trained(job) or networks_there(job) else [training_command(job, data)]
+    made = [] if finished(job) or networks_there(job) else [training_command(job, data)]
     scores = sorted(job.scores, key=lambda score: -score.step)
     return made + [scoring_command(job, score, data) for score in scores if read_score(job, score) is None]
 
 
-def is_trained(job: Job) -> bool:
+def finished(job: Job) -> bool:
     """Whether train.py has done all steps."""
     return RunLog(job.folder / "train").read_status().get("state") == "finished"
 
@@ -196,13 +188,8 @@ def checkpoint(job: Job, step: int) -> Path:
 def training_command(job: Job, data: Path) -> list[str]:
     """Of train.py: its folder is `train` in the job's."""
     words = [_filled(word, {"data": data}) for word in job.training.overrides]
-    return [
-        "train.py",
-        *words,
-        _filled("results={folder}", {"folder": job.folder}),
-        "name=train",
-        f"seed={job.training.seed}",
-    ]
+    folder = _filled("results={folder}", {"folder": job.folder})
+    return ["train.py", *words, folder, "name=train", f"seed={job.training.seed}"]
 
 
 def scoring_command(job: Job, score: Score, data: Path) -> list[str]:
@@ -265,7 +252,7 @@ def result(job: Job) -> dict | None:
         "key": job.training.key,
         "seed": job.training.seed,
         "overrides": list(job.training.overrides),
-        "trained": is_trained(job),
+        "trained": finished(job),
         "points": [points[step] for step in sorted(points)],
         "scores": scores,
         "device": start.get("device"),
@@ -282,19 +269,11 @@ def submit(jobs: Sequence[Job], data: Path) -> None:
         job.folder.mkdir(parents=True, exist_ok=True)
         before = ""
         for command in commands(job, data):
-            words = [f"--dependency=afterok:{before}"] if before else []
-            place = [f"--job-name={job.folder.name}", f"--output={job.folder.resolve()}/slurm-%j.out"]
-            line = [
-                "sbatch",
-                "--parsable",
-                *words,
-                *place,
-                f"--export=ALL,DOOR={command[0]}",
-                "scripts/slurm.sh",
-                *command[1:],
-            ]
+            words = ["--parsable", *([f"--dependency=afterok:{before}"] if before else [])]
+            words += [f"--job-name={job.folder.name}", f"--output={job.folder.resolve()}/slurm-%j.out"]
+            words += [f"--export=ALL,DOOR={command[0]}", "scripts/slurm.sh", *command[1:]]
             try:
-                sent = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
+                sent = subprocess.run(["sbatch", *words], cwd=ROOT, capture_output=True, text=True, check=True)
             except FileNotFoundError:
                 raise ValueError("submit=slurm needs sbatch, which is not on this machine's PATH") from None
             except subprocess.CalledProcessError as error:

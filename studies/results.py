@@ -164,9 +164,8 @@ def table(study: Study, results: Mapping[str, list[Made]]) -> str:
     metrics = [metric for metric in dict.fromkeys(metrics) if metric != "loss" or "loss" in study.figure.metrics]
     compared = [metric for metric in metrics if metric != "loss"][:1] if study.against else []
     head = ["arm", "seeds", "images", "training FLOPs", *(METRICS[metric][0] for metric in metrics)]
-    head += [
-        f"{METRICS[metric][0]} against its pair, at equal {what}" for metric in compared for what in ("images", "FLOPs")
-    ]
+    for metric in compared:
+        head += [f"{METRICS[metric][0]} against its pair, at equal {what}" for what in ("images", "FLOPs")]
     more = getattr(own_module(study), "columns", None) if study.figure.kind == "own" else None
     extra = more(study, results) if more else {}
     head += extra
@@ -187,16 +186,12 @@ def table(study: Study, results: Mapping[str, list[Made]]) -> str:
                 cells.append(shown(differences(study, results, arm, metric, by), sign=True))
         cells += [column.get(arm, "–") for column in extra.values()]
         lines.append(f"| {' | '.join(cells)} |")
-    counts = sorted(
-        {score["count"] for runs in results.values() for run in runs for score in run["scores"] if "count" in score}
-    )
+    scores = [score for runs in results.values() for run in runs for score in run["scores"]]
+    counts = [f"{count:,}" for count in sorted({score["count"] for score in scores if "count" in score})]
     notes = ["± one standard error over the seeds; – is not measured."]
     if counts:
-        notes.append(
-            f"KID and FID are of {' or '.join(f'{count:,}' for count in counts)} samples."
-            if "kid" in metrics
-            else f"Scores are of {' or '.join(f'{count:,}' for count in counts)} samples."
-        )
+        scored = "KID and FID" if "kid" in metrics else "Scores"
+        notes.append(f"{scored} are of {' or '.join(counts)} samples.")
     if marks:
         notes.append("† The Inception network of KID and FID was the teacher of these, too: see the evaluation loss.")
     return "\n".join([*lines, "", " ".join(notes)]) + "\n"
@@ -248,15 +243,10 @@ def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
 
 def _curves(results: Mapping[str, list[Made]], metric: str) -> list[Panel]:
     """A metric against images and against FLOPs, a line an arm."""
-    panels, most = (
-        [],
-        max(point.get("flops", 1) for runs in results.values() for run in runs for point in run["points"]),
-    )
-    power = 3 * int(math.log10(most) // 3)
-    for axis, label, unit in (
-        ("images", "images, thousands", 1e3),
-        ("flops", f"training FLOPs, 10^{power}", 10**power),
-    ):
+    most = max(point.get("flops", 1) for runs in results.values() for run in runs for point in run["points"])
+    power, panels = 3 * int(math.log10(most) // 3), []
+    labels = {"images": ("images, thousands", 1e3), "flops": (f"training FLOPs, 10^{power}", 10**power)}
+    for axis, (label, unit) in labels.items():
         lines = []
         for arm, runs in results.items():
             points = [(point[axis] / unit, values) for point, values in series(runs, metric) if axis in point]

@@ -263,12 +263,8 @@ def _planned(study: Study, name: str, seed: int) -> Planned:
     words = _last_words(scale.scoring, arm.scoring)
     schema.check_overrides(words, DOORS[study.scored_by])
     words = [_shares(word, lambda share: f"{{step {round(last * share / save) * save}}}") for word in words]
-    scores = [
-        Score(step, study.scored_by, (*words, f"{COUNTED[study.scored_by]}={count}"))
-        for step, count in counts.items()
-        if count
-    ]
-    return Planned(name, training, tuple(scores))
+    counted = {step: f"{COUNTED[study.scored_by]}={count}" for step, count in counts.items() if count}
+    return Planned(name, training, tuple(Score(step, study.scored_by, (*words, w)) for step, w in counted.items()))
 
 
 def _last_words(*overrides: Sequence[str]) -> list[str]:
