@@ -41,6 +41,16 @@ LISTED = {
 TABLE_S7 = {"DiT": 675, "TREAD": 675, "MaskDiT": 730}  # millions at XL, in the paper (arXiv 2501.04765)
 
 
+COUNTED = """\
+GMAC: billions of multiply-adds of a forward pass of one image at 256 px, by arithmetic; a training step costs
+3 times as much as its forward pass. In training TREAD takes half of the tokens around its route, MaskDiT's
+encoder sees half of them and its decoder (8 blocks, width 512, at every size) all, SPRINT's sparse part, all
+but 4 blocks, a quarter. A sampling forward has all tokens in all blocks, the decoder's and the fusion too.
+
+| size | model | parameters, M | training GMAC | over DiT's | sampling GMAC | over DiT's | parameters are |
+|---|---|---|---|---|---|---|---|"""
+
+
 @dataclass(frozen=True)
 class Row:
     """A model of a size; costs are multiply-adds of a forward pass of one image, None where they are not counted.
@@ -80,12 +90,11 @@ def main() -> None:
         sizes, pairs = given["time"].split(",") if given["time"] else [], turns(given["pairs"])
         if unknown := {*sizes} - {*NAMES.values()}:
             raise ValueError(f"time names {', '.join(sorted(unknown))}, but the sizes are {', '.join(NAMES.values())}")
-        batches = given["batch"].split(",") * (len(sizes) if "," not in given["batch"] else 1)
+        images = given["batch"]
+        batches = images.split(",") * (len(sizes) if "," not in images else 1)
         whole = all(number.isdigit() and int(number) for number in batches)
         if not whole or (sizes and len(batches) != len(sizes)):
-            raise ValueError(
-                f"batch is {given['batch']}, but must be a positive number, or one for each size of time=…"
-            )
+            raise ValueError(f"batch is {images}, but must be a positive number, or one for each size of time=…")
         counted = rows()
         result = {"counted": [asdict(row) for row in counted], "timed": {}}
         show_counted(counted)
@@ -101,9 +110,8 @@ def kinds_of(folder: Path, size: str, batch: str, overrides: Sequence[str]) -> d
     """Runs of the four with their settings, by name, DiT's first, which is TREAD's network without the route."""
     experiment = next(experiment for experiment, name in NAMES.items() if name == size)
     said = [f"experiment=imagenet256_{experiment}", f"train.batch_size={batch}", *overrides]
-    runs = {
-        name: open_run(folder / model, [*said, f"model={model}"]) for name, model in MODELS.items() if name != "DiT"
-    }
+    routed = {name: model for name, model in MODELS.items() if name != "DiT"}
+    runs = {name: open_run(folder / model, [*said, f"model={model}"]) for name, model in routed.items()}
     dense = runs["TREAD"].cfg
     kinds = {"DiT": (runs["TREAD"], replace(dense, train=replace(dense.train, routes_until=0)))}
     return kinds | {name: (run, run.cfg) for name, run in runs.items()}
@@ -111,18 +119,7 @@ def kinds_of(folder: Path, size: str, batch: str, overrides: Sequence[str]) -> d
 
 def show_counted(counted: Sequence[Row]) -> None:
     """Print what is arithmetic."""
-    print(
-        "GMAC: billions of multiply-adds of a forward pass of one image at 256 px, by arithmetic; a training step costs"
-    )
-    print("3 times as much as its forward pass. In training TREAD takes half of the tokens around its route, MaskDiT's")
-    print(
-        "encoder sees half of them and its decoder (8 blocks, width 512, at every size) all, SPRINT's sparse part, all"
-    )
-    print(
-        "but 4 blocks, a quarter. A sampling forward has all tokens in all blocks, the decoder's and the fusion too.\n"
-    )
-    print("| size | model | parameters, M | training GMAC | over DiT's | sampling GMAC | over DiT's | parameters are |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(COUNTED)
     dit = {row.size: row for row in counted if row.model == "DiT"}
     for row in counted:
         costs = ((row.training, dit[row.size].training), (row.sampling, dit[row.size].sampling))

@@ -15,9 +15,7 @@ python benchmarks/step_time.py experiment=imagenet256_lightning_b2 model=tread_l
 
 from __future__ import annotations
 
-import datetime
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -29,17 +27,16 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from timing import command, composed, most_allocated, random_shards, random_text, seconds
+from timing import circumstances, composed, most_allocated, random_shards, random_text, seconds
 
 import train
 from tread.checkpoints.network import DECODER, LIGHTNING, SCANS
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.runtime.cli import answer_help, explained
-from tread.runtime.device import device_name, peak_flops, wait_for
+from tread.runtime.device import peak_flops, wait_for
 from tread.runtime.schema import check_overrides
 from tread.runtime.signals import Stop
-from tread.runtime.versions import git_revision
 from tread.training import settings
 from tread.training.ema import EMA
 from tread.training.run import Run
@@ -136,7 +133,7 @@ def measure(kinds: dict[str, tuple[Run, settings.Settings]], pairs: int, staged:
     first = next(iter(kinds))
     run = kinds[first][0]
     block = 5 if run.processes.device.type == "cuda" else 1
-    commit = git_revision()  # of the code that runs, whatever is changed while it does
+    facts = circumstances(run.processes.device)  # of the code that runs, whatever is changed while it does
 
     def turn(kind: tuple[Run, settings.Settings]) -> float:
         """Milliseconds of a step."""
@@ -171,7 +168,6 @@ def measure(kinds: dict[str, tuple[Run, settings.Settings]], pairs: int, staged:
         "parameters": sum(parameter.numel() for parameter in run.network.parameters()),
         "batch": batch,
         "micro_batch": run.micro_batches[0].stop - run.micro_batches[0].start,
-        "device": device_name(run.processes.device),
         "precision": run.precision,
         "compiled": run.network.blocks[0]._compiled_call_impl is not None,
         "activation_checkpointing": run.cfg.train.activation_checkpointing,
@@ -179,11 +175,7 @@ def measure(kinds: dict[str, tuple[Run, settings.Settings]], pairs: int, staged:
         "pairs": pairs,
         "block": block,
         "kinds": rows,
-        "command": command(),
-        "commit": commit,
-        "torch": torch.__version__,
-        "machine": platform.platform(),
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **facts,
     }
 
 
