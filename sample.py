@@ -10,7 +10,7 @@ if __name__ == "__main__":
 
     guard_imports(globals())
 
-import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,22 +18,19 @@ from pathlib import Path
 import hydra
 import torch
 from omegaconf import DictConfig
+from torch import Tensor
 from tqdm import tqdm
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained, open_weak
-from tread.data.latents import from_network
+from tread.checkpoints.for_sampling import Trained, open_trained, open_weak
+from tread.data.latents import LatentSpec, from_network
 from tread.diffusion.guidance import Guidance
-from tread.diffusion.sampling import (
-    Sampler,
-    check_ratios,
-    draw_pictures,
-    relative_cost,
-)
+from tread.diffusion.sampling import Sampler, check_ratios, draw_pictures, relative_cost
 from tread.diffusion.solvers import Churn, Solver
 from tread.encoders import autoencoder
-from tread.evaluation.prompts import brief, encode_prompts, read_prompts, row_labels
-from tread.evaluation.sample_files import SampleFiles, check_name, facts_of, parse_seeds
+from tread.evaluation.prompts import encode_prompts, read_prompts, row_labels
+from tread.evaluation.sample_files import SampleFiles, check_name, describe_drawing, facts_of, parse_seeds
+from tread.models.conditions import Text
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import Precision, device_name, use_cores, use_precision
@@ -80,61 +77,56 @@ def main(composed: DictConfig) -> None:
         seeds = parse_seeds(options.seeds)
         precision = use_precision(options.precision, device)
         use_cores(options.cpu_threads, processes=1)
-        found = checkpoint.find(Path(options.checkpoint).expanduser())
-        trained = open_trained(found, options.weights, options.shift)
-        weaker = open_weak(options.guidance, trained)
-        prompts = read_prompts(options.prompt, options.prompts)
-        rows = row_labels(trained, options.classes, prompts)
-        all_seeds, labels = seeds * len(rows), torch.tensor(rows).repeat_interleave(len(seeds))
-        batch_size = min(options.batch_size, len(all_seeds))
-        churn = Churn(options.churn) if isinstance(options.churn, float) else options.churn
-        given = (options.steps, options.solver, batch_size, precision, options.guidance, churn)
-        sampler = Sampler.of(trained.process, *given)
-        nfe = sampler.nfe(trained.process)
-        outlines = [one and one.outline(options.guidance) for one in (trained, weaker)]
+        strong = open_trained(checkpoint.find(Path(options.checkpoint).expanduser()), options.weights, options.shift)
+        weak = open_weak(options.guidance, strong)
+        files = plan_files(options, strong, seeds)
+        sampler = plan_sampler(options, strong, len(files.pairs), precision)
+        outlines = [network and network.outline(options.guidance) for network in (strong, weak)]
         check_ratios(sampler, *outlines)
-        cost = relative_cost(sampler, *outlines)
-        relative = "" if options.guidance.kind == "none" else f"{cost:.3f} times the FLOPs of no guidance, "
-        out = options.out and Path(options.out).expanduser()
-        names = prompts or trained.latents.classes
-        files = SampleFiles(out, options.overwrite, seeds, rows, names, options.save_latents, bool(prompts))
         files.check()
-        text = None
-        if prompts:
-            text, doubts = encode_prompts(trained, prompts, device, options.text_encoder)
-            for doubt in doubts:
-                print(f"note: {doubt}")
-        facts = facts_of(asdict(options), sampler, trained, weaker) | {"device": device_name(device)}
-        model, weak = trained.load(device, options.guidance), weaker and weaker.load(device, options.guidance)
-        model = replace(model, prompts=text)
-        decoder = autoencoder.preview
-        if options.save_latents:
-            facts["latents"] = asdict(replace(trained.latents, classes=()))
-            decoder = partial(from_network, latents=trained.latents)
-        elif options.decode:
-            decoder = autoencoder.load_decoder(trained.latents, device, options.autoencoder)
-        stream = draw_pictures(model, decoder, all_seeds, labels, sampler, weak, check=True)
-        batches = -(-len(all_seeds) // sampler.batch_size)
-        pictures = (part.numpy() for part in tqdm(stream, desc="sampling", total=batches, unit="batch"))
-        written, grey = files.write(pictures, facts)
-        kind = "latents" if options.save_latents else "pictures"
-        of, columns = ("rows are", "columns ") if files.form == "grid" else (f"{len(labels)} {kind} of", "")
-        print(
-            f"{written}: {of} {told(files)}, {columns}seeds {options.seeds}"
-            f"{', grey as RGB of three equal channels' if grey else ''}; step {trained.found.step}, "
-            f"{options.weights} weights, {sampler.solver} with {sampler.steps} steps"
-            f"{f' and shift {trained.shift:g}' if trained.shift not in (None, 1) else ''}"
-            f"{f' and churn {sampler.churn.amount:g}' if sampler.churn.amount else ''}, NFE {nfe}, guidance "
-            f"{options.guidance.describe()}, {relative}{precision} on {device.type}"
-        )
+        text = encode(files, strong, device, options.text_encoder)
+        facts = facts_of(asdict(options), sampler, strong, weak) | {"device": device_name(device)}
+        facts |= {"latents": asdict(replace(strong.latents, classes=()))} if files.latents else {}
+        model = replace(strong.load(device, options.guidance), prompts=text)
+        guide = weak and weak.load(device, options.guidance)
+        decoder = open_decoder(options, strong.latents, device)
+        labels, columns = zip(*files.pairs)
+        drawn = draw_pictures(model, decoder, columns, torch.tensor(labels), sampler, guide, check=True)
+        bar = tqdm(drawn, desc="sampling", total=-(-len(labels) // sampler.batch_size), unit="batch")
+        path, grey = files.write((part.numpy() for part in bar), facts)
+        how = describe_drawing(strong, sampler, relative_cost(sampler, *outlines))
+        print(f"{files.describe(path, grey, options.seeds)}; {how} on {device.type}")
 
 
-def told(files: SampleFiles) -> str:
-    """What is in the rows."""
-    if not files.prompts:
-        return f"classes {json.dumps([None if label == len(files.classes) else label for label in files.labels])}"
-    first = json.dumps(brief(files.classes[0]), ensure_ascii=False)
-    return f"{len(files.classes)} prompts from {first} on" if files.classes[1:] else f"prompt {first}"
+def plan_files(options: Options, network: Trained, seeds: list[int]) -> SampleFiles:
+    """What is drawn and where it goes. Raises OSError, or ValueError for rows that the network can't draw."""
+    prompts = read_prompts(options.prompt, options.prompts)
+    rows = row_labels(network, options.classes, prompts)
+    out = options.out and Path(options.out).expanduser()
+    names = prompts or network.latents.classes
+    return SampleFiles(out, options.overwrite, seeds, rows, names, options.save_latents, bool(prompts))
+
+
+def plan_sampler(options: Options, network: Trained, count: int, precision: str) -> Sampler:
+    """How that many samples are drawn, as asked for or by the network's own defaults."""
+    churn = Churn(options.churn) if isinstance(options.churn, float) else options.churn
+    asked = (options.steps, options.solver, min(options.batch_size, count), precision, options.guidance, churn)
+    return Sampler.of(network.process, *asked)
+
+
+def encode(files: SampleFiles, network: Trained, device: torch.device, place: str | None) -> Text | None:
+    """What the network sees of the prompts, if there are any; prints a note on what does not reach it."""
+    text, notes = encode_prompts(network, files.classes, device, place) if files.prompts else (None, ())
+    for note in notes:
+        print(f"note: {note}")
+    return text
+
+
+def open_decoder(options: Options, latents: LatentSpec, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Network latents → what is written: the autoencoder's latents, pictures, or previews without it."""
+    if options.save_latents:
+        return partial(from_network, latents=latents)
+    return autoencoder.load_decoder(latents, device, options.autoencoder) if options.decode else autoencoder.preview
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def main() -> None:
         for side in (32, 64):
             cfg = read(*shape, "model=tread_rwkv", f"dataset.size={side}")
             network, dit = build(cfg).network, build(read(*shape, "model=dit", f"dataset.size={side}")).network
-            ours, theirs = (sum(p.numel() for p in one.parameters()) for one in (network, dit))
+            ours, theirs = (sum(p.numel() for p in built.parameters()) for built in (network, dit))
             dense, linear = (network.forward_flops((), attention) / 2e9 for attention in (True, False))
             routed = network.forward_flops(cfg.model.routes) / 2e9
             print(

@@ -117,8 +117,8 @@ def spread(rows: list[dict], kind: str) -> str:
     """How far each column is from flat: over all lengths, and over those of 256 tokens and more."""
     parts = []
     for name in COLUMNS:
-        found = [(row["tokens"], row[kind][name]) for row in rows if name in row[kind]]
-        groups = [[value for tokens, value in found if tokens >= least] for least in (64, 256)]
+        points = [(row["tokens"], row[kind][name]) for row in rows if name in row[kind]]
+        groups = [[value for tokens, value in points if tokens >= least] for least in (64, 256)]
         said = [f"{max(values) / min(values):.2f}" for values in groups if values]
         parts += [f"{name} {said[0]}" + (f" ({said[1]} from 256 on)" if len(said) > 1 else "")] if said else []
     return ", ".join(parts)
@@ -143,7 +143,7 @@ def measure(
 
     times, memory, failed = {name: [] for name in calls}, {}, {}
     for turn in range(-2, options.rounds):
-        for name in [one for one in calls if one not in failed]:
+        for name in [call for call in calls if call not in failed]:
             try:
                 if turn == -2:  # which warms up, and makes the gradients that stay
                     both(name)
@@ -153,7 +153,7 @@ def measure(
                     times[name].append(1e6 * seconds(lambda name=name: both(name), device) / (batch * tokens))
             except Exception as error:  # memory and compilers fail in many ways; others go on
                 failed[name] = why_failed(error)
-    medians = {name: statistics.median(found) for name, found in times.items() if name not in failed}
+    medians = {name: statistics.median(values) for name, values in times.items() if name not in failed}
     return {"ms": medians, "mb": {name: memory[name] for name in medians}, "failed": failed}
 
 
@@ -181,7 +181,7 @@ def passes(
     met, before = random(conv.in_channels), (conv.kernel_size[0] - 1, 0)
 
     def attention() -> Tensor:
-        q, keys, values = (one.unflatten(2, (heads, -1)).transpose(1, 2) for one in (x, k, v))
+        q, keys, values = (tensor.unflatten(2, (heads, -1)).transpose(1, 2) for tensor in (x, k, v))
         return nn.functional.scaled_dot_product_attention(q, keys, values)
 
     return {

@@ -106,7 +106,7 @@ def main() -> None:
             for way, read in ways.items():
                 count = FILES if way.startswith(("webdataset", "npy")) else SAMPLES
                 speeds[way].append(count / seconds(read, device))
-    median = {way: statistics.median(found[1:]) for way, found in speeds.items()}
+    median = {way: statistics.median(values[1:]) for way, values in speeds.items()}
     best_tar = max(value for way, value in median.items() if way.startswith("webdataset"))
     print(f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}, {SAMPLES:,} latents, batch {BATCH}")
     for way, value in median.items():

@@ -25,11 +25,9 @@ python benchmarks/long_sequences.py from=long.json figure=long.png
 
 from __future__ import annotations
 
-import datetime
 import gc
 import json
 import math
-import platform
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -38,15 +36,13 @@ from pathlib import Path
 
 import torch
 from step_time import open_run, own_options, peak_memory, take_steps, write
-from timing import command, composed, why_failed
+from timing import circumstances, composed, why_failed
 
 from routing_module import check_routes
 from tread.drawing.charts import Line, Panel, save_panels
 from tread.runtime import schema
 from tread.runtime.cli import answer_help, explained
-from tread.runtime.device import device_name
 from tread.runtime.schema import Count
-from tread.runtime.versions import git_revision
 from tread.training import settings
 from tread.training.run import Run
 
@@ -57,7 +53,8 @@ MODELS = {  # what runs without its route, and with it → overrides
     ("hybrid", "routed hybrid"): ["model=tread_mamba", "model.attention_every=4"],
 }
 ROUTED = [routed for _, routed in MODELS]
-LINEAR = [name for pair in MODELS for name in pair if name not in ("DiT", "TREAD")]
+KINDS = [name for pair in MODELS for name in pair]
+LINEAR = [name for name in KINDS if name not in ("DiT", "TREAD")]
 SMALLER = ["model.depth=4", "model.routes.0.start=1", "model.routes.0.end=-2"]  # 2 of 4 blocks for 7 of 12
 MEASURES = {"ms_per_1000": "ms a step for 1,000 tokens", "peak_gb": "peak memory, GB"}
 
@@ -86,7 +83,7 @@ def main() -> None:
     given = {key: value for key, value in said.items() if value is not None}
     given |= {key: int(given[key]) for key in ("batch_tokens", "rounds") if given.get(key, "").isdigit()}
     if "tokens" in given:
-        given["tokens"] = [int(one) if one.isdigit() else one for one in given["tokens"].split(",")]
+        given["tokens"] = [int(word) if word.isdigit() else word for word in given["tokens"].split(",")]
     if "from" in given:
         given["read"] = given.pop("from")
     options = schema.read(given, Options)
@@ -96,10 +93,10 @@ def main() -> None:
             show(row, result)
     else:
         result = measure_all(options, overrides)
-    for line in (found := crossings(result["rows"]))[0]:
-        print(line)
+    lines, places = crossings(result["rows"])
+    print("\n".join(lines))
     if options.figure:
-        draw(Path(options.figure), result, found[1])
+        draw(Path(options.figure), result, places)
 
 
 def read(path: Path) -> dict:
@@ -125,14 +122,9 @@ def measure_all(options: Options, overrides: Sequence[str]) -> dict:
         settings.read(composed("config", [*model, *words]))
     least = options.batch_tokens or (32768 if gpu else 1024)
     result = {
-        "device": device_name(torch.device("cuda" if gpu else "cpu")),
+        **circumstances(torch.device("cuda" if gpu else "cpu")),
         "rounds": options.rounds,
         "block": 5 if gpu else 1,
-        "torch": torch.__version__,
-        "machine": platform.platform(),
-        "command": command(),
-        "commit": git_revision(),
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "rows": [],
     }
     for tokens in options.tokens:
@@ -188,7 +180,7 @@ def measure(folder: Path, tokens: int, words: Sequence[str], rounds: int, block:
             if name not in failed and (ms := tried(name, lambda name=name: turn(name))) is not None:
                 times[name].append(ms)
     row = {"tokens": tokens, **facts, "kinds": {}}
-    for name in (name for pair in MODELS for name in pair):
+    for name in KINDS:
         if name in failed:
             row["kinds"][name] = {"failed": failed[name]}
             continue
@@ -234,15 +226,16 @@ def show(row: dict, result: dict) -> None:
     )
     print("| kind | ms a step | ms for 1,000 tokens | GB | times faster (over the turns) | FLOPs allow |")
     print("|---|---|---|---|---|---|")
-    for name, one in row["kinds"].items():
-        if "failed" in one:
-            print(f"| {name} | {one['failed']} | | | | |")
+    for name, cost in row["kinds"].items():
+        if "failed" in cost:
+            print(f"| {name} | {cost['failed']} | | | | |")
             continue
         ratio = " | "
-        if "ratio" in one:
-            low, high = one["ratios"]
-            ratio = f"{one['ratio']:.2f} than {one['against']} ({low:.2f}..{high:.2f}) | {one['flops_ratio']:.2f}"
-        print(f"| {name} | {one['ms']:,.1f} | {one['ms_per_1000']:.2f} | {one['peak_gb']:.2f} | {ratio} |", flush=True)
+        if "ratio" in cost:
+            low, high = cost["ratios"]
+            ratio = f"{cost['ratio']:.2f} than {cost['against']} ({low:.2f}..{high:.2f}) | {cost['flops_ratio']:.2f}"
+        cells = f"{cost['ms']:,.1f} | {cost['ms_per_1000']:.2f} | {cost['peak_gb']:.2f}"
+        print(f"| {name} | {cells} | {ratio} |", flush=True)
 
 
 def crossings(rows: Sequence[dict]) -> tuple[list[str], dict[str, dict[str, float]]]:
@@ -253,8 +246,8 @@ def crossings(rows: Sequence[dict]) -> tuple[list[str], dict[str, dict[str, floa
     for name, other in pairs:
         cells = []
         for measure in MEASURES:
-            found = [(row["tokens"], *(row["kinds"][one].get(measure) for one in (name, other))) for row in rows]
-            cell, place = crossing([one for one in found if None not in one])
+            points = [(row["tokens"], *(row["kinds"][kind].get(measure) for kind in (name, other))) for row in rows]
+            cell, place = crossing([point for point in points if None not in point])
             cells.append(cell)
             places[measure] |= {f"{name} below {other}": place} if place else {}
         lines.append(f"| {name} than {other} | {' | '.join(cells)} |")
@@ -285,7 +278,7 @@ def draw(path: Path, result: dict, places: dict[str, dict[str, float]]) -> None:
     batches = ", ".join(str(row.get("batch", "–")) for row in rows)
     for measure, label in MEASURES.items():
         lines = []
-        for name in (name for pair in MODELS for name in pair):
+        for name in KINDS:
             points = [(row["tokens"], row["kinds"][name][measure]) for row in rows if measure in row["kinds"][name]]
             lines += [Line(name, *zip(*points), dashed=name in ROUTED)] if points else []
         title = f"{result['device']}, batches of {batches}"

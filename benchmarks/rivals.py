@@ -41,6 +41,16 @@ LISTED = {
 TABLE_S7 = {"DiT": 675, "TREAD": 675, "MaskDiT": 730}  # millions at XL, in the paper (arXiv 2501.04765)
 
 
+COUNTED = """\
+GMAC: billions of multiply-adds of a forward pass of one image at 256 px, by arithmetic; a training step costs
+3 times as much as its forward pass. In training TREAD takes half of the tokens around its route, MaskDiT's
+encoder sees half of them and its decoder (8 blocks, width 512, at every size) all, SPRINT's sparse part, all
+but 4 blocks, a quarter. A sampling forward has all tokens in all blocks, the decoder's and the fusion too.
+
+| size | model | parameters, M | training GMAC | over DiT's | sampling GMAC | over DiT's | parameters are |
+|---|---|---|---|---|---|---|---|"""
+
+
 @dataclass(frozen=True)
 class Row:
     """A model of a size; costs are multiply-adds of a forward pass of one image, None where they are not counted.
@@ -61,68 +71,57 @@ class Row:
 
 def rows() -> list[Row]:
     """Of all sizes, in each DiT first."""
-    found = []
+    counted = []
     for experiment, size in NAMES.items():
         for name, model in MODELS.items():
             cfg = read(f"experiment=imagenet256_{experiment}", f"model={model}")
             network = build(cfg).network
             costs = [network.forward_flops(routes) / 2 for routes in (cfg.model.routes, ())]
             source = f"counted; Table S7: {TABLE_S7[name]}" if size == "XL" and name in TABLE_S7 else "counted"
-            found.append(Row(size, name, sum(one.numel() for one in network.parameters()) / 1e6, *costs, source))
-        found += [Row(size, name, by[size], None, None, said) for name, (by, said) in LISTED.items() if size in by]
-    return found
+            counted.append(Row(size, name, sum(p.numel() for p in network.parameters()) / 1e6, *costs, source))
+        counted += [Row(size, name, by[size], None, None, said) for name, (by, said) in LISTED.items() if size in by]
+    return counted
 
 
 def main() -> None:
-    own, overrides = own_options({"time": "", "batch": "16", "pairs": "6", "out": None})
+    given, overrides = own_options({"time": "", "batch": "16", "pairs": "6", "out": None})
     with explained():
         check_overrides(overrides, [*settings.known_keys(), "experiment"])
-        sizes, pairs = own["time"].split(",") if own["time"] else [], turns(own["pairs"])
+        sizes, pairs = given["time"].split(",") if given["time"] else [], turns(given["pairs"])
         if unknown := {*sizes} - {*NAMES.values()}:
             raise ValueError(f"time names {', '.join(sorted(unknown))}, but the sizes are {', '.join(NAMES.values())}")
-        batches = own["batch"].split(",") * (len(sizes) if "," not in own["batch"] else 1)
-        whole = all(one.isdigit() and int(one) for one in batches)
+        images = given["batch"]
+        batches = images.split(",") * (len(sizes) if "," not in images else 1)
+        whole = all(number.isdigit() and int(number) for number in batches)
         if not whole or (sizes and len(batches) != len(sizes)):
-            raise ValueError(f"batch is {own['batch']}, but must be a positive number, or one for each size of time=…")
+            raise ValueError(f"batch is {images}, but must be a positive number, or one for each size of time=…")
         counted = rows()
         result = {"counted": [asdict(row) for row in counted], "timed": {}}
         show_counted(counted)
-        write(own["out"], result)
+        write(given["out"], result)
         for size, batch in zip(sizes, batches):
             with tempfile.TemporaryDirectory() as folder:
                 result["timed"][size] = measure(kinds_of(Path(folder), size, batch, overrides), pairs, staged=False)
             show_timed(size, result["timed"][size])
-            write(own["out"], result)
+            write(given["out"], result)
 
 
 def kinds_of(folder: Path, size: str, batch: str, overrides: Sequence[str]) -> dict:
     """Runs of the four with their settings, by name, DiT's first, which is TREAD's network without the route."""
     experiment = next(experiment for experiment, name in NAMES.items() if name == size)
     said = [f"experiment=imagenet256_{experiment}", f"train.batch_size={batch}", *overrides]
-    runs = {
-        name: open_run(folder / model, [*said, f"model={model}"]) for name, model in MODELS.items() if name != "DiT"
-    }
+    routed = {name: model for name, model in MODELS.items() if name != "DiT"}
+    runs = {name: open_run(folder / model, [*said, f"model={model}"]) for name, model in routed.items()}
     dense = runs["TREAD"].cfg
     kinds = {"DiT": (runs["TREAD"], replace(dense, train=replace(dense.train, routes_until=0)))}
     return kinds | {name: (run, run.cfg) for name, run in runs.items()}
 
 
-def show_counted(found: Sequence[Row]) -> None:
+def show_counted(counted: Sequence[Row]) -> None:
     """Print what is arithmetic."""
-    print(
-        "GMAC: billions of multiply-adds of a forward pass of one image at 256 px, by arithmetic; a training step costs"
-    )
-    print("3 times as much as its forward pass. In training TREAD takes half of the tokens around its route, MaskDiT's")
-    print(
-        "encoder sees half of them and its decoder (8 blocks, width 512, at every size) all, SPRINT's sparse part, all"
-    )
-    print(
-        "but 4 blocks, a quarter. A sampling forward has all tokens in all blocks, the decoder's and the fusion too.\n"
-    )
-    print("| size | model | parameters, M | training GMAC | over DiT's | sampling GMAC | over DiT's | parameters are |")
-    print("|---|---|---|---|---|---|---|---|")
-    dit = {row.size: row for row in found if row.model == "DiT"}
-    for row in found:
+    print(COUNTED)
+    dit = {row.size: row for row in counted if row.model == "DiT"}
+    for row in counted:
         costs = ((row.training, dit[row.size].training), (row.sampling, dit[row.size].sampling))
         cells = [f"{cost / 1e9:.2f} | {cost / base:.3f}" if cost else "– | –" for cost, base in costs]
         places = 2 if row.source.startswith("counted") else 0 if row.parameters == int(row.parameters) else 1

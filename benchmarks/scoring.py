@@ -54,18 +54,18 @@ def frechet(repeats: int) -> str:
     rng = np.random.default_rng(0)
     mixing = rng.standard_normal((2048, 2048)) * np.exp(-np.arange(2048) / 300)
     sets = [metrics.Moments.of(rng.standard_normal((5000, 2048)) @ mixing.T).gaussian for _ in range(2)]
-    found = {}
+    distances = {}
 
     def ours() -> None:
-        found["ours"] = metrics.frechet_distance(*sets[0], *sets[1])
+        distances["ours"] = metrics.frechet_distance(*sets[0], *sets[1])
 
     def plain() -> None:
         (m1, c1), (m2, c2) = sets
         root = scipy.linalg.sqrtm(c1 @ c2).real
-        found["plain"] = (m1 - m2) @ (m1 - m2) + np.trace(c1 + c2 - 2 * root)
+        distances["plain"] = (m1 - m2) @ (m1 - m2) + np.trace(c1 + c2 - 2 * root)
 
     a, b, ratios = compare(ours, plain, repeats)
-    difference = abs(found["ours"] - found["plain"]) / found["plain"]
+    difference = abs(distances["ours"] - distances["plain"]) / distances["plain"]
     return (
         f"{a:.2f} s, sqrtm {b:.2f} s: {statistics.median(ratios):.1f} times faster "
         f"({ratios[0]:.1f}..{ratios[-1]:.1f}), relative difference {difference:.0e}"
@@ -76,7 +76,7 @@ def naive(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
     """Precision and recall, with whole matrices of distances, sorted."""
     radius_x, radius_y = (torch.cdist(z, z).sort(dim=1).values[:, 3] for z in (x, y))
     across = torch.cdist(y, x)
-    precision, recall = (one.any(dim=1).float().mean().item() for one in (across <= radius_x, across.T <= radius_y))
+    precision, recall = (near.any(dim=1).float().mean().item() for near in (across <= radius_x, across.T <= radius_y))
     return precision, recall
 
 
@@ -116,10 +116,10 @@ def features(repeats: int) -> str:
     a, b, ratios = compare(lambda: extract(network, pictures), bare, 4 * repeats)
     overhead = [100 * (1 / ratio - 1) for ratio in ratios]
     network.forward = lambda x: {"pool": x[:, 0, 0], "spatial": x[:, 0, 0]}  # what is left without the network
-    own = statistics.median(seconds(lambda: extract(network, pictures), DEVICE) for _ in range(4 * repeats))
+    rest = statistics.median(seconds(lambda: extract(network, pictures), DEVICE) for _ in range(4 * repeats))
     return (
         f"{count / a:.1f} pictures/s, bare network {count / b:.1f}: {statistics.median(overhead):.1f}% overhead "
-        f"({overhead[-1]:.1f}..{overhead[0]:.1f}%); without the network {1000 * own:.1f} ms, {100 * own / b:.1f}%"
+        f"({overhead[-1]:.1f}..{overhead[0]:.1f}%); without the network {1000 * rest:.1f} ms, {100 * rest / b:.1f}%"
     )
 
 
@@ -146,11 +146,11 @@ def sampler(cfg: settings.Settings, batch: int, repeats: int) -> str:
     a, b, ratios = compare(whole, calls, repeats)
     overhead = [100 * (1 / ratio - 1) for ratio in ratios]
     network.forward = lambda x, t, y, routes=(): x  # what is left without the network
-    own = statistics.median(seconds(whole, DEVICE) for _ in range(repeats))
+    rest = statistics.median(seconds(whole, DEVICE) for _ in range(repeats))
     return (
         f"{cfg.name}, batch {batch}, {precision}: {a:.2f} s, its {options.nfe(model.process)} network calls {b:.2f} s: "
         f"{statistics.median(overhead):.1f}% overhead ({overhead[-1]:.1f}..{overhead[0]:.1f}%); without the network "
-        f"{own:.3f} s, {100 * own / b:.2f}%"
+        f"{rest:.3f} s, {100 * rest / b:.2f}%"
     )
 
 
@@ -164,7 +164,7 @@ def chain(cfg: settings.Settings, batch: int) -> str:
     inception = Inception(with_classes=True).to(DEVICE, memory_format=torch.channels_last).eval()
     model = Model(process_of(cfg), network)
     options = Sampler.of(model.process, None, None, batch, use_precision(cfg.train.precision, DEVICE))
-    labels, found = torch.arange(batch) % cfg.dataset.num_classes, {}
+    labels, made = torch.arange(batch) % cfg.dataset.num_classes, {}
 
     @torch.no_grad()
     def decode(x: torch.Tensor) -> torch.Tensor:
@@ -172,9 +172,9 @@ def chain(cfg: settings.Settings, batch: int) -> str:
 
     for _ in range(2):  # the first one warms up
         stages = {
-            "sampling": lambda: found.update(x=next(draw(model, range(batch), labels, options))),
-            "decoding": lambda: found.update(pictures=to_pictures(found["x"], decode)),
-            "features": lambda: extract(inception, found["pictures"]),
+            "sampling": lambda: made.update(x=next(draw(model, range(batch), labels, options))),
+            "decoding": lambda: made.update(pictures=to_pictures(made["x"], decode)),
+            "features": lambda: extract(inception, made["pictures"]),
         }
         times = {name: seconds(stage, DEVICE) for name, stage in stages.items()}
     total = sum(times.values())

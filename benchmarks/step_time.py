@@ -15,9 +15,7 @@ python benchmarks/step_time.py experiment=imagenet256_lightning_b2 model=tread_l
 
 from __future__ import annotations
 
-import datetime
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -29,17 +27,16 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from timing import command, composed, most_allocated, random_shards, random_text, seconds
+from timing import circumstances, composed, most_allocated, random_shards, random_text, seconds
 
 import train
 from tread.checkpoints.network import DECODER, LIGHTNING, SCANS
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.runtime.cli import answer_help, explained
-from tread.runtime.device import device_name, peak_flops, wait_for
+from tread.runtime.device import peak_flops, wait_for
 from tread.runtime.schema import check_overrides
 from tread.runtime.signals import Stop
-from tread.runtime.versions import git_revision
 from tread.training import settings
 from tread.training.ema import EMA
 from tread.training.run import Run
@@ -51,30 +48,30 @@ WARMUP, STAGED = 3, 5  # turns between the first and the measurement, and steps 
 
 
 def main() -> None:
-    own, overrides = own_options({"pairs": "24", "out": None, "beside": None})
+    given, overrides = own_options({"pairs": "24", "out": None, "beside": None})
     with explained():
         check_overrides(overrides, [*settings.known_keys(), "experiment"])
-        pairs = turns(own["pairs"])
+        pairs = turns(given["pairs"])
         with tempfile.TemporaryDirectory() as folder:
             kinds = kinds_of(open_run(Path(folder), overrides))
-            if own["beside"]:
+            if given["beside"]:
                 left_out = ("model=", *(f"model.{name}=" for name in (*LIGHTNING, *DECODER, *SCANS)))
                 kept = [word for word in overrides if not word.startswith(left_out)]
-                other = open_run(Path(folder) / "beside", [*kept, f"model={own['beside']}"])
-                name = f"{own['beside']}, dense" if other.cfg.model.routes else own["beside"]
+                other = open_run(Path(folder) / "beside", [*kept, f"model={given['beside']}"])
+                name = f"{given['beside']}, dense" if other.cfg.model.routes else given["beside"]
                 kinds[name] = other, replace(other.cfg, train=replace(other.cfg.train, routes_until=0))
             result = measure(kinds, pairs)
     show(result)
-    write(own["out"], result)
+    write(given["out"], result)
 
 
 def own_options(defaults: dict[str, str | None]) -> tuple[dict[str, str | None], list[str]]:
     """A benchmark's own options as the command line gives them, and the rest of it, which is train.py's."""
-    own, overrides = dict(defaults), []
+    given, overrides = dict(defaults), []
     for argument in sys.argv[1:]:
         key, _, value = argument.partition("=")
-        own.update({key: value}) if key in own else overrides.append(argument)
-    return own, overrides
+        given.update({key: value}) if key in given else overrides.append(argument)
+    return given, overrides
 
 
 def turns(given: str) -> int:
@@ -136,7 +133,7 @@ def measure(kinds: dict[str, tuple[Run, settings.Settings]], pairs: int, staged:
     first = next(iter(kinds))
     run = kinds[first][0]
     block = 5 if run.processes.device.type == "cuda" else 1
-    commit = git_revision()  # of the code that runs, whatever is changed while it does
+    facts = circumstances(run.processes.device)  # of the code that runs, whatever is changed while it does
 
     def turn(kind: tuple[Run, settings.Settings]) -> float:
         """Milliseconds of a step."""
@@ -154,9 +151,9 @@ def measure(kinds: dict[str, tuple[Run, settings.Settings]], pairs: int, staged:
             times[name].append(turn(kinds[name]))
     batch, peak = run.cfg.train.batch_size, peak_flops(run.processes.device, run.precision)
     dense_flops, rows = run.network.forward_flops(), {}
-    for name, (one, cfg) in kinds.items():
+    for name, (timed_run, cfg) in kinds.items():
         routes = () if cfg.train.routes_until == 0 else cfg.model.routes
-        ms, flops = statistics.median(times[name]), one.network.forward_flops(routes)
+        ms, flops = statistics.median(times[name]), timed_run.network.forward_flops(routes)
         row = {"ms": ms, "images_per_s": 1000 * batch / ms, "flops_per_s": 3000 * flops * batch / ms}
         row |= {"mfu": peak and row["flops_per_s"] / peak, "peak_gb": peaks[name], "first_turn_s": cold[name]}
         if name != first:
@@ -164,14 +161,13 @@ def measure(kinds: dict[str, tuple[Run, settings.Settings]], pairs: int, staged:
             low, high = interval(ratios)
             row |= {"ratio": statistics.median(ratios), "ratio_95": [low, high], "ideal": ideal}
             row |= {"of_ideal": row["ratio"] / ideal, "of_ideal_95": [low / ideal, high / ideal]}
-        one.cfg = cfg
-        rows[name] = row | ({"stages": stages(one)} if staged else {})
+        timed_run.cfg = cfg
+        rows[name] = row | ({"stages": stages(timed_run)} if staged else {})
     return {
         "name": run.cfg.name,
         "parameters": sum(parameter.numel() for parameter in run.network.parameters()),
         "batch": batch,
         "micro_batch": run.micro_batches[0].stop - run.micro_batches[0].start,
-        "device": device_name(run.processes.device),
         "precision": run.precision,
         "compiled": run.network.blocks[0]._compiled_call_impl is not None,
         "activation_checkpointing": run.cfg.train.activation_checkpointing,
@@ -179,11 +175,7 @@ def measure(kinds: dict[str, tuple[Run, settings.Settings]], pairs: int, staged:
         "pairs": pairs,
         "block": block,
         "kinds": rows,
-        "command": command(),
-        "commit": commit,
-        "torch": torch.__version__,
-        "machine": platform.platform(),
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **facts,
     }
 
 
@@ -210,10 +202,10 @@ def peak_memory(run: Run, work: Callable[[], object]) -> float:
     what the work allocates; not what other runs in this process hold.
     """
     networks = [run.wrapped, run.ema.network]
-    held = [*chain.from_iterable(chain(one.parameters(), one.buffers()) for one in networks)]
-    held += [one for state in run.optimizer.state.values() for one in state.values() if torch.is_tensor(one)]
-    own = sum(one.nbytes for one in held)
-    return (own + most_allocated(work, run.processes.device)) / 1e9
+    held = [*chain.from_iterable(chain(network.parameters(), network.buffers()) for network in networks)]
+    held += [tensor for state in run.optimizer.state.values() for tensor in state.values() if torch.is_tensor(tensor)]
+    size = sum(tensor.nbytes for tensor in held)
+    return (size + most_allocated(work, run.processes.device)) / 1e9
 
 
 def stages(run: Run) -> dict[str, float]:
@@ -224,10 +216,10 @@ def stages(run: Run) -> dict[str, float]:
         def call(*arguments: object) -> object:
             wait_for(run.processes.device)
             began = time.perf_counter()
-            found = function(*arguments)
+            output = function(*arguments)
             wait_for(run.processes.device)
             spent[stage] += time.perf_counter() - began
-            return found
+            return output
 
         return call
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +22,8 @@ from tread.data.latents import LatentSpec
 from tread.data.text_writer import TextWriter
 from tread.encoders.words import BEGIN, UNKNOWN
 from tread.models.conditions import Text
-from tread.runtime.device import wait_for
+from tread.runtime.device import device_name, wait_for
+from tread.runtime.versions import git_revision
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -93,6 +96,18 @@ def why_failed(error: Exception) -> str:
     lacking = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return "out of memory" if lacking else f"{type(error).__name__}: {first}"[:120]
+
+
+def circumstances(device: torch.device) -> dict[str, str]:
+    """What a measurement was made on, when, and by which code, for JSON."""
+    return {
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "machine": platform.platform(),
+        "command": command(),
+        "commit": git_revision(),
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
 
 
 def command() -> str:

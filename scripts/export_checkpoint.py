@@ -50,7 +50,7 @@ class Options:
 def main(composed: DictConfig) -> None:
     with explained():
         options = schema.read(plain(composed), Options)
-        found = export(
+        exported = export(
             checkpoint.find(Path(options.checkpoint).expanduser()),
             options.weights,
             Path(options.out).expanduser(),
@@ -59,11 +59,11 @@ def main(composed: DictConfig) -> None:
             options.autoencoder,
             options.public,
         )
-        print(account(found, options))
+        print(account(exported, options))
 
 
 def export(
-    found: checkpoint.Checkpoint,
+    source: checkpoint.Checkpoint,
     weights: str,
     out: Path,
     dtype: Dtype = "fp32",
@@ -78,17 +78,17 @@ def export(
     """
     if out.exists() or out.is_symlink():
         raise FileExistsError(f"out={out} is there already; choose another folder")
-    found.verify(weights)
+    source.verify(weights)
     name = f"{weights}.safetensors"
-    info, stated = record(found.info, paths, autoencoder), found.info["files"][name]
-    rounded = None if dtype == stored_dtype(info) else as_dtype(found.tensors(weights), dtype)
-    theirs = public_names(as_dtype(found.tensors(weights), dtype)) if public else {}
+    info, stated = record(source.info, paths, autoencoder), source.info["files"][name]
+    rounded = None if dtype == stored_dtype(info) else as_dtype(source.tensors(weights), dtype)
+    theirs = public_names(as_dtype(source.tensors(weights), dtype)) if public else {}
     size = sum(value.nbytes for value in rounded.values()) if rounded else stated["bytes"]
     check_place(out.parent, size * (2 if theirs else 1))
     with explain_failure(out), whole_folder(out) as partial:
         path = partial / name
         if rounded is None:
-            shutil.copyfile(found.folder / name, path)
+            shutil.copyfile(source.folder / name, path)
         else:
             save_tensors(path, rounded)
             info |= {"dtype": dtype, "made_from": stated["sha256"]}
@@ -101,19 +101,19 @@ def export(
     return checkpoint.find(out)
 
 
-def account(found: checkpoint.Checkpoint, options: Options) -> str:
+def account(exported: checkpoint.Checkpoint, options: Options) -> str:
     """What was written, and the commands that take it."""
-    size = found.info["files"][f"{options.weights}.safetensors"]["bytes"]
+    size = exported.info["files"][f"{options.weights}.safetensors"]["bytes"]
     raw = options.weights == "model"
-    stored = stored_dtype(found.info)
-    lines = [f"{options.out}: {options.weights} weights of step {found.step} in {stored}, {size_text(size)}"]
+    stored = stored_dtype(exported.info)
+    lines = [f"{options.out}: {options.weights} weights of step {exported.step} in {stored}, {size_text(size)}"]
     if options.public:
         lines += [f"  {options.weights}-public.safetensors there: by the names of MaskDiT's released files"]
-    if found.info.get("predicts", "objective") == "objective":
+    if exported.info.get("predicts", "objective") == "objective":
         lines += [f"  python sample.py checkpoint={options.out}{' weights=model' * raw}"]
         lines += [f"  python fid.py checkpoint={options.out}{' weights=model' * raw} reference=…"]
     lines += [f"  python train.py init_from={options.out}{' init_weights=model' * raw} name=…"]
-    if asked := found.info.get("attribution"):
+    if asked := exported.info.get("attribution"):
         lines += [f"  attribution, which its card should have, and its samples: {asked}"]
     return "\n".join(lines)
 

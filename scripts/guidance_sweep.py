@@ -107,8 +107,8 @@ def run(sweep: Sweep, options: Options, processes: Processes) -> None:
             "(guidance.force=true runs it all the same)"
         )
     without = replace(options, guidance=NO_GUIDANCE, out=str(Path(options.out) / "none"))
-    found = checkpoint.find(Path(options.checkpoint))
-    plans = [plan_scoring(one, found, use_precision(one.precision, processes.device)) for one in chosen.values()]
+    source, precision = checkpoint.find(paths[0]), use_precision(options.precision, processes.device)
+    plans = [plan_scoring(scored, source, precision) for scored in chosen.values()]
     metric = choose_metric(sweep, options, plans)
     folder, records = Path(options.out), {}
     with processes.main_first():
@@ -118,8 +118,8 @@ def run(sweep: Sweep, options: Options, processes: Processes) -> None:
     processes.say(f"{len(chosen)} settings{left_out}" + "; and none" * sweep.baseline)
     each = {**chosen, None: without} if sweep.baseline else chosen
     with tqdm(total=len(each), desc="guidance sweep", unit="setting", disable=not processes.main) as progress:
-        for point, one in each.items():
-            (record,) = scoring.run(one, processes)
+        for point, scored in each.items():
+            (record,) = scoring.run(scored, processes)
             if processes.main and metric not in record:
                 raise ValueError(
                     f"sweep.metric is {metric}, but: {record['unavailable'].get(metric, 'nothing was scored')}"
@@ -216,8 +216,8 @@ def draw_curves(path: Path, records: Mapping[Point, dict], baseline: dict | None
     count = next(iter(records.values()))["count"]
     for metric in (metric for metric in METRICS if all(metric in record for record in records.values())):
         drawn = [
-            Line(name(*key), sorted(found), [found[scale][metric] for scale in sorted(found)])
-            for key, found in lines.items()
+            Line(name(*key), sorted(by_scale), [by_scale[scale][metric] for scale in sorted(by_scale)])
+            for key, by_scale in lines.items()
         ]
         title = f"{metric}, {METRICS[metric]} is better, {count:,} samples"
         levels = {"no guidance": baseline[metric]} if baseline and metric in baseline else {}
@@ -230,8 +230,8 @@ def draw_maps(path: Path, sweep: Sweep, records: Mapping[Point, dict], metric: s
     strong, weak = sweep.strong or STRONG, sweep.weak or WEAK
 
     def panel(scale: float, interval: tuple[float, ...] | None, key: str) -> np.ndarray:
-        found = [[records.get(Point(s, w, scale, interval), {}).get(key, np.nan) for s in strong] for w in weak]
-        return np.array(found, dtype=float)
+        values = [[records.get(Point(s, w, scale, interval), {}).get(key, np.nan) for s in strong] for w in weak]
+        return np.array(values, dtype=float)
 
     def levels(interval: tuple[float, ...] | None) -> str:
         return "" if sweep.interval == (None,) else f"{within(interval, 'within ') or 'all noise levels'}\n"

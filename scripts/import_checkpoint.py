@@ -57,12 +57,12 @@ class Options:
 def main(composed: DictConfig) -> None:
     with explained():
         tree = plain(composed)
-        own = {key: tree.pop(key) for key in schema.known_keys(Options)}
+        asked = {key: tree.pop(key) for key in schema.known_keys(Options)}
         config = complete(tree)
-        options = schema.read(own, Options)
-        saved, doubts = import_file(options, settings.read(config), config)
-        for doubt in doubts:
-            print(f"warning: {doubt}")
+        options = schema.read(asked, Options)
+        saved, warnings = import_file(options, settings.read(config), config)
+        for warning in warnings:
+            print(f"warning: {warning}")
         print(account(checkpoint.find(saved), options))
 
 
@@ -74,9 +74,9 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> tuple
     folder = Path(cfg.results) / cfg.name
     if folder.exists():
         raise FileExistsError(f"{folder} is there already; name=<another name> writes elsewhere")
-    origins, expected = chosen(options), build_network(cfg).state_dict()
-    first = next(iter(origins.values()))
-    parts = {kind: origin.fit(expected, cfg.model, cfg.text) for kind, origin in origins.items()}
+    sources, expected = chosen(options), build_network(cfg).state_dict()
+    first = next(iter(sources.values()))
+    parts = {kind: source.fit(expected, cfg.model, cfg.text) for kind, source in sources.items()}
     latents = latents_of(options, cfg)
     info = {
         "config": config,
@@ -90,20 +90,20 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> tuple
     with explain_failure(folder):
         saved = checkpoint.save(folder, 0, parts, info)
         write_whole(folder / "config.yaml", OmegaConf.to_yaml(config))
-    doubts = first.warnings(cfg, latents, options.predicts)
+    warnings = first.warnings(cfg, latents, options.predicts)
     if cfg.dataset.normalize and options.statistics is None:
-        doubts.append(
+        warnings.append(
             "dataset.normalize is true, but there are no statistics=…: samples are decoded as if the latents had not "
             "been normalised"
         )
-    return saved, doubts
+    return saved, warnings
 
 
 def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
     """What the network was trained to see, as the options say it. Raises ValueError for statistics that do not fit."""
     usual = (AUTOENCODER, SCALE) if options.statistics is None else (UNKNOWN, 1.0)
     told = (options.autoencoder, options.scale)
-    autoencoder, scale = (own if given is None else given for own, given in zip(usual, told))
+    autoencoder, scale = (default if given is None else given for default, given in zip(usual, told))
     latents = LatentSpec(
         shape=(cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size),
         classes=tuple(map(str, range(cfg.dataset.num_classes))),
@@ -117,9 +117,9 @@ def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
     path = Path(options.statistics).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"statistics={options.statistics} is no file")
-    found, std = read_statistics(path, cfg.dataset.channels), process_of(cfg).data_std
-    mean = tuple(scale * value for value in found["mean"])
-    return replace(latents, channel_shift=mean, channel_scale=tuple(std / (abs(scale) * s) for s in found["std"]))
+    statistics, std = read_statistics(path, cfg.dataset.channels), process_of(cfg).data_std
+    mean = tuple(scale * value for value in statistics["mean"])
+    return replace(latents, channel_shift=mean, channel_scale=tuple(std / (abs(scale) * s) for s in statistics["std"]))
 
 
 def chosen(options: Options) -> dict[str, Origin]:
@@ -128,11 +128,11 @@ def chosen(options: Options) -> dict[str, Origin]:
     if not path.is_file():
         raise FileNotFoundError(f"weights={options.weights} is no file; a checkpoint's folder needs no import")
     if checkpoint.beside(path) or options.take != "all":
-        origin = read_origin(path, options.take)
-        kind = options.take if origin.found is None else origin.kind
+        source = read_origin(path, options.take)
+        kind = options.take if source.found is None else source.kind
         if options.take not in ("all", kind):
             raise ValueError(f"{path} holds the {kind} part, as info.json beside it says; take=all imports that")
-        return {kind: origin}
+        return {kind: source}
     states = read_state_dicts(path)
     return {kind or "ema": Origin(str(path), kind, state) for kind, state in states.items()}
 
@@ -142,20 +142,20 @@ def account(saved: checkpoint.Checkpoint, options: Options) -> str:
     parts = [kind for kind in ("ema", "model") if f"{kind}.safetensors" in saved.info["files"]]
     config, raw = saved.info["config"], parts == ["model"]
     use = f"python sample.py checkpoint={saved.folder}{' weights=model' * raw}"
-    trained = f"trained by objective={config['objective']}"
+    taken = f"trained by objective={config['objective']}"
     if options.predicts == "noise":
         use = f"python train.py init_from={saved.folder}{' init_weights=model' * raw} name=… and its sizes"
-        trained = "trained to predict noise, so that they start runs and are not sampled"
-    found = sizes(saved.tensors(parts[0]))
-    if "model.num_heads" in read_network(config).model.decisive.keys() - found.keys():
-        trained += f", with num_heads {config['model']['num_heads']}"
+        taken = "trained to predict noise, so that they start runs and are not sampled"
+    named = sizes(saved.tensors(parts[0]))
+    if "model.num_heads" in read_network(config).model.decisive.keys() - named.keys():
+        taken += f", with num_heads {config['model']['num_heads']}"
     step = saved.info["weights_step"]
     when = "at a step that is not recorded" if step is None else f"step {step:,}"
     return "\n".join(
         [
             f"{saved.folder}: {' and '.join(KINDS[kind] for kind in parts)} weights of {options.weights}, {when}",
-            f"  of {describe(found)}",
-            f"  taken as {trained}",
+            f"  of {describe(named)}",
+            f"  taken as {taken}",
             f"  {use}",
         ]
     )

@@ -82,43 +82,43 @@ def run(options: Options) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = use_precision(options.precision, device)
     use_cores(options.cpu_threads, processes=1)
-    trained = open_trained(checkpoint.find(Path(options.checkpoint)), options.weights)
-    weaker = open_weak(options.guidance, trained)
+    saved = open_trained(checkpoint.find(Path(options.checkpoint)), options.weights)
+    weaker = open_weak(options.guidance, saved)
     batch_size = min(options.batch_size, options.num_samples)
-    sampler = Sampler.of(trained.process, options.steps, options.solver, batch_size, precision, options.guidance)
-    outlines = [one and one.outline(options.guidance) for one in (trained, weaker)]
+    sampler = Sampler.of(saved.process, options.steps, options.solver, batch_size, precision, options.guidance)
+    outlines = [each and each.outline(options.guidance) for each in (saved, weaker)]
     check_ratios(sampler, *outlines)
-    train, heldout = open_emoji(trained, options.data)
+    train, heldout = open_emoji(saved, options.data)
     real, asked = real_emoji(train, heldout), ask(train, heldout, options.num_samples)
     weights = find_weights(options.inception) if at_hand(options.inception) else None
     inception = weights and load_inception(weights, device)
-    folder = Path(options.out) if options.out else trained.found.folder
+    folder = Path(options.out) if options.out else saved.found.folder
     check_place(folder, 0)
-    model, weak = trained.load(device, options.guidance), weaker and weaker.load(device, options.guidance)
-    decoder = load_decoder(trained.latents, device)
+    model, weak = saved.load(device, options.guidance), weaker and weaker.load(device, options.guidance)
+    decoder = load_decoder(saved.latents, device)
     cost = relative_cost(sampler, *outlines)
     print(
-        f"  checkpoint  {trained.found.folder}: {KINDS[options.weights]} weights of step {trained.found.step:,}\n"
+        f"  checkpoint  {saved.found.folder}: {KINDS[options.weights]} weights of step {saved.found.step:,}\n"
         f"  samples     {options.num_samples:,}, of {len(real.captions):,} real emoji; {sampler.solver} with "
         f"{sampler.steps} steps, guidance {options.guidance.describe()}, {cost:.3f} times the FLOPs of none"
     )
 
     def drawn(asked: Asked, name: str) -> Tensor:
-        count, own = len(asked.numbers), replace(model, prompts=asked.texts)
-        stream = draw_pictures(own, decoder, range(count), torch.arange(count), sampler, weak, check=True)
+        count, prompted = len(asked.numbers), replace(model, prompts=asked.texts)
+        stream = draw_pictures(prompted, decoder, range(count), torch.arange(count), sampler, weak, check=True)
         batches = -(-count // sampler.batch_size)
         return torch.cat(list(tqdm(stream, desc=name, total=batches, unit="batch", leave=False)))
 
     began = time.perf_counter()
     pictures = drawn(asked, "samples")
     seconds = time.perf_counter() - began
-    found = judge_emoji(pictures, asked, real, inception)
-    for name, value in found.items():
+    scores = judge_emoji(pictures, asked, real, inception)
+    for name, value in scores.items():
         print(f"  {name:<27} {value:.4f}")
     record = {
-        "checkpoint": str(trained.found.folder),
-        "step": trained.found.step,
-        "sha256": trained.sha256,
+        "checkpoint": str(saved.found.folder),
+        "step": saved.found.step,
+        "sha256": saved.sha256,
         "weights": options.weights,
         "data": [str(data.folder) for data in (train, heldout)],
         "count": options.num_samples,
@@ -126,10 +126,10 @@ def run(options: Options) -> None:
         "solver": sampler.solver,
         "steps": sampler.steps,
         "precision": precision,
-        "nfe": sampler.nfe(trained.process),
+        "nfe": sampler.nfe(saved.process),
         "flops": sampler.flops(*outlines),
         "flops_relative": round(cost, 4),
-        **{name: round(value, 6) for name, value in found.items()},
+        **{name: round(value, 6) for name, value in scores.items()},
         "seconds": round(seconds, 1),
         "device": device_name(device),
         "versions": versions(),

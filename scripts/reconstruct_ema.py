@@ -62,11 +62,11 @@ def write_average(options: Options) -> Path:
     out = Path(options.out).expanduser() if options.out else run / f"ema_{options.sigma_rel:g}_at_{step}"
     if out.exists():
         raise FileExistsError(f"{out} is there already; out=<another folder> writes elsewhere")
-    found = checkpoint.find(run)
-    network = open_trained(found, "ema").outline(NO_GUIDANCE).network
+    source = checkpoint.find(run)
+    network = open_trained(source, "ema").outline(NO_GUIDANCE).network
     if snapshots[-1].shapes != {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}:
-        raise ValueError(f"{snapshots[-1].path} is not of the network that {found.folder} is a checkpoint of")
-    check_place(out.parent, found.info["files"]["ema.safetensors"]["bytes"])
+        raise ValueError(f"{snapshots[-1].path} is not of the network that {source.folder} is a checkpoint of")
+    check_place(out.parent, source.info["files"]["ema.safetensors"]["bytes"])
     facts = {
         "sigma_rel": options.sigma_rel,
         "snapshots": len(snapshots),
@@ -75,8 +75,8 @@ def write_average(options: Options) -> Path:
         "rounding_error": posthoc_ema.rounding_error(stored, step, options.sigma_rel),
     }
     announce(step, facts)
-    state = found.tensors("ema") | posthoc_ema.reconstruct(run, options.sigma_rel, step)  # buffers are the run's
-    info = {key: value for key, value in found.info.items() if key not in OF_THE_MOMENT}
+    state = source.tensors("ema") | posthoc_ema.reconstruct(run, options.sigma_rel, step)  # buffers are the run's
+    info = {key: value for key, value in source.info.items() if key not in OF_THE_MOMENT}
     with explain_failure(out), whole_folder(out) as partial:
         saved = checkpoint.save(partial, step, {"ema": state}, {**info, "posthoc": facts})
     return out / saved.name

@@ -78,14 +78,14 @@ def run(options: Options) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     use_precision("fp32", device)
     use_cores(options.cpu_threads, processes=1)
-    trained = open_trained(checkpoint.find(Path(options.checkpoint)), options.weights)
-    routes = settle_routes(trained, options.routes)
-    data = open_latents(trained, options.data)
-    folder = Path(options.out) if options.out else trained.found.folder
+    saved = open_trained(checkpoint.find(Path(options.checkpoint)), options.weights)
+    routes = settle_routes(saved, options.routes)
+    data = open_latents(saved, options.data)
+    folder = Path(options.out) if options.out else saved.found.folder
     check_place(folder, 0)
-    model = trained.load(device)
+    model = saved.load(device)
     words = describe_routes(routes, model.network)
-    announce(trained, data, options)
+    announce(saved, data, options)
 
     def measured(name: str, routes: tuple[Route, ...]) -> Tensor:
         batches = noised_states(
@@ -97,18 +97,18 @@ def run(options: Options) -> None:
             raise ValueError(f"the tokens of {name} are not finite: the network's weights are broken")
         return matrix
 
-    found = {"dense": measured("all tokens", ())}
+    matrices = {"dense": measured("all tokens", ())}
     if routes:
-        found["routed"] = measured("routed", routes)
-    for name, matrix, how in zip(("all tokens", "routed"), found.values(), ("", f"; {words}")):
+        matrices["routed"] = measured("routed", routes)
+    for name, matrix, how in zip(("all tokens", "routed"), matrices.values(), ("", f"; {words}")):
         ends = f"{matrix[0, -1]:.4f} from the embedding to the end"
         print(f"  {name:<10}  {adjacent(matrix):.4f} from a block to the next, {ends}{how}")
     if not routes:
         print("  routed      no: the network has no route; routes=… compares under one, see configs/similarity.yaml")
     record = {
-        "checkpoint": str(trained.found.folder),
-        "step": trained.found.step,
-        "sha256": trained.sha256,
+        "checkpoint": str(saved.found.folder),
+        "step": saved.found.step,
+        "sha256": saved.sha256,
         "weights": options.weights,
         "data": str(data.folder),
         "samples": options.samples,
@@ -116,12 +116,12 @@ def run(options: Options) -> None:
         "seed": options.seed,
         "routes": [asdict(route) for route in routes],
         "route": words or None,
-        "adjacent": {name: round(adjacent(matrix), 6) for name, matrix in found.items()},
-        **{name: as_json(found[name]) if name in found else None for name in ("dense", "routed")},
+        "adjacent": {name: round(adjacent(matrix), 6) for name, matrix in matrices.items()},
+        **{name: as_json(matrices[name]) if name in matrices else None for name in ("dense", "routed")},
         "device": device_name(device),
         "versions": versions(),
     }
-    titles = dict(zip(("all tokens", words.replace(", ", "\n")), found.values()))
+    titles = dict(zip(("all tokens", words.replace(", ", "\n")), matrices.values()))
     files = [folder / "similarity.json", folder / "similarity.png"]
     with explain_failure(folder):
         write_whole(files[0], json.dumps(record, indent=1) + "\n")
@@ -131,12 +131,12 @@ def run(options: Options) -> None:
     print(f"  written     {', '.join(map(str, files))}")
 
 
-def announce(trained: Trained, data: LatentDataset, options: Options) -> None:
+def announce(saved: Trained, data: LatentDataset, options: Options) -> None:
     """What is compared, before the work."""
-    levels = trained.process.evaluation_levels(options.noise_levels)
-    weights = f"{KINDS[trained.weights]} weights of step {trained.found.step:,}, {trained.cfg.model.depth} blocks"
-    print(f"  checkpoint  {trained.found.folder}: {weights}")
-    at = f"{len(levels)} noise levels, {trained.process.level_name} {levels[0]:.3g} to {levels[-1]:.3g}"
+    levels = saved.process.evaluation_levels(options.noise_levels)
+    weights = f"{KINDS[saved.weights]} weights of step {saved.found.step:,}, {saved.cfg.model.depth} blocks"
+    print(f"  checkpoint  {saved.found.folder}: {weights}")
+    at = f"{len(levels)} noise levels, {saved.process.level_name} {levels[0]:.3g} to {levels[-1]:.3g}"
     print(f"  samples     {options.samples:,} pairs of the {len(data):,} samples in {data.folder} and {at}")
 
 

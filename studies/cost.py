@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from studies.jobs import Children, Job, cores_of, read_score, score_folder, scoring_command, trained, training_command
+from studies.jobs import Children, Job, cores_of, finished, read_score, score_folder, scoring_command, training_command
 from studies.study import Score, Study, Training, build_on_meta
 from tread.encoders.vision import WIDTHS, open_encoder
 from tread.models.backbone import Backbone
@@ -29,10 +29,10 @@ H100, GPUS, MFU = 989e12, 8, 0.4  # dense bf16 FLOP/s of one, how many, and the 
 def training_flops(training: Training) -> int:
     """Of all steps, forward and backward, as metrics.jsonl will say."""
     network, cfg = build_on_meta(training.cfg), training.cfg
-    return flops.training_flops(cfg, network, range(cfg.train.steps), outline(cfg, network))
+    return flops.training_flops(cfg, network, range(cfg.train.steps), build_aligner(cfg, network))
 
 
-def outline(cfg: Settings, network: Backbone) -> Aligner | None:
+def build_aligner(cfg: Settings, network: Backbone) -> Aligner | None:
     """A run's aligner without weights, for its cost; pictures beside latents are taken to have 8 times their side."""
     alignment, width, flops = cfg.alignment, network.hidden_size, 0
     if alignment.kind == "none":
@@ -104,28 +104,27 @@ def sample_all(jobs: Sequence[Job], data: Path, cores: int) -> dict[str, tuple[S
     """Samples by the key of a training: of the cheapest and the dearest among those of its network."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
-        model = replace(job.training.cfg.model, routes=(), name="")
-        groups.setdefault(f"{model} {job.training.cfg.train.batch_size} {job.training.cfg.train.precision}", []).append(
-            job
-        )
-    found = {}
+        cfg = job.training.cfg
+        alike = f"{replace(cfg.model, routes=(), name='')} {cfg.train.batch_size} {cfg.train.precision}"
+        groups.setdefault(alike, []).append(job)
+    by_training = {}
     for group in groups.values():
         cost = {job.training.key: training_flops(job.training) / job.training.steps for job in group}
         ends = {cost[job.training.key]: job for job in sorted(group, key=lambda job: cost[job.training.key])}
         samples = tuple(take_sample(ends[end], data, cores) for end in sorted({min(ends), max(ends)}))
-        found |= dict.fromkeys(cost, samples)
-    return found
+        by_training |= dict.fromkeys(cost, samples)
+    return by_training
 
 
 def seconds_of(job: Job, samples: Sequence[Sample]) -> float:
     """What is left of a job: training, evaluations at the speed of training steps, scores."""
     cfg, forward = job.training.cfg, build_on_meta(job.training.cfg).forward_flops
     flops = training_flops(job.training) / job.training.steps
-    step = float(np.interp(flops, [one.flops for one in samples], [one.step for one in samples]))
+    step = float(np.interp(flops, [sample.flops for sample in samples], [sample.step for sample in samples]))
     start = samples[-1].start
     evaluations = -(-cfg.train.steps // cfg.every.evaluate) * cfg.eval.points * forward() * step / flops
-    training = 0.0 if trained(job) else start + cfg.train.steps * step + evaluations
-    drawn = {way: seconds for one in samples for way, seconds in one.drawn.items()}
+    training = 0.0 if finished(job) else start + cfg.train.steps * step + evaluations
+    drawn = {way: seconds for sample in samples for way, seconds in sample.drawn.items()}
     scores = [score for score in job.scores if read_score(job, score) is None]
     return training + sum(samples[-1].scoring + _count(score) * drawn.get(_way(score), 0.0) for score in scores)
 
@@ -139,13 +138,9 @@ def estimate(study: Study, jobs: Sequence[Job], data: Path, at_once: int, measur
 
     measure  False: images and FLOPs alone. Raises ValueError if a sample fails.
     """
-    paper, hours, flops = (
-        study.scale_name == "paper",
-        {},
-        {job.training.key: training_flops(job.training) for job in jobs},
-    )
+    paper, hours, lines = study.scale_name == "paper", {}, []
+    flops = {job.training.key: training_flops(job.training) for job in jobs}
     samples = sample_all(jobs, data, cores_of(at_once)) if measure and not paper else {}
-    lines = []
     for job in jobs:
         key = job.training.key
         if paper:
@@ -159,12 +154,10 @@ def estimate(study: Study, jobs: Sequence[Job], data: Path, at_once: int, measur
         )
     whole = f"  in all {sum(job.training.images for job in jobs):,} images, {sum(flops.values()):.4e} FLOPs"
     if paper:
-        where = (
-            f"8×H100 at {MFU:.0%} of {H100 / 1e12:.0f} TFLOP/s: training alone; a score of 50,000 samples comes on top"
-        )
-        whole += f", {_said(sum(hours.values()))} on {where}"
+        whole += f", {_said(sum(hours.values()))} on 8×H100 at {MFU:.0%} of {H100 / 1e12:.0f} TFLOP/s: training alone"
+        whole += "; a score of 50,000 samples comes on top"
     elif samples:
-        once = max(one.reference for each in samples.values() for one in each)
+        once = max(sample.reference for each in samples.values() for sample in each)
         whole += f", {_said(_spread(list(hours.values()), at_once) + once / 3600)} on this device, {at_once} at once"
     return "\n".join([*lines, whole])
 

@@ -57,23 +57,18 @@ def run(options: Options) -> None:
             read = heldout.read(np.arange(start, min(start + BATCH, len(heldout))))
             yield decode(to_network(read.stored, heldout.latents)).numpy()
 
-    found = {}
+    scores = {}
     with tempfile.TemporaryDirectory() as folder:
         save_npz(Path(folder) / "round_trip.npz", pictures(), heldout.labels)
         sets = {"held-out photos": data / options.photos, "their round trip": Path(folder) / "round_trip.npz"}
         for name, samples in sets.items():
             out = Path(folder) / name
-            words = [
-                f"samples='{samples}'",
-                f"reference='{data / 'imagenette' / 'reference'}'",
-                "crop=128",
-                f"out='{out}'",
-            ]
-            Children().run(["fid.py", *words], cores_of(1), Path(folder) / "log.txt")
+            words = [f"samples='{samples}'", f"reference='{data / 'imagenette' / 'reference'}'", f"out='{out}'"]
+            Children().run(["fid.py", *words, "crop=128"], cores_of(1), Path(folder) / "log.txt")
             read = json.loads((out / "fid.json").read_text())
-            found[name] = {key: value for key, value in read.items() if key not in (*LEFT_OUT, "seconds", "samples")}
+            scores[name] = {key: value for key, value in read.items() if key not in (*LEFT_OUT, "seconds", "samples")}
             print(f"  {name:<18} KID {read['kid']:.4f}, FID {read['fid']:.1f}, of {read['count']:,} samples")
-    write_whole(Path(options.out), json.dumps(found, indent=1) + "\n")
+    write_whole(Path(options.out), json.dumps(scores, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from studies.results import METRICS, Made, series, standard_error
+from studies.results import METRICS, Made, last_values, mean_line
 from studies.study import Study
-from tread.drawing.charts import Line, Panel, save_panels
+from tread.drawing.charts import Panel, save_panels
 
 
 def sampling_flops(runs: list[Made]) -> float:
@@ -30,20 +29,19 @@ def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
     """For each metric a panel over ω, a line a network and kind; one over FLOPs, a point an arm."""
     panels = []
     for metric in study.figure.metrics:
-        ends = {arm: found[-1][1] for arm, runs in results.items() if _scored(runs) and (found := series(runs, metric))}
+        ends = last_values({arm: runs for arm, runs in results.items() if _scored(runs)}, metric)
         if not ends:
             continue
-        kinds: dict[str, dict[float, list[float]]] = {}
+        by_scale: dict[str, dict[float, list[float]]] = {}
+        by_flops: dict[str, list[tuple[float, list[float]]]] = {}
         for arm, values in ends.items():
-            if found := re.fullmatch(r"(\w+), (\w+) ([\d.]+)", arm):
-                line = kinds.setdefault(f"{found[1]}, {found[2]}", {})
-                line |= {1.0: ends[found[1]]} if found[1] in ends else {}
-                line[float(found[3])] = values
-        over_scale = [_line(name, points.items()) for name, points in kinds.items()]
-        over_flops = [
-            _line(name, [(sampling_flops(results[arm]) / 1e9, ends[arm]) for arm in ends if _kind(arm) == name])
-            for name in dict.fromkeys(map(_kind, ends))
-        ]
+            by_flops.setdefault(_kind(arm), []).append((sampling_flops(results[arm]) / 1e9, values))
+            if match := re.fullmatch(r"(\w+), (\w+) ([\d.]+)", arm):
+                line = by_scale.setdefault(f"{match[1]}, {match[2]}", {})
+                line |= {1.0: ends[match[1]]} if match[1] in ends else {}
+                line[float(match[3])] = values
+        over_scale = [mean_line(name, sorted(points.items())) for name, points in by_scale.items()]
+        over_flops = [mean_line(name, sorted(points)) for name, points in by_flops.items()]
         label = ", ".join(METRICS[metric])
         panels.append(Panel("", "guidance scale ω (1: none)", label, over_scale))
         panels.append(Panel("", "FLOPs of the networks a sample, 10^9", label, over_flops))
@@ -55,10 +53,3 @@ def _kind(arm: str) -> str:
     """An arm's name without its scale; steps alone are "no guidance"."""
     network, _, guidance = arm.partition(", ")
     return f"{network}, {'no guidance' if not guidance or 'steps' in guidance else guidance.rpartition(' ')[0]}"
-
-
-def _line(name: str, points: Iterable[tuple[float, list[float]]]) -> Line:
-    points = sorted(points)
-    errors = [standard_error(values) for _, values in points]
-    means = [statistics.mean(values) for _, values in points]
-    return Line(name, [place for place, _ in points], means, None if None in errors else errors)

@@ -34,16 +34,8 @@ WRITES = {  # door → what it leaves in its `out`
     "scripts/similarity.py": "similarity.json",
     "scripts/judge_emoji.py": "judge_emoji.json",
 }
-LEFT_OUT = (
-    "checkpoint",
-    "command",
-    "settings",
-    "versions",
-    "reference",
-    "warnings",
-    "weak_network",
-    "data",
-)  # of that file
+# keys of that file that are not kept
+LEFT_OUT = ("checkpoint", "command", "settings", "versions", "reference", "warnings", "weak_network", "data")
 
 
 @dataclass(frozen=True)
@@ -57,16 +49,16 @@ class Job:
 
 def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
     """One for each training, where another study has begun it, else below `place`."""
-    found: dict[str, Job] = {}
+    jobs: dict[str, Job] = {}
     for run in runs:
         key = run.training.key
-        if key in found:
-            both = dict.fromkeys((*found[key].scores, *run.scores))
-            found[key] = Job(run.training, tuple(both), found[key].folder)
+        if key in jobs:
+            both = dict.fromkeys((*jobs[key].scores, *run.scores))
+            jobs[key] = Job(run.training, tuple(both), jobs[key].folder)
         else:
             there = sorted(results.glob(f"*/{place.name}/*-{key}"))
-            found[key] = Job(run.training, run.scores, there[0] if there else place / run.folder)
-    return list(found.values())
+            jobs[key] = Job(run.training, run.scores, there[0] if there else place / run.folder)
+    return list(jobs.values())
 
 
 def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None] = lambda: None) -> list[str]:
@@ -78,12 +70,12 @@ def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None
     with ThreadPoolExecutor(at_once) as pool:
         waiting = [pool.submit(make_one, job, data, cores, children) for job in jobs]
         try:
-            for one in tqdm(as_completed(waiting), total=len(waiting), unit="run"):
-                problems += [one.result()] if one.result() else []
+            for future in tqdm(as_completed(waiting), total=len(waiting), unit="run"):
+                problems += [future.result()] if future.result() else []
                 after()
         except BaseException:
-            for one in waiting:
-                one.cancel()
+            for future in waiting:
+                future.cancel()
             children.stop()
             raise
     return problems
@@ -168,12 +160,12 @@ def _tail(log: Path, start: int) -> str:
 
 def commands(job: Job, data: Path) -> list[list[str]]:
     """What is left to be run, in order: the training, the score of its end, those on the way."""
-    made = [] if trained(job) or networks_there(job) else [training_command(job, data)]
+    made = [] if finished(job) or networks_there(job) else [training_command(job, data)]
     scores = sorted(job.scores, key=lambda score: -score.step)
     return made + [scoring_command(job, score, data) for score in scores if read_score(job, score) is None]
 
 
-def trained(job: Job) -> bool:
+def finished(job: Job) -> bool:
     """Whether train.py has done all steps."""
     return RunLog(job.folder / "train").read_status().get("state") == "finished"
 
@@ -189,20 +181,15 @@ def network(job: Job, step: int) -> Path:
 
 def checkpoint(job: Job, step: int) -> Path:
     """The training's own, or the weights that were kept of it."""
-    own = job.folder / "train" / f"step_{step:07d}"
-    return network(job, step) if network(job, step).exists() and not own.exists() else own
+    saved = job.folder / "train" / f"step_{step:07d}"
+    return network(job, step) if network(job, step).exists() and not saved.exists() else saved
 
 
 def training_command(job: Job, data: Path) -> list[str]:
     """Of train.py: its folder is `train` in the job's."""
     words = [_filled(word, {"data": data}) for word in job.training.overrides]
-    return [
-        "train.py",
-        *words,
-        _filled("results={folder}", {"folder": job.folder}),
-        "name=train",
-        f"seed={job.training.seed}",
-    ]
+    folder = _filled("results={folder}", {"folder": job.folder})
+    return ["train.py", *words, folder, "name=train", f"seed={job.training.seed}"]
 
 
 def scoring_command(job: Job, score: Score, data: Path) -> list[str]:
@@ -239,9 +226,9 @@ def read_score(job: Job, score: Score) -> dict | None:
 
 
 def write_result(job: Job) -> None:
-    if (found := result(job)) is not None:
+    if (record := result(job)) is not None:
         with explain_failure(job.folder):
-            write_whole(job.folder / "result.json", json.dumps(found, indent=1) + "\n")
+            write_whole(job.folder / "result.json", json.dumps(record, indent=1) + "\n")
 
 
 def result(job: Job) -> dict | None:
@@ -265,7 +252,7 @@ def result(job: Job) -> dict | None:
         "key": job.training.key,
         "seed": job.training.seed,
         "overrides": list(job.training.overrides),
-        "trained": trained(job),
+        "trained": finished(job),
         "points": [points[step] for step in sorted(points)],
         "scores": scores,
         "device": start.get("device"),
@@ -282,19 +269,11 @@ def submit(jobs: Sequence[Job], data: Path) -> None:
         job.folder.mkdir(parents=True, exist_ok=True)
         before = ""
         for command in commands(job, data):
-            words = [f"--dependency=afterok:{before}"] if before else []
-            place = [f"--job-name={job.folder.name}", f"--output={job.folder.resolve()}/slurm-%j.out"]
-            line = [
-                "sbatch",
-                "--parsable",
-                *words,
-                *place,
-                f"--export=ALL,DOOR={command[0]}",
-                "scripts/slurm.sh",
-                *command[1:],
-            ]
+            words = ["--parsable", *([f"--dependency=afterok:{before}"] if before else [])]
+            words += [f"--job-name={job.folder.name}", f"--output={job.folder.resolve()}/slurm-%j.out"]
+            words += [f"--export=ALL,DOOR={command[0]}", "scripts/slurm.sh", *command[1:]]
             try:
-                sent = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
+                sent = subprocess.run(["sbatch", *words], cwd=ROOT, capture_output=True, text=True, check=True)
             except FileNotFoundError:
                 raise ValueError("submit=slurm needs sbatch, which is not on this machine's PATH") from None
             except subprocess.CalledProcessError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from studies.results import METRICS, Made, series
+from studies.results import METRICS, Made, last_values
 from studies.study import Study
 from tread.drawing.charts import save_heat_maps
 
@@ -17,24 +17,23 @@ from tread.drawing.charts import save_heat_maps
 def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
     """A heat map for each metric of the difference to the dense arm, and one of training FLOPs over its."""
     places = {
-        arm: tuple(map(int, found.groups())) for arm in results if (found := re.fullmatch(r"r\((\d+)→(\d+)\)", arm))
+        arm: tuple(map(int, match.groups())) for arm in results if (match := re.fullmatch(r"r\((\d+)→(\d+)\)", arm))
     }
     starts, ends = (sorted({place[i] for place in places.values()}) for i in (0, 1))
 
     def matrix(metric: str) -> np.ndarray:
-        found = np.full((len(starts), len(ends)), np.nan)
-        dense = series(results["dense"], metric)
+        values = np.full((len(starts), len(ends)), np.nan)
+        last = last_values(results, metric)
+        dense = last.get("dense")
         for arm, (start, end) in places.items():
-            if dense and (own := series(results[arm], metric)):
-                less = statistics.mean(own[-1][1]) - statistics.mean(dense[-1][1])
-                if metric == "flops":
-                    less = own[-1][1][0] / dense[-1][1][0]
-                found[starts.index(start), ends.index(end)] = less
-        return found
+            if dense and arm in last:
+                less = statistics.mean(last[arm]) - statistics.mean(dense)
+                values[starts.index(start), ends.index(end)] = last[arm][0] / dense[0] if metric == "flops" else less
+        return values
 
-    maps = {metric: found for metric in (*study.figure.metrics, "flops") if not np.isnan(found := matrix(metric)).all()}
+    maps = {metric: cells for metric in (*study.figure.metrics, "flops") if not np.isnan(cells := matrix(metric)).all()}
     titles = {metric: f"{METRICS[metric][0]} less the dense one's" for metric in study.figure.metrics}
-    shown = [(titles.get(metric, "training FLOPs over the dense one's"), found) for metric, found in maps.items()]
+    shown = [(titles.get(metric, "training FLOPs over the dense one's"), cells) for metric, cells in maps.items()]
     if shown:
         labels = ("last block of the route", "first block of the route")
         save_heat_maps(path, dict(shown[:1]), dict(shown[1:]), ends, starts, labels)

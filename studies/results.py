@@ -45,20 +45,20 @@ class Made(TypedDict):
 
 def finished(results: Path) -> dict[str, dict]:
     """What is known of trainings, by key: published results, and those below a folder of results."""
-    found: dict[str, dict] = {}
+    known: dict[str, dict] = {}
     published = (json.loads(path.read_text())["runs"] for path in sorted(HERE.glob("*/results.json")))
     here = (json.loads(path.read_text()) for path in sorted(results.glob("*/*/*/result.json")))
-    for one in (*(run for runs in published for run in runs.values()), *here):
-        before = found.get(one["key"], {"scores": {}, "trained": False})
-        newer = before if before["trained"] and not one["trained"] else one
-        found[one["key"]] = newer | {"scores": before["scores"] | one["scores"]}
-    return found
+    for record in (*(run for runs in published for run in runs.values()), *here):
+        before = known.get(record["key"], {"scores": {}, "trained": False})
+        newer = before if before["trained"] and not record["trained"] else record
+        known[record["key"]] = newer | {"scores": before["scores"] | record["scores"]}
+    return known
 
 
 def is_made(run: Planned, made: Mapping[str, dict]) -> bool:
     """Whether it is trained, and scored in all ways that are wanted."""
-    one = made.get(run.training.key)
-    return one is not None and one["trained"] and all(score.key in one["scores"] for score in run.scores)
+    record = made.get(run.training.key)
+    return record is not None and record["trained"] and all(score.key in record["scores"] for score in run.scores)
 
 
 def gather(runs: Sequence[Planned], jobs: Sequence[Job], made: Mapping[str, dict]) -> dict[str, list[Made]]:
@@ -68,36 +68,36 @@ def gather(runs: Sequence[Planned], jobs: Sequence[Job], made: Mapping[str, dict
     under_way = {job.training.key: job for job in jobs}
     for run in runs:
         key = run.training.key
-        one = made.get(key)
-        if (one is None or not one["trained"]) and key in under_way:
-            one = result(under_way[key]) or one
-        if one is not None:
-            (whole if is_made(run, made) else begun)[run.arm].append(_made(run, one))
+        record = made.get(key)
+        if (record is None or not record["trained"]) and key in under_way:
+            record = result(under_way[key]) or record
+        if record is not None:
+            (whole if is_made(run, made) else begun)[run.arm].append(_made(run, record))
     return {
-        arm: found or sorted(begun[arm], key=lambda run: -run["points"][-1]["images"] if run["points"] else 0)[:1]
-        for arm, found in whole.items()
+        arm: complete or sorted(begun[arm], key=lambda run: -run["points"][-1]["images"] if run["points"] else 0)[:1]
+        for arm, complete in whole.items()
     }
 
 
-def _made(run: Planned, one: dict) -> Made:
-    points = {point["step"]: dict(point) for point in one["points"]}
-    scores = [one["scores"][score.key] for score in run.scores if score.key in one["scores"]]
+def _made(run: Planned, record: dict) -> Made:
+    points = {point["step"]: dict(point) for point in record["points"]}
+    scores = [record["scores"][score.key] for score in run.scores if score.key in record["scores"]]
     batch = run.training.cfg.train.batch_size
     counted = [(0, 0), *((step, point["flops"]) for step, point in sorted(points.items()) if "flops" in point)]
     for score in scores:
         step, values = score["step"], {name: score[name] for name in METRICS if score.get(name) is not None}
         flops = {"flops": round(float(np.interp(step, *zip(*counted))))} if counted[1:] else {}
         points[step] = {"step": step, "images": step * batch, **flops, **points.get(step, {}), **values}
-    return Made(seed=one["seed"], points=[points[step] for step in sorted(points)], scores=scores)
+    return Made(seed=record["seed"], points=[points[step] for step in sorted(points)], scores=scores)
 
 
 def reports(runs: Sequence[Planned], place: Path) -> str:
     """Links from a study's folder to the pages that train.py wrote on its runs, wherever they were made."""
-    found = []
+    links = []
     for run in runs:
         for page in place.parent.parent.glob(f"*/{place.name}/*-{run.training.key}/train/report.html"):
-            found.append(f"[{run.arm}, seed {run.training.seed}]({os.path.relpath(page, place)})")
-    return f"\nReports: {', '.join(dict.fromkeys(found))}\n" if found else ""
+            links.append(f"[{run.arm}, seed {run.training.seed}]({os.path.relpath(page, place)})")
+    return f"\nReports: {', '.join(dict.fromkeys(links))}\n" if links else ""
 
 
 def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
@@ -117,23 +117,28 @@ def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
     return [(each[0][images], [points[images][metric] for points in each]) for images in shared]
 
 
+def last_values(results: Mapping[str, Sequence[Made]], metric: str) -> dict[str, list[float]]:
+    """By arm: the values at the last point at which all its runs have a metric; arms without one are left out."""
+    return {arm: points[-1][1] for arm, runs in results.items() if (points := series(runs, metric))}
+
+
 def standard_error(values: Sequence[float]) -> float | None:
     """Of the mean; None of a single value."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def at_equal_images(one: Made, other: Made, metric: str) -> float | None:
+def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
     """How much more one run's metric is than another's, at the last number of images that both have it of."""
-    values = [{point["images"]: point[metric] for point in run["points"] if metric in point} for run in (one, other)]
+    values = [{point["images"]: point[metric] for point in made["points"] if metric in point} for made in (run, other)]
     shared = values[0].keys() & values[1].keys()
     return values[0][max(shared)] - values[1][max(shared)] if shared else None
 
 
-def at_equal_flops(one: Made, other: Made, metric: str) -> float | None:
+def at_equal_flops(run: Made, other: Made, metric: str) -> float | None:
     """… at the last training FLOPs that both reach; between points, a line is drawn over the logarithm of FLOPs."""
     curves = [
-        [(math.log(point["flops"]), point[metric]) for point in run["points"] if metric in point and point.get("flops")]
-        for run in (one, other)
+        [(math.log(point["flops"]), point[metric]) for point in points if metric in point and point.get("flops")]
+        for points in (run["points"], other["points"])
     ]
     if min(map(len, curves)) < 2:
         return None
@@ -150,7 +155,7 @@ def differences(
     """An arm's metric less that of the arm it is compared with, seed by seed: same data order, same noise."""
     others = {run["seed"]: run for run in results[study.against[arm]]} if arm in study.against else {}
     pairs = [(run, others[run["seed"]]) for run in results[arm] if run["seed"] in others]
-    return [less for one, other in pairs if (less := by(one, other, metric)) is not None]
+    return [less for run, other in pairs if (less := by(run, other, metric)) is not None]
 
 
 def table(study: Study, results: Mapping[str, list[Made]]) -> str:
@@ -159,12 +164,11 @@ def table(study: Study, results: Mapping[str, list[Made]]) -> str:
     metrics = [metric for metric in dict.fromkeys(metrics) if metric != "loss" or "loss" in study.figure.metrics]
     compared = [metric for metric in metrics if metric != "loss"][:1] if study.against else []
     head = ["arm", "seeds", "images", "training FLOPs", *(METRICS[metric][0] for metric in metrics)]
-    head += [
-        f"{METRICS[metric][0]} against its pair, at equal {what}" for metric in compared for what in ("images", "FLOPs")
-    ]
+    for metric in compared:
+        head += [f"{METRICS[metric][0]} against its pair, at equal {what}" for what in ("images", "FLOPs")]
     more = getattr(own_module(study), "columns", None) if study.figure.kind == "own" else None
-    own = more(study, results) if more else {}
-    head += own
+    extra = more(study, results) if more else {}
+    head += extra
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     taught = [arm for arm in results if "alignment.encoder=inception" in study.arms[arm].overrides]
     marks = {(arm, metric): " †" for arm in taught for metric in ("kid", "fid") if series(results[arm], metric)}
@@ -180,32 +184,28 @@ def table(study: Study, results: Mapping[str, list[Made]]) -> str:
         for metric in compared:
             for by in (at_equal_images, at_equal_flops):
                 cells.append(shown(differences(study, results, arm, metric, by), sign=True))
-        cells += [column.get(arm, "–") for column in own.values()]
+        cells += [column.get(arm, "–") for column in extra.values()]
         lines.append(f"| {' | '.join(cells)} |")
-    counts = sorted(
-        {score["count"] for runs in results.values() for run in runs for score in run["scores"] if "count" in score}
-    )
+    scores = [score for runs in results.values() for run in runs for score in run["scores"]]
+    counts = [f"{count:,}" for count in sorted({score["count"] for score in scores if "count" in score})]
     notes = ["± one standard error over the seeds; – is not measured."]
     if counts:
-        notes.append(
-            f"KID and FID are of {' or '.join(f'{count:,}' for count in counts)} samples."
-            if "kid" in metrics
-            else f"Scores are of {' or '.join(f'{count:,}' for count in counts)} samples."
-        )
+        scored = "KID and FID" if "kid" in metrics else "Scores"
+        notes.append(f"{scored} are of {' or '.join(counts)} samples.")
     if marks:
         notes.append("† The Inception network of KID and FID was the teacher of these, too: see the evaluation loss.")
     return "\n".join([*lines, "", " ".join(notes)]) + "\n"
 
 
-def _cell(found: Sequence[tuple[dict, list[float]]], metric: str) -> str:
+def _cell(points: Sequence[tuple[dict, list[float]]], metric: str) -> str:
     """The last values, and the best mean where it came earlier."""
-    if not found:
+    if not points:
         return "–"
-    means = [statistics.mean(values) for _, values in found]
+    means = [statistics.mean(values) for _, values in points]
     best = (max if METRICS[metric][1] == HIGHER else min)(range(len(means)), key=means.__getitem__)
-    said = shown(found[-1][1])
+    said = shown(points[-1][1])
     if metric in CALLED and best < len(means) - 1:
-        said += f" (best {means[best]:.5g} at {found[best][0]['images']:,})"
+        said += f" (best {means[best]:.5g} at {points[best][0]['images']:,})"
     return said
 
 
@@ -243,37 +243,34 @@ def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
 
 def _curves(results: Mapping[str, list[Made]], metric: str) -> list[Panel]:
     """A metric against images and against FLOPs, a line an arm."""
-    panels, most = (
-        [],
-        max(point.get("flops", 1) for runs in results.values() for run in runs for point in run["points"]),
-    )
-    power = 3 * int(math.log10(most) // 3)
-    for axis, label, unit in (
-        ("images", "images, thousands", 1e3),
-        ("flops", f"training FLOPs, 10^{power}", 10**power),
-    ):
+    most = max(point.get("flops", 1) for runs in results.values() for run in runs for point in run["points"])
+    power, panels = 3 * int(math.log10(most) // 3), []
+    labels = {"images": ("images, thousands", 1e3), "flops": (f"training FLOPs, 10^{power}", 10**power)}
+    for axis, (label, unit) in labels.items():
         lines = []
         for arm, runs in results.items():
             points = [(point[axis] / unit, values) for point, values in series(runs, metric) if axis in point]
-            lines.append(_line(arm, [x for x, _ in points], [values for _, values in points]))
+            lines.append(mean_line(arm, points))
         panels.append(Panel("", label, ", ".join(METRICS[metric]), lines))
     return panels
 
 
 def _ends(results: Mapping[str, list[Made]], metric: str) -> list[Panel]:
     """A metric at the end of training, a point an arm and seed."""
-    ends = {arm: found[-1][1] for arm, runs in results.items() if (found := series(runs, metric))}
+    ends = last_values(results, metric)
     by_seed: dict[int, dict[int, float]] = {}
     for place, (arm, values) in enumerate(ends.items()):
         for run, value in zip(results[arm], values):
             by_seed.setdefault(run["seed"], {})[place] = value
-    lines = [Line(f"seed {seed}", list(found), list(found.values()), None) for seed, found in sorted(by_seed.items())]
+    lines = [Line(f"seed {seed}", [*at], [*at.values()], None) for seed, at in sorted(by_seed.items())]
     return [Panel("", "", ", ".join(METRICS[metric]), lines, names=tuple(ends))]
 
 
-def _line(name: str, x: Sequence[float], values: Sequence[Sequence[float]]) -> Line:
-    errors = [standard_error(one) for one in values]
-    return Line(name, x, [statistics.mean(one) for one in values], errors if errors and None not in errors else None)
+def mean_line(name: str, points: Sequence[tuple[float, Sequence[float]]]) -> Line:
+    """Means over the seeds at (x, values), with their standard errors where there are several seeds."""
+    errors = [standard_error(values) for _, values in points]
+    means = [statistics.mean(values) for _, values in points]
+    return Line(name, [x for x, _ in points], means, errors if errors and None not in errors else None)
 
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
@@ -287,8 +284,8 @@ def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], fol
     for run in wanted:
         scores[run.training.key] |= {score.key for score in run.scores}
     kept = {
-        key: made[key] | {"scores": {one: score for one, score in made[key]["scores"].items() if one in own}}
-        for key, own in scores.items()
+        key: made[key] | {"scores": {name: score for name, score in made[key]["scores"].items() if name in keys}}
+        for key, keys in scores.items()
     }
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(run)}" for key, run in kept.items())
     head = json.dumps({"study": study.name, "scale": study.scale_name, "title": study.title})

@@ -73,12 +73,11 @@ def run(options: Options) -> None:
     study = read_study(options.study, options.scale)
     runs, data, results = plan(study, options.seeds), Path(options.data), Path(options.results)
     place, made = results / study.name / study.scale_name, finished(results)
-    to_make = [one for one in runs if not is_made(one, made)]
+    to_make = [run for run in runs if not is_made(run, made)]
     jobs = jobs_of(to_make, place, results)
+    already = len(runs) - len(to_make)
     print(f"{study.title}: {study.question}")
-    print(
-        f"  {len(runs)} runs, of which {len(runs) - len(to_make)} are made already; {len(jobs)} trainings are concerned"
-    )
+    print(f"  {len(runs)} runs, of which {already} are made already; {len(jobs)} trainings are concerned")
     lacking = lacking_data(study, data) if jobs else ""
     if options.dry:
         print(estimate(study, jobs, data, options.jobs, measure=not lacking))

@@ -16,20 +16,21 @@ PANELS = {"dense": "all tokens", "routed": "under its route"}  # of similarity.j
 
 def matrices(runs: list[Made], panel: str) -> list[np.ndarray]:
     """Of each seed."""
-    found = [score[panel] for run in runs for score in run["scores"] if score.get(panel)]
-    return [np.array([[np.nan if value is None else value for value in row] for row in matrix]) for matrix in found]
+    nested = [score[panel] for run in runs for score in run["scores"] if score.get(panel)]
+    return [np.array([[np.nan if value is None else value for value in row] for row in matrix]) for matrix in nested]
 
 
 def columns(study: Study, results: Mapping[str, list[Made]]) -> dict[str, dict[str, str]]:
     """For the table: from a block to the next, and from the embedding to the end."""
-    found: dict[str, dict[str, str]] = {}
+    cells: dict[str, dict[str, str]] = {}
     for panel, said in PANELS.items():
         for arm, runs in results.items():
             if each := matrices(runs, panel):
                 neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]
-                found.setdefault(f"next block, {said}", {})[arm] = shown(neighbours)
-                found.setdefault(f"embedding to end, {said}", {})[arm] = shown([float(one[0, -1]) for one in each])
-    return found
+                cells.setdefault(f"next block, {said}", {})[arm] = shown(neighbours)
+                ends = [float(matrix[0, -1]) for matrix in each]
+                cells.setdefault(f"embedding to end, {said}", {})[arm] = shown(ends)
+    return cells
 
 
 def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:

@@ -194,13 +194,13 @@ def read_study(name: str, scale: ScaleName) -> Study:
     if name not in names():
         raise ValueError(f"there is no study {name!r}; there are {', '.join(names())}")
     tree = _yaml(HERE / f"{name}.yaml")
-    own = tree.pop("scales", {})
+    by_scale = tree.pop("scales", {})
     shared = _yaml(HERE / "scales.yaml")[scale]
-    said = own.get(scale) or {}
+    said = by_scale.get(scale) or {}
     merged = {**shared, **said, "overrides": _last_words(shared["overrides"], said.get("overrides", []))}
     others, door = merged.pop("arms", {}), tree.pop("scored_by", "fid.py")
     try:
-        arms = {arm: _arm(own, others.get(arm, {}), f"arms.{arm}.") for arm, own in tree.pop("arms").items()}
+        arms = {arm: _arm(words, others.get(arm, {}), f"arms.{arm}.") for arm, words in tree.pop("arms").items()}
         against = tree.pop("against", {})
         study = Study(
             name=name,
@@ -219,8 +219,8 @@ def read_study(name: str, scale: ScaleName) -> Study:
     return study
 
 
-def _arm(own: object, of_scale: dict, prefix: str) -> Arm:
-    return schema.read({**(own if isinstance(own, dict) else {"overrides": own}), **of_scale}, Arm, prefix)
+def _arm(said: object, of_scale: dict, prefix: str) -> Arm:
+    return schema.read({**(said if isinstance(said, dict) else {"overrides": said}), **of_scale}, Arm, prefix)
 
 
 def _yaml(path: Path) -> dict:
@@ -263,12 +263,8 @@ def _planned(study: Study, name: str, seed: int) -> Planned:
     words = _last_words(scale.scoring, arm.scoring)
     schema.check_overrides(words, DOORS[study.scored_by])
     words = [_shares(word, lambda share: f"{{step {round(last * share / save) * save}}}") for word in words]
-    scores = [
-        Score(step, study.scored_by, (*words, f"{COUNTED[study.scored_by]}={count}"))
-        for step, count in counts.items()
-        if count
-    ]
-    return Planned(name, training, tuple(scores))
+    counted = {step: f"{COUNTED[study.scored_by]}={count}" for step, count in counts.items() if count}
+    return Planned(name, training, tuple(Score(step, study.scored_by, (*words, w)) for step, w in counted.items()))
 
 
 def _last_words(*overrides: Sequence[str]) -> list[str]:
@@ -278,7 +274,7 @@ def _last_words(*overrides: Sequence[str]) -> list[str]:
 
 def _shares(word: str, written: Callable[[float], str]) -> str:
     """A word with each {75%} replaced by what a function makes of 0.75."""
-    return re.sub(r"\{(\d+)%\}", lambda found: written(int(found[1]) / 100), word)
+    return re.sub(r"\{(\d+)%\}", lambda match: written(int(match[1]) / 100), word)
 
 
 def build_on_meta(cfg: settings.Settings) -> Backbone:

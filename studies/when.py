@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from studies.results import METRICS, Made, series, standard_error
+from studies.results import METRICS, Made, mean_line, series
 from studies.study import Study
-from tread.drawing.charts import Line, Panel, save_panels
+from tread.drawing.charts import Panel, save_panels
 
 
 def gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
@@ -21,26 +21,26 @@ def gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> list[tupl
     """
     others = {run["seed"]: [p for p in run["points"] if metric in p and p.get("flops")] for run in dense}
     routed = [run for run in routed if len(others.get(run["seed"], ())) > 1]
-    found = []
+    gaps = []
     for point, values in series(routed, metric):
         curves = [others[run["seed"]] for run in routed]
         if point.get("flops") and all(c[0]["flops"] <= point["flops"] <= c[-1]["flops"] for c in curves):
             place = math.log(point["flops"])
             levels = [np.interp(place, [math.log(p["flops"]) for p in c], [p[metric] for p in c]) for c in curves]
-            found.append((point, [float(value - level) for value, level in zip(values, levels)]))
-    return found
+            gaps.append((point, [float(value - level) for value, level in zip(values, levels)]))
+    return gaps
 
 
 def columns(study: Study, results: Mapping[str, list[Made]]) -> dict[str, dict[str, str]]:
     """From how many images on the routed run is ahead at equal FLOPs in the evaluation loss, for the table."""
-    found = {}
+    leads = {}
     for routed, dense in study.against.items():
         points = gap(results[dense], results[routed], "eval_loss")
         behind = [number for number, (_, values) in enumerate(points) if statistics.mean(values) >= 0]
         first = behind[-1] + 1 if behind else 0
         if points:
-            found[routed] = "not yet" if first == len(points) else f"{points[first][0]['images']:,} images"
-    return {"ahead at equal FLOPs from": found}
+            leads[routed] = "not yet" if first == len(points) else f"{points[first][0]['images']:,} images"
+    return {"ahead at equal FLOPs from": leads}
 
 
 def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
@@ -49,12 +49,10 @@ def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
     for metric in study.figure.metrics:
         lines = []
         for routed, dense in study.against.items():
-            found = gap(results[dense], results[routed], metric)
-            errors = [standard_error(values) for _, values in found]
-            if found:
-                means = [statistics.mean(values) for _, values in found]
-                x = [point["images"] / 1e3 for point, _ in found]
-                lines.append(Line(routed.partition(",")[0], x, means, None if None in errors else errors))
+            gaps = gap(results[dense], results[routed], metric)
+            if gaps:
+                points = [(point["images"] / 1e3, values) for point, values in gaps]
+                lines.append(mean_line(routed.partition(",")[0], points))
         if lines:
             title = f"{METRICS[metric][0]}: routed less dense, by the same FLOPs"
             panels.append(Panel(title, "images the routed run has seen, thousands", "", lines, levels={"even": 0.0}))

@@ -18,6 +18,7 @@ from tread.checkpoints.for_sampling import Trained
 from tread.diffusion.sampling import Sampler
 from tread.drawing.grids import FACTS, draw_grid, name_rows, save_png
 from tread.evaluation.image_sets import save_npz
+from tread.evaluation.prompts import brief
 from tread.runtime.files import check_place, explain_failure, whole_file
 from tread.runtime.tensor_files import save_tensors
 from tread.runtime.versions import versions
@@ -73,6 +74,18 @@ def facts_of(settings: Mapping, sampler: Sampler, trained: Trained, weak: Traine
         "versions": versions(),
         **({"attribution": asked} if asked else {}),
     }
+
+
+def describe_drawing(network: Trained, sampler: Sampler, cost: float) -> str:
+    """What made the samples, for people; cost: over that without guidance."""
+    shift = f" and shift {network.shift:g}" if network.shift not in (None, 1) else ""
+    churn = f" and churn {sampler.churn.amount:g}" if sampler.churn.amount else ""
+    relative = "" if sampler.guidance.kind == "none" else f"{cost:.3f} times the FLOPs of no guidance, "
+    return (
+        f"step {network.found.step}, {network.weights} weights, {sampler.solver} with {sampler.steps} steps{shift}"
+        f"{churn}, NFE {sampler.nfe(network.process)}, guidance {sampler.guidance.describe()}, "
+        f"{relative}{sampler.precision}"
+    )
 
 
 @dataclass(frozen=True)
@@ -155,6 +168,19 @@ class SampleFiles:
                     own = {"seed": seed} | self._told(label)
                     save_png(self._single(label, seed), Image.fromarray(picture.transpose(1, 2, 0)), {**facts, **own})
         return path, channels == 1
+
+    def describe(self, path: Path, grey: bool, seeds: object) -> str:
+        """What lies where, for people; grey: whether it became RGB; seeds: as they were asked for."""
+        kind = "latents" if self.latents else "pictures"
+        of, columns = ("rows are", "columns ") if self.form == "grid" else (f"{len(self.pairs)} {kind} of", "")
+        rgb = ", grey as RGB of three equal channels" if grey else ""
+        return f"{path}: {of} {self._asked()}, {columns}seeds {seeds}{rgb}"
+
+    def _asked(self) -> str:
+        if not self.prompts:
+            return f"classes {json.dumps([None if label == len(self.classes) else label for label in self.labels])}"
+        first = json.dumps(brief(self.classes[0]), ensure_ascii=False)
+        return f"{len(self.classes)} prompts from {first} on" if self.classes[1:] else f"prompt {first}"
 
     def _save_latents(self, path: Path, batches: Iterable[np.ndarray], facts: Mapping) -> None:
         labels, seeds = torch.tensor(self.pairs).unbind(1)
