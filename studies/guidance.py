@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from studies.results import METRICS, Made, series, standard_error
+from studies.results import Made, series, standard_error
 from studies.study import Study
 from tread.drawing.charts import Line, Panel, save_panels
+from tread.evaluation.metric_table import METRICS
 
 
 def sampling_flops(runs: list[Made]) -> float:
@@ -44,7 +45,7 @@ def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
             _line(name, [(sampling_flops(results[arm]) / 1e9, ends[arm]) for arm in ends if _kind(arm) == name])
             for name in dict.fromkeys(map(_kind, ends))
         ]
-        label = ", ".join(METRICS[metric])
+        label = METRICS[metric].label
         panels.append(Panel("", "guidance scale ω (1: none)", label, over_scale))
         panels.append(Panel("", "FLOPs of the networks a sample, 10^9", label, over_flops))
     if panels:

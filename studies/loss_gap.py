@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from studies.results import METRICS, Made, series, shown
+from studies.results import Made, series, shown
 from studies.study import Study
 from tread.drawing.charts import Line, Panel, save_panels
+from tread.evaluation.metric_table import METRICS
 
 LAST = 0.2  # share of the training over whose end a training loss is averaged
 
@@ -57,5 +58,5 @@ def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
         if points and other:
             levels = {"dense": statistics.mean(other[-1][1])}
             line = Line("routes", *map(list, zip(*points)))
-            panels.append(Panel("", label, METRICS[metric][0], [line], levels=levels))
+            panels.append(Panel("", label, METRICS[metric].title, [line], levels=levels))
     save_panels(path, panels, columns=2)

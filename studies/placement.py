@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from studies.results import METRICS, Made, series
+from studies.results import Made, series
 from studies.study import Study
 from tread.drawing.charts import save_heat_maps
+from tread.evaluation.metric_table import METRICS
 
 
 def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
@@ -33,7 +34,7 @@ def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
         return found
 
     maps = {metric: found for metric in (*study.figure.metrics, "flops") if not np.isnan(found := matrix(metric)).all()}
-    titles = {metric: f"{METRICS[metric][0]} less the dense one's" for metric in study.figure.metrics}
+    titles = {metric: f"{METRICS[metric].title} less the dense one's" for metric in study.figure.metrics}
     shown = [(titles.get(metric, "training FLOPs over the dense one's"), found) for metric, found in maps.items()]
     if shown:
         labels = ("last block of the route", "first block of the route")

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from studies.results import METRICS, Made, series, standard_error
+from studies.results import Made, series, standard_error
 from studies.study import Study
 from tread.drawing.charts import Line, Panel, save_panels
+from tread.evaluation.metric_table import METRICS
 
 
 def gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
@@ -56,7 +57,7 @@ def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
                 x = [point["images"] / 1e3 for point, _ in found]
                 lines.append(Line(routed.partition(",")[0], x, means, None if None in errors else errors))
         if lines:
-            title = f"{METRICS[metric][0]}: routed less dense, by the same FLOPs"
+            title = f"{METRICS[metric].title}: routed less dense, by the same FLOPs"
             panels.append(Panel(title, "images the routed run has seen, thousands", "", lines, levels={"even": 0.0}))
     if panels:
         save_panels(path, panels, columns=len(panels))

@@ -21,11 +21,14 @@ from tread.data.text_writer import TextWriter
 from tread.data.writer import write_dataset
 from tread.encoders.inception import load_inception
 from tread.encoders.words import WordEncoder, make_vocabulary
-from tread.evaluation.emoji_judge import VALUES, Asked, Emoji, ask, judge_emoji, real_emoji
+from tread.evaluation.emoji_judge import Asked, Emoji, ask, judge_emoji, real_emoji
+from tread.evaluation.metric_table import METRICS, names_of
 from tread.preparing.emoji import MEANING
 from tread.preparing.encode_text import write_shards
 from tread.runtime.randomness import generator
 from tread.training.run_folder import RunLog
+
+VALUES = tuple(key for name in names_of("demo") for key in (name, *METRICS[name].real_keys))
 
 WORDS = ("red", "green", "blue", "white")
 CAPTIONS = {

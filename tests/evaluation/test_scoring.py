@@ -242,7 +242,7 @@ def test_the_columns_of_a_table_stay():
     metrics = "fid,sfid,inception_score,precision,recall,kid,label_agreement,frechet_pixels,clip_score"
     rest = "reference,reference_count,sampler,steps,nfe,flops_relative,guidance,weak_network"
     rest += ",labels,first_seed,weights,dtype,checkpoint"
-    assert ",".join(score_files.COLUMNS) == f"time,step,count,{metrics},{rest}"
+    assert ",".join(score_files.columns()) == f"time,step,count,{metrics},{rest}"
 
 
 def test_files_that_are_there_already_are_kept(tmp_path, run, inception_file, pictures_of):

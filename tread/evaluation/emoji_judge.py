@@ -6,6 +6,7 @@ held out: by their pixels at 16×16, and by the FID Inception's features where i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -26,13 +27,6 @@ SIDE = 16  # of the pictures that are compared pixel by pixel
 RANKS = (1, 5)
 PARTS = ("seen", "held")  # captions of training emoji; of compositions that no training emoji shows
 COMPARED = ("", "_real", "_shifted")  # what was drawn; the emoji asked for itself; the same, a pixel to the right
-VALUES = tuple(
-    f"{part}_top{rank}{features}{what}"
-    for features in ("", "_inception")
-    for part in PARTS
-    for rank in RANKS
-    for what in COMPARED
-)
 
 
 class Emoji(NamedTuple):
@@ -122,16 +116,15 @@ def judge_emoji(pictures: Tensor, asked: Asked, real: Emoji, inception: Inceptio
     features: dict[str, Callable[[Tensor], Tensor]] = {"": small_pixels}
     if inception is not None:
         features["_inception"] = lambda pictures: torch.from_numpy(extract(inception, pictures)["pool"]).double()
-    found = {}
+    shares = {}
     for name, look in features.items():
         known = look(real.pictures)
-        for what, own in compared.items():
-            right = retrieved(look(own), known, asked, real)
-            for part in dict.fromkeys(asked.parts.tolist()):
-                for rank in RANKS:
-                    share = right[asked.parts == part, :rank].any(axis=1).mean()
-                    found[f"{part}_top{rank}{name}{what}"] = float(share)
-    return {name: found[name] for name in VALUES if name in found}
+        right = {what: retrieved(look(compared[what]), known, asked, real) for what in COMPARED}
+        for part in dict.fromkeys(asked.parts.tolist()):
+            for rank, what in itertools.product(RANKS, COMPARED):
+                share = right[what][asked.parts == part, :rank].any(axis=1).mean()
+                shares[f"{part}_top{rank}{name}{what}"] = float(share)
+    return shares
 
 
 def small_pixels(pictures: Tensor) -> Tensor:

@@ -12,20 +12,25 @@ and KID, as in ADM's evaluator.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from tread.data.parts import PartStore
-from tread.encoders.inception import FeatureSizes, Pictures
+from tread.encoders.inception import FeatureSizes, Inception, Pictures
 from tread.evaluation.image_sets import Npz, hash_of, open_pictures
-from tread.evaluation.metrics import Moments
+from tread.evaluation.metrics import Moments, Seen
 from tread.preparing.images import Crop
+from tread.runtime.device import exact
 from tread.runtime.distributed import Processes
 from tread.runtime.files import whole_file
 
+T = TypeVar("T")
 STATED = ("resolution", "count")  # what save_statistics writes beside the statistics
 Statistics = tuple[np.ndarray, np.ndarray]  # mean (D,), covariance (D, D)
 KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
@@ -115,6 +120,76 @@ def moments(what: str, features: PartStore, kind: str, processes: Processes) -> 
 def statistics(features: PartStore, kind: str, processes: Processes) -> Statistics:
     """Mean and covariance of the "pool" or "spatial" features of a reference's pictures."""
     return moments("the reference", features, kind, processes).gaussian
+
+
+class Unavailable(ValueError):
+    """What keeps a metric from being computed, for people."""
+
+
+@dataclass(frozen=True)
+class FeatureSets:
+    """Inception features of samples, and those that a reference has for comparison: what a metric is computed from.
+
+    features  of the reference's pictures; None where it has none.
+
+    Whatever is missing raises Unavailable when it is asked for.
+    """
+
+    samples: PartStore
+    features: PartStore | None
+    reference: Reference
+    network: Inception
+    processes: Processes
+    _compared: dict = field(default_factory=dict)
+
+    def gaussians(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Means (D,) and covariances (D, D) of "pool" or "spatial" features: the samples', then the reference's."""
+        expected = getattr(self.reference, kind) or (self.features and statistics(self.features, kind, self.processes))
+        if expected is None:
+            raise Unavailable("the reference has neither pictures (arr_0) nor mu_s, sigma_s")
+        ours = moments("the samples", self.samples, kind, self.processes).gaussian
+        self.processes.say(f"distance of both means and covariances, {kind}")
+        return *ours, *expected
+
+    def probabilities(self) -> np.ndarray:
+        """(n, classes) of the samples, in their order."""
+        if self.network.fc is None:
+            raise Unavailable("the Inception weights have no fc layer")
+        return np.concatenate(list(self.samples.arrays("probabilities")))
+
+    @functools.cached_property
+    def _pools(self) -> tuple[Tensor, Tensor]:
+        """Of the reference and of the samples, in fp32."""
+        if self.features is None:
+            raise Unavailable("the reference has statistics, but no pictures (arr_0)")
+        reference, samples = (np.concatenate(list(parts.arrays("pool"))) for parts in (self.features, self.samples))
+        return torch.from_numpy(reference), torch.from_numpy(samples)
+
+    def compare(
+        self,
+        measure: Callable[[Tensor, Tensor, Seen], T],
+        title: str,
+        rows: Callable[[int, int], int] = lambda n, m: 0,
+        more_than: int = 0,
+    ) -> T:
+        """measure(reference (n, D), samples (m, D), seen) of pool features in fp32; computed once for each title.
+
+        title      names the progress bar.
+        rows       n and m → how many rows `seen` is told of in all; 0: no bar is shown.
+        more_than  pictures that each set must have.
+        """
+        if title not in self._compared:
+            n, m = map(len, self._pools)
+            if min(n, m) <= more_than:
+                raise Unavailable(f"each set must have more than {more_than} pictures")
+            with exact(), self.processes.bar(title, rows(n, m)) as progress:
+                try:
+                    on_device = [pool.to(next(self.network.parameters()).device) for pool in self._pools]
+                    self._compared[title] = measure(*on_device, progress.update)
+                except torch.OutOfMemoryError:
+                    progress.reset()
+                    self._compared[title] = measure(*self._pools, progress.update)
+        return self._compared[title]
 
 
 def save_statistics(

@@ -29,7 +29,6 @@ from tread.diffusion.sampling import Labels, Sampler, check_ratios, draw_picture
 from tread.diffusion.solvers import Solver
 from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder
-from tread.encoders.clip import METRIC as CLIP
 from tread.encoders.clip import ClipScore
 from tread.encoders.inception import Pictures, feature_sizes, features_of, find_weights, part_size
 from tread.evaluation.image_sets import open_pictures, save_npz
@@ -48,6 +47,7 @@ from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore
 from tread.runtime.tensor_files import Weights
 from tread.runtime.versions import versions
 
+CLIP = "clip_score"  # its name in METRICS, and of its parts
 COUNT, TEXT_COUNT, EMBEDDED_COUNT = 50_000, 10_000, 1000  # samples, unless a number is asked for
 
 

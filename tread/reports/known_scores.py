@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tread.drawing.charts import Line, Panel
+from tread.evaluation.metric_table import METRICS
 from tread.evaluation.score_files import sampler_told
-from tread.evaluation.scorers import METRICS
 
 DEPTH = ("", "*/", "*/*/")  # how far below a run's folder scores are looked for
 
@@ -98,19 +98,19 @@ def _kind(folder: Path) -> str:
 def curves_of(sweep: Sweep) -> list[Panel]:
     """Each metric against ω, a line for each pair of ratios and interval, and without guidance as a level."""
     panels = []
-    for metric, better in METRICS.items():
+    for name, metric in METRICS.items():
         lines: dict[str, list[tuple[float, float]]] = {}
         for row in sweep.rows:
-            scale, value = _number(row.get("scale")), _number(row.get(metric))
+            scale, value = _number(row.get("scale")), _number(row.get(name))
             if scale is not None and value is not None:
                 lines.setdefault(_setting(row, sweep.rows), []).append((scale, value))
         if lines:
-            drawn = [Line(name, *zip(*sorted(points))) for name, points in lines.items()]
-            level = _number(sweep.without.get(metric))
+            drawn = [Line(setting, *zip(*sorted(points))) for setting, points in lines.items()]
+            level = _number(sweep.without.get(name))
             counts = "/".join(dict.fromkeys(f"{_number(row.get('count')) or 0:,.0f}" for row in sweep.rows))
-            title = f"{metric.replace('_', ' ')}, {better} is better, {counts} samples"
+            title = f"{metric.label}, {counts} samples"
             levels = {} if level is None else {"no guidance": level}
-            panels.append(Panel(title, "ω", metric.replace("_", " "), drawn, levels=levels))
+            panels.append(Panel(title, "ω", metric.title, drawn, levels=levels))
     return panels
 
 

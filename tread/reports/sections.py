@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tread.drawing.charts import Panel
-from tread.evaluation.heldout_loss import CALLED
-from tread.evaluation.score_files import SHOWN
-from tread.evaluation.scorers import METRICS
-from tread.reports.comparison import COLUMNS, CURVES, Group, axes_of, doubts, number, panel, speed, unit, verdicts
+from tread.evaluation.metric_table import METRICS, heldout_titles
+from tread.reports.comparison import Group, axes_of, column_metrics, doubts, number, panel, speed, unit, verdicts
 from tread.reports.known_scores import Score, curves_of, find_scores, find_sweeps
 from tread.reports.page import Page, data_uri, spread
 from tread.reports.runs import Found, told_time
@@ -123,7 +121,7 @@ def troubles_of(run: Found) -> list[str]:
             f"{count:,.0f} steps were skipped, since loss or gradient was not finite: between steps "
             f"{_before(run, bad[0]):,} and {bad[-1]['step']:,}"
         )
-    for name, called in CALLED.items():
+    for name, called in heldout_titles().items():
         if absurd := [record for record in run.records if record.get(name, 0) > 1000]:
             found.append(f"the {called} is {absurd[0][name]:.3g} at step {absurd[0]['step']:,}")
     if run.config and not value_at(run.config, "dataset.heldout"):
@@ -198,16 +196,6 @@ def place_of(path: object, run: Path) -> str:
 
 PICTURES = 48  # in a page, of all runs together
 AXES = {"step": "steps", "flops": "FLOPs", "seconds": "time"}
-DRAWN = {  # metrics, and how they are called
-    **CURVES,
-    "loss": "training loss",
-    "grad_norm": "gradient norm, mean of the good steps",
-    "lr": "learning rate",
-    "images_per_s": "images/s of training",
-}
-LINEAR = ("lr", "images_per_s")
-DEMO = ("label_agreement", "frechet_pixels", "seen_top1", "held_top1")
-COUNTS = {"fid": "fid_samples"} | dict.fromkeys(DEMO, "demo_samples")
 ABOUT = {  # a scoring's columns beside its metrics
     "count": "samples",
     "guidance": "guidance",
@@ -246,22 +234,29 @@ class Subject:
 def results(page: Page, subject: Subject) -> None:
     page.section("Results")
     groups = subject.groups
-    columns = [name for name in COLUMNS if any(group.last(name) for group in groups)]
+    columns = column_metrics(groups)
     name, size = unit("seconds", max((s for group in groups for s in group.last("seconds")), default=0))
     rows = []
     for group in groups:
         cells = []
         for column in columns:
-            counts = sorted({f"{count:,.0f}" for count in group.last(COUNTS.get(column, ""))})
+            counts = sorted({f"{count:,.0f}" for count in group.last(METRICS[column].count)})
             cells.append(number(group.last(column)) + (f" of {'/'.join(counts)}" if counts else ""))
         cells += [speed(group), number([s / size for s in group.last("seconds")]), number(group.last("flops"))]
         seeds = f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else ""
         rows.append([group.name + seeds, f"{min(run.step for run in group.runs):,}", *cells])
     page.table(
-        ["run", "steps", *(COLUMNS[column] for column in columns), "images/s", f"training {name}", "training FLOPs"],
+        [
+            "run",
+            "steps",
+            *(METRICS[column].title for column in columns),
+            "images/s",
+            f"training {name}",
+            "training FLOPs",
+        ],
         rows,
     )
-    if any(column in COUNTS for column in columns):
+    if any(METRICS[column].count for column in columns):
         page.text("“of n”: so many samples were scored for it.")
     if said := verdicts(subject.comparable):
         page.points(said)
@@ -312,7 +307,7 @@ def samples(page: Page, subject: Subject) -> None:
 
 def curves(page: Page, subject: Subject) -> None:
     groups = [group for group in subject.groups if group.runs]
-    shown = [metric for metric in DRAWN if any(len(group.curve(metric)) > 1 for group in groups)]
+    shown = [m for m in METRICS if METRICS[m].curve and any(len(group.curve(m)) > 1 for group in groups)]
     rates = {point.value for group in groups for point in group.curve("lr")}
     shown = [metric for metric in shown if metric != "lr" or len(rates) > 1]  # a constant one stands in the settings
     axes = axes_of(groups, shown)
@@ -322,7 +317,7 @@ def curves(page: Page, subject: Subject) -> None:
     charts = []
     for metric in shown:
         drawn = [group for group in groups if group.curve(metric)]
-        charts.append({AXES[axis]: _drawn(panel(drawn, metric, axis, DRAWN[metric]), metric, drawn) for axis in axes})
+        charts.append({AXES[axis]: _drawn(panel(drawn, metric, axis), metric, drawn) for axis in axes})
     page.curves(charts)
     page.text(
         "Drag over a plot to zoom, double-click to go back. Evaluation loss (edm) and velocity error (rf) are of the "
@@ -333,13 +328,13 @@ def curves(page: Page, subject: Subject) -> None:
 
 
 def _drawn(panel: Panel, metric: str, groups: Sequence[Group]) -> Panel:
-    """Training losses with routes are dashed and said to be incomparable; rates have linear axes."""
-    if metric == "loss":
-        routed = [any((run.config.get("model") or {}).get("routes") for run in group.runs) for group in groups]
-        lines = [replace(line, dashed=dashed) for line, dashed in zip(panel.lines, routed)]
-        said = ", with routes (dashed): not comparable to runs without" * any(routed)
-        return replace(panel, lines=lines, title=panel.title + said)
-    return replace(panel, log="") if metric in LINEAR else panel
+    """Those whose metric is another with routes are dashed where they have them, and said to be incomparable."""
+    if "model.routes" not in METRICS[metric].alike:
+        return panel
+    routed = [any((run.config.get("model") or {}).get("routes") for run in group.runs) for group in groups]
+    lines = [replace(line, dashed=dashed) for line, dashed in zip(panel.lines, routed)]
+    said = ", with routes (dashed): not comparable to runs without" * any(routed)
+    return replace(panel, lines=lines, title=panel.title + said)
 
 
 def scores(page: Page, subject: Subject) -> None:
@@ -371,9 +366,9 @@ def _score_table(page: Page, found: Sequence[Score], run: Found) -> None:
             f"step {_cell(step)}" if step not in (None, "") else place_of(score.values.get("samples", ""), run.folder)
         )
         rows.append([where, *cells, *(_cell(score.values.get(key)) for key in about)])
-    arrows = {"lower": "↓", "higher": "↑"}  # where better values lie
-    called = [f"{SHOWN.get(name, name.replace('_', ' '))} {arrows[METRICS[name]]}" for name in metrics]
-    page.table(["of", *called, *(ABOUT[key] for key in about)], rows)
+    page.table(
+        ["of", *(METRICS[name].title + METRICS[name].arrow for name in metrics), *(ABOUT[key] for key in about)], rows
+    )
     if notes := list(dict.fromkeys(note for score in found for note in score.notes)):
         page.points(notes)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from routing_module import check_routes
 from tread.checkpoints.network import process_of
-from tread.evaluation import digits_judge, emoji_judge
-from tread.evaluation.heldout_loss import CALLED
+from tread.evaluation.metric_table import METRICS
 from tread.routing.ids import describe_route
 from tread.runtime.files import size_text
 from tread.training.alignment import tokens_at
@@ -67,7 +66,7 @@ def describe(run: Run) -> str:
     doubts = list(run.doubts)
     if run.heldout is None:
         doubts.append(
-            f"there is no held-out data (dataset.heldout), so no {CALLED[process_of(cfg).evaluation]}, the number to "
+            f"there is no held-out data (dataset.heldout), so no {METRICS[process_of(cfg).evaluation].title}, the number to "
             "compare runs by: scripts/prepare_latents.py … heldout=0.02 keeps 2% of the pictures in <out>-heldout, "
             "where dataset=folder finds them"
         )
@@ -93,9 +92,10 @@ def describe_alignment(run: Run, parameters: int) -> str:
 def describe_outcome(run: Run, records: list[dict]) -> str:
     """The last evaluation and demo metrics, and where everything is: one line each."""
     lines = []
-    for name in (*CALLED, "fid", *digits_judge.VALUES, *emoji_judge.VALUES):
+    judging = {name: metric for name, metric in METRICS.items() if metric.of != "training"}
+    for name, metric in ((key, metric) for name, metric in judging.items() for key in (name, *metric.real_keys)):
         found = [record for record in records if name in record]
-        count = f" of {found[-1]['fid_samples']:,} samples" if found and name == "fid" else ""
+        count = f" of {found[-1][metric.count]:,} samples" if found and metric.curve and metric.count else ""
         if found:
             earlier = "" if found[-1]["step"] == run.step else f", at step {found[-1]['step']:,}"
             lines.append(f"  {name:<21} {found[-1][name]:.4f}{count}{earlier}")
