@@ -34,15 +34,7 @@ from tread.drawing.charts import Line, Panel, save_heat_maps, save_panels
 from tread.evaluation import scoring
 from tread.evaluation.metric_table import METRICS, feature_metrics, names_of
 from tread.evaluation.scorers import choose_scorer
-from tread.evaluation.scoring import (
-    CLIP,
-    Options,
-    ScoringPlan,
-    plan_scoring,
-    read_options,
-    settle_paths,
-    settle_reference,
-)
+from tread.evaluation.scoring import Options, ScoringPlan, plan_scoring, read_options, settle_paths, settle_reference
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import use_precision
@@ -158,7 +150,7 @@ def choose_metric(sweep: Sweep, options: Options, plans: list[ScoringPlan]) -> s
     """The metric to draw. Raises ValueError for one that is not found."""
     reference = settle_reference(options, plans).reference
     scored = feature_metrics() if reference else choose_scorer(plans[0].embedded, None).metrics
-    allowed = [*scored, *([CLIP] if options.clip else [])]
+    allowed = [*scored, *([scoring.CLIP] if options.clip else [])]
     metric = sweep.metric or next(iter(allowed), None)
     if metric not in allowed:
         given = "a reference" if reference else "no reference"

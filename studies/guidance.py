@@ -7,10 +7,9 @@ import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from studies.results import Made, series, standard_error
+from studies.results import METRICS, Made, series, standard_error
 from studies.study import Study
 from tread.drawing.charts import Line, Panel, save_panels
-from tread.evaluation.metric_table import METRICS
 
 
 def sampling_flops(runs: list[Made]) -> float:

@@ -7,10 +7,9 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from studies.results import Made, series, shown
+from studies.results import METRICS, Made, series, shown
 from studies.study import Study
 from tread.drawing.charts import Line, Panel, save_panels
-from tread.evaluation.metric_table import METRICS
 
 LAST = 0.2  # share of the training over whose end a training loss is averaged
 

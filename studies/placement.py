@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from studies.results import Made, series
+from studies.results import METRICS, Made, series
 from studies.study import Study
 from tread.drawing.charts import save_heat_maps
-from tread.evaluation.metric_table import METRICS
 
 
 def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:

@@ -145,11 +145,8 @@ def table(study: Study, results: Mapping[str, list[Made]]) -> str:
     metrics = [metric for metric in metrics if any(series(runs, metric) for runs in results.values())]
     compared = [metric for metric in metrics if METRICS[metric].compared][:1] if study.against else []
     head = ["arm", "seeds", "images", "training FLOPs", *(METRICS[metric].title for metric in metrics)]
-    head += [
-        f"{METRICS[metric].title} against its pair, at equal {what}"
-        for metric in compared
-        for what in ("images", "FLOPs")
-    ]
+    titles = [METRICS[metric].title for metric in compared]
+    head += [f"{title} against its pair, at equal {what}" for title in titles for what in ("images", "FLOPs")]
     more = getattr(own_module(study), "columns", None) if study.figure.kind == "own" else None
     own = more(study, results) if more else {}
     head += own

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from studies.results import Made, series, standard_error
+from studies.results import METRICS, Made, series, standard_error
 from studies.study import Study
 from tread.drawing.charts import Line, Panel, save_panels
-from tread.evaluation.metric_table import METRICS
 
 
 def gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:

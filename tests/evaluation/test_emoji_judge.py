@@ -22,13 +22,13 @@ from tread.data.writer import write_dataset
 from tread.encoders.inception import load_inception
 from tread.encoders.words import WordEncoder, make_vocabulary
 from tread.evaluation.emoji_judge import Asked, Emoji, ask, judge_emoji, real_emoji
-from tread.evaluation.metric_table import METRICS, names_of
+from tread.evaluation.metric_table import names_of, with_real
 from tread.preparing.emoji import MEANING
 from tread.preparing.encode_text import write_shards
 from tread.runtime.randomness import generator
 from tread.training.run_folder import RunLog
 
-VALUES = tuple(key for name in names_of("demo") for key in (name, *METRICS[name].real_keys))
+VALUES = with_real(names_of("demo"))
 
 WORDS = ("red", "green", "blue", "white")
 CAPTIONS = {

@@ -6,34 +6,30 @@ scores, records, draws, compares or tabulates metrics looks them up here when it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from tread.evaluation.metrics import NEIGHBOURS, frechet_distance, inception_score, kernel_distance, precision_recall
 from tread.evaluation.reference import FeatureSets
 
-SETTINGS_OF_SAMPLES = ("edm", "rf.shift")  # that decide where the noise levels of sampling lie
-
 
 @dataclass(frozen=True)
 class Metric:
     """What is known of the values that fid.json and metrics.jsonl hold under a key.
 
-    display     how it is called in narrow tables, and everywhere unless there is a longer name.
-    better      which values are; None: neither.
-    unit        of the values, named on axes.
-    long        how it is called where there is room.
-    of          "samples": fid.py gives it, and maybe a training too; "demo": a training alone gives it, at its end;
-                "heldout": the loss on held-out data by which runs are compared; "training": of its own batches.
-    compared    whether tables that compare runs have a column of it.
-    curve       whether it is measured again and again while a network trains.
-    log         whether its curve has a logarithmic axis.
-    alike       settings that runs must share for it to mean the same, beside those that all metrics need.
-    count       the key under which a training records how many samples it is of; "" without one.
-    real_keys   keys of the same number of real pictures, which are recorded with it.
-    compute     its value from features of samples and reference, or Unavailable is raised; None: another scorer gives it.
-    needs       what of a reference `compute` looks at: "statistics", "pictures", or None.
+    display   how it is called in narrow tables; `long`: where there is room, "" if it is the same.
+    better    which values are; None: neither. unit: of the values, named on axes.
+    of        "samples": fid.py gives it, and maybe a training too; "demo": a training alone, at its end; "heldout": the
+              loss on held-out data by which runs are compared; "training": a number of each log.
+    compared  whether tables that compare runs have a column of it.
+    curve     whether a training measures it again and again; log: whether its axis is logarithmic.
+    alike     settings that runs must share for it to mean the same, beside those that all metrics need.
+    count     the key under which a training records how many samples it is of; "" without one.
+    real      what its key ends in where the same number is of real pictures.
+    compute   its value from features of samples and reference; None: another scorer gives it.
+    needs     what of a reference `compute` looks at: "statistics", "pictures", or None.
     """
 
     display: str
@@ -46,7 +42,7 @@ class Metric:
     log: bool = True
     alike: tuple[str, ...] = ()
     count: str = ""
-    real_keys: tuple[str, ...] = ()
+    real: tuple[str, ...] = ()
     compute: Callable[[FeatureSets], float] | None = None
     needs: Literal["statistics", "pictures"] | None = None
 
@@ -70,79 +66,60 @@ class Metric:
         return max if self.better == "higher" else min
 
 
-def _manifolds(sets: FeatureSets) -> tuple[float, float]:
-    return sets.compare(precision_recall, "precision and recall", lambda n, m: 2 * (n + m), more_than=NEIGHBOURS)
+def _frechet(kind: str) -> Callable[[FeatureSets], float]:
+    return lambda sets: frechet_distance(*sets.gaussians(kind))
 
 
+def _inception_score(sets: FeatureSets) -> float:
+    return inception_score(sets.probabilities())
+
+
+def _manifold(number: int) -> Callable[[FeatureSets], float]:
+    return lambda sets: sets.compare(precision_recall, "precision and recall", (2, 2), more_than=NEIGHBOURS)[number]
+
+
+def _kid(sets: FeatureSets) -> float:
+    return sets.compare(kernel_distance, "KID", (1, 2))
+
+
+_judged = functools.partial(Metric, curve=False, count="demo_samples")
+_log = functools.partial(Metric, of="training", compared=False)
 METRICS: dict[str, Metric] = {
     "eval_loss": Metric("evaluation loss", "lower", of="heldout", alike=("edm", "rf")),
     "eval_velocity": Metric("velocity error", "lower", of="heldout"),
     "fid": Metric(
-        "FID",
-        "lower",
-        alike=SETTINGS_OF_SAMPLES,
-        count="fid_samples",
-        compute=lambda sets: frechet_distance(*sets.gaussians("pool")),
-        needs="statistics",
+        "FID", "lower", alike=("edm", "rf.shift"), count="fid_samples", compute=_frechet("pool"), needs="statistics"
     ),
-    "sfid": Metric(
-        "sFID",
-        "lower",
-        compared=False,
-        compute=lambda sets: frechet_distance(*sets.gaussians("spatial")),
-        needs="statistics",
-    ),
-    "inception_score": Metric(
-        "Inception Score", "higher", compared=False, compute=lambda sets: inception_score(sets.probabilities())
-    ),
-    "precision": Metric(
-        "precision", "higher", compared=False, compute=lambda sets: _manifolds(sets)[0], needs="pictures"
-    ),
-    "recall": Metric("recall", "higher", compared=False, compute=lambda sets: _manifolds(sets)[1], needs="pictures"),
-    "kid": Metric(
-        "KID",
-        "lower",
-        compute=lambda sets: sets.compare(kernel_distance, "KID", lambda n, m: n + 2 * m),
-        needs="pictures",
-    ),
-    "label_agreement": Metric(
-        "label_agreement",
-        "higher",
-        long="label agreement",
-        curve=False,
-        count="demo_samples",
-        real_keys=("label_agreement_real",),
-    ),
-    "frechet_pixels": Metric(
-        "frechet_pixels",
-        "lower",
-        long="Fréchet distance in pixels",
-        curve=False,
-        count="demo_samples",
-        real_keys=("frechet_pixels_real",),
-    ),
+    "sfid": Metric("sFID", "lower", compared=False, compute=_frechet("spatial"), needs="statistics"),
+    "inception_score": Metric("Inception Score", "higher", compared=False, compute=_inception_score),
+    "precision": Metric("precision", "higher", compared=False, compute=_manifold(0), needs="pictures"),
+    "recall": Metric("recall", "higher", compared=False, compute=_manifold(1), needs="pictures"),
+    "kid": Metric("KID", "lower", compute=_kid, needs="pictures"),
+    "label_agreement": _judged("label_agreement", "higher", long="label agreement", real=("_real",)),
+    "frechet_pixels": _judged("frechet_pixels", "lower", long="Fréchet distance in pixels", real=("_real",)),
     "clip_score": Metric("CLIP score", "higher"),
+    **{
+        f"{part}_top{rank}{features}": _judged(
+            f"{called}, top {rank}{by}",
+            "higher",
+            of="demo",
+            compared=rank == 1 and not features,
+            real=("_real", "_shifted"),
+        )
+        for features, by in (("", ""), ("_inception", ", by Inception features"))
+        for part, called in (("seen", "seen captions"), ("held", "held-out compositions"))
+        for rank in (1, 5)
+    },
+    "loss": _log("training loss", "lower", alike=("model.routes",)),
+    "grad_norm": _log("gradient norm, mean of the good steps"),
+    "lr": _log("learning rate", log=False),
+    "images_per_s": _log("training speed", unit="images/s", log=False),
 }
-METRICS |= {
-    f"{part}_top{rank}{features}": Metric(
-        f"{called}, top {rank}{by}",
-        "higher",
-        of="demo",
-        compared=rank == 1 and not features,
-        curve=False,
-        count="demo_samples",
-        real_keys=tuple(f"{part}_top{rank}{features}_{what}" for what in ("real", "shifted")),
-    )
-    for features, by in (("", ""), ("_inception", ", by Inception features"))
-    for part, called in (("seen", "seen captions"), ("held", "held-out compositions"))
-    for rank in (1, 5)
-}
-METRICS |= {
-    "loss": Metric("training loss", "lower", of="training", compared=False, alike=("model.routes",)),
-    "grad_norm": Metric("gradient norm, mean of the good steps", of="training", compared=False),
-    "lr": Metric("learning rate", of="training", compared=False, log=False),
-    "images_per_s": Metric("training speed", unit="images/s", of="training", compared=False, log=False),
-}
+
+
+def with_real(names: Iterable[str]) -> list[str]:
+    """Keys of metrics, each followed by those of the same number of real pictures."""
+    return [name + end for name in names for end in ("", *METRICS[name].real)]
 
 
 def names_of(what: str) -> list[str]:

@@ -128,9 +128,7 @@ class Unavailable(ValueError):
 
 @dataclass(frozen=True)
 class FeatureSets:
-    """Inception features of samples, and those that a reference has for comparison: what a metric is computed from.
-
-    features  of the reference's pictures; None where it has none.
+    """Inception features of samples and of a reference's pictures (None where it has none), as metrics look at them.
 
     Whatever is missing raises Unavailable when it is asked for.
     """
@@ -158,38 +156,37 @@ class FeatureSets:
         return np.concatenate(list(self.samples.arrays("probabilities")))
 
     @functools.cached_property
-    def _pools(self) -> tuple[Tensor, Tensor]:
-        """Of the reference and of the samples, in fp32."""
+    def pools(self) -> tuple[Tensor, Tensor]:
+        """Pool features (n, D), (m, D) fp32 of reference and samples."""
         if self.features is None:
             raise Unavailable("the reference has statistics, but no pictures (arr_0)")
-        reference, samples = (np.concatenate(list(parts.arrays("pool"))) for parts in (self.features, self.samples))
-        return torch.from_numpy(reference), torch.from_numpy(samples)
+        return tuple(torch.from_numpy(np.concatenate(list(s.arrays("pool")))) for s in (self.features, self.samples))
 
     def compare(
         self,
         measure: Callable[[Tensor, Tensor, Seen], T],
         title: str,
-        rows: Callable[[int, int], int] = lambda n, m: 0,
+        passes: tuple[int, int] = (0, 0),
         more_than: int = 0,
     ) -> T:
-        """measure(reference (n, D), samples (m, D), seen) of pool features in fp32; computed once for each title.
+        """measure(reference, samples, seen) of `pools`, computed once for each title, which the progress bar shows.
 
-        title      names the progress bar.
-        rows       n and m → how many rows `seen` is told of in all; 0: no bar is shown.
+        passes     how often `seen` is told of each row of the reference and of the samples; never: there is no bar.
         more_than  pictures that each set must have.
         """
-        if title not in self._compared:
-            n, m = map(len, self._pools)
-            if min(n, m) <= more_than:
-                raise Unavailable(f"each set must have more than {more_than} pictures")
-            with exact(), self.processes.bar(title, rows(n, m)) as progress:
-                try:
-                    on_device = [pool.to(next(self.network.parameters()).device) for pool in self._pools]
-                    self._compared[title] = measure(*on_device, progress.update)
-                except torch.OutOfMemoryError:
-                    progress.reset()
-                    self._compared[title] = measure(*self._pools, progress.update)
-        return self._compared[title]
+        if title in self._compared:
+            return self._compared[title]
+        n, m = map(len, self.pools)
+        if min(n, m) <= more_than:
+            raise Unavailable(f"each set must have more than {more_than} pictures")
+        device = next(self.network.parameters()).device
+        with exact(), self.processes.bar(title, n * passes[0] + m * passes[1]) as progress:
+            try:
+                value = measure(*(pool.to(device) for pool in self.pools), progress.update)
+            except torch.OutOfMemoryError:
+                progress.reset()
+                value = measure(*self.pools, progress.update)
+        return self._compared.setdefault(title, value)
 
 
 def save_statistics(

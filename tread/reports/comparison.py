@@ -179,9 +179,7 @@ def column_metrics(groups: Sequence[Group]) -> list[str]:
 
 def curve_metrics(groups: Sequence[Group]) -> list[str]:
     """Those of them that are measured again and again in a training."""
-    return [
-        name for name in column_metrics(groups) if METRICS[name].curve and any(group.curve(name) for group in groups)
-    ]
+    return [m for m in column_metrics(groups) if METRICS[m].curve and any(group.curve(m) for group in groups)]
 
 
 def doubts(groups: Sequence[Group]) -> list[str]:

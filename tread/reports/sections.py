@@ -245,17 +245,8 @@ def results(page: Page, subject: Subject) -> None:
         cells += [speed(group), number([s / size for s in group.last("seconds")]), number(group.last("flops"))]
         seeds = f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else ""
         rows.append([group.name + seeds, f"{min(run.step for run in group.runs):,}", *cells])
-    page.table(
-        [
-            "run",
-            "steps",
-            *(METRICS[column].title for column in columns),
-            "images/s",
-            f"training {name}",
-            "training FLOPs",
-        ],
-        rows,
-    )
+    titles = [METRICS[column].title for column in columns]
+    page.table(["run", "steps", *titles, "images/s", f"training {name}", "training FLOPs"], rows)
     if any(METRICS[column].count for column in columns):
         page.text("“of n”: so many samples were scored for it.")
     if said := verdicts(subject.comparable):
@@ -366,9 +357,8 @@ def _score_table(page: Page, found: Sequence[Score], run: Found) -> None:
             f"step {_cell(step)}" if step not in (None, "") else place_of(score.values.get("samples", ""), run.folder)
         )
         rows.append([where, *cells, *(_cell(score.values.get(key)) for key in about)])
-    page.table(
-        ["of", *(METRICS[name].title + METRICS[name].arrow for name in metrics), *(ABOUT[key] for key in about)], rows
-    )
+    titles = [METRICS[name].title + METRICS[name].arrow for name in metrics]
+    page.table(["of", *titles, *(ABOUT[key] for key in about)], rows)
     if notes := list(dict.fromkeys(note for score in found for note in score.notes)):
         page.points(notes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from routing_module import check_routes
 from tread.checkpoints.network import process_of
-from tread.evaluation.metric_table import METRICS
+from tread.evaluation.metric_table import METRICS, with_real
 from tread.routing.ids import describe_route
 from tread.runtime.files import size_text
 from tread.training.alignment import tokens_at
@@ -65,8 +65,9 @@ def describe(run: Run) -> str:
         lines["disk"] += f"; {size_text(2 * widths * parameters)} of averages stored every {every:,} steps"
     doubts = list(run.doubts)
     if run.heldout is None:
+        evaluation = METRICS[process_of(cfg).evaluation].title
         doubts.append(
-            f"there is no held-out data (dataset.heldout), so no {METRICS[process_of(cfg).evaluation].title}, the number to "
+            f"there is no held-out data (dataset.heldout), so no {evaluation}, the number to "
             "compare runs by: scripts/prepare_latents.py … heldout=0.02 keeps 2% of the pictures in <out>-heldout, "
             "where dataset=folder finds them"
         )
@@ -92,10 +93,9 @@ def describe_alignment(run: Run, parameters: int) -> str:
 def describe_outcome(run: Run, records: list[dict]) -> str:
     """The last evaluation and demo metrics, and where everything is: one line each."""
     lines = []
-    judging = {name: metric for name, metric in METRICS.items() if metric.of != "training"}
-    for name, metric in ((key, metric) for name, metric in judging.items() for key in (name, *metric.real_keys)):
-        found = [record for record in records if name in record]
-        count = f" of {found[-1][metric.count]:,} samples" if found and metric.curve and metric.count else ""
+    for name in with_real(name for name, metric in METRICS.items() if metric.of != "training"):
+        found, metric = [record for record in records if name in record], METRICS.get(name)
+        count = f" of {found[-1][metric.count]:,} samples" if found and metric and metric.curve and metric.count else ""
         if found:
             earlier = "" if found[-1]["step"] == run.step else f", at step {found[-1]['step']:,}"
             lines.append(f"  {name:<21} {found[-1][name]:.4f}{count}{earlier}")
