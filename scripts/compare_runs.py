@@ -29,9 +29,9 @@ from tread.evaluation.metric_table import METRICS
 from tread.reports.comparison import (
     Group,
     axes_of,
+    cautions,
     column_metrics,
     curve_metrics,
-    doubts,
     number,
     open_groups,
     panel,
@@ -77,7 +77,7 @@ def show(groups: Sequence[Group]) -> None:
     for group in groups:
         if len(group.runs) > 1 or group.name != group.runs[0].folder.name:
             print(f"{group.name}: {', '.join(str(run.folder) for run in group.runs)}")
-    for text in doubts(groups):
+    for text in cautions(groups):
         print(f"warning: {text}")
     for text in verdicts(groups):
         print(text)

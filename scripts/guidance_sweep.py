@@ -34,7 +34,7 @@ from tread.drawing.charts import Line, Panel, save_heat_maps, save_panels
 from tread.evaluation import scoring
 from tread.evaluation.metric_table import METRICS, feature_metrics, names_of
 from tread.evaluation.scorers import choose_scorer
-from tread.evaluation.scoring import Options, ScoringPlan, plan_scoring, read_options, settle_paths, settle_reference
+from tread.evaluation.scoring import ScoringOptions, ScoringPlan, plan_scoring, read_options, settle_reference
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import use_precision
@@ -92,9 +92,9 @@ def main(composed: DictConfig) -> None:
         run(sweep, options, share_work(None, options.cpu_threads))
 
 
-def run(sweep: Sweep, options: Options, processes: Processes) -> None:
+def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
     """Check all settings, score each, then write the table and the figures."""
-    options, paths = processes.from_main(lambda: settle_paths(options))
+    options, paths = processes.from_main(lambda: scoring.settle_paths(options))
     check(sweep, options, paths)
     options, routed = replace(options, checkpoint=str(paths[0])), options.guidance.row.routed
     grid = sweep.points(routed)
@@ -129,7 +129,7 @@ def run(sweep: Sweep, options: Options, processes: Processes) -> None:
         write(folder, sweep, records, metric, routed)
 
 
-def check(sweep: Sweep, options: Options, paths: list[Path]) -> None:
+def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
     """Raise ValueError for a sweep that can't be."""
     if options.out is None:
         raise ValueError("out=… is needed: the folder for the table, the figures and each setting's score")
@@ -146,7 +146,7 @@ def check(sweep: Sweep, options: Options, paths: list[Path]) -> None:
             raise ValueError(f"a sweep is over constant numbers, but guidance.{name} is a schedule")
 
 
-def choose_metric(sweep: Sweep, options: Options, plans: list[ScoringPlan]) -> str:
+def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan]) -> str:
     """The metric to draw. Raises ValueError for one that is not found."""
     reference = settle_reference(options, plans).reference
     scored = feature_metrics() if reference else choose_scorer(plans[0].embedded, None).metrics
@@ -158,7 +158,7 @@ def choose_metric(sweep: Sweep, options: Options, plans: list[ScoringPlan]) -> s
     return metric
 
 
-def setting(options: Options, point: Point) -> Options:
+def setting(options: ScoringOptions, point: Point) -> ScoringOptions:
     """fid.py's options for one point of the sweep. Raises ValueError if it can't be."""
     guidance = replace(options.guidance, **point._asdict())
     ratios = f"strong{point.strong:g}-weak{point.weak:g}-" if options.guidance.row.routed else ""
@@ -250,4 +250,4 @@ def draw_maps(path: Path, sweep: Sweep, records: Mapping[Point, dict], metric: s
 
 
 if __name__ == "__main__":
-    open_door(main, [*schema.known_keys(Options), *schema.known_keys(Sweep, "sweep.")])
+    open_door(main, [*schema.known_keys(ScoringOptions), *schema.known_keys(Sweep, "sweep.")])

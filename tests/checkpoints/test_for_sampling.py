@@ -266,7 +266,7 @@ def test_a_sweep_of_a_kind_without_routes_draws_curves(runs, tmp_path, monkeypat
         value = 100 * g.scale + (g.interval or (0, 0))[1]
         return [{"frechet_pixels": value, "label_agreement": 0.5, "flops_relative": g.scale, "count": 20}]
 
-    monkeypatch.setattr(guidance_sweep.pipeline, "run", score)
+    monkeypatch.setattr(guidance_sweep.scoring, "run", score)
     monkeypatch.setattr(guidance_sweep, "save_panels", lambda path, panels, columns: drawn.extend(panels))
     options = [f"checkpoint={runs / 'digits-tread'}", "guidance=cfg", "out=sweep", "sweep.metric=frechet_pixels"]
     text = sweep(tmp_path, *options, "sweep.scale=[2,1.5]", "sweep.interval=[null,[0.3,5]]")
@@ -310,7 +310,7 @@ def test_a_sweep_draws_each_value_in_its_place(runs, tmp_path, monkeypatch):
         value = 100 * g.scale + 10 * g.weak + g.strong
         return [{"frechet_pixels": value, "flops_relative": 2 - g.weak, "count": 20, "label_agreement": 0.5}]
 
-    monkeypatch.setattr(guidance_sweep.pipeline, "run", score)
+    monkeypatch.setattr(guidance_sweep.scoring, "run", score)
     monkeypatch.setattr(
         guidance_sweep, "save_heat_maps", lambda path, panels, others, *rest: drawn.update(panels, **others)
     )
@@ -319,10 +319,10 @@ def test_a_sweep_draws_each_value_in_its_place(runs, tmp_path, monkeypatch):
     lists = ["sweep.strong=[0,0.5]", "sweep.weak=[0.25,0.5,0.75]", "sweep.scale=[1,2]"]
     with pytest.raises(SystemExit, match="label_agreement, but: not here"):
         monkeypatch.setattr(
-            guidance_sweep.pipeline, "run", lambda *given: [{"unavailable": {"label_agreement": "not here"}}]
+            guidance_sweep.scoring, "run", lambda *given: [{"unavailable": {"label_agreement": "not here"}}]
         )
         sweep(tmp_path, *options[:2], *lists)
-    monkeypatch.setattr(guidance_sweep.pipeline, "run", score)
+    monkeypatch.setattr(guidance_sweep.scoring, "run", score)
     text = sweep(tmp_path, *options, *lists)
     first, second, cost = drawn.values()
     expected = np.array([[102.5, np.nan], [105.0, 105.5], [107.5, 108.0]])

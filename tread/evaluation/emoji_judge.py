@@ -29,7 +29,7 @@ PARTS = ("seen", "held")  # captions of training emoji; of compositions that no 
 COMPARED = ("", "_real", "_shifted")  # what was drawn; the emoji asked for itself; the same, a pixel to the right
 
 
-class Emoji(NamedTuple):
+class EmojiSet(NamedTuple):
     """All real emoji, training first: pictures (m, 3, S, S) uint8, and the captions of each."""
 
     pictures: Tensor
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
         return Asked(self.numbers[each], self.parts[each], rows(self.texts, torch.from_numpy(each)))
 
 
-def open_emoji(trained: Trained, folder: str | None = None) -> tuple[LatentDataset, LatentDataset]:
+def open_emoji(saved: Trained, folder: str | None = None) -> tuple[LatentDataset, LatentDataset]:
     """Both parts of dataset=emoji, training and held out, with the text that a network was trained on.
 
     folder  where train/ and heldout/ lie now, if not where the checkpoint says.
@@ -57,35 +57,35 @@ def open_emoji(trained: Trained, folder: str | None = None) -> tuple[LatentDatas
     They are written first if they are not where it says. Raises FileNotFoundError, or ValueError for a network of
     other data, or of classes.
     """
-    dataset, text = trained.cfg.dataset, trained.cfg.text
-    if dataset.embedded != "emoji" or not trained.cfg.model.takes_text:
+    dataset, text = saved.cfg.dataset, saved.cfg.text
+    if dataset.embedded != "emoji" or not saved.cfg.model.takes_text:
         raise ValueError(
-            f"{trained.found.folder} was trained with model={trained.cfg.model.name} dataset={dataset.name}, but only "
+            f"{saved.found.folder} was trained with model={saved.cfg.model.name} dataset={dataset.name}, but only "
             "a network of texts trained on dataset=emoji can be judged by the emoji's captions"
         )
     places = {"train": dataset.path, "heldout": dataset.heldout or str(Path(dataset.path).parent / "heldout")}
-    found = []
+    opened = []
     for part, place in places.items():
         place = Path(folder) / part if folder else Path(place)
         if folder is None:
             emoji.prepare(place, part, text.encoder)
         data = LatentDataset(place, text=text.encoder)
-        if data.text_spec.fingerprint != text.fingerprint or data.latents.shape != trained.latents.shape:
+        if data.text_spec.fingerprint != text.fingerprint or data.latents.shape != saved.latents.shape:
             raise ValueError(
-                f"{place} holds other emoji than {trained.found.folder} was trained on: {data.latents.shape}, "
+                f"{place} holds other emoji than {saved.found.folder} was trained on: {data.latents.shape}, "
                 f"{data.text_spec.describe()}; data=<folder> names those"
             )
-        found.append(data)
-    return found[0], found[1]
+        opened.append(data)
+    return opened[0], opened[1]
 
 
-def real_emoji(train: LatentDataset, heldout: LatentDataset | None) -> Emoji:
+def real_emoji(train: LatentDataset, heldout: LatentDataset | None) -> EmojiSet:
     """The pictures and captions of both parts of dataset=emoji."""
     pictures, captions = [], []
     for data in filter(None, (train, heldout)):
         pictures.append(stored_pictures(data.read(np.arange(len(data))).stored, data.latents).cpu())
         captions += [data.captions_of(number) for number in range(len(data))]
-    return Emoji(torch.cat(pictures), captions)
+    return EmojiSet(torch.cat(pictures), captions)
 
 
 def ask(train: LatentDataset, heldout: LatentDataset | None, count: int) -> Asked:
@@ -101,7 +101,7 @@ def ask(train: LatentDataset, heldout: LatentDataset | None, count: int) -> Aske
     return Asked(np.concatenate([seen, len(train) + held]), parts, texts)
 
 
-def judge_emoji(pictures: Tensor, asked: Asked, real: Emoji, inception: Inception | None = None) -> dict[str, float]:
+def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Inception | None = None) -> dict[str, float]:
     """Score generated emoji: pictures (n, 3, S, S) uint8, drawn for the texts that were asked.
 
     seen_top1, seen_top5    share of the captions of training emoji that the nearest real emoji carries, or one of the
@@ -132,10 +132,10 @@ def small_pixels(pictures: Tensor) -> Tensor:
     return F.adaptive_avg_pool2d(pictures.double() / 255, SIDE).flatten(1)
 
 
-def retrieved(features: Tensor, known: Tensor, asked: Asked, real: Emoji) -> np.ndarray:
+def retrieved(features: Tensor, known: Tensor, asked: Asked, real: EmojiSet) -> np.ndarray:
     """Features (n, F) asked for, of real emoji (m, F) → (n, 5) bool: whether the nearest, the next, … carries the
     caption."""
     nearest = torch.cdist(features, known).topk(min(max(RANKS), len(known)), largest=False).indices
-    carried = [{caption.lower() for caption in own} for own in real.captions]
+    carried = [{caption.lower() for caption in captions} for captions in real.captions]
     wanted = [real.captions[number][0].lower() for number in asked.numbers]
-    return np.array([[caption in carried[one] for one in row] for caption, row in zip(wanted, nearest.tolist())])
+    return np.array([[caption in carried[index] for index in row] for caption, row in zip(wanted, nearest.tolist())])

@@ -208,9 +208,9 @@ def _open_files(path: Path, inside: str | None, crop: Crop | None, processes: Pr
                 sizes.setdefault(size, name)
                 progress.update()
         if len(sizes) > 1:
-            (one, first), (two, second), *_ = sizes.items()
+            (here, first), (there, second), *_ = sizes.items()
             raise ValueError(
-                f"{path}: pictures differ in size, {first} is {one[1]}×{one[0]}, {second} is {two[1]}×{two[0]}; "
+                f"{path}: pictures differ in size, {first} is {here[1]}×{here[0]}, {second} is {there[1]}×{there[0]}; "
                 "crop=256 takes ADM's centre crop of each"
             )
         return digest.hexdigest(), next(iter(sizes))

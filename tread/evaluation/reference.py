@@ -70,19 +70,19 @@ def open_reference(path: Path, crop: Crop | None, processes: Processes, sizes: F
     if path.suffix in (".pkl", ".pt", ".pth"):
         raise ValueError(f"{path} may hold pickled objects, which are not read: convert it to an .npz with mu, sigma")
     npz = Npz(path) if path.suffix.lower() == ".npz" and path.is_file() else None
-    found = {kind: npz and _statistics(npz, *keys, sizes and getattr(sizes, kind)) for kind, keys in KEYS.items()}
+    given = {kind: npz and _statistics(npz, *keys, sizes and getattr(sizes, kind)) for kind, keys in KEYS.items()}
     if npz is None or "arr_0" in npz.names:
         pictures = open_pictures(path, crop, processes)
         return Reference(
-            str(path), pictures.sha256, **found, pictures=pictures, resolution=pictures.resolution, count=pictures.count
+            str(path), pictures.sha256, **given, pictures=pictures, resolution=pictures.resolution, count=pictures.count
         )
-    if found["pool"] is None:
+    if given["pool"] is None:
         raise ValueError(f"{path} holds {', '.join(npz.names) or 'nothing'}: a reference has mu, sigma or arr_0")
     resolution, count = (npz.read(name).ravel().tolist() if name in npz.names else [] for name in STATED)
     return Reference(
         str(path),
         hash_of(path, processes),
-        **found,
+        **given,
         pictures=None,
         resolution=tuple(resolution) if len(resolution) == 2 else None,
         count=count[0] if len(count) == 1 else None,

@@ -58,17 +58,17 @@ class ReferenceScorer:
         counts = {"samples": samples}
         if self.reference.pool is None or self.reference.pictures is None:  # ADM's mu is of many more than its arr_0
             counts["pictures in the reference"] = self.reference.count
-        found = [
+        texts = [
             f"{count:,} {what} are fewer than the {dimensions:,} dimensions of the features: their covariance is of "
             "deficient rank, FID is biased upwards, and only comparable at the same counts"
             for what, count in counts.items()
             if count is not None and count <= dimensions
         ]
         if self.network.narrow > 1:
-            found.append(
+            texts.append(
                 f"the Inception has {self.network.narrow} times fewer channels than FID's: these are no FID's numbers"
             )
-        return found
+        return texts
 
 
 def open_scorer(reference: Reference, weights: Path, digest: str, cache: Path, processes: Processes) -> ReferenceScorer:

@@ -69,8 +69,8 @@ class Group:
 
     def last(self, metric: str) -> list[float]:
         """A metric's last value of each run that has it."""
-        found = [[record[metric] for record in run.records if metric in record] for run in self.runs]
-        return [values[-1] for values in found if values]
+        series = [[record[metric] for record in run.records if metric in record] for run in self.runs]
+        return [values[-1] for values in series if values]
 
 
 def _point(step: int, metric: str, records: list[dict]) -> Point:
@@ -94,8 +94,8 @@ def folders_of(patterns: Sequence[str]) -> list[Path]:
     for pattern in patterns:
         if not glob.has_magic(pattern):
             folders[Path(pattern)] = None
-        elif found := [folder for folder in map(Path, sorted(glob.glob(pattern))) if RunLog(folder).records()]:
-            folders |= dict.fromkeys(found)
+        elif matching := [folder for folder in map(Path, sorted(glob.glob(pattern))) if RunLog(folder).records()]:
+            folders |= dict.fromkeys(matching)
         else:
             raise FileNotFoundError(f"{pattern} names no run that has logged anything yet")
     if not folders:
@@ -145,8 +145,8 @@ def _names(groups: list[list[Compared]]) -> list[str]:
 def unlike(groups: Sequence[Group], keys: Sequence[str]) -> dict[str, list[object]]:
     """Of some keys or sections, the dotted keys that differ between groups → the value of each group."""
     first = groups[0].runs[0].config
-    found = {key: None for group in groups for key in differences(first, group.runs[0].config)}
-    chosen = [key for key in found if any(key == name or key.startswith(name + ".") for name in keys)]
+    differing = {key: None for group in groups for key in differences(first, group.runs[0].config)}
+    chosen = [key for key in differing if any(key == name or key.startswith(name + ".") for name in keys)]
     return {key: [value_at(group.runs[0].config, key) for group in groups] for key in chosen}
 
 
@@ -182,22 +182,22 @@ def curve_metrics(groups: Sequence[Group]) -> list[str]:
     return [m for m in column_metrics(groups) if METRICS[m].curve and any(group.curve(m) for group in groups)]
 
 
-def doubts(groups: Sequence[Group]) -> list[str]:
+def cautions(groups: Sequence[Group]) -> list[str]:
     """What a reader of the numbers should know: runs that are not at their end, and what is not alike."""
-    found = []
+    warnings = []
     for run in (run for group in groups for run in group.runs):
         if (step := run.records[-1]["step"]) < run.config["train"]["steps"]:
-            found.append(f"{run.folder} is at step {step:,} of {run.config['train']['steps']:,}")
+            warnings.append(f"{run.folder} is at step {step:,} of {run.config['train']['steps']:,}")
         if run.config.get("objective") == "rf" and (old := [r["step"] for r in run.records if "eval_loss" in r]):
-            found.append(
+            warnings.append(
                 f"{run.folder} has an evaluation loss up to step {old[-1]:,}, of older code: weighted as its training "
                 "was, it is neither a velocity error nor the loss of edm"
             )
 
     def tell(those: Sequence[Group], keys: Sequence[str], follows: str | None = None) -> None:
         if apart := unlike(those, keys):
-            found.extend(f"{key} differs: {told(values, those)}" for key, values in apart.items())
-            found.extend(filter(None, [follows]))
+            warnings.extend(f"{key} differs: {told(values, those)}" for key, values in apart.items())
+            warnings.extend(filter(None, [follows]))
 
     said = "not mean the same: none of them is said to reach another"
     tell(groups, COMPARABLE, f"numbers of runs that differ so do {said}")
@@ -205,7 +205,7 @@ def doubts(groups: Sequence[Group]) -> list[str]:
         having = [group for group in groups if group.curve(metric)]
         tell(having, METRICS[metric].alike, f"the {METRICS[metric].title} of runs that differ so does {said}")
     tell(groups, FAIR)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(warnings))
 
 
 def verdicts(groups: Sequence[Group]) -> list[str]:
@@ -213,12 +213,12 @@ def verdicts(groups: Sequence[Group]) -> list[str]:
     first = groups if len(groups) <= 4 else groups[:1]
     pairs = [(a, b) for a in groups for b in groups if a is not b and (a in first or b in first)]
     return [
-        reach(one, other, metric)
+        reach(run, other, metric)
         for metric in curve_metrics(groups)
         if METRICS[metric].better
-        for one, other in pairs
-        if one.curve(metric) and other.curve(metric)
-        if not unlike([one, other], (*COMPARABLE, *METRICS[metric].alike))
+        for run, other in pairs
+        if run.curve(metric) and other.curve(metric)
+        if not unlike([run, other], (*COMPARABLE, *METRICS[metric].alike))
     ]
 
 
@@ -232,18 +232,18 @@ def told(values: Sequence[object], groups: Sequence[Group]) -> str:
     return ", ".join(f"{value} ({', '.join(those)})" for value, those in {**names, **others}.items())
 
 
-def reach(one: Group, other: Group, metric: str) -> str:
+def reach(run: Group, other: Group, metric: str) -> str:
     """For people: when `one` first is where `other` ends."""
     goal, called = other.curve(metric)[-1], METRICS[metric].title
-    best = METRICS[metric].best(point.value for point in one.curve(metric))
-    point, spread = reached(one, metric, goal.value), (goal.spread or 0) + (one.curve(metric)[-1].spread or 0)
+    best = METRICS[metric].best(point.value for point in run.curve(metric))
+    point, spread = reached(run, metric, goal.value), (goal.spread or 0) + (run.curve(metric)[-1].spread or 0)
     if point is None and abs(best - goal.value) < spread:
         return (
-            f"{one.name} is level with {other.name} in {called}: {best:.4g} and {goal.value:.4g}, within their spread"
+            f"{run.name} is level with {other.name} in {called}: {best:.4g} and {goal.value:.4g}, within their spread"
         )
     if point is None:
-        return f"{one.name} does not reach the {called} {goal.value:.4g} of {other.name}: its best is {best:.4g}"
-    text = f"{one.name} reaches the {called} {goal.value:.4g} of {other.name} by step {point.step:,} (of {goal.step:,})"
+        return f"{run.name} does not reach the {called} {goal.value:.4g} of {other.name}: its best is {best:.4g}"
+    text = f"{run.name} reaches the {called} {goal.value:.4g} of {other.name} by step {point.step:,} (of {goal.step:,})"
     if point.flops and goal.flops:
         text += f", with {point.flops:.3g} FLOPs, {ratio(point.flops, goal.flops)} {goal.flops:.3g}"
     if point.seconds and goal.seconds:
@@ -254,8 +254,8 @@ def reach(one: Group, other: Group, metric: str) -> str:
     return text
 
 
-def ratio(own: float, other: float) -> str:
-    return f"{own / other:.2f} times the other's"
+def ratio(value: float, other: float) -> str:
+    return f"{value / other:.2f} times the other's"
 
 
 def unit(axis: str, most: float) -> tuple[str, float]:
@@ -278,8 +278,8 @@ def number(values: Sequence[float]) -> str:
 
 
 def speed(group: Group) -> str:
-    found = [[record["images_per_s"] for record in run.records if "images_per_s" in record] for run in group.runs]
-    return number([statistics.median(values) for values in found if values])
+    speeds = [[record["images_per_s"] for record in run.records if "images_per_s" in record] for run in group.runs]
+    return number([statistics.median(values) for values in speeds if values])
 
 
 def axes_of(groups: Sequence[Group], metrics: Sequence[str]) -> list[str]:

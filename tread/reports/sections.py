@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tread.drawing.charts import Panel
 from tread.evaluation.metric_table import METRICS, heldout_titles
-from tread.reports.comparison import Group, axes_of, column_metrics, doubts, number, panel, speed, unit, verdicts
+from tread.reports.comparison import Group, axes_of, cautions, column_metrics, number, panel, speed, unit, verdicts
 from tread.reports.known_scores import Score, curves_of, find_scores, find_sweeps
 from tread.reports.page import Page, data_uri, spread
 from tread.reports.runs import Found, told_time
@@ -86,7 +86,7 @@ def _wall(run: Found) -> str | None:
         return None
     try:
         (start,) = run.starts
-        began, ended = (datetime.datetime.fromisoformat(one["time"]) for one in (start, run.status))
+        began, ended = (datetime.datetime.fromisoformat(record["time"]) for record in (start, run.status))
         return duration((ended - began).total_seconds())
     except (ValueError, KeyError, TypeError):
         return None
@@ -109,25 +109,25 @@ def duration(seconds: float) -> str:
 
 def troubles_of(run: Found) -> list[str]:
     """What somebody who reads this run's numbers should know, the worst first."""
-    found = []
+    texts = []
     state, planned = run.state(), value_at(run.config, "train.steps")
     early = isinstance(planned, int) and run.step < planned
     if run.status.get("state") != "finished" or early:
-        found.append(f"{state}, at step {run.step:,}" + (f" of {planned:,}" if isinstance(planned, int) else ""))
-    found += run.problems
+        texts.append(f"{state}, at step {run.step:,}" + (f" of {planned:,}" if isinstance(planned, int) else ""))
+    texts += run.problems
     if bad := [record for record in run.records if record.get("bad_steps")]:
         count = sum(record["bad_steps"] for record in bad)
-        found.append(
+        texts.append(
             f"{count:,.0f} steps were skipped, since loss or gradient was not finite: between steps "
             f"{_before(run, bad[0]):,} and {bad[-1]['step']:,}"
         )
     for name, called in heldout_titles().items():
         if absurd := [record for record in run.records if record.get(name, 0) > 1000]:
-            found.append(f"the {called} is {absurd[0][name]:.3g} at step {absurd[0]['step']:,}")
+            texts.append(f"the {called} is {absurd[0][name]:.3g} at step {absurd[0]['step']:,}")
     if run.config and not value_at(run.config, "dataset.heldout"):
-        found.append("there is no held-out data, so no evaluation")
-    found += [str(text) for start in run.starts for text in start["warnings"]]
-    return list(dict.fromkeys(found + _resumptions(run)))
+        texts.append("there is no held-out data, so no evaluation")
+    texts += [str(text) for start in run.starts for text in start["warnings"]]
+    return list(dict.fromkeys(texts + _resumptions(run)))
 
 
 def _before(run: Found, record: dict) -> int:
@@ -137,21 +137,21 @@ def _before(run: Found, record: dict) -> int:
 
 def _resumptions(run: Found) -> list[str]:
     """That a run was started again, what was changed, and that its code was another or not committed."""
-    found = []
+    texts = []
     if len(run.starts) > 1:
         steps = ", ".join(f"{start['step']:,}" for start in run.starts[1:])
         times = "once" if len(run.starts) == 2 else f"{len(run.starts) - 1} times"
-        found.append(f"started again {times}, at step {steps}")
+        texts.append(f"started again {times}, at step {steps}")
     for before, now in zip(run.starts, run.starts[1:]):
         for key, (old, new) in differences(before["config"], now["config"]).items():
             if key not in LAUNCH:
-                found.append(f"{key} was {written(old)}, is {written(new)} from step {now['step']:,} on")
+                texts.append(f"{key} was {written(old)}, is {written(new)} from step {now['step']:,} on")
     commits = list(dict.fromkeys(str(start["versions"].get("git")) for start in run.starts))
     if len(commits) > 1:
-        found.append(f"its code changed between starts: commits {', '.join(commits)}")
+        texts.append(f"its code changed between starts: commits {', '.join(commits)}")
     elif commits and commits[0].endswith("+changes"):
-        found.append("its code differed from the commit that is stated: there were changes that were not committed")
-    return found
+        texts.append("its code differed from the commit that is stated: there were changes that were not committed")
+    return texts
 
 
 def time_of(run: Found) -> dict[str, float]:
@@ -167,15 +167,15 @@ def time_of(run: Found) -> dict[str, float]:
             since = record["seconds"]
     rest = run.status.get("spent") if isinstance(run.status.get("spent"), dict) else {}
     numbers = [*run.records, {key: value for key, value in rest.items() if isinstance(value, (int, float))}]
-    beside = {called: sum(record.get(key, 0.0) for record in numbers) for key, called in SPENT.items()}
-    found = {
+    apart = {called: sum(record.get(key, 0.0) for record in numbers) for key, called in SPENT.items()}
+    parts = {
         "start, before the first step": start,
         "the first step of each start": first,
         "other training steps" if first else "training steps": max(0.0, total - first - waited),
         "waiting for data": waited,
-        **beside,
+        **apart,
     }
-    return {name: seconds for name, seconds in found.items() if seconds > 0}
+    return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
 
 def settings_apart(runs: Sequence[Found]) -> dict[str, list[str]]:
@@ -256,12 +256,12 @@ def results(page: Page, subject: Subject) -> None:
 
 
 def troubles(page: Page, subject: Subject) -> None:
-    found = [subject.said(run, text) for run in subject.runs for text in troubles_of(run)]
+    texts = [subject.said(run, text) for run in subject.runs for text in troubles_of(run)]
     if len(subject.comparable) > 1:
-        found += [text for text in doubts(subject.comparable) if " is at step " not in text]
+        texts += [text for text in cautions(subject.comparable) if " is at step " not in text]
     page.section("Warnings")
-    if found:
-        page.points(found, "warnings")
+    if texts:
+        page.points(texts, "warnings")
     else:
         page.text("None: finished, no step was skipped, every file could be read.")
 
@@ -269,10 +269,10 @@ def troubles(page: Page, subject: Subject) -> None:
 def samples(page: Page, subject: Subject) -> None:
     shown, said = {}, []
     for run in subject.runs:
-        found = {
+        pictures = {
             int(path.stem[5:]): path for path in run.folder.glob("samples/step_*.png") if path.stem[5:].isdecimal()
         }
-        chosen, smaller = spread(found, PICTURES // len(subject.runs)), 0
+        chosen, smaller = spread(pictures, PICTURES // len(subject.runs)), 0
         for step, path in chosen.items():
             try:
                 uri, reduced = data_uri(path)
@@ -281,8 +281,8 @@ def samples(page: Page, subject: Subject) -> None:
                 continue
             shown.setdefault(subject.names[run.folder], {})[step] = uri
             smaller += reduced
-        if len(chosen) < len(found):
-            said.append(subject.said(run, f"{len(chosen)} of {len(found)} pictures are here, evenly chosen"))
+        if len(chosen) < len(pictures):
+            said.append(subject.said(run, f"{len(chosen)} of {len(pictures)} pictures are here, evenly chosen"))
         if smaller:
             said.append(subject.said(run, f"{smaller} pictures are smaller here than in samples/, as JPEGs"))
     if shown or said:
@@ -330,24 +330,24 @@ def _drawn(panel: Panel, metric: str, groups: Sequence[Group]) -> Panel:
 
 def scores(page: Page, subject: Subject) -> None:
     for run in subject.runs:
-        found, problems = find_scores(run.folder)
-        if not found and not problems:
+        scored, problems = find_scores(run.folder)
+        if not scored and not problems:
             continue
         if not any(title == "Scores" for title, _ in page.sections):
             page.section("Scores")
         if len(subject.runs) > 1:
             page.heading(subject.names[run.folder])
-        if found:
-            _score_table(page, found, run)
+        if scored:
+            _score_table(page, scored, run)
         if problems:
             page.points(problems, "warnings")
 
 
-def _score_table(page: Page, found: Sequence[Score], run: Found) -> None:
-    metrics = [name for name in METRICS if any(score.values.get(name) not in (None, "") for score in found)]
-    about = [key for key in ABOUT if any(score.values.get(key) not in (None, "") for score in found)]
+def _score_table(page: Page, scored: Sequence[Score], run: Found) -> None:
+    metrics = [name for name in METRICS if any(score.values.get(name) not in (None, "") for score in scored)]
+    about = [key for key in ABOUT if any(score.values.get(key) not in (None, "") for score in scored)]
     rows = []
-    for score in found:
+    for score in scored:
         cells = [_cell(score.values.get(name)) for name in metrics]
         cells = [
             f"{cell} of {score.counts[name]:,}" if name in score.counts else cell for name, cell in zip(metrics, cells)
@@ -359,7 +359,7 @@ def _score_table(page: Page, found: Sequence[Score], run: Found) -> None:
         rows.append([where, *cells, *(_cell(score.values.get(key)) for key in about)])
     titles = [METRICS[name].title + METRICS[name].arrow for name in metrics]
     page.table(["of", *titles, *(ABOUT[key] for key in about)], rows)
-    if notes := list(dict.fromkeys(note for score in found for note in score.notes)):
+    if notes := list(dict.fromkeys(note for score in scored for note in score.notes)):
         page.points(notes)
 
 
@@ -374,17 +374,17 @@ def _cell(value: object) -> str:
 
 
 def sweeps(page: Page, subject: Subject) -> None:
-    found, problems = {}, []
+    known, problems = {}, []
     for folder, run in [
         *((run.folder, run.folder) for run in subject.runs),
         *((path, None) for path in subject.sweeps),
     ]:
         swept, wrong = find_sweeps(folder, run)
-        found |= {sweep.folder.resolve(): (sweep, run) for sweep in swept if sweep.folder.resolve() not in found}
+        known |= {sweep.folder.resolve(): (sweep, run) for sweep in swept if sweep.folder.resolve() not in known}
         problems += wrong
-    if found or problems:
+    if known or problems:
         page.section("Guidance")
-    for sweep, run in found.values():
+    for sweep, run in known.values():
         page.heading(f"{sweep.folder}" + (f", with {subject.names[run]}" if run and len(subject.runs) > 1 else ""))
         page.text(sweep.kind)
         page.curves([{"": panel} for panel in curves_of(sweep)])
@@ -409,7 +409,7 @@ def settings(page: Page, subject: Subject) -> None:
     page.section("What ran")
     facts = [facts_of(run) for run in subject.runs]
     names = [subject.names[run.folder] for run in subject.runs]
-    page.table(["", *names], [[key, *(one[key] for one in facts)] for key in facts[0]])
+    page.table(["", *names], [[key, *(fact[key] for fact in facts)] for key in facts[0]])
     if len(subject.runs) > 1:
         page.heading("Settings that differ")
         apart = settings_apart(subject.runs)
