@@ -77,9 +77,6 @@ def _open_dataset(path: Path, crop: Crop | None) -> Pictures:
     return Pictures(str(path), len(data), (size, size), hashlib.sha256(json.dumps(shards).encode()).hexdigest(), read)
 
 
-# -------------------------------------------------------------------------------------------- npz
-
-
 class Npz:
     """Arrays of an .npz, whose large ones are read by rows. Never unpickles."""
 
@@ -180,9 +177,6 @@ def hash_of(path: Path, processes: Processes) -> str:
     if (size := path.stat().st_size) > 2e8:
         processes.say(f"reading {path}, {size_text(size)}, for its hash")
     return processes.from_main(lambda: sha256(path))
-
-
-# ------------------------------------------------------------------------------------------ files
 
 
 def _open_files(path: Path, inside: str | None, crop: Crop | None, processes: Processes) -> Pictures:

@@ -28,6 +28,7 @@ from tread.models.conditions import Text
 from tread.runtime.files import explain_failure
 
 NOTED = 3  # prompts that are named where something holds of many
+HELDOUT = "heldout"
 
 
 def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
@@ -130,9 +131,6 @@ def prompt_warnings(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
             notes.append(f"{shown} has {length:,} tokens, of which the network sees the first {tokens}")
     more = len(notes) - NOTED
     return notes[:NOTED] + ([f"likewise of {more:,} more"] if more > 0 else [])
-
-
-HELDOUT = "heldout"
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ from tread.runtime.versions import versions
 
 CLIP = "clip_score"  # its name in METRICS, and of its parts
 COUNT, TEXT_COUNT, EMBEDDED_COUNT = 50_000, 10_000, 1000  # samples, unless a number is asked for
+GRID = 64  # pictures of fid.png
 
 
 @dataclass(frozen=True)
@@ -308,9 +309,6 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
     return replace(options, reference=folders.pop())
 
 
-GRID = 64  # pictures of fid.png
-
-
 def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     """Check everything that can be checked at once, then score one thing after the other.
 
@@ -420,9 +418,6 @@ def keep_statistics(path: Path, scorer: ReferenceScorer, processes: Processes) -
         with explain_failure(path):
             save_statistics(path, scorer.features, pictures.count, pictures.resolution, processes)
         processes.say(f"{path}: statistics of {pictures.count:,} pictures of {scorer.reference.where}")
-
-
-# ---------------------------------------------------------------------------------------- scoring
 
 
 def score_checkpoint(

@@ -124,9 +124,6 @@ def adjacent(matrix: Tensor) -> float:
     return matrix.diagonal(1).mean().item()
 
 
-# ----------------------------------------------------------------------------------- of a checkpoint
-
-
 def settle_routes(saved: Trained, asked: Sequence[Route] | None) -> tuple[Route, ...]:
     """The routes asked for, or a network's own where these are None, with ends that count from 0, sorted.
 

@@ -25,6 +25,8 @@ UNSAID = ("every", "sampling", "checkpoints", "tags")  # sections that no name o
 COMPARABLE = ("dataset.name", "dataset.size", "dataset.heldout", "dataset.normalize", "objective")
 COMPARABLE += ("eval.points", "eval.noise_levels", "eval.fid_samples", "eval.fid_reference")
 FAIR = ("dataset.path", "optim", "ema", "rf", "train.batch_size", "train.steps")  # what may make a comparison unfair
+AXES = {"step": "steps", "flops": "training FLOPs", "seconds": "training time"}
+TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 
 
 @dataclass(frozen=True)
@@ -166,10 +168,6 @@ def write_table(path: Path, groups: Sequence[Group], metrics: Sequence[str]) -> 
             for run in group.runs:
                 known = {"group": group.name, "run": run.folder, "seed": run.config.get("seed")}
                 writer.writerows({**record, **known} for record in run.records if any(m in record for m in metrics))
-
-
-AXES = {"step": "steps", "flops": "training FLOPs", "seconds": "training time"}
-TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 
 
 def column_metrics(groups: Sequence[Group]) -> list[str]:

@@ -49,6 +49,17 @@ from tread.runtime.tensor_files import Weights
 PICTURES_UP_TO = 256  # a side
 DEFAULTS = {"batch_size": 64, "precision": "auto", "cpu_threads": None, "weights": "ema", "decode": True}  # sample.py's
 NETWORKS, GRIDS = 4, 16  # that are kept, so that what was loaded or drawn already takes no time
+HOST = "127.0.0.1"
+NEEDED = 6  # the first version of gradio that this is written for
+SAME = "none: the same network"
+DAY = (86400, 86400)  # seconds: how often pictures that the page showed are looked through, and how long they are kept
+STYLE = """
+.told {margin: 0; line-height: 1.5; min-height: 4.5em}
+.refused {color: #b91c1c; font-weight: 600}
+.dark .refused {color: #f87171}
+.grid img {width: 100%; height: 100%; object-fit: contain; padding-top: 30px}
+.command textarea {font-family: var(--font-mono); font-size: 0.85em}
+"""
 
 
 @dataclass(frozen=True)
@@ -334,19 +345,6 @@ def _quoted(text: str) -> str:
     """Text as Hydra reads it as such."""
     plain = re.fullmatch(r"[A-Za-z~./][\w./~-]*", text, re.ASCII) and text.lower() not in ("null", "true", "false")
     return text if plain else "'" + text.replace("'", r"\'") + "'"
-
-
-HOST = "127.0.0.1"
-NEEDED = 6  # the first version of gradio that this is written for
-SAME = "none: the same network"
-DAY = (86400, 86400)  # seconds: how often pictures that the page showed are looked through, and how long they are kept
-STYLE = """
-.told {margin: 0; line-height: 1.5; min-height: 4.5em}
-.refused {color: #b91c1c; font-weight: 600}
-.dark .refused {color: #f87171}
-.grid img {width: 100%; height: 100%; object-fit: contain; padding-top: 30px}
-.command textarea {font-family: var(--font-mono); font-size: 0.85em}
-"""
 
 
 def import_gradio() -> ModuleType:
