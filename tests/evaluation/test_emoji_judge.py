@@ -117,7 +117,7 @@ def test_inceptions_features_are_looked_at_where_they_are(folder, inception_file
     train, heldout = opened(folder)
     real, asked = real_emoji(train, heldout), ask(train, heldout, 4)
     found = judge_emoji(draw(4, "other"), asked, real, load_inception(inception_file))
-    assert tuple(found) == VALUES
+    assert [*found] == VALUES
     assert found["seen_top1_inception_real"] == found["held_top1_inception_real"] == 1
 
 
