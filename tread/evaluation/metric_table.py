@@ -86,7 +86,7 @@ _judged = functools.partial(Metric, curve=False, count="demo_samples")
 _log = functools.partial(Metric, of="training", compared=False)
 METRICS: dict[str, Metric] = {
     "eval_loss": Metric("evaluation loss", "lower", of="heldout", alike=("edm", "rf")),
-    "eval_velocity": Metric("velocity error", "lower", of="heldout"),
+    "eval_velocity": Metric("velocity error", "lower", of="heldout"),  # the same for all densities and weights
     "fid": Metric(
         "FID", "lower", alike=("edm", "rf.shift"), count="fid_samples", compute=_frechet("pool"), needs="statistics"
     ),

@@ -1,4 +1,4 @@
-"""The sections of a report, each from the runs to the page: their facts, their troubles, and where their time went."""
+"""The sections of a report, in their order on the page, each followed by what it alone is made of."""
 
 from __future__ import annotations
 
