@@ -15,7 +15,7 @@ import hydra
 from omegaconf import DictConfig
 
 from tread.evaluation import scoring
-from tread.evaluation.scoring import Options, read_options
+from tread.evaluation.scoring import ScoringOptions, read_options
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.distributed import share_work
@@ -29,4 +29,4 @@ def main(composed: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    open_door(main, schema.known_keys(Options))
+    open_door(main, schema.known_keys(ScoringOptions))

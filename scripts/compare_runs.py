@@ -25,12 +25,13 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 
 from tread.drawing.charts import save_panels
+from tread.evaluation.metric_table import METRICS
 from tread.reports.comparison import (
-    COLUMNS,
-    CURVES,
     Group,
     axes_of,
-    doubts,
+    cautions,
+    column_metrics,
+    curve_metrics,
     number,
     open_groups,
     panel,
@@ -53,9 +54,8 @@ def main() -> None:
         groups = open_groups([word for word in arguments if not word.startswith("out=")])
         check_place(out.parent, 0)
         show(groups)
-        shown = [metric for metric in CURVES if any(group.curve(metric) for group in groups)]
-        if shown:
-            write_table(out.with_name(out.name + ".csv"), groups, [*shown])
+        if shown := curve_metrics(groups):
+            write_table(out.with_name(out.name + ".csv"), groups, shown)
             axes = axes_of(groups, shown)
             save_panels(out.with_name(out.name + ".png"), [panel(groups, m, a) for m in shown for a in axes], len(axes))
             print(f"written: {out}.png, {out}.csv")
@@ -63,10 +63,11 @@ def main() -> None:
 
 def show(groups: Sequence[Group]) -> None:
     """Print the table, what is not alike, and who reaches whom."""
-    columns = [name for name in COLUMNS if any(group.last(name) for group in groups)]
+    columns = column_metrics(groups)
     longest = max((s for group in groups for s in group.last("seconds")), default=0)
     name, size = unit("seconds", longest)
-    print(f"| run | seeds | steps | {' | '.join([*map(COLUMNS.get, columns), 'images/s', name, 'FLOPs'])} |")
+    titles = [METRICS[column].title for column in columns]
+    print(f"| run | seeds | steps | {' | '.join([*titles, 'images/s', name, 'FLOPs'])} |")
     print("|---" * (len(columns) + 6) + "|")
     for group in groups:
         cells = [number(group.last(name)) for name in columns] + [speed(group)]
@@ -76,7 +77,7 @@ def show(groups: Sequence[Group]) -> None:
     for group in groups:
         if len(group.runs) > 1 or group.name != group.runs[0].folder.name:
             print(f"{group.name}: {', '.join(str(run.folder) for run in group.runs)}")
-    for text in doubts(groups):
+    for text in cautions(groups):
         print(f"warning: {text}")
     for text in verdicts(groups):
         print(text)

@@ -23,7 +23,7 @@ import torch
 from omegaconf import DictConfig
 
 from tread.reports import explorer
-from tread.reports.explorer import Explorer, Options
+from tread.reports.explorer import Explorer, ExplorerOptions
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import use_cores
@@ -33,7 +33,7 @@ from tread.runtime.device import use_cores
 def main(composed: DictConfig) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with explained("closed"):
-        options = schema.read(plain(composed), Options)
+        options = schema.read(plain(composed), ExplorerOptions)
         explorer.import_gradio()
         explorer.check_port(options.port)
         use_cores(options.cpu_threads, processes=1)
@@ -44,4 +44,4 @@ def main(composed: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    open_door(main, schema.known_keys(Options))
+    open_door(main, schema.known_keys(ExplorerOptions))

@@ -31,11 +31,10 @@ from tqdm import tqdm
 from tread.checkpoints import checkpoint
 from tread.diffusion.guidance import NO_GUIDANCE, Schedule
 from tread.drawing.charts import Line, Panel, save_heat_maps, save_panels
-from tread.encoders.clip import METRIC as CLIP
 from tread.evaluation import scoring
-from tread.evaluation.reference_scorer import ReferenceScorer
-from tread.evaluation.scorers import METRICS, choose_scorer
-from tread.evaluation.scoring import Options, ScoringPlan, plan_scoring, read_options, settle_paths, settle_reference
+from tread.evaluation.metric_table import METRICS, feature_metrics, names_of
+from tread.evaluation.scorers import choose_scorer
+from tread.evaluation.scoring import ScoringOptions, ScoringPlan, plan_scoring, read_options, settle_reference
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import use_precision
@@ -43,7 +42,7 @@ from tread.runtime.distributed import Processes, share_work
 from tread.runtime.files import check_place, explain_failure
 
 STRONG, WEAK = (0.0, 0.3, 0.5), (0.5, 0.7, 0.9)  # ratios where none are named
-COLUMNS = ("strong", "weak", "scale", "interval", "flops_relative", "step", "count", *METRICS)
+COLUMNS = ("strong", "weak", "scale", "interval", "flops_relative", "step", "count")  # and the metrics
 
 
 class Point(NamedTuple):
@@ -93,9 +92,9 @@ def main(composed: DictConfig) -> None:
         run(sweep, options, share_work(None, options.cpu_threads))
 
 
-def run(sweep: Sweep, options: Options, processes: Processes) -> None:
+def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
     """Check all settings, score each, then write the table and the figures."""
-    options, paths = processes.from_main(lambda: settle_paths(options))
+    options, paths = processes.from_main(lambda: scoring.settle_paths(options))
     check(sweep, options, paths)
     options, routed = replace(options, checkpoint=str(paths[0])), options.guidance.row.routed
     grid = sweep.points(routed)
@@ -130,7 +129,7 @@ def run(sweep: Sweep, options: Options, processes: Processes) -> None:
         write(folder, sweep, records, metric, routed)
 
 
-def check(sweep: Sweep, options: Options, paths: list[Path]) -> None:
+def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
     """Raise ValueError for a sweep that can't be."""
     if options.out is None:
         raise ValueError("out=… is needed: the folder for the table, the figures and each setting's score")
@@ -147,11 +146,11 @@ def check(sweep: Sweep, options: Options, paths: list[Path]) -> None:
             raise ValueError(f"a sweep is over constant numbers, but guidance.{name} is a schedule")
 
 
-def choose_metric(sweep: Sweep, options: Options, plans: list[ScoringPlan]) -> str:
+def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan]) -> str:
     """The metric to draw. Raises ValueError for one that is not found."""
     reference = settle_reference(options, plans).reference
-    judge = ReferenceScorer if reference else choose_scorer(plans[0].embedded, None)
-    allowed = [*judge.metrics, *([CLIP] if options.clip else [])]
+    scored = feature_metrics() if reference else choose_scorer(plans[0].embedded, None).metrics
+    allowed = [*scored, *([scoring.CLIP] if options.clip else [])]
     metric = sweep.metric or next(iter(allowed), None)
     if metric not in allowed:
         given = "a reference" if reference else "no reference"
@@ -159,7 +158,7 @@ def choose_metric(sweep: Sweep, options: Options, plans: list[ScoringPlan]) -> s
     return metric
 
 
-def setting(options: Options, point: Point) -> Options:
+def setting(options: ScoringOptions, point: Point) -> ScoringOptions:
     """fid.py's options for one point of the sweep. Raises ValueError if it can't be."""
     guidance = replace(options.guidance, **point._asdict())
     ratios = f"strong{point.strong:g}-weak{point.weak:g}-" if options.guidance.row.routed else ""
@@ -183,7 +182,7 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
         draw_curves(files[1], records, baseline, routed)
         if routed:
             draw_maps(files[2], sweep, records, metric)
-    best = {"lower": min, "higher": max}[METRICS[metric]](records, key=lambda point: records[point][metric])
+    best = METRICS[metric].best(records, key=lambda point: records[point][metric])
     record = records[best]
     without = f"; without guidance {baseline[metric]:.5g}" if baseline else ""
     print(
@@ -195,7 +194,7 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
 def write_table(path: Path, records: Mapping[Point, dict]) -> None:
     """A line a setting."""
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+        writer = csv.DictWriter(file, [*COLUMNS, *names_of("samples")], extrasaction="ignore")
         writer.writeheader()
         for point, record in records.items():
             writer.writerow({**record, **point._asdict(), "interval": within(point.interval, "")})
@@ -219,9 +218,9 @@ def draw_curves(path: Path, records: Mapping[Point, dict], baseline: dict | None
             Line(name(*key), sorted(by_scale), [by_scale[scale][metric] for scale in sorted(by_scale)])
             for key, by_scale in lines.items()
         ]
-        title = f"{metric}, {METRICS[metric]} is better, {count:,} samples"
+        title = f"{METRICS[metric].label}, {count:,} samples"
         levels = {"no guidance": baseline[metric]} if baseline and metric in baseline else {}
-        panels.append(Panel(title, "ω", metric, drawn, levels=levels))
+        panels.append(Panel(title, "ω", METRICS[metric].title, drawn, levels=levels))
     save_panels(path, panels, columns=min(3, len(panels)))
 
 
@@ -236,9 +235,9 @@ def draw_maps(path: Path, sweep: Sweep, records: Mapping[Point, dict], metric: s
     def levels(interval: tuple[float, ...] | None) -> str:
         return "" if sweep.interval == (None,) else f"{within(interval, 'within ') or 'all noise levels'}\n"
 
-    note = f"{next(iter(records.values()))['count']:,} samples, {METRICS[metric]} is better"
+    note = f"{next(iter(records.values()))['count']:,} samples"
     panels = {
-        f"{metric}, ω = {scale:g}\n{levels(interval)}{note}": panel(scale, interval, metric)
+        f"{METRICS[metric].label}, ω = {scale:g}\n{levels(interval)}{note}": panel(scale, interval, metric)
         for interval in sweep.interval
         for scale in sweep.scale
     }
@@ -251,4 +250,4 @@ def draw_maps(path: Path, sweep: Sweep, records: Mapping[Point, dict], metric: s
 
 
 if __name__ == "__main__":
-    open_door(main, [*schema.known_keys(Options), *schema.known_keys(Sweep, "sweep.")])
+    open_door(main, [*schema.known_keys(ScoringOptions), *schema.known_keys(Sweep, "sweep.")])

@@ -37,7 +37,7 @@ from tread.diffusion.solvers import Solver
 from tread.drawing.grids import draw_grid, name_rows, save_png
 from tread.encoders.autoencoder import load_decoder
 from tread.encoders.inception import at_hand, find_weights, load_inception
-from tread.evaluation.emoji_judge import Asked, Emoji, ask, judge_emoji, open_emoji, real_emoji
+from tread.evaluation.emoji_judge import Asked, EmojiSet, ask, judge_emoji, open_emoji, real_emoji
 from tread.preparing.emoji import ATTRIBUTION
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
@@ -143,7 +143,7 @@ def run(options: Options) -> None:
 
 
 def save_grid(
-    path: Path, shown: Asked, real: Emoji, columns: int, drawn: Callable[[Asked], Tensor], facts: dict
+    path: Path, shown: Asked, real: EmojiSet, columns: int, drawn: Callable[[Asked], Tensor], facts: dict
 ) -> None:
     """A row for each caption: the real emoji, then those drawn."""
     repeated = shown.repeated(columns)

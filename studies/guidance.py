@@ -42,7 +42,7 @@ def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
                 line[float(match[3])] = values
         over_scale = [mean_line(name, sorted(points.items())) for name, points in by_scale.items()]
         over_flops = [mean_line(name, sorted(points)) for name, points in by_flops.items()]
-        label = ", ".join(METRICS[metric])
+        label = METRICS[metric].label
         panels.append(Panel("", "guidance scale ω (1: none)", label, over_scale))
         panels.append(Panel("", "FLOPs of the networks a sample, 10^9", label, over_flops))
     if panels:

@@ -23,12 +23,11 @@ from tqdm import tqdm
 from scripts.export_checkpoint import export
 from studies.study import ROOT, Planned, Score, Training
 from tread.checkpoints.checkpoint import find
-from tread.evaluation.heldout_loss import CALLED
+from tread.evaluation.metric_table import names_of
 from tread.runtime.files import Lock, explain_failure, write_whole
 from tread.runtime.versions import git_revision
 from tread.training.run_folder import RunLog
 
-KEPT = ("step", "loss", *CALLED, "flops", "seconds")  # of a record of metrics.jsonl
 WRITES = {  # door → what it leaves in its `out`
     "fid.py": "fid.json",
     "scripts/similarity.py": "similarity.json",
@@ -244,9 +243,10 @@ def result(job: Job) -> dict | None:
         return before | {"scores": scores} if before else None
     start, batch = log.starts()[-1], job.training.cfg.train.batch_size
     points: dict[int, dict] = {}
+    kept = ("step", "loss", *names_of("heldout"), "flops", "seconds")
     for record in log.records():
         point = points.setdefault(record["step"], {"images": record["step"] * batch})
-        point |= {key: record[key] for key in KEPT if key in record}
+        point |= {key: record[key] for key in kept if key in record}
     said: Mapping = start.get("versions", {})
     return {
         "key": job.training.key,

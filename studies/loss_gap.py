@@ -55,5 +55,5 @@ def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
         points = sorted((gap, means[arm]) for arm, (_, gap) in mean_gaps.items() if arm in means)
         if points and "dense" in means:
             levels, line = {"dense": means["dense"]}, Line("routes", *map(list, zip(*points)))
-            panels.append(Panel("", label, METRICS[metric][0], [line], levels=levels))
+            panels.append(Panel("", label, METRICS[metric].title, [line], levels=levels))
     save_panels(path, panels, columns=2)

@@ -32,7 +32,7 @@ def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
         return values
 
     maps = {metric: cells for metric in (*study.figure.metrics, "flops") if not np.isnan(cells := matrix(metric)).all()}
-    titles = {metric: f"{METRICS[metric][0]} less the dense one's" for metric in study.figure.metrics}
+    titles = {metric: f"{METRICS[metric].title} less the dense one's" for metric in study.figure.metrics}
     shown = [(titles.get(metric, "training FLOPs over the dense one's"), cells) for metric, cells in maps.items()]
     if shown:
         labels = ("last block of the route", "first block of the route")

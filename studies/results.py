@@ -17,22 +17,8 @@ import numpy as np
 from studies.jobs import Job, result
 from studies.study import HERE, Planned, Study, plan
 from tread.drawing.charts import Line, Panel, save_panels
-from tread.evaluation.heldout_loss import CALLED
+from tread.evaluation.metric_table import METRICS, feature_metrics, names_of
 from tread.runtime.files import explain_failure, write_whole
-
-LOWER, HIGHER = "lower is better", "higher is better"
-METRICS = {
-    "loss": ("training loss", LOWER),
-    **{name: (called, LOWER) for name, called in CALLED.items()},
-    "kid": ("KID", LOWER),
-    "fid": ("FID", LOWER),
-    "label_agreement": ("label agreement", HIGHER),
-    "frechet_pixels": ("Fréchet distance in pixels", LOWER),
-    "seen_top1": ("seen captions, top 1", HIGHER),
-    "seen_top5": ("seen captions, top 5", HIGHER),
-    "held_top1": ("held-out compositions, top 1", HIGHER),
-    "held_top5": ("held-out compositions, top 5", HIGHER),
-}
 
 
 class Made(TypedDict):
@@ -160,18 +146,18 @@ def differences(
 
 def table(study: Study, results: Mapping[str, list[Made]]) -> str:
     """Markdown: a line an arm; means ± standard errors over the seeds, and paired differences."""
-    metrics = [m for m in (*study.figure.metrics, *METRICS) if any(series(runs, m) for runs in results.values())]
-    metrics = [metric for metric in dict.fromkeys(metrics) if metric != "loss" or "loss" in study.figure.metrics]
-    compared = [metric for metric in metrics if metric != "loss"][:1] if study.against else []
-    head = ["arm", "seeds", "images", "training FLOPs", *(METRICS[metric][0] for metric in metrics)]
-    for metric in compared:
-        head += [f"{METRICS[metric][0]} against its pair, at equal {what}" for what in ("images", "FLOPs")]
+    metrics = dict.fromkeys((*study.figure.metrics, *(name for name, metric in METRICS.items() if metric.compared)))
+    metrics = [metric for metric in metrics if any(series(runs, metric) for runs in results.values())]
+    compared = [metric for metric in metrics if METRICS[metric].compared][:1] if study.against else []
+    head = ["arm", "seeds", "images", "training FLOPs", *(METRICS[metric].title for metric in metrics)]
+    titles = [METRICS[metric].title for metric in compared]
+    head += [f"{title} against its pair, at equal {what}" for title in titles for what in ("images", "FLOPs")]
     more = getattr(own_module(study), "columns", None) if study.figure.kind == "own" else None
     extra = more(study, results) if more else {}
     head += extra
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     taught = [arm for arm in results if "alignment.encoder=inception" in study.arms[arm].overrides]
-    marks = {(arm, metric): " †" for arm in taught for metric in ("kid", "fid") if series(results[arm], metric)}
+    marks = {(arm, metric): " †" for arm in taught for metric in feature_metrics() if series(results[arm], metric)}
     for arm, runs in results.items():
         ends = [run["points"][-1] for run in runs if run["points"]]
         if not ends:
@@ -190,7 +176,7 @@ def table(study: Study, results: Mapping[str, list[Made]]) -> str:
     counts = [f"{count:,}" for count in sorted({score["count"] for score in scores if "count" in score})]
     notes = ["± one standard error over the seeds; – is not measured."]
     if counts:
-        scored = "KID and FID" if "kid" in metrics else "Scores"
+        scored = "KID and FID" if {*metrics} & {*feature_metrics()} else "Scores"
         notes.append(f"{scored} are of {' or '.join(counts)} samples.")
     if marks:
         notes.append("† The Inception network of KID and FID was the teacher of these, too: see the evaluation loss.")
@@ -202,9 +188,9 @@ def _cell(points: Sequence[tuple[dict, list[float]]], metric: str) -> str:
     if not points:
         return "–"
     means = [statistics.mean(values) for _, values in points]
-    best = (max if METRICS[metric][1] == HIGHER else min)(range(len(means)), key=means.__getitem__)
+    best = METRICS[metric].best(range(len(means)), key=means.__getitem__)
     said = shown(points[-1][1])
-    if metric in CALLED and best < len(means) - 1:
+    if metric in names_of("heldout") and best < len(means) - 1:
         said += f" (best {means[best]:.5g} at {points[best][0]['images']:,})"
     return said
 
@@ -251,7 +237,7 @@ def _curves(results: Mapping[str, list[Made]], metric: str) -> list[Panel]:
         for arm, runs in results.items():
             points = [(point[axis] / unit, values) for point, values in series(runs, metric) if axis in point]
             lines.append(mean_line(arm, points))
-        panels.append(Panel("", label, ", ".join(METRICS[metric]), lines))
+        panels.append(Panel("", label, METRICS[metric].label, lines))
     return panels
 
 
@@ -263,7 +249,7 @@ def _ends(results: Mapping[str, list[Made]], metric: str) -> list[Panel]:
         for run, value in zip(results[arm], values):
             by_seed.setdefault(run["seed"], {})[place] = value
     lines = [Line(f"seed {seed}", [*at], [*at.values()], None) for seed, at in sorted(by_seed.items())]
-    return [Panel("", "", ", ".join(METRICS[metric]), lines, names=tuple(ends))]
+    return [Panel("", "", METRICS[metric].label, lines, names=tuple(ends))]
 
 
 def mean_line(name: str, points: Sequence[tuple[float, Sequence[float]]]) -> Line:

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from scripts.judge_emoji import Options as JudgeOptions
 from scripts.similarity import Options as SimilarityOptions
 from tread.checkpoints.network import TextSettings, build_network
-from tread.evaluation.scoring import Options as ScoringOptions
+from tread.evaluation.scoring import ScoringOptions
 from tread.models.backbone import Backbone
 from tread.runtime import schema
 from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore

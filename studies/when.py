@@ -54,7 +54,7 @@ def draw(study: Study, results: Mapping[str, list[Made]], path: Path) -> None:
                 points = [(point["images"] / 1e3, values) for point, values in gaps]
                 lines.append(mean_line(routed.partition(",")[0], points))
         if lines:
-            title = f"{METRICS[metric][0]}: routed less dense, by the same FLOPs"
+            title = f"{METRICS[metric].title}: routed less dense, by the same FLOPs"
             panels.append(Panel(title, "images the routed run has seen, thousands", "", lines, levels={"even": 0.0}))
     if panels:
         save_panels(path, panels, columns=len(panels))

@@ -25,7 +25,7 @@ from tread.diffusion.sampling import Model, Sampler, draw, draw_pictures, relati
 from tread.diffusion.solvers import Churn, heun
 from tread.drawing.charts import save_curve
 from tread.drawing.grids import save_grid
-from tread.evaluation.heldout_loss import CALLED
+from tread.evaluation.metric_table import heldout_titles
 from tread.runtime.device import use_precision
 from tread.runtime.randomness import generator, seeded_normal
 
@@ -378,7 +378,7 @@ def test_grid_places_pictures_row_by_row(tmp_path):
 
 def test_curve_is_drawn(tmp_path):
     records = [{"step": s, "loss": 1 / s} for s in range(1, 9)] + [{"step": 8, "eval_loss": 0.1}]
-    save_curve(tmp_path / "loss.png", records, routed=True, evaluations=CALLED)
+    save_curve(tmp_path / "loss.png", records, routed=True, evaluations=heldout_titles())
     drawn = np.asarray(Image.open(tmp_path / "loss.png").convert("RGB")).reshape(-1, 3)
     assert len(np.unique(drawn, axis=0)) > 10
 

@@ -146,7 +146,7 @@ def read_import(tree: dict) -> settings.Settings:
     return settings.read(tree)
 
 
-def read_sweep(tree: dict) -> scoring.Options:
+def read_sweep(tree: dict) -> scoring.ScoringOptions:
     schema.read(tree.pop("sweep"), guidance_sweep.Sweep, "sweep.")
     return scoring.read_options(tree)
 
@@ -158,7 +158,7 @@ def read_as(kind: type) -> tuple[list[str], Callable[[dict], object]]:
 DOORS = {  # script → its config, the keys it knows, and how it reads them
     "train.py": ("config", TRAIN, settings.read),
     "sample.py": ("sample", *read_as(sample.Options)),
-    "fid.py": ("fid", schema.known_keys(scoring.Options), scoring.read_options),
+    "fid.py": ("fid", schema.known_keys(scoring.ScoringOptions), scoring.read_options),
     "scripts/prepare_latents.py": ("prepare_latents", *read_as(prepare_latents.Options)),
     "scripts/prepare_features.py": ("prepare_features", *read_as(prepare_features.Options)),
     "scripts/prepare_text.py": ("prepare_text", *read_as(prepare_text.Options)),
@@ -170,10 +170,10 @@ DOORS = {  # script → its config, the keys it knows, and how it reads them
     ),
     "scripts/export_checkpoint.py": ("export_checkpoint", *read_as(export_checkpoint.Options)),
     "scripts/reconstruct_ema.py": ("reconstruct_ema", *read_as(reconstruct_ema.Options)),
-    "scripts/explore.py": ("explore", *read_as(explore.Options)),
+    "scripts/explore.py": ("explore", *read_as(explore.ExplorerOptions)),
     "scripts/guidance_sweep.py": (
         "guidance_sweep",
-        [*schema.known_keys(scoring.Options), *schema.known_keys(guidance_sweep.Sweep, "sweep.")],
+        [*schema.known_keys(scoring.ScoringOptions), *schema.known_keys(guidance_sweep.Sweep, "sweep.")],
         read_sweep,
     ),
     "scripts/similarity.py": ("similarity", *read_as(similarity.Options)),
@@ -305,7 +305,7 @@ def test_files_and_keys_named_in_words_exist(page):
     text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.M | re.S)
     for path in re.findall(r"\b(?:tests|tread|configs|scripts|benchmarks)/[\w./-]+\.(?:py|sh|yaml|json|png)\b", text):
         assert (ROOT / path).exists(), f"{page}: {path}"
-    known = [*settings.known_keys(), *schema.known_keys(scoring.Options)]
+    known = [*settings.known_keys(), *schema.known_keys(scoring.ScoringOptions)]
     sections = "|".join({key.partition(".")[0] for key in known if "." in key})
     no_keys = ("train.py", "rf.py", "dataset.json", "model.routing", "alignment.txt", "text.txt")  # files; a variable
     for code in re.findall(r"`([^`]+)`", text):

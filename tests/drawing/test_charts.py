@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tread.drawing.charts import Line, Panel, save_curve, save_heat_maps, save_panels
-from tread.evaluation.heldout_loss import CALLED
+from tread.evaluation.metric_table import heldout_titles
 
 
 @pytest.fixture
@@ -64,16 +64,19 @@ def test_a_loss_curve_of_one_point_shows_it(figures, tmp_path):
         tmp_path / "loss.png",
         [{"step": 20, "loss": 0.5}, {"step": 20, "eval_loss": 0.4}],
         routed=True,
-        evaluations=CALLED,
+        evaluations=heldout_titles(),
     )
     lines = figures[0].axes[0].lines
     assert [line.get_xydata().tolist() for line in lines] == [[[20.0, 0.5]], [[20.0, 0.4]]]
     assert all(line.get_marker() == "o" for line in lines)
     save_curve(
-        tmp_path / "loss.png", [{"step": s, "loss": 1.0 / s} for s in range(1, 100)], routed=False, evaluations=CALLED
+        tmp_path / "loss.png",
+        [{"step": s, "loss": 1.0 / s} for s in range(1, 100)],
+        routed=False,
+        evaluations=heldout_titles(),
     )
     assert figures[1].axes[0].lines[0].get_marker() != "o"  # a hundred points are a line
-    save_curve(tmp_path / "loss.png", [], routed=False, evaluations=CALLED)
+    save_curve(tmp_path / "loss.png", [], routed=False, evaluations=heldout_titles())
     assert (tmp_path / "loss.png").stat().st_size > 1000
 
 

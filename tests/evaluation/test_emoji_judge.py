@@ -21,11 +21,14 @@ from tread.data.text_writer import TextWriter
 from tread.data.writer import write_dataset
 from tread.encoders.inception import load_inception
 from tread.encoders.words import WordEncoder, make_vocabulary
-from tread.evaluation.emoji_judge import VALUES, Asked, Emoji, ask, judge_emoji, real_emoji
+from tread.evaluation.emoji_judge import Asked, EmojiSet, ask, judge_emoji, real_emoji
+from tread.evaluation.metric_table import names_of, with_real
 from tread.preparing.emoji import MEANING
 from tread.preparing.encode_text import write_shards
 from tread.runtime.randomness import generator
 from tread.training.run_folder import RunLog
+
+VALUES = with_real(names_of("demo"))
 
 WORDS = ("red", "green", "blue", "white")
 CAPTIONS = {
@@ -104,7 +107,7 @@ def test_real_emoji_are_retrieved_and_others_as_distances_by_hand_say(folder):
 
 
 def test_an_emoji_that_carries_the_caption_too_is_as_good():
-    real = Emoji(draw(3, "three"), [["a hat"], ["crown", "A hat"], ["shoe"]])
+    real = EmojiSet(draw(3, "three"), [["a hat"], ["crown", "A hat"], ["shoe"]])
     asked = Asked(np.array([0, 2]), np.array(["seen", "seen"]), None)
     found = judge_emoji(real.pictures[[1, 1]], asked, real)
     assert found["seen_top1"] == 0.5 and found["seen_top1_real"] == 1 and "held_top1" not in found
@@ -114,7 +117,7 @@ def test_inceptions_features_are_looked_at_where_they_are(folder, inception_file
     train, heldout = opened(folder)
     real, asked = real_emoji(train, heldout), ask(train, heldout, 4)
     found = judge_emoji(draw(4, "other"), asked, real, load_inception(inception_file))
-    assert tuple(found) == VALUES
+    assert [*found] == VALUES
     assert found["seen_top1_inception_real"] == found["held_top1_inception_real"] == 1
 
 

@@ -31,7 +31,7 @@ from tread.encoders.language import text_encoder
 from tread.evaluation import scoring
 from tread.evaluation.image_sets import open_pictures
 from tread.evaluation.prompts import read_prompts
-from tread.reports.explorer import Explorer, Options
+from tread.reports.explorer import Explorer, ExplorerOptions
 from tread.runtime import cli, schema
 from tread.runtime.distributed import share_work
 
@@ -196,7 +196,7 @@ def test_what_can_not_be_is_refused(folder, composed):
         with pytest.raises(SystemExit, match=shown):
             launch(folder, *words)
     assert sorted(folder.iterdir()) == before
-    options = schema.read(composed(f"checkpoint={folder}/results/words", name="explore"), Options)
+    options = schema.read(composed(f"checkpoint={folder}/results/words", name="explore"), ExplorerOptions)
     with pytest.raises(ValueError, match="trained with captions, but this page draws classes"):
         Explorer(options, torch.device("cpu"), "sample.py")
 

@@ -14,10 +14,11 @@ from tread.data.parts import PartStore
 from tread.encoders import inception as kept
 from tread.encoders.inception import Inception, extract, load_inception
 from tread.evaluation import image_sets
+from tread.evaluation.metric_table import METRICS, feature_metrics
 from tread.evaluation.reference_scorer import ReferenceScorer
 from tread.runtime.distributed import share_work
 
-METRICS = tuple(ReferenceScorer.metrics)
+NAMES = tuple(feature_metrics())
 NARROW = 16  # times fewer features than the Inception has, 2048 / 16 = 128 of them, where a file states their moments
 
 
@@ -60,7 +61,7 @@ def test_every_metric_is_its_definition(tmp_path, pictures_of):
     np.savez(tmp_path / "batch.npz", pictures_of(70, 8, 0))
     reference = open_reference(tmp_path / "batch.npz")
     values, unavailable = score(parts_of(tmp_path / "a", ours), reference, parts_of(tmp_path / "b", theirs, 33))
-    assert tuple(sorted(values)) == tuple(sorted(METRICS)) and not unavailable
+    assert tuple(sorted(values)) == tuple(sorted(NAMES)) and not unavailable
     assert values["fid"] == pytest.approx(frechet(ours["pool"], theirs["pool"]), rel=1e-6)
     assert values["sfid"] == pytest.approx(frechet(ours["spatial"], theirs["spatial"]), rel=1e-6)
     p = ours["probabilities"].astype(np.float64)
@@ -82,8 +83,8 @@ def test_a_set_against_itself(tmp_path, pictures_of):
     assert abs(values["fid"]) < 1e-6 and abs(values["sfid"]) < 1e-6
     assert values["precision"] == values["recall"] == 1
     others, _ = score(parts_of(tmp_path / "c", features(60, 2, 0.5)), reference, parts_of(tmp_path / "d", same))
-    for name in set(METRICS) - {"inception_score"}:  # no other set is as near to the reference
-        assert (values[name] < others[name]) == (ReferenceScorer.metrics[name] == "lower")
+    for name in set(NAMES) - {"inception_score"}:  # no other set is as near to the reference
+        assert (values[name] < others[name]) == (METRICS[name].better == "lower")
 
 
 def test_what_can_t_be_scored_is_said(tmp_path, pictures_of):
@@ -96,7 +97,7 @@ def test_what_can_t_be_scored_is_said(tmp_path, pictures_of):
     )
     assert values.keys() == {"fid"} and values["fid"] == pytest.approx(0, abs=1e-4)
     assert "mu_s" in unavailable["sfid"] and "fc" in unavailable["inception_score"] and "arr_0" in unavailable["recall"]
-    assert set(values) | set(unavailable) == set(METRICS)
+    assert set(values) | set(unavailable) == set(NAMES)
     np.savez(tmp_path / "three.npz", pictures_of(3, 8, 0))
     three = parts_of(tmp_path / "b", {key: array[:3] for key, array in ours.items()})
     values, unavailable = score(parts_of(tmp_path / "a", ours), open_reference(tmp_path / "three.npz"), three, False)

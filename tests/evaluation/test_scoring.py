@@ -29,7 +29,7 @@ from tread.encoders.autoencoder import load_decoder
 from tread.encoders.inception import extract, load_inception
 from tread.evaluation import digits_judge, score_files, scorers, scoring
 from tread.evaluation.metrics import Moments, frechet_distance
-from tread.evaluation.scoring import Options, plan_scoring, read_options, settle_crop
+from tread.evaluation.scoring import ScoringOptions, plan_scoring, read_options, settle_crop
 from tread.preparing import digits
 from tread.preparing.images import Crop
 from tread.runtime.distributed import share_work
@@ -243,7 +243,7 @@ def test_the_columns_of_a_table_stay():
     metrics = "fid,sfid,inception_score,precision,recall,kid,label_agreement,frechet_pixels,clip_score"
     rest = "reference,reference_count,sampler,steps,nfe,flops_relative,guidance,weak_network"
     rest += ",labels,first_seed,weights,dtype,checkpoint"
-    assert ",".join(score_files.COLUMNS) == f"time,step,count,{metrics},{rest}"
+    assert ",".join(score_files.columns()) == f"time,step,count,{metrics},{rest}"
 
 
 def test_files_that_are_there_already_are_kept(tmp_path, run, inception_file, pictures_of):
@@ -280,7 +280,7 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
 
     def settings_of(latents=RGB, reference="r", config=found.info["config"], **changed):
         one = checkpoint.Checkpoint(found.folder, found.info | {"latents": asdict(latents), "config": config})
-        plan = plan_scoring(read(base | changed, Options), one, "fp32")
+        plan = plan_scoring(read(base | changed, ScoringOptions), one, "fp32")
         return replace(plan, reference=reference, inception="i").fingerprint
 
     usual = settings_of()

@@ -12,7 +12,17 @@ import pytest
 from conftest import launch
 from PIL import Image
 
-from tread.reports.comparison import COMPARABLE, CURVES, FAIR, open_groups, reach, reached, unit, unlike, write_table
+from tread.reports.comparison import (
+    COMPARABLE,
+    FAIR,
+    curve_metrics,
+    open_groups,
+    reach,
+    reached,
+    unit,
+    unlike,
+    write_table,
+)
 
 CONFIG = {
     "name": "a",
@@ -90,14 +100,12 @@ def test_when_one_run_is_as_far_as_another(tmp_path):
     one, other = open_groups([routed, dense])
     point = reached(one, "eval_loss", 2.0)
     assert (point.step, point.flops, point.seconds) == (200, 1000.0, 400.0) and reached(one, "eval_loss", 1.0) is None
-    text = reach(one, other, "eval_loss", "evaluation loss")
+    text = reach(one, other, "eval_loss")
     assert text == (
         "tread reaches the evaluation loss 2 of dit by step 200 (of 300), with 1e+03 FLOPs, "
         "0.33 times the other's 3e+03, in 6.67 minutes, 0.67 times the other's 10"
     )
-    assert reach(other, one, "eval_loss", "evaluation loss") == (
-        "dit does not reach the evaluation loss 1.8 of tread: its best is 2"
-    )
+    assert reach(other, one, "eval_loss") == ("dit does not reach the evaluation loss 1.8 of tread: its best is 2")
 
 
 def test_records_of_before_times_were_kept_are_compared_by_steps_alone(tmp_path):
@@ -107,7 +115,7 @@ def test_records_of_before_times_were_kept_are_compared_by_steps_alone(tmp_path)
     (tmp_path / "old" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in old))
     one, other = open_groups([folder, write_run(tmp_path / "new", [2.0, 1.0], model__name="dit")])
     assert [(point.flops, point.seconds) for point in one.curve("eval_loss")] == [(None, None)] * 2
-    text = reach(one, other, "eval_loss", "evaluation loss")
+    text = reach(one, other, "eval_loss")
     assert "by step 200" in text and "FLOPs" not in text and "minutes" not in text
 
 
@@ -139,7 +147,7 @@ def test_rectified_flows_compare_by_the_velocity_error_alone(tmp_path, capsys):
 
     def shown(*folders: str) -> str:
         groups = open_groups(folders)
-        assert all(sum(bool(group.curve(metric)) for metric in CURVES) == 1 for group in groups)
+        assert all(sum(bool(group.curve(metric)) for metric in curve_metrics(groups)) == 1 for group in groups)
         compare_runs.show(groups)
         return capsys.readouterr().out
 

@@ -21,7 +21,7 @@ import sample
 from tread.checkpoints.for_sampling import Trained
 from tread.diffusion.guidance import KINDS, Guidance
 from tread.reports import explorer as module
-from tread.reports.explorer import DEFAULTS, Explorer, Options, Side, branches, controls
+from tread.reports.explorer import DEFAULTS, Explorer, ExplorerOptions, Side, branches, controls
 
 DIGITS = ROOT / "tests" / "recorded" / "run"
 CPU = torch.device("cpu")
@@ -37,8 +37,8 @@ SIDES = {
 }
 
 
-def options(checkpoint: object, **changed) -> Options:
-    return replace(Options(str(checkpoint), 7860, 64, "auto", None, "ema", True, None), **changed)
+def options(checkpoint: object, **changed) -> ExplorerOptions:
+    return replace(ExplorerOptions(str(checkpoint), 7860, 64, "auto", None, "ema", True, None), **changed)
 
 
 @pytest.fixture
@@ -151,8 +151,8 @@ def test_networks_and_pictures_are_kept(explorer, monkeypatch):
 def test_a_checkpoint_that_is_written_anew_is_read_anew(explorer, composed):
     before = explorer.draw(Side("none", steps=2), [0], "0").grid
     shutil.rmtree("results/a")
-    _, folder = save_checkpoint(explorer.trained.found.folder.parent, composed, step=4)
-    folder.rename(explorer.trained.found.folder)
+    _, folder = save_checkpoint(explorer.saved.found.folder.parent, composed, step=4)
+    folder.rename(explorer.saved.found.folder)
     assert not same(before, explorer.draw(Side("none", steps=2), [0], "0").grid)
 
 
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_vanishes_meanwhile_is_told(explorer):
     shutil.move("results/weak", "results/elsewhere")
     with pytest.raises(FileNotFoundError, match="no checkpoint at results/weak: .* not there"):
         explorer.draw(side, [0], "0")
-    (explorer.trained.found.folder / "ema.safetensors").unlink()
+    (explorer.saved.found.folder / "ema.safetensors").unlink()
     with pytest.raises(ValueError, match="ema.safetensors is missing"):
         explorer.draw(Side("none", steps=2), [0], "0")
     shutil.rmtree("results")

@@ -8,14 +8,22 @@ import math
 import numpy as np
 import pytest
 import torch
+from test_routing_module import mixing
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from routing_module import Route, draw_ids, num_keep
+from dit import DiT
+from routing_module import RULES, Record, Route, draw_ids, num_keep, run_blocks, settle_ids
 from tread.data.dataset import Batch
 from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
-from tread.diffusion.guidance import Guidance
+from tread.diffusion.guidance import Branch, Guidance, guided
 from tread.diffusion.sampling import Model, Sampler, draw
+from tread.models.maskdit import MaskDiT
+from tread.models.sprint import Sprint
+from tread.routing.hooks import attach_routes
 from tread.routing.ids import (
+    LargestNorm,
     RatioSchedule,
     check_ratio,
     choose_ids,
@@ -23,6 +31,7 @@ from tread.routing.ids import (
     force,
     group_ids,
     keep_prefix,
+    pair,
     row_ids,
     shared_ids,
     with_ratio,
@@ -373,3 +382,162 @@ def test_a_pictures_ids_follow_from_its_seed_alone(tiny, select):
     assert all(len({str(one[call]) for one in together.values()}) > 1 for call in range(6))
     if select == "row":
         assert all(ids == [4 * (i // 4) + j for i in ids[::4] for j in range(4)] for ids in together[5])
+
+
+# ------------------------------------------------------------------------------- all tokens, stale ones
+
+
+def stale_twin(blocks, x, route, ids_keep):
+    """Sample by sample: every block on all tokens; behind the route only those named by ids are the blocks'."""
+    samples = []
+    for sample in range(len(x)):
+        here = [x[sample, place] for place in range(x.shape[1])]
+        for number, block in enumerate(blocks):
+            if number == route.start:
+                before = list(here)
+            here = list(block(torch.stack(here)[None])[0])
+            if number == route.end:
+                kept = set(ids_keep[sample].tolist())
+                here = [token if place in kept else before[place] for place, token in enumerate(here)]
+        samples.append(torch.stack(here))
+    return torch.stack(samples)
+
+
+@pytest.mark.parametrize(("start", "end"), [(2, 4), (0, 6), (3, 3), (4, -1)])
+def test_a_stale_route_runs_all_tokens_and_equals_a_loop(start, end):
+    """With gradients; every block sees N tokens, and the record has the route's ids and its blocks' whole outputs."""
+    blocks, x = mixing(), torch.randn(2, 8, 8, dtype=torch.float64, requires_grad=True)
+    route, seen = Route(start, end, rejoin="stale"), []
+    ids = draw_ids(uniform(2, 8), 0.5, sort=False)
+    watched = [lambda tokens, block=block: seen.append(tokens.shape[1]) or block(tokens) for block in blocks]
+    found = run_blocks(watched, x, routes=[(route, ids)], record=(record := Record((start,))))
+    assert seen == [8] * 7 and record.ids[0] is ids
+    assert record.outputs[start][0].shape == (2, 8, 8) and record.outputs[start][1] is None
+    expected = stale_twin(blocks, x, route.resolve(7), ids)
+    torch.testing.assert_close(found, expected)
+    assert (found - run_blocks(blocks, x, routes=[(Route(start, end), ids)])).abs().max() > 0.01
+    weight, inputs = torch.randn_like(x), [x, *(p for block in blocks for p in block.parameters())]
+    ours, theirs = (torch.autograd.grad((out * weight).sum(), inputs) for out in (found, expected))
+    for one, other in zip(ours, theirs):
+        torch.testing.assert_close(one, other)
+
+
+def test_flops_of_a_stale_route_are_those_of_all_tokens():
+    """Against torch's counter."""
+    network = DiT(input_size=8, in_channels=4, num_classes=10, patch_size=2, hidden_size=32, depth=6, num_heads=2)
+    route = Route(1, 3, 0.5, rejoin="stale")
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        network(torch.randn(2, 4, 8, 8), torch.rand(2), torch.arange(2), [(route, draw_ids(uniform(2, 16), 0.5))])
+    assert 2 * network.forward_flops([route]) == counter.get_total_flops() == 2 * network.forward_flops()
+
+
+def test_what_can_not_rejoin_stale_refuses_to():
+    sizes = {"input_size": 8, "in_channels": 4, "patch_size": 2, "hidden_size": 32, "num_heads": 2, "num_classes": 10}
+    given, ids = (torch.randn(2, 4, 8, 8), torch.rand(2), torch.arange(2)), draw_ids(uniform(2, 16), 0.5)
+    with pytest.raises(ValueError, match="rejoin stale is given, but SPRINT puts mask tokens"):
+        Sprint(depth=6, **sizes)(*given, [(Route(2, 3, rejoin="stale"), ids)])
+    whole = Route(0, -1, fp32="off", rejoin="stale")
+    with pytest.raises(ValueError, match="MaskDiT drops tokens before its encoder"):
+        MaskDiT(depth=4, **sizes)(*given, [(whole, ids)])
+    with pytest.raises(ValueError, match="route 0→-1 has rejoin=stale.*run_blocks does the rest"):
+        attach_routes(torch.nn.ModuleList(mixing()), whole)
+    with pytest.raises(ValueError, match="rejoin is 'fresh', but must be null, a block or stale"):
+        Route(0, 1, rejoin="fresh")
+
+
+# ------------------------------------------------------------------------------ rules that score tokens
+
+
+def test_without_chance_the_largest_norms_are_kept(monkeypatch):
+    """Against a sort of the norms, in raster order, whatever the draws."""
+    monkeypatch.setitem(RULES, "norm", LargestNorm(temperature=0.0))
+    tokens = torch.randn(5, 12, 4) * uniform(5, 12, 1)[:, :, None].exp()
+    norms = [[float(sum(value**2 for value in token)) for token in sample] for sample in tokens.double()]
+    expected = [sorted(sorted(range(12), key=lambda place: -sample[place])[:5]) for sample in norms]
+    for seed in range(3):
+        run_blocks([lambda x: x] * 3, tokens, routes=[(Route(1, 1, 0.6, select="norm"), uniform(5, 12, seed))],
+                   record=(record := Record()))  # fmt: skip
+        assert record.ids[0].tolist() == expected
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_chances_of_norms_are_those_of_draws_without_replacement(monkeypatch, temperature):
+    """Two of four tokens: each subset's share against the sum over both orders of exp(z / T), drawn one by one."""
+    monkeypatch.setitem(RULES, "norm", LargestNorm(temperature))
+    lengths, count = [1.0, 2.0, 0.5, 1.5], 40000
+    logs = [math.log(length) for length in lengths]
+    mean = sum(logs) / 4
+    std = math.sqrt(sum((value - mean) ** 2 for value in logs) / 3)
+    weights = [math.exp((value - mean) / std / temperature) for value in logs]
+    tokens = torch.tensor(lengths)[None, :, None] * torch.tensor([0.6, 0.0, -0.8])
+    ids = settle_ids(Route(0, 0, 0.5, select="norm"), uniform(count, 4), tokens.expand(count, -1, -1))
+    for one, other in itertools.combinations(range(4), 2):
+        total = sum(weights)
+        pairs = ((one, other), (other, one))
+        chance = sum(weights[a] / total * weights[b] / (total - weights[a]) for a, b in pairs)
+        share = (ids == torch.tensor([one, other])).all(dim=1).double().mean().item()
+        assert abs(share - chance) < 5 * math.sqrt(chance * (1 - chance) / count), (one, other)
+
+
+def test_scored_routes_choose_before_their_first_block_and_are_recorded_in_order():
+    """Handing the recorded ids in directly is the same pass, its gradients too: none goes through the scores."""
+    blocks, x = mixing(), torch.randn(2, 8, 8, dtype=torch.float64, requires_grad=True)
+    late, early = Route(5, 5, 0.25, select="norm"), Route(1, 3, select="norm")
+    given, record = [(late, uniform(2, 8, 1)), (early, uniform(2, 8, 2))], Record()
+    found = run_blocks(blocks, x, routes=given, record=record)
+    assert [tuple(ids.shape) for ids in record.ids] == [(2, 6), (2, 4)]
+    assert torch.equal(record.ids[1], settle_ids(early, given[1][1], blocks[0](x)))
+    routes = [(route, ids) for (route, _), ids in zip(given, record.ids)]
+    expected = run_blocks(blocks, x, routes=routes, record=(again := Record()))
+    assert torch.equal(found, expected) and all(map(torch.equal, record.ids, again.ids))
+    inputs = [x, *(p for block in blocks for p in block.parameters())]
+    ours, theirs = (torch.autograd.grad(out.square().sum(), inputs) for out in (found, expected))
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_scored_routes_are_chosen_by_run_blocks_alone():
+    route, draws = Route(1, 2, select="norm"), uniform(2, 16)
+    assert pair(route, draws, (4, 4))[1] is draws and pair(Route(1, 2), draws, (4, 4))[1].dtype == torch.int64
+    with pytest.raises(ValueError, match='select="norm" scores the tokens before the route.*run_blocks'):
+        choose_ids(route, draws, (4, 4))
+    with pytest.raises(ValueError, match="select=norm: hooks take out tokens that were drawn"):
+        attach_routes(torch.nn.ModuleList(mixing()), route)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "sparse_cfg"])
+def test_samples_by_a_scored_route_do_not_depend_on_their_batch(tiny, kind):
+    """Each branch keeps its share of the tokens."""
+    seen = []
+    tiny.blocks[1].register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
+    model, guidance = Model(EDM(), tiny, (Route(1, 3, select="norm"),)), Guidance(kind, 1.5, 0.25, 0.5)
+
+    def drawn(seeds: list[int], batch_size: int) -> dict[int, torch.Tensor]:
+        samples = draw(model, seeds, torch.tensor(seeds) % 10, Sampler(2, batch_size, guidance=guidance))
+        return dict(zip(seeds, torch.cat(list(samples))))
+
+    together = drawn([5, 8, 2, 11], 4)
+    assert seen == [12, 8] * 3 and all(sample.isfinite().all() for sample in together.values())
+    assert all(
+        torch.equal(sample, together[seed]) for seed, sample in drawn([11, 3, 5, 7], 4).items() if seed in together
+    )
+    for seed, sample in drawn([2, 8], 1).items():
+        torch.testing.assert_close(sample, together[seed], rtol=1e-4, atol=1e-4)
+
+
+def test_branches_of_one_scored_route_run_as_one_batch_with_their_own_ids(tiny):
+    """As one after the other; those of two ratios, whose draws have one shape, do not run as one."""
+    x, y, calls = torch.randn(3, 4, 8, 8), torch.arange(3), []
+    tiny.register_forward_pre_hook(lambda _, given: calls.append(len(given[0])))
+
+    def denoise(*given):
+        with torch.no_grad():
+            return EDM().denoise(tiny, *given)
+
+    for ratio, together in ((0.5, [6]), (0.75, [3, 3])):
+        strong, weak = ([(Route(1, 3, r, select="norm"), uniform(3, 16, s))] for r, s in ((0.5, 1), (ratio, 2)))
+        calls.clear()
+        branches = Branch(denoise, y, lambda call: strong), Branch(denoise, y.flip(0), lambda call: weak)  # noqa: B023
+        found = guided(*branches, lambda call: 3.0)(x, torch.tensor(0.5))
+        assert calls == together
+        D_strong, D_weak = denoise(x, torch.tensor(0.5), y, strong), denoise(x, torch.tensor(0.5), y.flip(0), weak)
+        torch.testing.assert_close(found, D_weak + 3 * (D_strong - D_weak), rtol=1e-4, atol=1e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from dataclasses import replace
 
 import prepare_features
 import pytest
@@ -14,13 +15,14 @@ from safetensors.torch import load_file
 
 import sample
 from rf import RF
-from routing_module import Record, Route, draw_ids
+from routing_module import RULES, Record, Route, draw_ids
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, process_of
 from tread.data.dataset import Batch
 from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
 from tread.diffusion.process import CLEANEST
+from tread.routing.ids import Token
 from tread.runtime import compiling
 from tread.runtime.device import autocast
 from tread.training import step
@@ -234,6 +236,45 @@ def test_denoising_is_the_loss_without_alignment_and_the_teacher_sees_less_noise
     assert torch.equal(aligner.targets(process, batch, stored, y, draws.level, draws.noise, draws.back), targets)
     assert torch.equal(denoising, step.loss(cfg, network, spec, batch, draws, network.null(1))[0])
     assert alignment.shape == (4,) and alignment.requires_grad
+
+
+class Least(Token):
+    """A rule of somebody else's: the tokens of the least mean, without chance."""
+
+    def scores(self, tokens):
+        return tokens.float().mean(dim=2)
+
+    def choose(self, route, draws, grid=None, keep=None, scores=None):
+        return super().choose(route, scores, grid, keep)
+
+
+def test_a_scored_route_is_aligned_by_the_ids_that_it_chose(given, monkeypatch):
+    """By a rule defined here: both losses are those with the recorded ids handed in; the distance is a loop's."""
+    monkeypatch.setitem(RULES, "least", Least())
+    cfg, spec, stored, labels, draws = given("model.routes=[{start: 1, end: 3, select: least}]")
+    network = build_network(cfg)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    module = Aligned(network, build_projector(cfg.alignment, network.hidden_size, network.hidden_size), 1)
+    aligner, batch = Aligner(cfg.alignment, module, copy.deepcopy(network)), Batch(stored, labels, None)
+    records, ((route, chances),) = [], draws.routes
+    assert chances.shape == (4, 16) and chances.is_floating_point()
+
+    def watched(*given, record, **more):
+        records.append(record)
+        return module(*given, record=record, **more)
+
+    found = step.loss(cfg, watched, spec, batch, draws, network.null(1), aligner)
+    [ids], (projected, aligned_ids) = records[0].ids, records[0].outputs[1]
+    assert ids.shape == (4, 8) and aligned_ids is ids
+    handed = replace(draws, routes=((route, ids),))
+    expected = step.loss(cfg, module, spec, batch, handed, network.null(1), aligner)
+    assert len(found) == 2 and all(map(torch.equal, found, expected))
+    ours, theirs = (torch.autograd.grad(sum(terms).mean(), list(module.parameters())) for terms in (found, expected))
+    assert all(map(torch.equal, ours, theirs))
+    y = torch.where(draws.drop < cfg.train.label_drop, 10, labels)
+    targets = aligner.targets(process_of(cfg), batch, stored, y, draws.level, draws.noise, draws.back)
+    torch.testing.assert_close(found[1], naive("self", projected.detach(), targets, ids))
 
 
 @pytest.mark.parametrize("process", [EDM(), RF(), RF(time="uniform")])

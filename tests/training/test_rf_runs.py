@@ -26,7 +26,7 @@ from tread.diffusion import sampling
 from tread.encoders.autoencoder import load_decoder
 from tread.evaluation.heldout_loss import heldout_loss
 from tread.preparing import digits
-from tread.reports.comparison import CURVES, doubts, open_groups
+from tread.reports.comparison import cautions, curve_metrics, open_groups
 from tread.reports.known_scores import find_scores
 from tread.runtime import device
 from tread.runtime.randomness import generator
@@ -94,8 +94,9 @@ def test_an_older_run_goes_on_under_the_new_name(trained, tmp_path):
     steps = {name: [r["step"] for r in records(run) if name in r] for name in ("eval_loss", "eval_velocity")}
     assert steps == {"eval_loss": [3, 6], "eval_velocity": [6, 8]}
     (old,) = open_groups([str(run)])
-    assert len(doubts([old])) == 1 and "evaluation loss up to step 6, of older code" in doubts([old])[0]
-    assert [len(old.curve(name)) for name in CURVES] == [2, 2, 0]
+    (warning,) = cautions([old])
+    assert "evaluation loss up to step 6, of older code" in warning
+    assert {name: len(old.curve(name)) for name in curve_metrics([old])} == {"eval_loss": 2, "eval_velocity": 2}
 
 
 def test_an_evaluation_that_was_done_is_not_done_again(trained, tmp_path):

@@ -18,12 +18,13 @@ import fid
 import sample
 from dit import DiT
 from rf import RF
-from routing_module import Route
+from routing_module import RULES, Route
 from tread.checkpoints.network import build_network
 from tread.data.dataset import Batch
 from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
 from tread.models.rwkv import RWKV
+from tread.routing.ids import Token
 from tread.training.step import active_routes, loss, step_draws
 from tread.training.token_losses import EPSILON, kept_error, reconstruction_error, to_patches
 
@@ -194,6 +195,43 @@ def test_what_should_come_out_of_patches_routed_around_counts_for_nothing(read_c
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-3)
     assert not torch.isclose(losses[3], losses[2], rtol=0.01).any()
     assert not torch.isclose(gradients[3], gradients[2], rtol=0.01, atol=0.01).all()
+
+
+class FromLeft(Token):
+    """A rule of somebody else's: single tokens by their first channel, the least first, and by chance."""
+
+    def scores(self, tokens):
+        assert not torch.is_grad_enabled()
+        return tokens[:, :, 0].float()
+
+    def choose(self, route, draws, grid=None, keep=None, scores=None):
+        return super().choose(route, scores + draws / 10, grid, keep)
+
+
+def test_the_tokens_that_a_scored_route_kept_are_those_that_count(read_config, tiny, monkeypatch):
+    """By a rule defined here, reconstruction included: loss and gradients of the recorded ids handed in, bit for bit."""
+    monkeypatch.setitem(RULES, "left", FromLeft())
+    cfg, stored, labels, draws = setting(read_config, "model.routes.0.select=left", "train.reconstruction=0.1")
+    ((route, chances),) = draws.routes
+    assert route.select == "left" and chances.shape == (4, 16) and chances.is_floating_point()
+    records, parameters = [], list(tiny.parameters())
+
+    def watched(*given, record, **more):
+        records.append(record)
+        return tiny(*given, record=record, **more)
+
+    watched.null = tiny.null
+    found = loss_of(cfg, watched, stored, labels, draws)
+    [ids] = records[0].ids
+    assert ids.shape == (4, 8) and ids.dtype == torch.int64
+    expected = loss_of(cfg, tiny, stored, labels, replace(draws, routes=((route, ids),)))
+    assert torch.equal(found, expected)
+    ours, theirs = (torch.autograd.grad(total.mean(), parameters) for total in (found, expected))
+    assert all(map(torch.equal, ours, theirs))
+    others = torch.stack([torch.tensor([i for i in range(16) if i not in row]) for row in ids.tolist()])
+    with torch.no_grad():
+        without = loss_of(cfg, tiny, stored, labels, replace(draws, routes=((route, others),)))
+    assert not torch.isclose(found, without, rtol=1e-3).any()
 
 
 def test_it_is_off_unless_asked_for_and_where_no_route_is(read_config, tiny):

@@ -23,7 +23,6 @@ from tread.runtime.device import exact
 from tread.runtime.hub import is_cached
 
 AT_ONCE = 64  # pictures in one pass
-METRIC = "clip_score"
 
 
 class ClipScore:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 import numpy as np
 import torch
 
@@ -14,7 +11,6 @@ from tread.preparing.digits import digits_parts
 
 NEIGHBOURS = 3
 REAL_COUNTS = {"label_agreement_real": 355, "frechet_pixels_real": 1442}  # scans that those values are of
-VALUES = ("label_agreement", "label_agreement_real", "frechet_pixels", "frechet_pixels_real")
 
 
 def judge_digits(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -44,8 +40,7 @@ def judge_digits(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 class DigitsJudge:
     """judge_digits as a Scorer, see scorers.py."""
 
-    metrics: ClassVar[Mapping[str, str]] = {"label_agreement": "higher", "frechet_pixels": "lower"}
-    reference, seconds = None, 0.0
+    metrics, reference, seconds = ("label_agreement", "frechet_pixels"), None, 0.0
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
         return {}

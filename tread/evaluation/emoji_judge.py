@@ -6,6 +6,7 @@ held out: by their pixels at 16×16, and by the FID Inception's features where i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -27,16 +28,9 @@ SIDE = 16  # of the pictures that are compared pixel by pixel
 RANKS = (1, 5)
 PARTS = ("seen", "held")  # captions of training emoji; of compositions that no training emoji shows
 COMPARED = ("", "_real", "_shifted")  # what was drawn; the emoji asked for itself; the same, a pixel to the right
-VALUES = tuple(
-    f"{part}_top{rank}{features}{what}"
-    for features in ("", "_inception")
-    for part in PARTS
-    for rank in RANKS
-    for what in COMPARED
-)
 
 
-class Emoji(NamedTuple):
+class EmojiSet(NamedTuple):
     """All real emoji, training first: pictures (m, 3, S, S) uint8, and the captions of each."""
 
     pictures: Tensor
@@ -56,7 +50,7 @@ class Asked(NamedTuple):
         return Asked(self.numbers[each], self.parts[each], rows(self.texts, torch.from_numpy(each)))
 
 
-def open_emoji(trained: Trained, folder: str | None = None) -> tuple[LatentDataset, LatentDataset]:
+def open_emoji(saved: Trained, folder: str | None = None) -> tuple[LatentDataset, LatentDataset]:
     """Both parts of dataset=emoji, training and held out, with the text that a network was trained on.
 
     folder  where train/ and heldout/ lie now, if not where the checkpoint says.
@@ -64,35 +58,35 @@ def open_emoji(trained: Trained, folder: str | None = None) -> tuple[LatentDatas
     They are written first if they are not where it says. Raises FileNotFoundError, or ValueError for a network of
     other data, or of classes.
     """
-    dataset, text = trained.cfg.dataset, trained.cfg.text
-    if dataset.embedded != "emoji" or not trained.cfg.model.takes_text:
+    dataset, text = saved.cfg.dataset, saved.cfg.text
+    if dataset.embedded != "emoji" or not saved.cfg.model.takes_text:
         raise ValueError(
-            f"{trained.found.folder} was trained with model={trained.cfg.model.name} dataset={dataset.name}, but only "
+            f"{saved.found.folder} was trained with model={saved.cfg.model.name} dataset={dataset.name}, but only "
             "a network of texts trained on dataset=emoji can be judged by the emoji's captions"
         )
     places = {"train": dataset.path, "heldout": dataset.heldout or str(Path(dataset.path).parent / "heldout")}
-    found = []
+    opened = []
     for part, place in places.items():
         place = Path(folder) / part if folder else Path(place)
         if folder is None:
             emoji.prepare_emoji(place, part, text.encoder)
         data = LatentDataset(place, text=text.encoder)
-        if data.text_spec.fingerprint != text.fingerprint or data.latents.shape != trained.latents.shape:
+        if data.text_spec.fingerprint != text.fingerprint or data.latents.shape != saved.latents.shape:
             raise ValueError(
-                f"{place} holds other emoji than {trained.found.folder} was trained on: {data.latents.shape}, "
+                f"{place} holds other emoji than {saved.found.folder} was trained on: {data.latents.shape}, "
                 f"{data.text_spec.describe()}; data=<folder> names those"
             )
-        found.append(data)
-    return found[0], found[1]
+        opened.append(data)
+    return opened[0], opened[1]
 
 
-def real_emoji(train: LatentDataset, heldout: LatentDataset | None) -> Emoji:
+def real_emoji(train: LatentDataset, heldout: LatentDataset | None) -> EmojiSet:
     """The pictures and captions of both parts of dataset=emoji."""
     pictures, captions = [], []
     for data in filter(None, (train, heldout)):
         pictures.append(stored_pictures(data.read(np.arange(len(data))).stored, data.latents).cpu())
         captions += [data.captions_of(number) for number in range(len(data))]
-    return Emoji(torch.cat(pictures), captions)
+    return EmojiSet(torch.cat(pictures), captions)
 
 
 def ask(train: LatentDataset, heldout: LatentDataset | None, count: int) -> Asked:
@@ -108,7 +102,7 @@ def ask(train: LatentDataset, heldout: LatentDataset | None, count: int) -> Aske
     return Asked(np.concatenate([seen, len(train) + held]), parts, texts)
 
 
-def judge_emoji(pictures: Tensor, asked: Asked, real: Emoji, inception: Inception | None = None) -> dict[str, float]:
+def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Inception | None = None) -> dict[str, float]:
     """Score generated emoji: pictures (n, 3, S, S) uint8, drawn for the texts that were asked.
 
     seen_top1, seen_top5    share of the captions of training emoji that the nearest real emoji carries, or one of the
@@ -123,16 +117,15 @@ def judge_emoji(pictures: Tensor, asked: Asked, real: Emoji, inception: Inceptio
     features: dict[str, Callable[[Tensor], Tensor]] = {"": small_pixels}
     if inception is not None:
         features["_inception"] = lambda pictures: torch.from_numpy(extract(inception, pictures)["pool"]).double()
-    found = {}
+    shares = {}
     for name, look in features.items():
         known = look(real.pictures)
-        for what, own in compared.items():
-            right = retrieved(look(own), known, asked, real)
-            for part in dict.fromkeys(asked.parts.tolist()):
-                for rank in RANKS:
-                    share = right[asked.parts == part, :rank].any(axis=1).mean()
-                    found[f"{part}_top{rank}{name}{what}"] = float(share)
-    return {name: found[name] for name in VALUES if name in found}
+        right = {what: retrieved(look(compared[what]), known, asked, real) for what in COMPARED}
+        for part in dict.fromkeys(asked.parts.tolist()):
+            for rank, what in itertools.product(RANKS, COMPARED):
+                share = right[what][asked.parts == part, :rank].any(axis=1).mean()
+                shares[f"{part}_top{rank}{name}{what}"] = float(share)
+    return shares
 
 
 def small_pixels(pictures: Tensor) -> Tensor:
@@ -140,10 +133,10 @@ def small_pixels(pictures: Tensor) -> Tensor:
     return F.adaptive_avg_pool2d(pictures.double() / 255, SIDE).flatten(1)
 
 
-def retrieved(features: Tensor, known: Tensor, asked: Asked, real: Emoji) -> np.ndarray:
+def retrieved(features: Tensor, known: Tensor, asked: Asked, real: EmojiSet) -> np.ndarray:
     """Features (n, F) asked for, of real emoji (m, F) → (n, 5) bool: whether the nearest, the next, … carries the
     caption."""
     nearest = torch.cdist(features, known).topk(min(max(RANKS), len(known)), largest=False).indices
-    carried = [{caption.lower() for caption in own} for own in real.captions]
+    carried = [{caption.lower() for caption in captions} for captions in real.captions]
     wanted = [real.captions[number][0].lower() for number in asked.numbers]
-    return np.array([[caption in carried[one] for one in row] for caption, row in zip(wanted, nearest.tolist())])
+    return np.array([[caption in carried[index] for index in row] for caption, row in zip(wanted, nearest.tolist())])

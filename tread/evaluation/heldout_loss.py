@@ -17,8 +17,6 @@ from tread.diffusion.process import Process
 from tread.models.conditions import Condition, to
 from tread.runtime.randomness import seeded_normal
 
-CALLED = {"eval_loss": "evaluation loss", "eval_velocity": "velocity error"}  # Process.evaluation → for people
-
 
 def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tuple[Tensor, Tensor]:
     """Sample and noise level of evaluation points, both (n,) int64.

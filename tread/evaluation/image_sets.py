@@ -78,9 +78,6 @@ def _open_dataset(path: Path, crop: Crop | None) -> Pictures:
     return Pictures(str(path), len(data), (size, size), hashlib.sha256(json.dumps(shards).encode()).hexdigest(), read)
 
 
-# -------------------------------------------------------------------------------------------- npz
-
-
 class Npz:
     """Arrays of an .npz, whose large ones are read by rows. Never unpickles."""
 
@@ -183,9 +180,6 @@ def hash_of(path: Path, processes: Processes) -> str:
     return processes.from_main(lambda: sha256(path))
 
 
-# ------------------------------------------------------------------------------------------ files
-
-
 def _open_files(path: Path, inside: str | None, crop: Crop | None, processes: Processes) -> Pictures:
     store = Folder(path) if path.is_dir() else Tar(path)
     names = [name for name in store.names if name.lower().endswith(SUFFIXES) and name.startswith(inside or "")]
@@ -209,9 +203,9 @@ def _open_files(path: Path, inside: str | None, crop: Crop | None, processes: Pr
                 sizes.setdefault(size, name)
                 progress.update()
         if len(sizes) > 1:
-            (one, first), (two, second), *_ = sizes.items()
+            (here, first), (there, second), *_ = sizes.items()
             raise ValueError(
-                f"{path}: pictures differ in size, {first} is {one[1]}×{one[0]}, {second} is {two[1]}×{two[0]}; "
+                f"{path}: pictures differ in size, {first} is {here[1]}×{here[0]}, {second} is {there[1]}×{there[0]}; "
                 "crop=256 takes ADM's centre crop of each"
             )
         return digest.hexdigest(), next(iter(sizes))

@@ -163,9 +163,9 @@ def kernel_distance(reference: Tensor, samples: Tensor, seen: Seen = nobody) -> 
             seen(len(part))
         return sum(sums)
 
-    def own(features: Tensor) -> float:
+    def within(features: Tensor) -> float:
         diagonal = ((features.square().sum(dim=1) / features.shape[1] + 1) ** 3).double().sum().item()
         return (total(features, features) - diagonal) / (len(features) * (len(features) - 1))
 
     across = total(samples, reference) / (len(samples) * len(reference))
-    return own(reference) + own(samples) - 2 * across
+    return within(reference) + within(samples) - 2 * across

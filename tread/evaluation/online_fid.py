@@ -74,13 +74,13 @@ def open_online_fid(
     """
     if samples < processes.count:
         raise ValueError(f"eval.fid_samples is {samples}, which is less than one for each process")
-    found = open_reference(reference, None, processes, sizes=None)
-    if found.pool is None:
+    opened = open_reference(reference, None, processes, sizes=None)
+    if opened.pool is None:
         raise ValueError(
             f"{reference} has no mu and sigma: python fid.py reference={reference} save_reference=stats.npz"
         )
     pictures = decoder(torch.zeros(1, *latents.shape, device=processes.device))
-    check_size("what this run's autoencoder decodes", tuple(pictures.shape[1:]), found)
+    check_size("what this run's autoencoder decodes", tuple(pictures.shape[1:]), opened)
     with processes.main_first():  # one process fetches the weights
         weights = find_weights(inception)
     network = load_inception(weights, processes.device)

@@ -29,6 +29,7 @@ from tread.models.conditions import Text
 from tread.runtime.files import explain_failure
 
 NOTED = 3  # prompts that are named where something holds of many
+HELDOUT = "heldout"
 
 
 def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
@@ -55,27 +56,27 @@ def _read_file(path: Path) -> tuple[str, ...]:
         raise ValueError(
             f"{path} is no UTF-8 text ({error}): prompts=… names a text file of a prompt a line"
         ) from error
-    found = lines if lines[-1] else lines[:-1]
-    blank = [number for number, line in enumerate(found, 1) if not line.strip()]
-    if len(blank) == len(found):
+    prompts = lines if lines[-1] else lines[:-1]
+    blank = [number for number, line in enumerate(prompts, 1) if not line.strip()]
+    if len(blank) == len(prompts):
         raise ValueError(f"{path} holds no prompt: write one a line")
     if blank:
         raise ValueError(f"{path}, line {blank[0]}, is an empty prompt: write one a line, without blank lines")
-    return tuple(found)
+    return tuple(prompts)
 
 
-def row_labels(trained: Trained, classes: Sequence[int | None] | None, prompts: Sequence[str]) -> list[int]:
+def row_labels(saved: Trained, classes: Sequence[int | None] | None, prompts: Sequence[str]) -> list[int]:
     """The labels of what is asked for: of classes (None: ten, spread over all), or the prompts' numbers.
 
     Raises ValueError for what the network does not take, and for a network of texts without a prompt.
     """
-    where, count = trained.found.folder, trained.cfg.dataset.num_classes
-    if trained.text is None:
+    where, count = saved.found.folder, saved.cfg.dataset.num_classes
+    if saved.text is None:
         if prompts:
             raise ValueError(
                 f"{where} was trained with classes, and takes no prompt: classes=[0,1] names them, or leave all out"
             )
-        return class_labels(spread_classes(count, 10) if classes is None else classes, count, trained.label_drop)
+        return class_labels(spread_classes(count, 10) if classes is None else classes, count, saved.label_drop)
     if classes is not None:
         raise ValueError(f"{where} was trained with captions, and takes no classes: prompt='…', or prompts=<file>")
     if not prompts:
@@ -85,13 +86,13 @@ def row_labels(trained: Trained, classes: Sequence[int | None] | None, prompts: 
     return list(range(len(prompts)))
 
 
-def text_spec(trained: Trained) -> TextSpec:
+def text_spec(saved: Trained) -> TextSpec:
     """What the texts of a network that takes them are."""
-    return TextSpec(**asdict(trained.cfg.text))
+    return TextSpec(**asdict(saved.cfg.text))
 
 
 def encode_prompts(
-    trained: Trained, prompts: Sequence[str], device: torch.device, place: str | None = None
+    saved: Trained, prompts: Sequence[str], device: torch.device, place: str | None = None
 ) -> tuple[Text, list[str]]:
     """What the network sees of prompts, and what to know of it: words that it never met, and what is cut off.
 
@@ -99,20 +100,19 @@ def encode_prompts(
 
     Raises ValueError if the encoder can't be had, or is another one by its hash.
     """
-    if place is not None and trained.cfg.text.width is None:
+    if place is not None and saved.cfg.text.width is None:
         raise ValueError(
-            f"text_encoder={place} is given, but the words of {trained.found.folder} are in its checkpoint: "
-            "leave it out"
+            f"text_encoder={place} is given, but the words of {saved.found.folder} are in its checkpoint: leave it out"
         )
     try:
-        encoder = encoder_for(text_spec(trained), device, place and str(Path(place).expanduser()))
+        encoder = encoder_for(text_spec(saved), device, place and str(Path(place).expanduser()))
     except (ValueError, OSError) as error:
         if place is not None:
             raise
         raise ValueError(
             f"{error}\nIf it has moved, text_encoder=<hub id or folder> names where it lies now"
         ) from error
-    return encoder.encode(prompts), doubts(encoder, prompts)
+    return encoder.encode(prompts), prompt_warnings(encoder, prompts)
 
 
 def brief(prompt: str) -> str:
@@ -120,21 +120,18 @@ def brief(prompt: str) -> str:
     return prompt if len(prompt) <= 60 else prompt[:59] + "…"
 
 
-def doubts(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
+def prompt_warnings(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
     """What does not reach the network of some prompts, in a line each of the first ones."""
-    tokens, found = encoder.spec.tokens, []
+    tokens, notes = encoder.spec.tokens, []
     for prompt, length in zip(prompts, encoder.lengths(prompts)):
         shown = repr(brief(prompt))
         if unknown := list(dict.fromkeys(encoder.unknown(prompt))):
             words = ", ".join(unknown[:10]) + ", …" * (len(unknown) > 10)
-            found.append(f"{shown} has words that no caption of the training had, which are all alike to it: {words}")
+            notes.append(f"{shown} has words that no caption of the training had, which are all alike to it: {words}")
         if length > tokens:
-            found.append(f"{shown} has {length:,} tokens, of which the network sees the first {tokens}")
-    more = len(found) - NOTED
-    return found[:NOTED] + ([f"likewise of {more:,} more"] if more > 0 else [])
-
-
-HELDOUT = "heldout"
+            notes.append(f"{shown} has {length:,} tokens, of which the network sees the first {tokens}")
+    more = len(notes) - NOTED
+    return notes[:NOTED] + ([f"likewise of {more:,} more"] if more > 0 else [])
 
 
 @dataclass(frozen=True)
@@ -166,9 +163,9 @@ class ScoredPrompts:
         return list(itertools.chain.from_iterable(captions_of(self.folder, read_index(self.folder))))
 
 
-def heldout_folder(trained: Trained) -> Path:
+def heldout_folder(saved: Trained) -> Path:
     """Where the held-out data of a checkpoint's run lies. Raises ValueError or FileNotFoundError."""
-    name, where = trained.cfg.dataset.heldout, trained.found.folder
+    name, where = saved.cfg.dataset.heldout, saved.found.folder
     if name in (None, "auto"):
         raise ValueError(f"{where} has no held-out data: name a dataset's folder in the place of {HELDOUT}")
     if not (Path(name) / "index.json").is_file():
@@ -179,19 +176,19 @@ def heldout_folder(trained: Trained) -> Path:
     return Path(name)
 
 
-def open_prompts(trained: Trained, asked: str) -> ScoredPrompts:
+def open_prompts(saved: Trained, asked: str) -> ScoredPrompts:
     """Captions to score a network on: "heldout", those of its run's held-out data, or a dataset's folder.
 
     Raises ValueError or FileNotFoundError, also if they were not encoded by the encoder of its training.
     """
-    folder = heldout_folder(trained) if asked == HELDOUT else Path(asked).expanduser()
+    folder = heldout_folder(saved) if asked == HELDOUT else Path(asked).expanduser()
     if folder.is_file():
         raise ValueError(f"prompts={asked} is a file, but must be {HELDOUT} or the folder of a dataset with captions")
-    wanted = text_spec(trained)
+    wanted = text_spec(saved)
     data = LatentDataset(folder, text=wanted.encoder)
     if data.text_spec != wanted:
         raise ValueError(
-            f"{folder} has other text than {trained.found.folder} was trained with: {data.text_spec.describe()}, and "
+            f"{folder} has other text than {saved.found.folder} was trained with: {data.text_spec.describe()}, and "
             f"that was {wanted.describe()}"
         )
     index = read_index(folder)

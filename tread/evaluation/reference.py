@@ -12,20 +12,25 @@ and KID, as in ADM's evaluator.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from tread.data.parts import PartStore
-from tread.encoders.inception import FeatureSizes, Pictures
+from tread.encoders.inception import FeatureSizes, Inception, Pictures
 from tread.evaluation.image_sets import Npz, hash_of, open_pictures
-from tread.evaluation.metrics import Moments
+from tread.evaluation.metrics import Moments, Seen
 from tread.preparing.images import Crop
+from tread.runtime.device import exact
 from tread.runtime.distributed import Processes
 from tread.runtime.files import whole_file
 
+T = TypeVar("T")
 STATED = ("resolution", "count")  # what save_statistics writes beside the statistics
 Statistics = tuple[np.ndarray, np.ndarray]  # mean (D,), covariance (D, D)
 KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
@@ -65,19 +70,19 @@ def open_reference(path: Path, crop: Crop | None, processes: Processes, sizes: F
     if path.suffix in (".pkl", ".pt", ".pth"):
         raise ValueError(f"{path} may hold pickled objects, which are not read: convert it to an .npz with mu, sigma")
     npz = Npz(path) if path.suffix.lower() == ".npz" and path.is_file() else None
-    found = {kind: npz and _statistics(npz, *keys, sizes and getattr(sizes, kind)) for kind, keys in KEYS.items()}
+    given = {kind: npz and _statistics(npz, *keys, sizes and getattr(sizes, kind)) for kind, keys in KEYS.items()}
     if npz is None or "arr_0" in npz.names:
         pictures = open_pictures(path, crop, processes)
         return Reference(
-            str(path), pictures.sha256, **found, pictures=pictures, resolution=pictures.resolution, count=pictures.count
+            str(path), pictures.sha256, **given, pictures=pictures, resolution=pictures.resolution, count=pictures.count
         )
-    if found["pool"] is None:
+    if given["pool"] is None:
         raise ValueError(f"{path} holds {', '.join(npz.names) or 'nothing'}: a reference has mu, sigma or arr_0")
     resolution, count = (npz.read(name).ravel().tolist() if name in npz.names else [] for name in STATED)
     return Reference(
         str(path),
         hash_of(path, processes),
-        **found,
+        **given,
         pictures=None,
         resolution=tuple(resolution) if len(resolution) == 2 else None,
         count=count[0] if len(count) == 1 else None,
@@ -115,6 +120,73 @@ def moments(what: str, features: PartStore, kind: str, processes: Processes) -> 
 def statistics(features: PartStore, kind: str, processes: Processes) -> Statistics:
     """Mean and covariance of the "pool" or "spatial" features of a reference's pictures."""
     return moments("the reference", features, kind, processes).gaussian
+
+
+class Unavailable(ValueError):
+    """What keeps a metric from being computed, for people."""
+
+
+@dataclass(frozen=True)
+class FeatureSets:
+    """Inception features of samples and of a reference's pictures (None where it has none), as metrics look at them.
+
+    Whatever is missing raises Unavailable when it is asked for.
+    """
+
+    samples: PartStore
+    features: PartStore | None
+    reference: Reference
+    network: Inception
+    processes: Processes
+    _compared: dict = field(default_factory=dict)
+
+    def gaussians(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Means (D,) and covariances (D, D) of "pool" or "spatial" features: the samples', then the reference's."""
+        expected = getattr(self.reference, kind) or (self.features and statistics(self.features, kind, self.processes))
+        if expected is None:
+            raise Unavailable("the reference has neither pictures (arr_0) nor mu_s, sigma_s")
+        ours = moments("the samples", self.samples, kind, self.processes).gaussian
+        self.processes.say(f"distance of both means and covariances, {kind}")
+        return *ours, *expected
+
+    def probabilities(self) -> np.ndarray:
+        """(n, classes) of the samples, in their order."""
+        if self.network.fc is None:
+            raise Unavailable("the Inception weights have no fc layer")
+        return np.concatenate(list(self.samples.arrays("probabilities")))
+
+    @functools.cached_property
+    def pools(self) -> tuple[Tensor, Tensor]:
+        """Pool features (n, D), (m, D) fp32 of reference and samples."""
+        if self.features is None:
+            raise Unavailable("the reference has statistics, but no pictures (arr_0)")
+        return tuple(torch.from_numpy(np.concatenate(list(s.arrays("pool")))) for s in (self.features, self.samples))
+
+    def compare(
+        self,
+        measure: Callable[[Tensor, Tensor, Seen], T],
+        title: str,
+        passes: tuple[int, int] = (0, 0),
+        more_than: int = 0,
+    ) -> T:
+        """measure(reference, samples, seen) of `pools`, computed once for each title, which the progress bar shows.
+
+        passes     how often `seen` is told of each row of the reference and of the samples; never: there is no bar.
+        more_than  pictures that each set must have.
+        """
+        if title in self._compared:
+            return self._compared[title]
+        n, m = map(len, self.pools)
+        if min(n, m) <= more_than:
+            raise Unavailable(f"each set must have more than {more_than} pictures")
+        device = next(self.network.parameters()).device
+        with exact(), self.processes.bar(title, n * passes[0] + m * passes[1]) as progress:
+            try:
+                value = measure(*(pool.to(device) for pool in self.pools), progress.update)
+            except torch.OutOfMemoryError:
+                progress.reset()
+                value = measure(*self.pools, progress.update)
+        return self._compared.setdefault(title, value)
 
 
 def save_statistics(

@@ -50,27 +50,27 @@ def check_name(out: str | None, latents: bool) -> None:
         raise ValueError(f"out is {out!r}, but must be a grid's name in .png, a batch's in .npz, or a folder")
 
 
-def facts_of(settings: Mapping, sampler: Sampler, trained: Trained, weak: Trained | None) -> dict:
+def facts_of(settings: Mapping, sampler: Sampler, saved: Trained, weak: Trained | None) -> dict:
     """What made the samples, for JSON.
 
     settings  as asked for; those of the sampler replace what was left open.
     """
 
-    def network(one: Trained) -> dict:
-        return {"step": one.found.step, "weights": one.weights, "sha256": one.sha256}
+    def network(source: Trained) -> dict:
+        return {"step": source.found.step, "weights": source.weights, "sha256": source.sha256}
 
     churn = {key: value for key, value in asdict(sampler.churn).items() if math.isfinite(value)}  # as JSON must be
-    asked = trained.found.info.get("attribution")
+    asked = saved.found.info.get("attribution")
     return {
         "settings": {
             **settings,
             **asdict(sampler),
-            "shift": trained.shift,
+            "shift": saved.shift,
             "churn": churn if sampler.churn.amount else None,
         },
-        "network": network(trained),
+        "network": network(saved),
         "weak_network": weak and network(weak),
-        "nfe": sampler.nfe(trained.process),
+        "nfe": sampler.nfe(saved.process),
         "versions": versions(),
         **({"attribution": asked} if asked else {}),
     }
@@ -165,8 +165,8 @@ class SampleFiles:
                 self._save_latents(path, batches, facts)
             else:
                 for (label, seed), picture in zip(self.pairs, itertools.chain.from_iterable(rgb())):
-                    own = {"seed": seed} | self._told(label)
-                    save_png(self._single(label, seed), Image.fromarray(picture.transpose(1, 2, 0)), {**facts, **own})
+                    about = {"seed": seed} | self._told(label)
+                    save_png(self._single(label, seed), Image.fromarray(picture.transpose(1, 2, 0)), {**facts, **about})
         return path, channels == 1
 
     def describe(self, path: Path, grey: bool, seeds: object) -> str:

@@ -11,12 +11,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from tread.evaluation.scorers import METRICS
+from tread.evaluation.metric_table import METRICS, Metric, names_of
 from tread.runtime.files import write_whole
 
-COLUMNS = ("time", "step", "count", *METRICS, "reference", "reference_count")
-COLUMNS += ("sampler", "steps", "nfe", "flops_relative", "guidance", "weak_network")
-COLUMNS += ("labels", "first_seed", "weights", "dtype", "checkpoint")
 NAMES = ("samples.npz", "fid.png", "fid.json")
 
 
@@ -67,19 +64,19 @@ class ScoreFiles:
         return path
 
 
-SHOWN = {"fid": "FID", "sfid": "sFID", "inception_score": "Inception Score", "kid": "KID", "clip_score": "CLIP score"}
-
-
 def table(record: dict) -> str:
     """A scoring's values, each with its count; what is unavailable, and what to keep in mind: one line each."""
     pictures = f" against {record['reference_count']:,}" if record.get("reference_count") else ""
-    statistics = pictures if record.get("reference_statistics") == "pictures" else ""
-    against = {"fid": statistics, "sfid": statistics} | dict.fromkeys(("precision", "recall", "kid"), pictures)
+    against = {"pictures": pictures, "statistics": pictures * (record.get("reference_statistics") == "pictures")}
+
+    def known(name: str) -> Metric:
+        return METRICS.get(name, Metric(name))
+
     lines = [
-        f"  {SHOWN.get(name, name):<21}{record[name]:<12.5g} {count:,} samples{against.get(name, '')}"
+        f"  {known(name).display:<21}{record[name]:<12.5g} {count:,} samples{against.get(known(name).needs, '')}"
         for name, count in record["counts"].items()
     ]
-    lines += [f"  {SHOWN.get(name, name):<21}unavailable: {why}" for name, why in record["unavailable"].items()]
+    lines += [f"  {known(name).display:<21}unavailable: {why}" for name, why in record["unavailable"].items()]
     return "\n".join(lines + [f"  note: {text}" for text in record["warnings"]])
 
 
@@ -89,15 +86,22 @@ def sampler_told(values: Mapping) -> str | None:
     return values.get("sampler") if shift in (None, 1) else f"{values.get('sampler')}, shift {shift}"
 
 
+def columns() -> list[str]:
+    """Of fid.csv, with those of the metrics that are known now."""
+    head = ["time", "step", "count", *names_of("samples"), "reference", "reference_count"]
+    head += ["sampler", "steps", "nfe", "flops_relative", "guidance", "weak_network"]
+    return [*head, "labels", "first_seed", "weights", "dtype", "checkpoint"]
+
+
 def add_line(path: Path, record: dict) -> None:
-    """Append a scoring to a .csv with COLUMNS; one with other columns keeps its lines under another name."""
-    head = ",".join(COLUMNS)
+    """Append a scoring to a .csv with `columns`; one with other columns keeps its lines under another name."""
+    head = ",".join(columns())
     if path.exists() and path.read_text().partition("\n")[0].strip() != head:
         number = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}-{n}.csv").exists())
         path.replace(path.with_name(f"{path.stem}-{number}.csv"))
     new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+        writer = csv.DictWriter(file, columns(), extrasaction="ignore")
         if new:
             writer.writeheader()
         values = record["settings"] | record

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Protocol
+from collections.abc import Collection
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from tread.data.parts import PartStore
-from tread.encoders.clip import METRIC as CLIP
 from tread.evaluation.digits_judge import DigitsJudge
 from tread.evaluation.reference import Reference
 from tread.evaluation.reference_scorer import ReferenceScorer
@@ -18,12 +17,12 @@ from tread.evaluation.reference_scorer import ReferenceScorer
 class Scorer(Protocol):
     """All that scoring asks of a scorer.
 
-    metrics    of samples, in the order they are shown, and which value is better: "lower" or "higher".
+    metrics    the names, as in METRICS of metric_table.py, of what it may give, the first the one to look at.
     reference  what samples are compared with, if it was named by its path.
     seconds    that its features took to extract.
     """
 
-    metrics: ClassVar[Mapping[str, str]]
+    metrics: Collection[str]
     reference: Reference | None
     seconds: float
 
@@ -45,17 +44,13 @@ class Scorer(Protocol):
 class Unscored(Scorer):
     """Samples that are drawn and not scored."""
 
-    metrics: ClassVar[Mapping[str, str]] = {}
-    reference, seconds = None, 0.0
+    metrics, reference, seconds = (), None, 0.0
 
     def score(self, samples: PartStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
         return {}, {"fid": "there is no reference"}, {}
 
 
-# of embedded datasets, by name, and all metrics there are: a new scorer is named here
-EMBEDDED: dict[str | None, Scorer] = {"digits": DigitsJudge()}
-METRICS = {name: better for one in (ReferenceScorer, *EMBEDDED.values()) for name, better in one.metrics.items()}
-METRICS[CLIP] = "higher"
+EMBEDDED: dict[str | None, Scorer] = {"digits": DigitsJudge()}  # of embedded datasets, by name
 
 
 def choose_scorer(embedded: str | None, against: ReferenceScorer | None) -> Scorer:

@@ -30,7 +30,6 @@ from tread.diffusion.sampling import Sampler, check_ratios, draw_pictures, relat
 from tread.diffusion.solvers import Solver
 from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder
-from tread.encoders.clip import METRIC as CLIP
 from tread.encoders.clip import ClipScore
 from tread.encoders.inception import Pictures, extract_all, feature_sizes, find_weights, part_size
 from tread.evaluation.image_sets import open_pictures, save_npz
@@ -49,11 +48,13 @@ from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore
 from tread.runtime.tensor_files import Weights
 from tread.runtime.versions import versions
 
+CLIP = "clip_score"  # its name in METRICS, and of its parts
 COUNT, TEXT_COUNT, EMBEDDED_COUNT = 50_000, 10_000, 1000  # samples, unless a number is asked for
+GRID = 64  # pictures of fid.png
 
 
 @dataclass(frozen=True)
-class Options:
+class ScoringOptions:
     """configs/fid.yaml."""
 
     checkpoint: str | None
@@ -100,13 +101,13 @@ class Options:
                 raise ValueError(f"{key}={value} is for the photos of crop=…; without it pictures are taken as stored")
 
 
-def read_options(config: dict) -> Options:
+def read_options(config: dict) -> ScoringOptions:
     """The options with ~ in paths expanded, where the shell has not done it."""
     paths = ("checkpoint", "samples", "reference", "save_reference", "prompts", "clip")
     paths += ("inception", "autoencoder", "out", "cache")
     for section, keys in ((config, paths), (config["guidance"], ("checkpoint",))):
         section |= {key: str(Path(section[key]).expanduser()) for key in keys if section[key]}
-    return schema.read(config, Options)
+    return schema.read(config, ScoringOptions)
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class ScoringPlan:
     reference   sha256 of what it is scored against, of the Inception, and of CLIP; None without them.
     """
 
-    trained: Trained
+    saved: Trained
     weak: Trained | None
     sampler: Sampler
     count: int
@@ -139,22 +140,22 @@ class ScoringPlan:
     clip: str | None = None
 
     @property
-    def found(self) -> checkpoint.Checkpoint:
-        return self.trained.found
+    def folder(self) -> Path:
+        return self.saved.found.folder
 
     @property
     def latents(self) -> LatentSpec:
-        return self.trained.latents
+        return self.saved.latents
 
     @property
     def nfe(self) -> int:
         """Network function evaluations a sample."""
-        return self.sampler.nfe(self.trained.process)
+        return self.sampler.nfe(self.saved.process)
 
     @property
     def num_labels(self) -> int:
         """Classes or captions that it draws of."""
-        return self.trained.cfg.dataset.num_classes if self.prompts is None else self.prompts.count
+        return self.saved.cfg.dataset.num_classes if self.prompts is None else self.prompts.count
 
     @property
     def seeds(self) -> range:
@@ -163,16 +164,16 @@ class ScoringPlan:
     @property
     def fingerprint(self) -> dict:
         """All that decides about the numbers, for JSON: what was scored by an equal one need not be scored again."""
-        trained, weak, sampler, latents = self.trained, self.weak, self.sampler, self.latents
-        routed = [one for one in (trained, weak) if one and sampler.guidance.row.routed]
-        routes = [asdict(route) for one in routed for route in one.routes(sampler.guidance)]
+        saved, weak, sampler, latents = self.saved, self.weak, self.sampler, self.latents
+        routed = [network for network in (saved, weak) if network and sampler.guidance.row.routed]
+        routes = [asdict(route) for network in routed for route in network.routes(sampler.guidance)]
         for route in routes:
             if route["rejoin"] is None:
                 del route["rejoin"]  # a younger key: what was scored without it stays scored
         return {
-            "step": self.found.step,
-            "checkpoint": trained.sha256,
-            "weights": trained.weights,
+            "step": self.saved.found.step,
+            "checkpoint": saved.sha256,
+            "weights": saved.weights,
             "num_samples": self.count,
             "first_seed": self.first_seed,
             "labels": self.labels,
@@ -187,7 +188,7 @@ class ScoringPlan:
             **({"compiled": True} if self.compiled else {}),
             "decoder": self.decoder,
             "latents": {key: getattr(latents, key) for key in ("scale", "shift", "channel_shift", "channel_scale")},
-            trained.cfg.objective: _constants(trained.process),
+            saved.cfg.objective: _constants(saved.process),
             "reference": self.reference,
             "inception": self.inception,
             **({"prompts": self.prompts.sha256} if self.prompts else {}),
@@ -197,11 +198,11 @@ class ScoringPlan:
 
 def _constants(process: Process) -> dict:
     """A process's; those that are younger than the first scores only where they are set, so that these are found."""
-    young = {"direction": 0.0, "shift": 1.0}
-    return {key: value for key, value in asdict(process).items() if key not in young or value != young[key]}
+    added = {"direction": 0.0, "shift": 1.0}
+    return {key: value for key, value in asdict(process).items() if key not in added or value != added[key]}
 
 
-def settle_paths(options: Options) -> tuple[Options, list[Path]]:
+def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
     """The options with the weak network's own folder, and the checkpoints' folders, each once, by step.
 
     checkpoint is a path, or a pattern with *; `latest` may name another a moment later. Raises
@@ -213,14 +214,14 @@ def settle_paths(options: Options) -> tuple[Options, list[Path]]:
         paths = glob.glob(pattern)
         if not paths:
             raise FileNotFoundError(f"no checkpoint matches {pattern}")
-    found = {one.folder: one.step for one in (checkpoint.find(Path(path)) for path in paths)}
+    steps = {source.folder: source.step for source in (checkpoint.find(Path(path)) for path in paths)}
     if weak is not None:
         weak = str(checkpoint.find(Path(weak)).folder)
         options = replace(options, guidance=replace(options.guidance, checkpoint=weak))
-    return options, sorted(found, key=lambda folder: (str(folder.parent), found[folder]))
+    return options, sorted(steps, key=lambda folder: (str(folder.parent), steps[folder]))
 
 
-def settle_crop(options: Options, plans: list[ScoringPlan]) -> Crop | None:
+def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | None:
     """How photos are prepared: as asked, else as those that the checkpoints were trained on; exif, white without one.
 
     Raises ValueError if the checkpoints' were read in different ways.
@@ -237,36 +238,38 @@ def settle_crop(options: Options, plans: list[ScoringPlan]) -> Crop | None:
     return Crop(options.crop, **chosen) if options.crop else None
 
 
-def plan_scoring(options: Options, found: checkpoint.Checkpoint, precision: str, compiled: bool = False) -> ScoringPlan:
+def plan_scoring(
+    options: ScoringOptions, entry: checkpoint.Checkpoint, precision: str, compiled: bool = False
+) -> ScoringPlan:
     """Settle what scoring a checkpoint means, but for the reference; precision and compiled are of sampling, settled.
 
     Raises ValueError or FileNotFoundError if it can't be scored so.
     """
-    trained = open_trained(found, options.weights, options.shift)
-    weak, cfg, process = open_weak(options.guidance, trained), trained.cfg, trained.process
-    prompts = _settle_prompts(options, trained)
+    saved = open_trained(entry, options.weights, options.shift)
+    weak, cfg, process = open_weak(options.guidance, saved), saved.cfg, saved.process
+    prompts = _settle_prompts(options, saved)
     judged = cfg.dataset.embedded in EMBEDDED and prompts is None and options.reference is None
     embedded = cfg.dataset.embedded if judged else None
     if not options.save_samples and options.reference is None and embedded is None and prompts is None:
         raise ValueError(
-            f"{found.folder} is of dataset {cfg.dataset.name}, which needs reference=…: ADM's .npz, an .npz with mu "
+            f"{entry.folder} is of dataset {cfg.dataset.name}, which needs reference=…: ADM's .npz, an .npz with mu "
             "and sigma, a folder or a tar of pictures (save_samples=true draws without scoring)"
         )
     count = options.num_samples or (EMBEDDED_COUNT if embedded else TEXT_COUNT if prompts else COUNT)
     sampler = Sampler.of(
         process, options.steps, options.solver, min(options.batch_size, count), precision, options.guidance
     )
-    outlines = [one and one.outline(options.guidance) for one in (trained, weak)]
+    outlines = [network and network.outline(options.guidance) for network in (saved, weak)]
     check_ratios(sampler, *outlines)
     return ScoringPlan(
-        trained,
+        saved,
         weak,
         sampler,
         count,
         options.first_seed,
         options.labels,
         compiled=compiled and not options.guidance.scheduled,
-        decoder=autoencoder.decoder_hash(trained.latents, options.autoencoder),
+        decoder=autoencoder.decoder_hash(saved.latents, options.autoencoder),
         embedded=embedded,
         flops=sampler.flops(*outlines),
         flops_relative=relative_cost(sampler, *outlines),
@@ -274,23 +277,23 @@ def plan_scoring(options: Options, found: checkpoint.Checkpoint, precision: str,
     )
 
 
-def _settle_prompts(options: Options, trained: Trained) -> ScoredPrompts | None:
+def _settle_prompts(options: ScoringOptions, saved: Trained) -> ScoredPrompts | None:
     """The captions that a network is scored on; None of one that takes classes.
 
     Raises ValueError or FileNotFoundError, also for what a network of classes has no use for.
     """
-    if trained.text is not None:
-        prompts = open_prompts(trained, options.prompts or HELDOUT)
+    if saved.text is not None:
+        prompts = open_prompts(saved, options.prompts or HELDOUT)
         if options.clip is not None:
             prompts.captions(torch.zeros(0, dtype=torch.int64))  # raises where only their encodings are known
         return prompts
     for key in ("prompts", "clip"):
         if (value := getattr(options, key)) is not None:
-            raise ValueError(f"{key}={value} is of captions, but {trained.found.folder} was trained with classes")
+            raise ValueError(f"{key}={value} is of captions, but {saved.found.folder} was trained with classes")
     return None
 
 
-def settle_reference(options: Options, plans: list[ScoringPlan]) -> Options:
+def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
     """The options with the folder of the held-out data as reference, where reference=heldout asks for it, or nothing
     is named and networks of texts are to be scored.
 
@@ -299,7 +302,7 @@ def settle_reference(options: Options, plans: list[ScoringPlan]) -> Options:
     unnamed = options.reference is None and not options.save_samples and all(plan.prompts for plan in plans)
     if not plans or not (options.reference == HELDOUT or unnamed):
         return options
-    folders = {str(heldout_folder(plan.trained)) for plan in plans}
+    folders = {str(heldout_folder(plan.saved)) for plan in plans}
     if len(folders) > 1:
         raise ValueError(
             f"the checkpoints have other held-out data ({', '.join(sorted(folders))}): score them one by one"
@@ -307,10 +310,7 @@ def settle_reference(options: Options, plans: list[ScoringPlan]) -> Options:
     return replace(options, reference=folders.pop())
 
 
-GRID = 64  # pictures of fid.png
-
-
-def run(options: Options, processes: Processes) -> list[dict | None]:
+def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     """Check everything that can be checked at once, then score one thing after the other.
 
     Returns the scores of the checkpoints, in the main process.
@@ -347,7 +347,7 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
             decoders[plan.latents] = autoencoder.load_decoder(plan.latents, processes.device, options.autoencoder)
         picture = decoders[plan.latents](torch.zeros(1, *plan.latents.shape, device=processes.device))[0]
         if reference is not None:
-            check_size(plan.found.folder, tuple(picture.shape), reference)
+            check_size(plan.folder, tuple(picture.shape), reference)
         if processes.main:
             missing = plan.count - sum(map(len, work_of(plan, options).kept()))
             needed = missing * (picture.numel() + feature_bytes) + options.save_samples * plan.count * picture.numel()
@@ -372,15 +372,15 @@ def run(options: Options, processes: Processes) -> list[dict | None]:
     return records
 
 
-def files_of(plan: ScoringPlan, options: Options) -> ScoreFiles:
-    return ScoreFiles(Path(options.out) if options.out else plan.found.folder)
+def files_of(plan: ScoringPlan, options: ScoringOptions) -> ScoreFiles:
+    return ScoreFiles(Path(options.out) if options.out else plan.folder)
 
 
-def lines_of(plan: ScoringPlan, options: Options) -> Path:
-    return (Path(options.out) if options.out else plan.found.folder.parent) / "fid.csv"
+def lines_of(plan: ScoringPlan, options: ScoringOptions) -> Path:
+    return (Path(options.out) if options.out else plan.folder.parent) / "fid.csv"
 
 
-def work_of(plan: ScoringPlan, options: Options) -> PartStore:
+def work_of(plan: ScoringPlan, options: ScoringOptions) -> PartStore:
     """Where a checkpoint's samples and their features are kept until they are scored; a reference does not matter."""
     drawn = {key: value for key, value in plan.fingerprint.items() if key != "reference"}
     name = f".fid-{hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]}"
@@ -388,18 +388,18 @@ def work_of(plan: ScoringPlan, options: Options) -> PartStore:
     return PartStore(files_of(plan, options).folder / name, drawn, plan.count, size)
 
 
-def files_beside(options: Options) -> ScoreFiles:
+def files_beside(options: ScoringOptions) -> ScoreFiles:
     """Where the score of samples=… goes: beside them, with their name; of a folder inside a tar, beside the tar."""
     path = Path(options.samples)
     folder = next(parent for parent in path.parents if parent.is_dir())
     return ScoreFiles(Path(options.out)) if options.out else ScoreFiles(folder, f"{path.stem}.")
 
 
-def find_score(plan: ScoringPlan, options: Options) -> dict | None:
+def find_score(plan: ScoringPlan, options: ScoringOptions) -> dict | None:
     """What an earlier scoring by the same settings found, and says so; None if there is something left to do."""
     before = files_of(plan, options).find(plan.fingerprint, with_samples=options.save_samples)
     if before is not None:
-        tqdm.write(f"{plan.found.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
+        tqdm.write(f"{plan.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
     return before and before[1]
 
 
@@ -421,15 +421,12 @@ def keep_statistics(path: Path, scorer: ReferenceScorer, processes: Processes) -
         processes.say(f"{path}: statistics of {pictures.count:,} pictures of {scorer.reference.where}")
 
 
-# ---------------------------------------------------------------------------------------- scoring
-
-
 def score_checkpoint(
     plan: ScoringPlan,
     decoder: autoencoder.Decoder,
     scorer: Scorer,
     clip: ClipScore | None,
-    options: Options,
+    options: ScoringOptions,
     processes: Processes,
 ) -> dict | None:
     """Draw, score, and write down; what is drawn is kept until then. Returns the score in the main process."""
@@ -440,10 +437,10 @@ def score_checkpoint(
             return record
         processes.from_main(parts.begin)
         guidance = plan.sampler.guidance
-        shift = "" if plan.trained.shift in (None, 1) else f"shift {plan.trained.shift:g}, "
+        shift = "" if plan.saved.shift in (None, 1) else f"shift {plan.saved.shift:g}, "
         cost = "" if guidance.kind == "none" else f"{plan.flops_relative:.3f} times the FLOPs of none, "
         processes.say(
-            f"{plan.found.folder}: {plan.count:,} samples, guidance {guidance.describe()}, "
+            f"{plan.folder}: {plan.count:,} samples, guidance {guidance.describe()}, "
             f"NFE {plan.nfe}, {shift}{cost}{plan.sampler.precision}"
         )
         for other in set(folder.glob(".fid-*")) - {parts.folder}:
@@ -475,9 +472,9 @@ def draw_parts(
     if not mine:
         return spent
     guidance, device = plan.sampler.guidance, processes.device
-    model, weak = plan.trained.load(device, guidance), plan.weak and plan.weak.load(device, guidance)
+    model, weak = plan.saved.load(device, guidance), plan.weak and plan.weak.load(device, guidance)
     if plan.compiled:
-        compile_blocks([block for one in (model, weak) if one for block in one.network.compiled()])
+        compile_blocks([block for branch in (model, weak) if branch for block in branch.network.compiled()])
     with processes.bar("samples", sum(len(parts.ranges[number]) for number in mine)) as progress:
         for number in mine:
             seeds, began = [plan.seeds[i] for i in parts.ranges[number]], time.perf_counter()
@@ -513,14 +510,14 @@ def conclude(
     if plan.prompts is not None:
         record["prompts"] = str(plan.prompts.folder)
     return record | {
-        "checkpoint": str(plan.found.folder),
-        "step": plan.found.step,
+        "checkpoint": str(plan.folder),
+        "step": plan.saved.found.step,
         "resolution": list(parts.first("pictures", 1).shape[2:]),
-        "ema": plan.trained.weights == "ema",
+        "ema": plan.saved.weights == "ema",
         "seeds": [plan.seeds[0], plan.seeds[-1]],
         "settings": plan.fingerprint,
         "weak_network": plan.weak and str(plan.weak.found.folder),
-        "shift": plan.trained.shift,
+        "shift": plan.saved.shift,
         "flops": plan.flops,
         "flops_relative": plan.flops_relative,
         "seconds": {
@@ -552,7 +549,7 @@ def common_record(scorer: Scorer, samples: PartStore, count: int, processes: Pro
     }
 
 
-def write_down(plan: ScoringPlan, record: dict, parts: PartStore, options: Options) -> None:
+def write_down(plan: ScoringPlan, record: dict, parts: PartStore, options: ScoringOptions) -> None:
     """fid.json, fid.png, a line in fid.csv, and samples.npz if asked for; then print the table."""
     files = files_of(plan, options)
     with explain_failure(files.folder):
@@ -567,7 +564,7 @@ def write_down(plan: ScoringPlan, record: dict, parts: PartStore, options: Optio
     tqdm.write(f"{table(record)}\n  written   {where}")
 
 
-def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: Options, processes: Processes) -> None:
+def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: ScoringOptions, processes: Processes) -> None:
     """Score pictures made elsewhere; their features are kept in the cache like a reference's."""
     for text in scorer.warnings(samples.count):
         processes.say(f"  note: {text}")

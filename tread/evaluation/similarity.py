@@ -98,13 +98,13 @@ def noised_states(
     batch; of a route whose ids a training batch shared, each point has its own.
     """
     network, device = model.network, next(model.network.parameters()).device
-    own = [replace(route, select="token") if route.select == "shared" else route for route in model.routes]
+    per_point = [replace(route, select="token") if route.select == "shared" else route for route in model.routes]
     for numbers in torch.arange(samples).split(batch_size):
         x, y, level, noise = read_points(
             model.process, data, numbers, samples, noise_levels, device, f"similarity {seed}"
         )
         routes = []
-        for place, route in enumerate(own):
+        for place, route in enumerate(per_point):
             uniform = seeded_uniform(numbers.tolist(), (network.num_tokens,), f"similarity route {place} {seed}")
             routes.append((route, choose_ids(route, uniform.to(device), network.grid)))
         seen: list[States] = []
@@ -124,15 +124,12 @@ def adjacent(matrix: Tensor) -> float:
     return matrix.diagonal(1).mean().item()
 
 
-# ----------------------------------------------------------------------------------- of a checkpoint
-
-
-def settle_routes(trained: Trained, asked: Sequence[Route] | None) -> tuple[Route, ...]:
+def settle_routes(saved: Trained, asked: Sequence[Route] | None) -> tuple[Route, ...]:
     """The routes asked for, or a network's own where these are None, with ends that count from 0, sorted.
 
     Raises ValueError for routes that the network can't run, or that route nothing around or keep a single token.
     """
-    model, size = trained.cfg.model, trained.latents.shape[1]
+    model, size = saved.cfg.model, saved.latents.shape[1]
     try:
         replace(model, routes=model.routes if asked is None else tuple(asked))
     except ValueError as error:
@@ -148,7 +145,7 @@ def describe_routes(routes: Sequence[Route], network: Backbone) -> str:
     return ", ".join(describe_route(route, network.num_tokens, network.grid) for route in routes)
 
 
-def open_latents(trained: Trained, folder: str | None = None) -> LatentDataset:
+def open_latents(saved: Trained, folder: str | None = None) -> LatentDataset:
     """The held-out latents that a network was evaluated on, else those it was trained on, as it sees them.
 
     folder  where such latents lie now, if not where the checkpoint says.
@@ -156,26 +153,26 @@ def open_latents(trained: Trained, folder: str | None = None) -> LatentDataset:
     The embedded digits are written first if they are not there. Raises FileNotFoundError, or ValueError for latents
     that mean something else than the network's.
     """
-    dataset = trained.cfg.dataset
+    dataset = saved.cfg.dataset
     place = Path(folder or dataset.heldout or dataset.path)
     if folder is None and dataset.embedded == "digits":
         digits.prepare_digits(place, "heldout" if dataset.heldout else "train")
     try:
-        data = LatentDataset(place, text=trained.cfg.text.encoder if trained.cfg.model.takes_text else None)
+        data = LatentDataset(place, text=saved.cfg.text.encoder if saved.cfg.model.takes_text else None)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{error}; if the latents that {trained.found.folder} was trained on have moved: data=<folder>"
+            f"{error}; if the latents that {saved.found.folder} was trained on have moved: data=<folder>"
         ) from error
     data.steps_per_epoch(1)
     names = ("shape", "classes", "scale", "shift")
-    known = None not in (data.latents.fingerprint, trained.latents.fingerprint)
+    known = None not in (data.latents.fingerprint, saved.latents.fingerprint)
     for name in (*names, "fingerprint" if known else "autoencoder"):
-        there, here = getattr(trained.latents, name), getattr(data.latents, name)
+        there, here = getattr(saved.latents, name), getattr(data.latents, name)
         if there != here:
             raise ValueError(
                 f"{place} holds latents of another {name} than the network was trained on: {str(here)[:100]} in the "
                 f"place of {str(there)[:100]}; data=<folder> names others"
             )
-    normalization = {name: getattr(trained.latents, name) for name in ("channel_shift", "channel_scale")}
+    normalization = {name: getattr(saved.latents, name) for name in ("channel_shift", "channel_scale")}
     data.latents = replace(data.latents, **normalization)
     return data

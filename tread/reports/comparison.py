@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tread.drawing.charts import Line, Panel
-from tread.evaluation.heldout_loss import CALLED
+from tread.evaluation.metric_table import METRICS
 from tread.runtime.files import explain_failure
 from tread.runtime.schema import written
 from tread.training.run_folder import LAUNCH, RunLog, differences, migrate, value_at
@@ -24,9 +24,9 @@ UNSAID = ("every", "sampling", "checkpoints", "tags")  # sections that no name o
 # what evaluations and FIDs must share to mean the same; the other keys of these sections have no effect on them
 COMPARABLE = ("dataset.name", "dataset.size", "dataset.heldout", "dataset.normalize", "objective")
 COMPARABLE += ("eval.points", "eval.noise_levels", "eval.fid_samples", "eval.fid_reference")
-# and what one of them must share beside: the velocity error is the same number for all densities and weights
-OF_METRIC = {"eval_loss": ("edm", "rf"), "fid": ("edm", "rf.shift")}
 FAIR = ("dataset.path", "optim", "ema", "rf", "train.batch_size", "train.steps")  # what may make a comparison unfair
+AXES = {"step": "steps", "flops": "training FLOPs", "seconds": "training time"}
+TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Group:
 
     def last(self, metric: str) -> list[float]:
         """A metric's last value of each run that has it."""
-        found = [[record[metric] for record in run.records if metric in record] for run in self.runs]
-        return [values[-1] for values in found if values]
+        series = [[record[metric] for record in run.records if metric in record] for run in self.runs]
+        return [values[-1] for values in series if values]
 
 
 def _point(step: int, metric: str, records: list[dict]) -> Point:
@@ -96,8 +96,8 @@ def folders_of(patterns: Sequence[str]) -> list[Path]:
     for pattern in patterns:
         if not glob.has_magic(pattern):
             folders[Path(pattern)] = None
-        elif found := [folder for folder in map(Path, sorted(glob.glob(pattern))) if RunLog(folder).records()]:
-            folders |= dict.fromkeys(found)
+        elif matching := [folder for folder in map(Path, sorted(glob.glob(pattern))) if RunLog(folder).records()]:
+            folders |= dict.fromkeys(matching)
         else:
             raise FileNotFoundError(f"{pattern} names no run that has logged anything yet")
     if not folders:
@@ -147,14 +147,15 @@ def _names(groups: list[list[Compared]]) -> list[str]:
 def unlike(groups: Sequence[Group], keys: Sequence[str]) -> dict[str, list[object]]:
     """Of some keys or sections, the dotted keys that differ between groups → the value of each group."""
     first = groups[0].runs[0].config
-    found = {key: None for group in groups for key in differences(first, group.runs[0].config)}
-    chosen = [key for key in found if any(key == name or key.startswith(name + ".") for name in keys)]
+    differing = {key: None for group in groups for key in differences(first, group.runs[0].config)}
+    chosen = [key for key in differing if any(key == name or key.startswith(name + ".") for name in keys)]
     return {key: [value_at(group.runs[0].config, key) for group in groups] for key in chosen}
 
 
 def reached(group: Group, metric: str, value: float) -> Point | None:
-    """The first evaluated step at which a group's mean is at most a value; None: it never was."""
-    return next((point for point in group.curve(metric) if point.value <= value), None)
+    """The first evaluated step at which a group's mean is a value or better; None: it never was."""
+    best = METRICS[metric].best
+    return next((point for point in group.curve(metric) if best(point.value, value) == point.value), None)
 
 
 def write_table(path: Path, groups: Sequence[Group], metrics: Sequence[str]) -> None:
@@ -169,37 +170,40 @@ def write_table(path: Path, groups: Sequence[Group], metrics: Sequence[str]) -> 
                 writer.writerows({**record, **known} for record in run.records if any(m in record for m in metrics))
 
 
-CURVES = {**CALLED, "fid": "FID"}  # lower is better
-COLUMNS = CURVES | {"label_agreement": "label agreement", "frechet_pixels": "Fréchet distance in pixels"}
-COLUMNS |= {"seen_top1": "seen captions retrieved", "held_top1": "held-out compositions retrieved"}
-AXES = {"step": "steps", "flops": "training FLOPs", "seconds": "training time"}
-TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
+def column_metrics(groups: Sequence[Group]) -> list[str]:
+    """The metrics by which runs are compared, as far as any group has them."""
+    return [name for name, metric in METRICS.items() if metric.compared and any(group.last(name) for group in groups)]
 
 
-def doubts(groups: Sequence[Group]) -> list[str]:
+def curve_metrics(groups: Sequence[Group]) -> list[str]:
+    """Those of them that are measured again and again in a training."""
+    return [m for m in column_metrics(groups) if METRICS[m].curve and any(group.curve(m) for group in groups)]
+
+
+def cautions(groups: Sequence[Group]) -> list[str]:
     """What a reader of the numbers should know: runs that are not at their end, and what is not alike."""
-    found = []
+    warnings = []
     for run in (run for group in groups for run in group.runs):
         if (step := run.records[-1]["step"]) < run.config["train"]["steps"]:
-            found.append(f"{run.folder} is at step {step:,} of {run.config['train']['steps']:,}")
+            warnings.append(f"{run.folder} is at step {step:,} of {run.config['train']['steps']:,}")
         if run.config.get("objective") == "rf" and (old := [r["step"] for r in run.records if "eval_loss" in r]):
-            found.append(
+            warnings.append(
                 f"{run.folder} has an evaluation loss up to step {old[-1]:,}, of older code: weighted as its training "
                 "was, it is neither a velocity error nor the loss of edm"
             )
 
     def tell(those: Sequence[Group], keys: Sequence[str], follows: str | None = None) -> None:
         if apart := unlike(those, keys):
-            found.extend(f"{key} differs: {told(values, those)}" for key, values in apart.items())
-            found.extend(filter(None, [follows]))
+            warnings.extend(f"{key} differs: {told(values, those)}" for key, values in apart.items())
+            warnings.extend(filter(None, [follows]))
 
     said = "not mean the same: none of them is said to reach another"
     tell(groups, COMPARABLE, f"numbers of runs that differ so do {said}")
-    for metric, keys in OF_METRIC.items():
-        if those := [group for group in groups if group.curve(metric)]:
-            tell(those, keys, f"the {CURVES[metric]} of runs that differ so does {said}")
+    for metric in curve_metrics(groups):
+        having = [group for group in groups if group.curve(metric)]
+        tell(having, METRICS[metric].alike, f"the {METRICS[metric].title} of runs that differ so does {said}")
     tell(groups, FAIR)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(warnings))
 
 
 def verdicts(groups: Sequence[Group]) -> list[str]:
@@ -207,11 +211,12 @@ def verdicts(groups: Sequence[Group]) -> list[str]:
     first = groups if len(groups) <= 4 else groups[:1]
     pairs = [(a, b) for a in groups for b in groups if a is not b and (a in first or b in first)]
     return [
-        reach(one, other, metric, called)
-        for metric, called in CURVES.items()
-        for one, other in pairs
-        if one.curve(metric) and other.curve(metric)
-        if not unlike([one, other], (*COMPARABLE, *OF_METRIC.get(metric, ())))
+        reach(run, other, metric)
+        for metric in curve_metrics(groups)
+        if METRICS[metric].better
+        for run, other in pairs
+        if run.curve(metric) and other.curve(metric)
+        if not unlike([run, other], (*COMPARABLE, *METRICS[metric].alike))
     ]
 
 
@@ -225,17 +230,18 @@ def told(values: Sequence[object], groups: Sequence[Group]) -> str:
     return ", ".join(f"{value} ({', '.join(those)})" for value, those in {**names, **others}.items())
 
 
-def reach(one: Group, other: Group, metric: str, called: str) -> str:
+def reach(run: Group, other: Group, metric: str) -> str:
     """For people: when `one` first is where `other` ends."""
-    goal, best = other.curve(metric)[-1], min(point.value for point in one.curve(metric))
-    point, spread = reached(one, metric, goal.value), (goal.spread or 0) + (one.curve(metric)[-1].spread or 0)
-    if point is None and best - goal.value < spread:
+    goal, called = other.curve(metric)[-1], METRICS[metric].title
+    best = METRICS[metric].best(point.value for point in run.curve(metric))
+    point, spread = reached(run, metric, goal.value), (goal.spread or 0) + (run.curve(metric)[-1].spread or 0)
+    if point is None and abs(best - goal.value) < spread:
         return (
-            f"{one.name} is level with {other.name} in {called}: {best:.4g} and {goal.value:.4g}, within their spread"
+            f"{run.name} is level with {other.name} in {called}: {best:.4g} and {goal.value:.4g}, within their spread"
         )
     if point is None:
-        return f"{one.name} does not reach the {called} {goal.value:.4g} of {other.name}: its best is {best:.4g}"
-    text = f"{one.name} reaches the {called} {goal.value:.4g} of {other.name} by step {point.step:,} (of {goal.step:,})"
+        return f"{run.name} does not reach the {called} {goal.value:.4g} of {other.name}: its best is {best:.4g}"
+    text = f"{run.name} reaches the {called} {goal.value:.4g} of {other.name} by step {point.step:,} (of {goal.step:,})"
     if point.flops and goal.flops:
         text += f", with {point.flops:.3g} FLOPs, {ratio(point.flops, goal.flops)} {goal.flops:.3g}"
     if point.seconds and goal.seconds:
@@ -246,8 +252,8 @@ def reach(one: Group, other: Group, metric: str, called: str) -> str:
     return text
 
 
-def ratio(own: float, other: float) -> str:
-    return f"{own / other:.2f} times the other's"
+def ratio(value: float, other: float) -> str:
+    return f"{value / other:.2f} times the other's"
 
 
 def unit(axis: str, most: float) -> tuple[str, float]:
@@ -270,8 +276,8 @@ def number(values: Sequence[float]) -> str:
 
 
 def speed(group: Group) -> str:
-    found = [[record["images_per_s"] for record in run.records if "images_per_s" in record] for run in group.runs]
-    return number([statistics.median(values) for values in found if values])
+    speeds = [[record["images_per_s"] for record in run.records if "images_per_s" in record] for run in group.runs]
+    return number([statistics.median(values) for values in speeds if values])
 
 
 def axes_of(groups: Sequence[Group], metrics: Sequence[str]) -> list[str]:
@@ -280,12 +286,9 @@ def axes_of(groups: Sequence[Group], metrics: Sequence[str]) -> list[str]:
     return [axis for axis in AXES if any(getattr(point, axis) for point in points)]
 
 
-def panel(groups: Sequence[Group], metric: str, axis: str, called: str | None = None) -> Panel:
-    """A metric's curves against steps, FLOPs or time.
-
-    called  the metric for people; None: as CURVES has it.
-    """
-    title, size, lines = AXES[axis], 1.0, []
+def panel(groups: Sequence[Group], metric: str, axis: str) -> Panel:
+    """A metric's curves against steps, FLOPs or time."""
+    known, title, size, lines = METRICS[metric], AXES[axis], 1.0, []
     if axis != "step":
         most = max((getattr(point, axis) or 1 for group in groups for point in group.curve(metric)), default=1)
         name, size = unit(axis, most)
@@ -295,5 +298,5 @@ def panel(groups: Sequence[Group], metric: str, axis: str, called: str | None = 
         spread = [point.spread for point in points] if all(point.spread for point in points) else None
         x = [getattr(point, axis) / size for point in points]
         lines.append(Line(group.name, x, [point.value for point in points], spread))
-    called = called or CURVES[metric]
-    return Panel(called, title, called, lines, log="y")
+    label = ", ".join(filter(None, (known.title, known.unit)))
+    return Panel(label, title, label, lines, log="y" * known.log)

@@ -42,10 +42,21 @@ from tread.runtime.tensor_files import Weights
 PICTURES_UP_TO = 256  # a side
 DEFAULTS = {"batch_size": 64, "precision": "auto", "cpu_threads": None, "weights": "ema", "decode": True}  # sample.py's
 NETWORKS, GRIDS = 4, 16  # that are kept, so that what was loaded or drawn already takes no time
+HOST = "127.0.0.1"
+NEEDED = 6  # the first version of gradio that this is written for
+SAME = "none: the same network"
+DAY = (86400, 86400)  # seconds: how often pictures that the page showed are looked through, and how long they are kept
+STYLE = """
+.told {margin: 0; line-height: 1.5; min-height: 4.5em}
+.refused {color: #b91c1c; font-weight: 600}
+.dark .refused {color: #f87171}
+.grid img {width: 100%; height: 100%; object-fit: contain; padding-top: 30px}
+.command textarea {font-family: var(--font-mono); font-size: 0.85em}
+"""
 
 
 @dataclass(frozen=True)
-class Options:
+class ExplorerOptions:
     """configs/explore.yaml."""
 
     checkpoint: str
@@ -138,41 +149,41 @@ class Explorer:
     Raises ValueError or OSError for a checkpoint or an autoencoder that can't be used.
     """
 
-    def __init__(self, options: Options, device: torch.device, sample_door: str) -> None:
+    def __init__(self, options: ExplorerOptions, device: torch.device, sample_door: str) -> None:
         self.options, self.device, self.sample_door = options, device, sample_door
         self.precision = use_precision(options.precision, device)
         self._lock, self._networks, self._drawn = threading.Lock(), {}, {}
-        found = checkpoint.find(Path(options.checkpoint).expanduser())
-        self.trained = open_trained(found, options.weights)
-        if self.trained.text is not None:
+        source = checkpoint.find(Path(options.checkpoint).expanduser())
+        self.saved = open_trained(source, options.weights)
+        if self.saved.text is not None:
             raise ValueError(
-                f"{found.folder} was trained with captions, but this page draws classes: python sample.py "
+                f"{source.folder} was trained with captions, but this page draws classes: python sample.py "
                 "checkpoint=… prompt='…' draws captions, under the same guidance"
             )
         self._decoder = autoencoder.preview
         if options.decode:
-            self._decoder = autoencoder.load_decoder(self.trained.latents, device, options.autoencoder)
+            self._decoder = autoencoder.load_decoder(self.saved.latents, device, options.autoencoder)
         warm_up = Sampler(steps=2, batch_size=1, precision=self.precision)  # a first call is slower than the others
-        self._draw(self.trained, None, (0,), (0,), warm_up)
+        self._draw(self.saved, None, (0,), (0,), warm_up)
         self._drawn.clear()
 
     @property
     def title(self) -> str:
-        found = self.trained.found
-        return f"{found.info['config'].get('name', found.folder.parent.name)}, step {found.step:,}"
+        source = self.saved.found
+        return f"{source.info['config'].get('name', source.folder.parent.name)}, step {source.step:,}"
 
     @property
     def about(self) -> str:
         """What is drawn from, in a line."""
-        network = self._model(self.trained, NO_GUIDANCE).network
-        model = self.trained.cfg.model
+        network = self._model(self.saved, NO_GUIDANCE).network
+        model = self.saved.cfg.model
         routes = [str(route) for route in check_routes(model.routes, model.depth)]
         facts = [
-            f"{self.trained.weights} weights of {_told(self.trained.found.folder)}",
-            f"{sum(one.numel() for one in network.parameters()):,} parameters",
+            f"{self.saved.weights} weights of {_told(self.saved.found.folder)}",
+            f"{sum(parameter.numel() for parameter in network.parameters()):,} parameters",
             f"{network.num_tokens} tokens",
             f"trained with {', '.join(routes)}" if routes else "trained without a route",
-            f"{self.trained.cfg.objective} objective",
+            f"{self.saved.cfg.objective} objective",
             f"{device_name(self.device)}, {self.precision}",
         ]
         return "; ".join(facts)
@@ -180,14 +191,14 @@ class Explorer:
     @property
     def class_names(self) -> dict[str, int]:
         """What people call each label; "no class" is there if the network was trained without, too."""
-        names = {str(n) if name == str(n) else f"{n} {name}": n for n, name in enumerate(self.trained.latents.classes)}
-        return names | ({"no class": len(names)} if self.trained.label_drop else {})
+        names = {str(n) if name == str(n) else f"{n} {name}": n for n, name in enumerate(self.saved.latents.classes)}
+        return names | ({"no class": len(names)} if self.saved.label_drop else {})
 
     @property
     def others(self) -> list[str]:
         """The run's other checkpoints, for the weak network."""
-        own = self.trained.found.folder
-        return [_told(path.parent) for path in sorted(own.parent.glob("step_*/info.json")) if path.parent != own]
+        here = self.saved.found.folder
+        return [_told(path.parent) for path in sorted(here.parent.glob("step_*/info.json")) if path.parent != here]
 
     def draw(self, side: Side, labels: Sequence[int], seeds: str) -> Shown:
         """Draw what a side asks for.
@@ -198,11 +209,11 @@ class Explorer:
         Raises ValueError or OSError, also if a checkpoint has gone or changed since the page was opened.
         """
         guidance = side.guidance()
-        trained = open_trained(checkpoint.find(self.trained.found.folder), self.options.weights)
-        weaker = open_weak(guidance, trained)
-        numbers, columns = trained.cfg.dataset.num_classes, _read_seeds(seeds)
+        saved = open_trained(checkpoint.find(self.saved.found.folder), self.options.weights)
+        weaker = open_weak(guidance, saved)
+        numbers, columns = saved.cfg.dataset.num_classes, _read_seeds(seeds)
         classes = [None if label == numbers else label for label in labels]
-        rows = class_labels(classes, numbers, trained.label_drop)
+        rows = class_labels(classes, numbers, saved.label_drop)
         count = len(rows) * len(columns)
         if not 0 < count <= PICTURES_UP_TO:
             raise ValueError(
@@ -212,34 +223,34 @@ class Explorer:
         check("steps", side.steps, Count | None)
         check("solver", side.solver, Solver | None)
         batch_size = min(self.options.batch_size, count)
-        sampler = Sampler.of(trained.process, side.steps, side.solver, batch_size, self.precision, guidance)
-        outlines = [one and one.outline(guidance) for one in (trained, weaker)]
+        sampler = Sampler.of(saved.process, side.steps, side.solver, batch_size, self.precision, guidance)
+        outlines = [network and network.outline(guidance) for network in (saved, weaker)]
         check_ratios(sampler, *outlines)
         cost, plain = relative_cost(sampler, *outlines), replace(sampler, guidance=NO_GUIDANCE)
         each = tuple(columns * len(rows)), tuple(row for row in rows for _ in columns)
         with self._lock:
-            pictures, seconds = self._draw(trained, weaker, *each, sampler)
-            unguided = seconds if guidance == NO_GUIDANCE else self._draw(trained, None, *each, plain)[1]
+            pictures, seconds = self._draw(saved, weaker, *each, sampler)
+            unguided = seconds if guidance == NO_GUIDANCE else self._draw(saved, None, *each, plain)[1]
         told = f"{guidance.describe()}: " if guidance.kind != "none" else "no guidance: "
         if guidance.kind != "none":
             told += f"{cost:.2f} times the FLOPs and {seconds / unguided:.2f} times the time of no guidance; "
         told += f"{seconds:.2f} s for {count} pictures; {sampler.steps} steps of {sampler.solver}, "
-        told += f"NFE {sampler.nfe(trained.process)}"
-        grid = SampleFiles(None, False, columns, rows, trained.latents.classes).grid(pictures)
-        return Shown(grid, told, self._command(trained, weaker, classes, columns, sampler))
+        told += f"NFE {sampler.nfe(saved.process)}"
+        grid = SampleFiles(None, False, columns, rows, saved.latents.classes).grid(pictures)
+        return Shown(grid, told, self._command(saved, weaker, classes, columns, sampler))
 
     def _draw(
         self,
-        trained: Trained,
+        saved: Trained,
         weaker: Trained | None,
         seeds: tuple[int, ...],
         labels: tuple[int, ...],
         sampler: Sampler,
     ) -> tuple[np.ndarray, float]:
         """Pictures (n, 1 or 3, H, W) uint8, and the seconds that they took."""
-        key = (trained.sha256, weaker and weaker.sha256, seeds, labels, sampler)
+        key = (saved.sha256, weaker and weaker.sha256, seeds, labels, sampler)
         if key not in self._drawn:
-            model = self._model(trained, sampler.guidance)
+            model = self._model(saved, sampler.guidance)
             weak = weaker and self._model(weaker, sampler.guidance)
             start = time.perf_counter()
             stream = draw_pictures(model, self._decoder, seeds, torch.tensor(labels), sampler, weak, check=True)
@@ -247,15 +258,15 @@ class Explorer:
             _keep(self._drawn, key, (pictures, time.perf_counter() - start), GRIDS)
         return self._drawn[key]
 
-    def _model(self, trained: Trained, guidance: Guidance) -> Model:
-        key = (trained.found.folder, trained.sha256)
+    def _model(self, saved: Trained, guidance: Guidance) -> Model:
+        key = (saved.found.folder, saved.sha256)
         if key not in self._networks:
-            _keep(self._networks, key, trained.load(self.device), NETWORKS)
-        return replace(self._networks[key], routes=trained.routes(guidance))
+            _keep(self._networks, key, saved.load(self.device), NETWORKS)
+        return replace(self._networks[key], routes=saved.routes(guidance))
 
     def _command(
         self,
-        trained: Trained,
+        saved: Trained,
         weaker: Trained | None,
         classes: Sequence[int | None],
         seeds: Sequence[int],
@@ -265,7 +276,7 @@ class Explorer:
         guidance, options = sampler.guidance, self.options
         in_a_row = len(seeds) > 1 and list(seeds) == list(range(seeds[0], seeds[-1] + 1))
         given: dict[str, object] = {
-            "checkpoint": _quoted(_told(trained.found.folder)),
+            "checkpoint": _quoted(_told(saved.found.folder)),
             "classes": classes,
             "seeds": f"{seeds[0]}-{seeds[-1]}" if in_a_row else seeds[0] if len(seeds) == 1 else seeds,
             "steps": sampler.steps,
@@ -327,19 +338,6 @@ def _quoted(text: str) -> str:
     """Text as Hydra reads it as such."""
     plain = re.fullmatch(r"[A-Za-z~./][\w./~-]*", text, re.ASCII) and text.lower() not in ("null", "true", "false")
     return text if plain else "'" + text.replace("'", r"\'") + "'"
-
-
-HOST = "127.0.0.1"
-NEEDED = 6  # the first version of gradio that this is written for
-SAME = "none: the same network"
-DAY = (86400, 86400)  # seconds: how often pictures that the page showed are looked through, and how long they are kept
-STYLE = """
-.told {margin: 0; line-height: 1.5; min-height: 4.5em}
-.refused {color: #b91c1c; font-weight: 600}
-.dark .refused {color: #f87171}
-.grid img {width: 100%; height: 100%; object-fit: contain; padding-top: 30px}
-.command textarea {font-family: var(--font-mono); font-size: 0.85em}
-"""
 
 
 def import_gradio() -> ModuleType:
@@ -405,7 +403,7 @@ def _build(gr: ModuleType, explorer: Explorer):
     with gr.Blocks(title=f"{explorer.title}: guidance by hand", analytics_enabled=False, delete_cache=DAY) as page:
         gr.Markdown(f"### Guidance by hand: {explorer.title}\n{explorer.about}")
         with gr.Row():
-            first = spread_classes(len(explorer.trained.latents.classes), 4)
+            first = spread_classes(len(explorer.saved.latents.classes), 4)
             classes = gr.Dropdown(
                 [*explorer.class_names.items()],
                 value=first,
@@ -434,7 +432,7 @@ def _build(gr: ModuleType, explorer: Explorer):
 
 def _guided(explorer: Explorer) -> str:
     """The kind that side B starts with."""
-    return "cfg" if explorer.trained.label_drop else "sparse"
+    return "cfg" if explorer.saved.label_drop else "sparse"
 
 
 def _answer(explorer: Explorer, side: Side, labels: list[int], seeds: str) -> tuple[Image.Image | None, str, str]:
@@ -467,7 +465,7 @@ def _results(gr: ModuleType, name: str) -> list:
 
 def _controls(gr: ModuleType, explorer: Explorer, name: str, kind: str) -> list:
     """The controls of one side, in the order of the fields of Side; those without an effect for its kind are hidden."""
-    process, shown, start, own = explorer.trained.process, controls(kind), Side(kind), {}
+    process, shown, start, widgets = explorer.saved.process, controls(kind), Side(kind), {}
     levels = process.schedule(process.default_steps)[:-1].tolist()
 
     def place(of: str, **more) -> dict:
@@ -475,21 +473,21 @@ def _controls(gr: ModuleType, explorer: Explorer, name: str, kind: str) -> list:
 
     def slider(of: str, most: float, label: str, info: str, **more) -> None:
         value = getattr(start, of)
-        own[of] = gr.Slider(0, most, value=value, step=0.05, label=label, info=info, **place(of, **more))
+        widgets[of] = gr.Slider(0, most, value=value, step=0.05, label=label, info=info, **place(of, **more))
 
     with gr.Column(), gr.Group():
         with gr.Row():
-            own["kind"] = gr.Dropdown(
+            widgets["kind"] = gr.Dropdown(
                 list(KINDS), value=kind, label=f"{name}: guidance", info=branches(kind), **place("kind", scale=3)
             )
             small, solvers = {"scale": 1, "min_width": 90}, list(get_args(Solver))
             steps = process.default_steps
-            own["steps"] = gr.Number(steps, label="steps", precision=0, **place("steps", **small))
+            widgets["steps"] = gr.Number(steps, label="steps", precision=0, **place("steps", **small))
             solver = process.default_solver
-            own["solver"] = gr.Dropdown(solvers, value=solver, label="solver", **place("solver", **small))
+            widgets["solver"] = gr.Dropdown(solvers, value=solver, label="solver", **place("solver", **small))
         with gr.Row():
             slider("scale", 10, "scale ω", "D_weak + ω·(D_strong − D_weak); 1: the strong branch alone", scale=3)
-            own["interval"] = gr.Textbox(
+            widgets["interval"] = gr.Textbox(
                 label=f"guided {process.level_name}: from, to",
                 info="empty: everywhere",
                 placeholder=f"{levels[-1]:.3g}, {levels[0]:.3g}",
@@ -500,8 +498,8 @@ def _controls(gr: ModuleType, explorer: Explorer, name: str, kind: str) -> list:
             slider("strong", 0.95, "strong ratio", "tokens routed around, strong branch")
             slider("weak", 0.95, "weak ratio", "tokens routed around, weak branch")
         with gr.Row():
-            own["checkpoint"] = gr.Dropdown(
-                [(SAME, ""), *((one, one) for one in explorer.others)],
+            widgets["checkpoint"] = gr.Dropdown(
+                [(SAME, ""), *((other, other) for other in explorer.others)],
                 value="",
                 label="second checkpoint, the weak branch's",
                 info="one of this run, or any path that you type",
@@ -509,12 +507,12 @@ def _controls(gr: ModuleType, explorer: Explorer, name: str, kind: str) -> list:
                 **place("checkpoint", scale=3),
             )
             with gr.Column(scale=2, min_width=120):
-                own["same_ids"] = gr.Checkbox(label="both route the same tokens", **place("same_ids"))
-                own["force"] = gr.Checkbox(label="force likely mistakes", **place("force"))
+                widgets["same_ids"] = gr.Checkbox(label="both route the same tokens", **place("same_ids"))
+                widgets["force"] = gr.Checkbox(label="force likely mistakes", **place("force"))
 
     def choose(kind: str) -> list:
-        return [gr.update(info=branches(kind)), *(gr.update(visible=one) for one in controls(kind).values())]
+        return [gr.update(info=branches(kind)), *(gr.update(visible=visible) for visible in controls(kind).values())]
 
-    outputs = [own[of] for of in ("kind", *shown)]
-    own["kind"].input(choose, own["kind"], outputs, api_visibility="private", show_progress="hidden")
-    return [own[item.name] for item in fields(Side)]
+    outputs = [widgets[of] for of in ("kind", *shown)]
+    widgets["kind"].input(choose, widgets["kind"], outputs, api_visibility="private", show_progress="hidden")
+    return [widgets[item.name] for item in fields(Side)]

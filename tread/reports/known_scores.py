@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tread.drawing.charts import Line, Panel
+from tread.evaluation.metric_table import METRICS
 from tread.evaluation.score_files import sampler_told
-from tread.evaluation.scorers import METRICS
 
 DEPTH = ("", "*/", "*/*/")  # how far below a run's folder scores are looked for
 
@@ -45,7 +45,7 @@ class Sweep:
 
 def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
     """All scorings of a run by time, those of its sweeps left out; and what could not be read."""
-    found, problems = {}, []
+    scores, problems = {}, []
     swept = {path.parent for path in _below(folder, "sweep.csv")}
 
     def new(path: Path) -> bool:
@@ -60,11 +60,11 @@ def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
             notes = [f"{name} is unavailable: {why}" for name, why in lacks.items()]
             others = {name: n for name, n in counts.items() if isinstance(n, int) and n != record.get("count")}
             warnings = record["warnings"] if isinstance(record.get("warnings"), list) else []
-            found[_key(values)] = Score(values, others, [*notes, *map(str, warnings)])
+            scores[_key(values)] = Score(values, others, [*notes, *map(str, warnings)])
     for path in filter(new, _below(folder, "fid*.csv")):
         for row in _read_csv(path, problems):
-            found.setdefault(_key(row), Score(row, {}, []))
-    return sorted(found.values(), key=lambda score: str(score.values.get("time"))), problems
+            scores.setdefault(_key(row), Score(row, {}, []))
+    return sorted(scores.values(), key=lambda score: str(score.values.get("time"))), problems
 
 
 def find_sweeps(folder: Path, run: Path | None = None) -> tuple[list[Sweep], list[str]]:
@@ -73,13 +73,13 @@ def find_sweeps(folder: Path, run: Path | None = None) -> tuple[list[Sweep], lis
     paths = list(_below(folder, "sweep.csv"))
     if run is not None:
         paths += [path for path in sorted(run.parent.glob("*/sweep.csv")) if _is_of(path, run) and path not in paths]
-    found = []
+    sweeps = []
     for path in paths:
         if rows := _read_csv(path, problems):
             baseline = path.parent / "none" / "fid.json"
             without = (_read_json(baseline, problems) or {}) if baseline.exists() else {}
-            found.append(Sweep(path.parent, rows, _kind(path.parent), without))
-    return found, problems
+            sweeps.append(Sweep(path.parent, rows, _kind(path.parent), without))
+    return sweeps, problems
 
 
 def _kind(folder: Path) -> str:
@@ -98,19 +98,19 @@ def _kind(folder: Path) -> str:
 def curves_of(sweep: Sweep) -> list[Panel]:
     """Each metric against ω, a line for each pair of ratios and interval, and without guidance as a level."""
     panels = []
-    for metric, better in METRICS.items():
+    for name, metric in METRICS.items():
         lines: dict[str, list[tuple[float, float]]] = {}
         for row in sweep.rows:
-            scale, value = _number(row.get("scale")), _number(row.get(metric))
+            scale, value = _number(row.get("scale")), _number(row.get(name))
             if scale is not None and value is not None:
                 lines.setdefault(_setting(row, sweep.rows), []).append((scale, value))
         if lines:
-            drawn = [Line(name, *zip(*sorted(points))) for name, points in lines.items()]
-            level = _number(sweep.without.get(metric))
+            drawn = [Line(setting, *zip(*sorted(points))) for setting, points in lines.items()]
+            level = _number(sweep.without.get(name))
             counts = "/".join(dict.fromkeys(f"{_number(row.get('count')) or 0:,.0f}" for row in sweep.rows))
-            title = f"{metric.replace('_', ' ')}, {better} is better, {counts} samples"
+            title = f"{metric.label}, {counts} samples"
             levels = {} if level is None else {"no guidance": level}
-            panels.append(Panel(title, "ω", metric.replace("_", " "), drawn, levels=levels))
+            panels.append(Panel(title, "ω", metric.title, drawn, levels=levels))
     return panels
 
 
@@ -144,11 +144,11 @@ def _key(values: dict) -> tuple[str, ...]:
 
 def _read_json(path: Path, problems: list[str]) -> dict | None:
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         problems.append(f"{path} can't be read: {error}")
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def _read_csv(path: Path, problems: list[str]) -> list[dict]:
@@ -166,7 +166,7 @@ def _dict(value: object) -> dict:
 
 def _number(value: object) -> float | None:
     try:
-        found = float(value)
+        number = float(value)
     except (TypeError, ValueError):
         return None
-    return found if math.isfinite(found) else None
+    return number if math.isfinite(number) else None

@@ -26,6 +26,8 @@ from tread.runtime.files import explain_failure, whole_file
 POINTS = 2000  # of a curve; of longer ones each second, third, … is drawn
 NUMBER = re.compile(r"[-–+]?[\d.,]*\d(e[-+]?\d+)?( ?(%|s|±.*|of [\d,/]+))?|–")
 Chart = Mapping[str, Panel]  # by the name of what it is drawn against, "" where there is no choice
+SIDE = 1000  # pixels of a picture at most
+BYTES = 150_000  # of a file that is taken as it is
 
 
 class Page:
@@ -165,10 +167,6 @@ def _json(value: object) -> str:
     """JSON that may stand inside a script element."""
     text = json.dumps(value, allow_nan=False)  # ASCII
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-SIDE = 1000  # pixels of a picture at most
-BYTES = 150_000  # of a file that is taken as it is
 
 
 def spread(pictures: Mapping[int, Path], most: int) -> dict[int, Path]:

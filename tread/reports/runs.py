@@ -137,13 +137,13 @@ def _look_at_checkpoint(folder: Path) -> tuple[dict, str | None]:
     newest = checkpoint.newest(folder)
     if newest is None:
         return {}, "there is no checkpoint"
-    found = checkpoint.find(newest)
+    source = checkpoint.find(newest)
     try:
-        for name in found.info["files"]:
-            found.check(name.removesuffix(".safetensors"))
+        for name in source.info["files"]:
+            source.check(name.removesuffix(".safetensors"))
     except ValueError as error:
-        return found.info, str(error)
-    return found.info, None
+        return source.info, str(error)
+    return source.info, None
 
 
 def _alive(pid: int) -> bool:

@@ -24,7 +24,8 @@ from tread.drawing.grids import save_grid
 from tread.encoders.inception import at_hand, find_weights, load_inception
 from tread.evaluation.digits_judge import judge_digits
 from tread.evaluation.emoji_judge import ask, judge_emoji, real_emoji
-from tread.evaluation.heldout_loss import CALLED, heldout_loss
+from tread.evaluation.heldout_loss import heldout_loss
+from tread.evaluation.metric_table import METRICS, heldout_titles
 from tread.evaluation.metrics import Moments
 from tread.models.conditions import Text
 from tread.runtime.device import autocast, peak_flops, wait_for
@@ -223,10 +224,10 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
         if run.stop.agreed():
             return False
         if not math.isfinite(loss):
-            raise Failure(f"the {CALLED[metric]} after step {run.step} is {loss}: {DIVERGED}")
+            raise Failure(f"the {METRICS[metric].title} after step {run.step} is {loss}: {DIVERGED}")
         run.record(**{metric: loss})
         if loss > ABSURD:
-            run.processes.say(f"warning: the {CALLED[metric]} after step {run.step} is {loss:.3g}: {DIVERGED}")
+            run.processes.say(f"warning: the {METRICS[metric].title} after step {run.step} is {loss:.3g}: {DIVERGED}")
     if run.online_fid is not None and due(cfg.eval.fid_every, "fid") and not log_fid(run):
         return False
     if due(every.sample, "grid"):
@@ -294,7 +295,7 @@ def draw_grid(run: Run) -> None:
         pictures = draw_samples(run, labels)
         with explain_failure(grid_path(run)):
             save_grid(grid_path(run), pictures.numpy(), cfg.sampling.per_class, run.captions)
-            save_curve(run.folder / "loss.png", run.log.records(), bool(cfg.model.routes), CALLED)
+            save_curve(run.folder / "loss.png", run.log.records(), bool(cfg.model.routes), heldout_titles())
 
     run.processes.from_main(draw)
 

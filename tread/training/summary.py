@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from routing_module import check_routes
 from tread.checkpoints.network import process_of
-from tread.evaluation import digits_judge, emoji_judge
-from tread.evaluation.heldout_loss import CALLED
+from tread.evaluation.metric_table import METRICS, with_real
 from tread.routing.ids import describe_route
 from tread.runtime.files import size_text
 from tread.training.alignment import tokens_at
@@ -66,8 +65,9 @@ def describe(run: Run) -> str:
         lines["disk"] += f"; {size_text(2 * widths * parameters)} of averages stored every {every:,} steps"
     doubts = list(run.doubts)
     if run.heldout is None:
+        evaluation = METRICS[process_of(cfg).evaluation].title
         doubts.append(
-            f"there is no held-out data (dataset.heldout), so no {CALLED[process_of(cfg).evaluation]}, the number to "
+            f"there is no held-out data (dataset.heldout), so no {evaluation}, the number to "
             "compare runs by: scripts/prepare_latents.py … heldout=0.02 keeps 2% of the pictures in <out>-heldout, "
             "where dataset=folder finds them"
         )
@@ -93,9 +93,9 @@ def describe_alignment(run: Run, parameters: int) -> str:
 def describe_outcome(run: Run) -> str:
     """The last evaluation and demo metrics, and where everything is: one line each."""
     lines, records = [], run.log.records() if run.processes.main else []
-    for name in (*CALLED, "fid", *digits_judge.VALUES, *emoji_judge.VALUES):
-        found = [record for record in records if name in record]
-        count = f" of {found[-1]['fid_samples']:,} samples" if found and name == "fid" else ""
+    for name in with_real(name for name, metric in METRICS.items() if metric.of != "training"):
+        found, metric = [record for record in records if name in record], METRICS.get(name)
+        count = f" of {found[-1][metric.count]:,} samples" if found and metric and metric.curve and metric.count else ""
         if found:
             earlier = "" if found[-1]["step"] == run.step else f", at step {found[-1]['step']:,}"
             lines.append(f"  {name:<21} {found[-1][name]:.4f}{count}{earlier}")
