@@ -65,6 +65,7 @@ class Options:
     text_encoder: str | None
     out: str | None
     overwrite: bool
+    plugins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_name(self.out, self.save_latents)

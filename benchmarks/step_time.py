@@ -32,9 +32,9 @@ import torch
 from timing import command, composed, most_allocated, random_shards, random_text, seconds
 
 import train
-from tread.checkpoints.network import DECODER, LIGHTNING, SCANS
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
+from tread.models.architectures import CHOSEN
 from tread.runtime.cli import answer_help, explained
 from tread.runtime.device import device_name, peak_flops, wait_for
 from tread.runtime.schema import check_overrides
@@ -58,7 +58,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             kinds = kinds_of(open_run(Path(folder), overrides))
             if own["beside"]:
-                left_out = ("model=", *(f"model.{name}=" for name in (*LIGHTNING, *DECODER, *SCANS)))
+                left_out = ("model=", *(f"model.{name}=" for name in CHOSEN.optional()))
                 kept = [word for word in overrides if not word.startswith(left_out)]
                 other = open_run(Path(folder) / "beside", [*kept, f"model={own['beside']}"])
                 name = f"{own['beside']}, dense" if other.cfg.model.routes else own["beside"]

@@ -162,4 +162,5 @@ def account(saved: checkpoint.Checkpoint, options: Options) -> str:
 
 
 if __name__ == "__main__":
-    open_door(main, [*settings.known_keys(), "experiment", *schema.known_keys(Options)], settings.MOVED)
+    keys = ("experiment", *schema.known_keys(Options))
+    open_door(main, lambda: [*settings.known_keys(), *keys], settings.MOVED, spell=settings.add_unstated)

@@ -22,8 +22,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from scripts.judge_emoji import Options as JudgeOptions
 from scripts.similarity import Options as SimilarityOptions
-from tread.checkpoints.network import TextSettings, build_network
+from tread.checkpoints.network import build_network
 from tread.evaluation.scoring import Options as ScoringOptions
+from tread.models.architectures import TextSettings
 from tread.models.backbone import Backbone
 from tread.runtime import schema
 from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore
@@ -297,6 +298,7 @@ def settings_of(overrides: Sequence[str]) -> settings.Settings:
 @functools.cache
 def _settings_of(overrides: tuple[str, ...]) -> settings.Settings:
     schema.check_overrides(overrides, [*settings.known_keys(), "experiment"], settings.MOVED)
+    words = settings.add_unstated(overrides)
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        composed = compose("config", overrides=[override.replace("{data}", "data") for override in overrides])
+        composed = compose("config", overrides=[override.replace("{data}", "data") for override in words])
     return settings.read(OmegaConf.to_container(composed, resolve=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 import import_checkpoint
 import pytest
@@ -12,9 +12,10 @@ from conftest import launch_door
 from safetensors.torch import save_file
 
 from dit import DiT
-from tread.checkpoints import checkpoint, weights
-from tread.checkpoints.network import Model, build_network, read_network
+from tread.checkpoints import checkpoint
+from tread.checkpoints.network import build_network, read_network
 from tread.checkpoints.weights import fit, load_weights, read_origin
+from tread.models.architectures import ARCHITECTURES, DiTOptions
 from tread.preparing import digits
 
 SIZES = ["model.hidden_size=16", "model.depth=2", "model.num_heads=2", "model=dit"]
@@ -62,31 +63,35 @@ def test_all_refusals_come_at_once(saved, cfg):
 
 
 def test_every_setting_of_a_network_is_compared(saved, cfg, monkeypatch):
-    """Also those that Model will have: one that the record is too old to know has its default."""
-    left_out = {"model.name", "model.routes", "model.init"}
-    names = {f"model.{item.name}" for item in fields(Model)}
-    decoder = {f"model.decoder_{name}" for name in ("hidden_size", "depth", "heads")}  # of maskdit alone
-    how = {"model.kernel", "model.allow_token_routes"}  # of mamba alone, and nothing that weights depend on
-    scans = {f"model.{name}" for name in ("state", "head_dim", "expand", "conv", "directions", "attention_every")} | how
-    assert set(cfg("model=maskdit").model.decisive) == names - left_out - scans
-    assert set(cfg().model.decisive) == names - left_out - decoder - scans
-    lightning = {f"model.{name}" for name in ("norm", "mlp", "positions", "qk_norm")}
-    foreign = {"model.num_heads"} | lightning  # it has none
-    assert set(cfg("model=rwkv").model.decisive) == names - left_out - decoder - scans - foreign
-    assert set(cfg("model=mamba").model.decisive) == names - left_out - decoder - how - foreign
+    """Also those that an architecture will have: one that the record is too old to know has its default."""
+    common = {"architecture", "hidden_size", "depth", "patch_size", "mlp_ratio", "learn_sigma"}
+    lightning = {"norm", "mlp", "positions", "qk_norm"}  # of DiT too, which has one choice of each
+    decoder = {"decoder_hidden_size", "decoder_depth", "decoder_heads"}
+    scans = {"state", "head_dim", "expand", "conv", "directions", "attention_every"}
+    for model, names in {
+        "dit": {"num_heads"} | lightning,
+        "lightning": {"num_heads"} | lightning,
+        "sprint": {"num_heads"} | lightning,
+        "maskdit": {"num_heads"} | lightning | decoder,
+        "rwkv": set(),
+        "mamba": scans,
+    }.items():
+        assert set(cfg(f"model={model}", "model.depth=5").model.decisive) == {f"model.{n}" for n in common | names}
     hybrid = cfg("model=mamba", "model.attention_every=2").model
-    assert set(hybrid.decisive) == names - left_out - decoder - how - lightning
+    assert set(hybrid.decisive) == {f"model.{name}" for name in common | scans | {"num_heads"}}
 
     @dataclass(frozen=True)
-    class Coming(Model):
+    class Coming(DiTOptions):
         coming: str = "layer"
 
-    monkeypatch.setattr(weights, "Model", Coming)
-    values = {item.name: getattr(cfg().model, item.name) for item in fields(Model)}
+        def arguments(self):
+            return {name: value for name, value in super().arguments().items() if name != "coming"}
+
+    monkeypatch.setitem(ARCHITECTURES, "dit", Coming)
     folder, network = saved(), build_network(cfg())
-    load_weights(network, str(folder), model=Coming(**values))
+    load_weights(network, str(folder), model=cfg().model)
     with pytest.raises(ValueError, match="model.coming layer instead of rms"):
-        load_weights(network, str(folder), model=Coming(**values, coming="rms"))
+        load_weights(network, str(folder), model=replace(cfg().model, coming="rms"))
 
 
 def test_rwkv_has_no_heads_to_compare(tmp_path, composed):

@@ -138,7 +138,7 @@ def test_weights_tell_their_settings(composed, changed):
         (["model=tread_mamba", "model.state=0"], "model.state is 0, but must be positive"),
         (["model=tread_mamba", "model.attention_every=-1"], "model.attention_every is -1"),
         (["model=tread_mamba", "model.norm=rms"], "model.norm is 'rms', but mamba has no such choice"),
-        (["model=tread", "model.state=32"], "model.state is 32, but dit has no such choice: model=mamba and"),
+        (["model=tread", "model.state=32"], "model.state is 32, but dit has no such choice: model=mamba has it"),
         (["model=rwkv", "model.attention_every=2"], "attention_every is 2, but rwkv has no such choice"),
         (["model=tread", "model.allow_token_routes=true"], "allow_token_routes is True, but dit has no such choice"),
         (["model=tread", "model.mlp_ratio=0"], "model.mlp_ratio is 0, but must be positive: of dit no MLP"),

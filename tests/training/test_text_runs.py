@@ -26,6 +26,7 @@ from tread.diffusion.sampling import Sampler, draw
 from tread.evaluation.sample_files import facts_of
 from tread.evaluation.similarity import noised_states, open_latents
 from tread.models import conditions
+from tread.models.architectures import DiTOptions
 from tread.models.conditions import Text
 from tread.models.text_dit import TextDiT
 from tread.preparing import digits
@@ -154,7 +155,7 @@ def test_label_drop_makes_captions_the_empty_one(folder, composed, monkeypatch):
     for y in seen:
         for found, kept, null in zip(y, batch.text, data.null_text()):
             assert all(torch.equal(found[row], null[0] if gone[row] else kept[row]) for row in range(16))
-    labelled = replace(cfg, model=replace(cfg.model, architecture="dit"))
+    labelled = replace(cfg, model=DiTOptions(**asdict(cfg.model) | {"architecture": "dit", "routes": cfg.model.routes}))
     called = []
     training_loss(
         labelled, lambda x, t, y, routes=(): called.append(y) or x, data.latents, batch.stored, batch.labels, draws

@@ -94,7 +94,7 @@ def open_trained(found: checkpoint.Checkpoint, weights: str, shift: float | None
         what = f"{found.folder / 'info.json'} is damaged: {error} is missing, or not what a checkpoint has there"
         raise checkpoint.Damaged(what, found.folder) from error
     cfg = read_network(config)
-    cfg = replace(cfg, model=replace(cfg.model, kernel="torch"))  # so that it opens where no other is
+    cfg = replace(cfg, model=cfg.model.anywhere)
     if shift is not None and cfg.objective != "rf":
         raise ValueError(
             f"shift={shift:g} is of rectified flow, but {found.folder} was trained with objective={cfg.objective}: "

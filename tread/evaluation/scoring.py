@@ -81,6 +81,7 @@ class Options:
     cache: str
     save_samples: bool
     out: str | None
+    plugins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.checkpoint is None) == (self.samples is None) and not (self.samples is None and self.save_reference):

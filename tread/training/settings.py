@@ -4,20 +4,23 @@ says of sizes, held-out data and the encoder of its captions.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from rf import RF
-from tread.checkpoints.network import Dataset, Model, Objective, TextSettings, process_of
+from tread.checkpoints.network import Dataset, Objective, process_of
 from tread.data.dataset import LatentDataset, heldout_beside
 from tread.diffusion.edm import EDM
 from tread.diffusion.solvers import Solver
+from tread.models.architectures import CHOSEN, AnyOptions, TextSettings
 from tread.preparing import digits, emoji
 from tread.routing.ids import RatioSchedule, check_ratio
 from tread.runtime import schema
 from tread.runtime.compiling import Compile
 from tread.runtime.device import Precision
+from tread.runtime.plugins import absolute
 from tread.runtime.schema import Count, CountOrZero, Positive, Range, Share, TwoOrMore
 from tread.runtime.tensor_files import Weights
 from tread.training.alignment import Alignment
@@ -163,7 +166,7 @@ class Settings:
     init_from: str | None
     init_weights: Weights
     objective: Objective
-    model: Model
+    model: AnyOptions
     dataset: Dataset
     edm: EDM
     rf: RF
@@ -180,6 +183,7 @@ class Settings:
     tags: Tags
     alignment: Alignment = Alignment()
     text: TextSettings = TextSettings()
+    plugins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         fits = self.dataset.size and self.dataset.size % self.model.patch_size == 0  # else the network says so
@@ -250,18 +254,26 @@ def known_keys() -> list[str]:
     return schema.known_keys(Settings)
 
 
+def add_unstated(overrides: Iterable[str]) -> list[str]:
+    """Overrides as Hydra takes them where no file states a key of a single architecture."""
+    return schema.add_unstated(overrides, Settings)
+
+
 MEASURES = ("channels", "size", "num_classes")
 
 
 def complete(config: dict) -> dict:
-    """The config with dataset.channels, size and num_classes; those that are null come from the dataset itself, as
-    what there is to know of a text network's encoder does.
+    """The config with all keys of its architecture, and none of others, and with dataset.channels, size and
+    num_classes; those that are null come from the dataset itself, as what there is to know of a text network's encoder
+    does.
 
     So does dataset.heldout=auto: the held-out data that was prepared with it, or null.
 
     Raises ValueError or FileNotFoundError.
     """
     dataset = read(config).dataset
+    plugins = [absolute(name) for name in config.get("plugins", ())]
+    config = {**config, "plugins": plugins, "model": CHOSEN.settle(config["model"], "model.")}
     if dataset.heldout == "auto":
         found = heldout_beside(dataset.path)
         config = {**config, "dataset": {**config["dataset"], "heldout": found and str(found)}}
