@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, process_of, read_network
-from tread.checkpoints.weights import KINDS, Origin, describe, read_origin, sizes
+from tread.checkpoints.weights import KINDS, StoredWeights, describe, read_weights, sizes
 from tread.data.latents import LatentSpec
 from tread.encoders.autoencoder import UNKNOWN
 from tread.preparing.imports import AUTOENCODER, SCALE
@@ -74,16 +74,16 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> tuple
     folder = Path(cfg.results) / cfg.name
     if folder.exists():
         raise FileExistsError(f"{folder} is there already; name=<another name> writes elsewhere")
-    origins, expected = chosen(options), build_network(cfg).state_dict()
-    first = next(iter(origins.values()))
-    parts = {kind: origin.fit(expected, cfg.model, cfg.text) for kind, origin in origins.items()}
+    weights, expected = chosen(options), build_network(cfg).state_dict()
+    first = next(iter(weights.values()))
+    parts = {kind: stored.fit(expected, cfg.model, cfg.text) for kind, stored in weights.items()}
     latents = latents_of(options, cfg)
     info = {
         "config": config,
         "latents": asdict(latents),
-        "attribution": first.found.info.get("attribution") if first.found else None,
+        "attribution": first.source.info.get("attribution") if first.source else None,
         "weights": options.weights,
-        "weights_step": first.found.step if first.found else None,
+        "weights_step": first.source.step if first.source else None,
         "predicts": options.predicts,
         "versions": versions(),
     }
@@ -122,19 +122,19 @@ def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
     return replace(latents, channel_shift=mean, channel_scale=tuple(std / (abs(scale) * s) for s in found["std"]))
 
 
-def chosen(options: Options) -> dict[str, Origin]:
+def chosen(options: Options) -> dict[str, StoredWeights]:
     """The weights to import, "ema" or "model" or both; those of an unknown kind count as averaged unless take=model."""
     path = Path(options.weights).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"weights={options.weights} is no file; a checkpoint's folder needs no import")
-    if checkpoint.beside(path) or options.take != "all":
-        origin = read_origin(path, options.take)
-        kind = options.take if origin.found is None else origin.kind
+    if checkpoint.containing(path) or options.take != "all":
+        stored = read_weights(path, options.take)
+        kind = options.take if stored.source is None else stored.kind
         if options.take not in ("all", kind):
             raise ValueError(f"{path} holds the {kind} part, as info.json beside it says; take=all imports that")
-        return {kind: origin}
+        return {kind: stored}
     states = read_state_dicts(path)
-    return {kind or "ema": Origin(str(path), kind, state) for kind, state in states.items()}
+    return {kind or "ema": StoredWeights(str(path), kind, state) for kind, state in states.items()}
 
 
 def account(saved: checkpoint.Checkpoint, options: Options) -> str:

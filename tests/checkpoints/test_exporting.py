@@ -21,7 +21,7 @@ import train
 from tread.checkpoints import checkpoint
 from tread.checkpoints.exporting import record, shortened
 from tread.checkpoints.for_sampling import open_trained
-from tread.checkpoints.weights import load_weights, read_origin
+from tread.checkpoints.weights import load_weights, read_weights
 from tread.preparing import digits
 
 
@@ -80,7 +80,7 @@ def test_back_to_fp32_and_again_nothing_changes(tmp_path, saved):
     hand_out(tmp_path, "checkpoint=half", "out=full")
     hand_out(tmp_path, "checkpoint=full", "out=again", "dtype=fp16")
     hand_out(tmp_path, "checkpoint=half", "out=copied", "dtype=fp16")
-    half, full = (read_origin(tmp_path / name).state for name in ("half", "full"))
+    half, full = (read_weights(tmp_path / name).state for name in ("half", "full"))
     assert all(value.dtype == torch.float32 and torch.equal(value, half[name].float()) for name, value in full.items())
     assert checkpoint.find(tmp_path / "full").info["dtype"] == "fp32"
     for name in ("again", "copied"):

@@ -21,7 +21,7 @@ import sample
 from tread.checkpoints import checkpoint
 from tread.checkpoints.for_sampling import open_trained
 from tread.checkpoints.network import build_network, read_network
-from tread.checkpoints.weights import load_weights, read_origin
+from tread.checkpoints.weights import load_weights, read_weights
 from tread.data.latents import LatentSpec, from_network
 from tread.diffusion import sampling
 from tread.drawing.grids import save_grid
@@ -204,8 +204,8 @@ def test_an_export_is_the_same_network_bit_for_bit(tmp_path, run, states, weight
     sampler, labels = sampling.Sampler(2, 2), torch.tensor([3, 4])
     drawn = [next(sampling.draw(each.load(CPU), [0, 1], labels, sampler)) for each in (one, other)]
     assert torch.equal(*drawn)
-    same(read_origin(out, weights).state, states[weights])
-    same(read_origin(out / f"{weights}.safetensors").state, states[weights])
+    same(read_weights(out, weights).state, states[weights])
+    same(read_weights(out / f"{weights}.safetensors").state, states[weights])
     option = "" if weights == "ema" else " weights=model"
     assert f"{weights} weights of step 4" in text and f"sample.py checkpoint=exports/mine{option}\n" in text
     other = {"ema": "model", "model": "ema"}[weights]

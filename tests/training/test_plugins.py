@@ -4,6 +4,7 @@ The reference is DiT's run of the same seed: a network of DiT's blocks must trai
 
 from __future__ import annotations
 
+import os
 import textwrap
 
 import export_checkpoint
@@ -93,6 +94,16 @@ def test_a_network_of_ones_own_trains_resumes_samples_and_is_exported(folder, mo
     score(other, "checkpoint=given", "num_samples=4", "batch_size=4", "steps=2")
     launch(folder, "run=results/run", "train.steps=3")
     assert checkpoint.find(folder / "results/run").step == 3
+
+
+def test_a_plugin_that_has_moved_is_the_one_that_is_imported_already(tmp_path):
+    """The reference is a module that counts its imports."""
+    (tmp_path / "counted.py").write_text("import os\nos.environ['COUNTED'] = os.environ.get('COUNTED', '') + 'x'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COUNTED", "")
+        for place in ("counted.py", "counted.py", "gone/counted.py"):
+            import_plugins([f"{tmp_path}/{place}"])
+        assert os.environ["COUNTED"] == "x"
 
 
 def test_a_plugin_that_can_not_be_imported_is_named(tmp_path):

@@ -16,7 +16,7 @@ from torch import nn
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.for_sampling import open_trained
-from tread.checkpoints.weights import read_origin
+from tread.checkpoints.weights import read_weights
 from tread.diffusion.sampling import Sampler, draw
 from tread.runtime import tensor_files
 from tread.training import posthoc_ema
@@ -265,7 +265,7 @@ def test_the_script_makes_a_checkpoint_to_sample(tmp_path, run):
     labels, sampler = torch.tensor([0, 1]), Sampler(steps=2, batch_size=2)
     samples = next(draw(model, [0, 1], labels, sampler))
     assert samples.shape == (2, 3, 16, 16) and samples.isfinite().all()
-    weights = read_origin(folder).state
+    weights = read_weights(folder).state
     assert torch.equal(weights["pos_embed"], run.state_dict()["pos_embed"])
 
 

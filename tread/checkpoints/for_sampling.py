@@ -71,7 +71,7 @@ class Trained:
         return Model(self.process, network.to(device).eval().requires_grad_(False), self.routes(guidance))
 
 
-def open_trained(found: checkpoint.Checkpoint, weights: str, shift: float | None = None) -> Trained:
+def open_trained(source: checkpoint.Checkpoint, weights: str, shift: float | None = None) -> Trained:
     """Read a checkpoint's info.
 
     shift  of the sampler's times, of rectified flow; None: the run's own (rf.shift).
@@ -79,30 +79,30 @@ def open_trained(found: checkpoint.Checkpoint, weights: str, shift: float | None
     Raises ValueError or FileNotFoundError, also if the weights are not there whole, or predict something
     that no sampler here takes.
     """
-    if found.info.get("predicts", "objective") != "objective":
+    if source.info.get("predicts", "objective") != "objective":
         raise ValueError(
-            f"{found.folder} predicts {found.info['predicts']} on timesteps 0..999, as public DiT weights do: it can "
+            f"{source.folder} predicts {source.info['predicts']} on timesteps 0..999, as public DiT weights do: it can "
             "start a run with init_from=…, but cannot be sampled or scored, since the samplers are EDM's and "
             "rectified flow's. If that is wrong, import it with predicts=objective"
         )
-    found.check(weights)
+    source.check(weights)
     try:
-        config = found.info["config"]
+        config = source.info["config"]
         label_drop, path_drop = config["train"]["label_drop"], config["train"].get("path_drop", 0.0)
-        LatentSpec.from_json(found.info["latents"])
+        LatentSpec.from_json(source.info["latents"])
     except (LookupError, TypeError) as error:
-        what = f"{found.folder / 'info.json'} is damaged: {error} is missing, or not what a checkpoint has there"
-        raise checkpoint.Damaged(what, found.folder) from error
+        what = f"{source.folder / 'info.json'} is damaged: {error} is missing, or not what a checkpoint has there"
+        raise checkpoint.Damaged(what, source.folder) from error
     cfg = read_network(config)
     cfg = replace(cfg, model=cfg.model.anywhere)
     if shift is not None and cfg.objective != "rf":
         raise ValueError(
-            f"shift={shift:g} is of rectified flow, but {found.folder} was trained with objective={cfg.objective}: "
+            f"shift={shift:g} is of rectified flow, but {source.folder} was trained with objective={cfg.objective}: "
             "leave it out"
         )
     if shift is not None:
         cfg = replace(cfg, rf=replace(cfg.rf, shift=shift))
-    return Trained(found, weights, cfg, label_drop, path_drop if cfg.model.has_path else None)
+    return Trained(source, weights, cfg, label_drop, path_drop if cfg.model.has_path else None)
 
 
 def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
@@ -121,7 +121,8 @@ def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
             f"guidance.checkpoint={guidance.checkpoint} is the network that checkpoint=… names: it can't guide itself"
         )
     meanings = [
-        {"objective": one.cfg.objective, "text": one.text, **one.latents.to_network_scale} for one in (strong, weak)
+        {"objective": model.cfg.objective, "text": model.text, **model.latents.to_network_scale}
+        for model in (strong, weak)
     ]
     for name, ours in meanings[0].items():
         if meanings[1][name] != ours:
@@ -133,11 +134,11 @@ def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
     return weak
 
 
-def _check_masks(guidance: Guidance, one: Trained) -> None:
+def _check_masks(guidance: Guidance, trained: Trained) -> None:
     """Raise ValueError for sparse guidance of a network that sees mask tokens where tokens are left out."""
-    if guidance.row.routed and one.cfg.model.masks:
+    if guidance.row.routed and trained.cfg.model.masks:
         raise ValueError(
-            f"guidance={guidance.kind} leaves tokens out, but the network of {one.found.folder} is MaskDiT, which sees "
-            "mask tokens in their places and nothing of the noisy picture there, so that it has no prediction to guide "
-            "by: guidance=cfg or autoguidance runs all tokens"
+            f"guidance={guidance.kind} leaves tokens out, but the network of {trained.found.folder} is MaskDiT, which "
+            "sees mask tokens in their places and nothing of the noisy picture there, so that it has no prediction to "
+            "guide by: guidance=cfg or autoguidance runs all tokens"
         )

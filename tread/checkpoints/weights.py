@@ -92,7 +92,7 @@ def fit(
         problems.append(f"no file tells the number of heads: {advised}")
         if heads and theirs["model.hidden_size"] != ours.get("model.hidden_size"):
             theirs["model.num_heads"] = heads
-    kind, plain = ARCHITECTURES[theirs["model.architecture"]], _usual(theirs)
+    kind, plain = _kind_of(theirs), _usual(theirs)
     if fitting := {key: value for key, value in theirs.items() if ours.get(key, plain.get(key)) != value}:
         if "model.architecture" in fitting and (kind.masks or kind.has_path):  # whose file brings their own route
             fitting = {"model": fitting.pop("model.architecture"), **fitting}
@@ -150,16 +150,20 @@ def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
     return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
 
 
-def _usual(sizes: Mapping[str, object]) -> dict[str, object]:
-    """What the options of an architecture are unless they are set, by dotted name."""
-    kind = ARCHITECTURES[sizes["model.architecture"]]
+def _kind_of(settings: Mapping[str, object]) -> type[NetworkOptions]:
+    return ARCHITECTURES.get(settings.get("model.architecture"), NetworkOptions)
+
+
+def _usual(settings: Mapping[str, object]) -> dict[str, object]:
+    """What an architecture's options are unless they are set, and its constants, by dotted name."""
+    kind = _kind_of(settings)
     return {f"model.{name}": getattr(kind, name) for name in kind.deciding() if hasattr(kind, name)}
 
 
-def describe(found: Mapping[str, int | float | bool]) -> str:
+def describe(settings: Mapping[str, int | float | bool]) -> str:
     """Sizes in words: "hidden_size 384, depth 12, …", without those that DiT has, too."""
-    plain = _usual(found)
-    told = {key: value for key, value in found.items() if key not in plain or plain[key] != value}
+    plain = _usual(settings)
+    told = {key: value for key, value in settings.items() if key not in plain or plain[key] != value}
     return ", ".join(f"{key.partition('.')[2]} {_written(value)}" for key, value in told.items())
 
 
@@ -173,48 +177,47 @@ LATENTS = ("scale", "shift", "channel_shift", "channel_scale", "autoencoder")
 
 
 @dataclass(frozen=True)
-class Origin:
+class StoredWeights:
     """Weights and what is known of them.
 
-    where  the file.
-    kind   "ema" or "model"; None where the file does not say.
-    state  the tensors by the network's names.
-    found  the checkpoint that the file is a part of, with its record; None for files of others.
+    where   the file.
+    kind    "ema" or "model"; None where the file does not say.
+    state   the tensors by the network's names.
+    source  the checkpoint that the file is a part of, with its record; None for files of others.
     """
 
     where: str
     kind: str | None
     state: Mapping[str, Tensor]
-    found: checkpoint.Checkpoint | None = None
+    source: checkpoint.Checkpoint | None = None
 
     def describe(self) -> str:
         """Kind, file and step, as far as they are known."""
         kind = KINDS.get(self.kind, "averaged or raw, which is not recorded,")
-        if self.found is None:
+        if self.source is None:
             return f"{kind} of {self.where}, at a step that is not recorded"
-        imported = self.found.info.get("weights")
-        return f"{kind} of {self.where}, step {self.found.step:,}" + (f", imported from {imported}" if imported else "")
+        imported = self.source.info.get("weights")
+        step = f"step {self.source.step:,}"
+        return f"{kind} of {self.where}, {step}" + (f", imported from {imported}" if imported else "")
 
     def recorded(self) -> dict[str, object] | None:
         """What is recorded of what decides about a network's weights, by dotted name; None without a record.
 
         An option that a record is too old to know has its default.
         """
-        if self.found is None:
+        if self.source is None:
             return None
-        model = self._config.get("model", {})
-        kind = ARCHITECTURES.get(model.get("architecture"), NetworkOptions)
-        stated = {name: getattr(kind, name, None) for name in kind.deciding() if hasattr(kind, name)} | model
-        text = {f"text.{name}": value for name, value in self._config.get("text", {}).items()}
-        return text | {f"model.{name}": stated[name] for name in kind.deciding() if name in stated}
+        sections = {name: self._config.get(name, {}) for name in ("text", "model")}
+        stated = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+        return {**_usual(stated), **stated}
 
     @property
     def _config(self) -> dict:
-        return self.found.info.get("config", {}) if self.found else {}
+        return self.source.info.get("config", {}) if self.source else {}
 
     @property
     def _latents(self) -> dict:
-        latents = self.found.info.get("latents", {}) if self.found else {}
+        latents = self.source.info.get("latents", {}) if self.source else {}
         return {key: tuple(value) if isinstance(value, list) else value for key, value in latents.items()}
 
     def fit(
@@ -224,9 +227,9 @@ class Origin:
 
         Raises ValueError unless names and shapes are the network's, and what the record says of it.
         """
-        own = {name: value for name, value in self.state.items() if not name.startswith(PROJECTORS)}
+        state = {name: value for name, value in self.state.items() if not name.startswith(PROJECTORS)}
         ours = model and (model.decisive | text.decisive if text and model.takes_text else model.decisive)
-        return fit(own, expected, self.where, ours, model and self.recorded())
+        return fit(state, expected, self.where, ours, model and self.recorded())
 
     def warnings(self, cfg: Network, latents: LatentSpec, predicts: str = "objective") -> list[str]:
         """What weights that fit meant otherwise, a line each with both values, and what nobody recorded.
@@ -240,7 +243,7 @@ class Origin:
         ]
         if aside := [name for name in self.state if name.startswith(PROJECTORS)]:
             lines.append(f"{self.where} holds {len(aside)} tensors {PROJECTORS}* of its alignment, which are set aside")
-        if self.found is None:
+        if self.source is None:
             heads, usual = cfg.model.decisive.get("model.num_heads"), usual_heads(cfg.model.hidden_size)
             hidden = {key: value for key, value in cfg.model.decisive.items() if key not in sizes(self.state)}
             hidden |= {"objective": cfg.objective, **_conventions(cfg)}
@@ -260,13 +263,14 @@ class Origin:
 
     def _unlike(self, cfg: Network, latents: LatentSpec, predicts: str) -> list[tuple[str, tuple[object, object]]]:
         """Names and values (there, here) of what decides about weights beside a network's options, where it differs."""
-        if self.found is None:
+        if self.source is None:
             return []
-        info, config = self.found.info, self._config
+        info, config = self.source.info, self._config
         pairs, theirs = {}, config.get("objective", cfg.objective)
         if info.get("predicts", "objective") != predicts:
             said = {"noise": "noise on timesteps 0..999", "objective": f"what objective={cfg.objective} trains"}
-            pairs["the prediction"] = tuple(said.get(one, one) for one in (info.get("predicts", "objective"), predicts))
+            names = (info.get("predicts", "objective"), predicts)
+            pairs["the prediction"] = tuple(said.get(name, name) for name in names)
         elif theirs != cfg.objective:
             pairs["objective"] = (theirs, cfg.objective)
         else:
@@ -286,22 +290,22 @@ class Origin:
         return [(key, both) for key, both in pairs.items() if both[0] != both[1]]
 
 
-def read_origin(path: Path, weights: str = "ema") -> Origin:
+def read_weights(path: Path, weights: str = "ema") -> StoredWeights:
     """Weights "ema" or "model" of a checkpoint, or of a file; one of a checkpoint's files is what it is.
 
     Raises FileNotFoundError or ValueError.
     """
     if not path.is_file():
-        found = checkpoint.find(path)
-        return Origin(str(found.folder / f"{weights}.safetensors"), weights, found.tensors(weights), found)
-    if found := checkpoint.beside(path):
+        source = checkpoint.find(path)
+        return StoredWeights(str(source.folder / f"{weights}.safetensors"), weights, source.tensors(weights), source)
+    if source := checkpoint.containing(path):
         kind = path.resolve().stem
         if (kind, weights) == ("ema", "model"):
             raise ValueError(
                 f"{path} holds averaged weights, but the raw ones (model) are asked for: model.safetensors"
             )
-        return Origin(str(path), kind, found.tensors(kind), found)
-    return Origin(str(path), *read_kind(path, weights))
+        return StoredWeights(str(path), kind, source.tensors(kind), source)
+    return StoredWeights(str(path), *read_kind(path, weights))
 
 
 def load_weights(
@@ -310,14 +314,14 @@ def load_weights(
     weights: str = "ema",
     model: NetworkOptions | None = None,
     text: TextSettings | None = None,
-) -> Origin:
+) -> StoredWeights:
     """Put in other weights (init_from), "ema" or "model". Raises FileNotFoundError, or ValueError unless they fit.
 
     model, text  the settings that the network was built by, which the weights' own record must not contradict.
     """
-    origin = read_origin(Path(path).expanduser(), weights)
-    network.load_state_dict(origin.fit(network.state_dict(), model, text))
-    return origin
+    stored = read_weights(Path(path).expanduser(), weights)
+    network.load_state_dict(stored.fit(network.state_dict(), model, text))
+    return stored
 
 
 def _conventions(cfg: Network) -> dict[str, object]:

@@ -251,12 +251,12 @@ class Backbone(nn.Module):
         self, blocks: Iterable[nn.Module], outputs: MutableMapping[int, Tensor | None] | None = None
     ) -> list[Callable[..., Tensor]]:
         """Blocks as a pass calls them: computed again backward where that is set, and noting outputs, see forward."""
-        found = list(blocks)
+        called = list(blocks)
         if self.activation_checkpointing:  # nothing in the blocks is random, so no generator is kept
-            found = [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in found]
+            called = [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in called]
         for index in outputs or ():
-            found[index] = partial(_noted, found[index], outputs, index)
-        return found
+            called[index] = partial(_noted, called[index], outputs, index)
+        return called
 
     def output_of(self, block: int, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         """The output of block number `block` with all tokens, (B, N, D); what lies behind it is not computed."""

@@ -132,7 +132,7 @@ def check_spans(routes: Sequence[Route], depth: int) -> None:
     for route in routes:
         resolved = route.resolve(depth)
         if (resolved.start, resolved.end, resolved.fp32) != (0, depth - 1, "off") or len(routes) > 1:
-            given = ", ".join(f"{one.start}→{one.end} with fp32={one.fp32}" for one in routes)
+            given = ", ".join(f"{route.start}→{route.end} with fp32={route.fp32}" for route in routes)
             raise ValueError(
                 f"the routes are {given}, but MaskDiT drops tokens before its encoder and puts mask tokens at their "
                 "places behind it: it takes one route, start 0, end -1, fp32 off"

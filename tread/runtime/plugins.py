@@ -12,25 +12,33 @@ from collections.abc import Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
+_imported: set[str] = set()  # names of files
+
 
 def import_plugins(names: Sequence[str]) -> None:
     """Import modules, each once a process: dotted names that Python finds, or paths of .py files.
 
+    A file that is not there any more counts as imported where one of its name was, from another place.
+
     Raises ValueError for one that can't be imported, with the reason.
     """
     for name in names:
+        place, module = absolute(name), Path(name).name
+        if place in sys.modules or (module in _imported and not Path(place).is_file()):
+            continue
         try:
             if not name.endswith(".py"):
                 importlib.import_module(name)
-            elif (place := absolute(name)) not in sys.modules:
-                spec = spec_from_file_location(place, place)
-                sys.modules[place] = module_from_spec(spec)
-                spec.loader.exec_module(sys.modules[place])
+                continue
+            spec = spec_from_file_location(place, place)
+            sys.modules[place] = module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[place])
+            _imported.add(module)
         except Exception as error:
-            sys.modules.pop(absolute(name), None)
+            sys.modules.pop(place, None)
             raise ValueError(
                 f"plugins names {name}, which can't be imported: {type(error).__name__}: {error}; it must be a module "
-                "that Python finds (PYTHONPATH), or the path of a .py file"
+                "that Python finds (PYTHONPATH), or the path of a .py file: plugins=[…] says where it is now"
             ) from error
 
 

@@ -148,11 +148,11 @@ def written(value: object) -> str:
 
 
 def read(tree: dict, kind: type, prefix: str = "") -> Any:
-    """Nested dict → a dataclass, whose keys errors name with a prefix; first the modules under `plugins` are imported.
+    """Nested dict → a dataclass, whose keys errors name with a prefix; if it has `plugins`, they are imported first.
 
     Raises ValueError for unknown, missing or mistyped keys.
     """
-    if not prefix:
+    if "plugins" in _hints(kind) and isinstance(tree, dict):
         import_plugins(_convert(tuple[str, ...], tree.get("plugins", ()), "plugins", []))
     return _build(kind, tree, prefix, known_keys(kind, prefix))
 
