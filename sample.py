@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained, open_weak
+from tread.checkpoints.for_sampling import open_network, open_weak
 from tread.data.latents import from_network
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import (
@@ -82,7 +82,7 @@ def main(composed: DictConfig) -> None:
         precision = use_precision(options.precision, device)
         use_cores(options.cpu_threads, processes=1)
         found = checkpoint.find(Path(options.checkpoint).expanduser())
-        trained = open_trained(found, options.weights, options.shift)
+        trained = open_network(found, options.weights, options.shift)
         weaker = open_weak(options.guidance, trained)
         prompts = read_prompts(options.prompt, options.prompts)
         rows = row_labels(trained, options.classes, prompts)
@@ -92,7 +92,7 @@ def main(composed: DictConfig) -> None:
         given = (options.steps, options.solver, batch_size, precision, options.guidance, churn)
         sampler = Sampler.of(trained.process, *given)
         nfe = sampler.nfe(trained.process)
-        outlines = [one and one.outline(options.guidance) for one in (trained, weaker)]
+        outlines = [one and one.without_weights(options.guidance) for one in (trained, weaker)]
         check_ratios(sampler, *outlines)
         cost = relative_cost(sampler, *outlines)
         relative = "" if options.guidance.kind == "none" else f"{cost:.3f} times the FLOPs of no guidance, "

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 import fid
 import sample
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained
+from tread.checkpoints.for_sampling import open_network as open_trained
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Sampler, draw
 from tread.training.run_folder import RunLog

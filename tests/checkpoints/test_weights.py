@@ -110,7 +110,7 @@ def test_records_with_the_options_of_all_architectures_open(composed, model):
     assert read_network(flat) == read_network(config)
     assert differences(migrate(flat), migrate(config)) == {}
     assert migrate(flat)["model"].keys() == vars(read_network(config).model).keys()
-    for key, value in FLAT.items():
+    for key in FLAT:
         if key not in vars(read_network(config).model):
             other = {**flat, "model": flat["model"] | {key: "other"}}
             with pytest.raises(ValueError, match=f"model.{key} is 'other', but {model} has no such choice: model="):

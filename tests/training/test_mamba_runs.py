@@ -15,7 +15,7 @@ from conftest import launch, launch_door, launch_processes, records, state
 import fid
 import sample
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained
+from tread.checkpoints.for_sampling import open_network
 from tread.checkpoints.network import build_network, read_network
 from tread.checkpoints.weights import describe, load_weights, sizes
 from tread.models.mamba import Mamba
@@ -101,7 +101,7 @@ def test_a_run_by_the_fused_kernel_opens_where_it_is_not(composed, tmp_path):
     network = build_network(read_network(config))
     info = {"config": fused, "latents": asdict(digits.MEANING), "versions": {}}
     checkpoint.save(tmp_path, 1, {"ema": network.state_dict()}, info)
-    assert open_trained(checkpoint.find(tmp_path), "ema").cfg.model.kernel == "torch"
+    assert open_network(checkpoint.find(tmp_path), "ema").cfg.model.kernel == "torch"
     load_weights(network, str(tmp_path), model=read_network(config).model)
 
 

@@ -14,7 +14,7 @@ import torch
 from conftest import launch, launch_door, state
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained, open_weak
+from tread.checkpoints.for_sampling import open_network, open_weak
 from tread.checkpoints.network import TextSettings, build_network
 from tread.checkpoints.weights import load_weights, sizes
 from tread.data.captions import add_captions
@@ -80,7 +80,7 @@ def folder(tmp_path_factory):
 
 
 def trained(folder, run="words", weights="ema"):
-    return open_trained(checkpoint.find(folder / "results" / run), weights)
+    return open_network(checkpoint.find(folder / "results" / run), weights)
 
 
 @pytest.mark.parametrize("spec", [WORDS, FROZEN], ids=lambda spec: spec.encoder)
@@ -184,7 +184,7 @@ def test_it_is_exported_in_half_precision_and_started_from(folder):
     for (name, value), other in zip(network.state_dict().items(), whole.state_dict().values()):
         assert value.dtype == other.dtype
         torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-4, msg=name)
-    assert open_trained(checkpoint.find(exports), "ema").cfg.text == cfg.text
+    assert open_network(checkpoint.find(exports), "ema").cfg.text == cfg.text
     text = launch(folder, "model=dit_text", "text.encoder=words", f"init_from={exports}", "train.steps=1", "name=from")
     assert "averaged (ema)" in text
 

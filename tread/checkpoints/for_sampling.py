@@ -17,7 +17,7 @@ from tread.diffusion.sampling import Model
 
 
 @dataclass(frozen=True)
-class Trained:
+class SavedNetwork:
     """A trained network on disk.
 
     weights     which of the checkpoint's: "ema" or "model".
@@ -59,7 +59,7 @@ class Trained:
         model = self.cfg.model
         return (model.usual_route,) if forced else model.routes
 
-    def outline(self, guidance: Guidance) -> Model:
+    def without_weights(self, guidance: Guidance) -> Model:
         """The network without weights, to count tokens and FLOPs by."""
         with torch.device("meta"):
             return Model(self.process, build_network(self.cfg), self.routes(guidance))
@@ -71,7 +71,7 @@ class Trained:
         return Model(self.process, network.to(device).eval().requires_grad_(False), self.routes(guidance))
 
 
-def open_trained(source: checkpoint.Checkpoint, weights: str, shift: float | None = None) -> Trained:
+def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | None = None) -> SavedNetwork:
     """Read a checkpoint's info.
 
     shift  of the sampler's times, of rectified flow; None: the run's own (rf.shift).
@@ -102,10 +102,10 @@ def open_trained(source: checkpoint.Checkpoint, weights: str, shift: float | Non
         )
     if shift is not None:
         cfg = replace(cfg, rf=replace(cfg.rf, shift=shift))
-    return Trained(source, weights, cfg, label_drop, path_drop if cfg.model.has_path else None)
+    return SavedNetwork(source, weights, cfg, label_drop, path_drop if cfg.model.has_path else None)
 
 
-def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
+def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
     """Check that a network can be guided so, and open the weak one; None where the strong one serves.
 
     Raises ValueError or FileNotFoundError, also if the two can't be combined.
@@ -114,7 +114,7 @@ def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
     if guidance.checkpoint is None:
         guidance.check(strong.cfg.model.routes, strong.label_drop, path_drop=strong.path_drop)
         return None
-    weak = open_trained(checkpoint.find(Path(guidance.checkpoint).expanduser()), guidance.weights)
+    weak = open_network(checkpoint.find(Path(guidance.checkpoint).expanduser()), guidance.weights)
     _check_masks(guidance, weak)
     if weak.sha256 == strong.sha256:
         raise ValueError(
@@ -134,11 +134,11 @@ def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
     return weak
 
 
-def _check_masks(guidance: Guidance, trained: Trained) -> None:
+def _check_masks(guidance: Guidance, saved: SavedNetwork) -> None:
     """Raise ValueError for sparse guidance of a network that sees mask tokens where tokens are left out."""
-    if guidance.row.routed and trained.cfg.model.masks:
+    if guidance.row.routed and saved.cfg.model.masks:
         raise ValueError(
-            f"guidance={guidance.kind} leaves tokens out, but the network of {trained.found.folder} is MaskDiT, which "
+            f"guidance={guidance.kind} leaves tokens out, but the network of {saved.found.folder} is MaskDiT, which "
             "sees mask tokens in their places and nothing of the noisy picture there, so that it has no prediction to "
             "guide by: guidance=cfg or autoguidance runs all tokens"
         )

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread.checkpoints.for_sampling import Trained
+from tread.checkpoints.for_sampling import SavedNetwork
 from tread.data.dataset import LatentDataset, read_index
 from tread.data.latents import stored_pictures
 from tread.encoders.inception import Inception, extract
@@ -55,7 +55,7 @@ class Asked(NamedTuple):
         return Asked(self.numbers[each], self.parts[each], rows(self.texts, torch.from_numpy(each)))
 
 
-def open_emoji(trained: Trained, folder: str | None = None) -> tuple[LatentDataset, LatentDataset]:
+def open_emoji(trained: SavedNetwork, folder: str | None = None) -> tuple[LatentDataset, LatentDataset]:
     """Both parts of dataset=emoji, training and held out, with the text that a network was trained on.
 
     folder  where train/ and heldout/ lie now, if not where the checkpoint says.

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tread.checkpoints.for_sampling import Trained
+from tread.checkpoints.for_sampling import SavedNetwork
 from tread.data.captions import captions_of
 from tread.data.columns import TextSpec, encoder_name, latents_hash
 from tread.data.dataset import LatentDataset, read_index
@@ -63,7 +63,7 @@ def _read_file(path: Path) -> tuple[str, ...]:
     return tuple(found)
 
 
-def row_labels(trained: Trained, classes: Sequence[int | None] | None, prompts: Sequence[str]) -> list[int]:
+def row_labels(trained: SavedNetwork, classes: Sequence[int | None] | None, prompts: Sequence[str]) -> list[int]:
     """The labels of what is asked for: of classes (None: ten, spread over all), or the prompts' numbers.
 
     Raises ValueError for what the network does not take, and for a network of texts without a prompt.
@@ -84,13 +84,13 @@ def row_labels(trained: Trained, classes: Sequence[int | None] | None, prompts: 
     return list(range(len(prompts)))
 
 
-def text_spec(trained: Trained) -> TextSpec:
+def text_spec(trained: SavedNetwork) -> TextSpec:
     """What the texts of a network that takes them are."""
     return TextSpec(**asdict(trained.cfg.text))
 
 
 def encode_prompts(
-    trained: Trained, prompts: Sequence[str], device: torch.device, place: str | None = None
+    trained: SavedNetwork, prompts: Sequence[str], device: torch.device, place: str | None = None
 ) -> tuple[Text, list[str]]:
     """What the network sees of prompts, and what to know of it: words that it never met, and what is cut off.
 
@@ -165,7 +165,7 @@ class ScoredPrompts:
         return list(itertools.chain.from_iterable(captions_of(self.folder, read_index(self.folder))))
 
 
-def heldout_folder(trained: Trained) -> Path:
+def heldout_folder(trained: SavedNetwork) -> Path:
     """Where the held-out data of a checkpoint's run lies. Raises ValueError or FileNotFoundError."""
     name, where = trained.cfg.dataset.heldout, trained.found.folder
     if name in (None, "auto"):
@@ -178,7 +178,7 @@ def heldout_folder(trained: Trained) -> Path:
     return Path(name)
 
 
-def open_prompts(trained: Trained, asked: str) -> ScoredPrompts:
+def open_prompts(trained: SavedNetwork, asked: str) -> ScoredPrompts:
     """Captions to score a network on: "heldout", those of its run's held-out data, or a dataset's folder.
 
     Raises ValueError or FileNotFoundError, also if they were not encoded by the encoder of its training.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from tread.checkpoints.for_sampling import Trained
+from tread.checkpoints.for_sampling import SavedNetwork
 from tread.diffusion.sampling import Sampler
 from tread.drawing.grids import FACTS, draw_grid, name_rows, save_png
 from tread.evaluation.image_sets import save_npz
@@ -49,13 +49,13 @@ def check_name(out: str | None, latents: bool) -> None:
         raise ValueError(f"out is {out!r}, but must be a grid's name in .png, a batch's in .npz, or a folder")
 
 
-def facts_of(settings: Mapping, sampler: Sampler, trained: Trained, weak: Trained | None) -> dict:
+def facts_of(settings: Mapping, sampler: Sampler, trained: SavedNetwork, weak: SavedNetwork | None) -> dict:
     """What made the samples, for JSON.
 
     settings  as asked for; those of the sampler replace what was left open.
     """
 
-    def network(one: Trained) -> dict:
+    def network(one: SavedNetwork) -> dict:
         return {"step": one.found.step, "weights": one.weights, "sha256": one.sha256}
 
     churn = {key: value for key, value in asdict(sampler.churn).items() if math.isfinite(value)}  # as JSON must be

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import Trained, open_trained, open_weak
+from tread.checkpoints.for_sampling import SavedNetwork, open_network, open_weak
 from tread.data.latents import Alpha, LatentSpec, Orientation
 from tread.data.parts import PartStore
 from tread.diffusion.guidance import Guidance
@@ -122,8 +122,8 @@ class ScoringPlan:
     reference   sha256 of what it is scored against, of the Inception, and of CLIP; None without them.
     """
 
-    trained: Trained
-    weak: Trained | None
+    trained: SavedNetwork
+    weak: SavedNetwork | None
     sampler: Sampler
     count: int
     first_seed: int
@@ -242,7 +242,7 @@ def plan_scoring(options: Options, found: checkpoint.Checkpoint, precision: str,
 
     Raises ValueError or FileNotFoundError if it can't be scored so.
     """
-    trained = open_trained(found, options.weights, options.shift)
+    trained = open_network(found, options.weights, options.shift)
     weak, cfg, process = open_weak(options.guidance, trained), trained.cfg, trained.process
     prompts = _settle_prompts(options, trained)
     judged = cfg.dataset.embedded in EMBEDDED and prompts is None and options.reference is None
@@ -256,7 +256,7 @@ def plan_scoring(options: Options, found: checkpoint.Checkpoint, precision: str,
     sampler = Sampler.of(
         process, options.steps, options.solver, min(options.batch_size, count), precision, options.guidance
     )
-    outlines = [one and one.outline(options.guidance) for one in (trained, weak)]
+    outlines = [one and one.without_weights(options.guidance) for one in (trained, weak)]
     check_ratios(sampler, *outlines)
     return ScoringPlan(
         trained,
@@ -274,7 +274,7 @@ def plan_scoring(options: Options, found: checkpoint.Checkpoint, precision: str,
     )
 
 
-def _settle_prompts(options: Options, trained: Trained) -> ScoredPrompts | None:
+def _settle_prompts(options: Options, trained: SavedNetwork) -> ScoredPrompts | None:
     """The captions that a network is scored on; None of one that takes classes.
 
     Raises ValueError or FileNotFoundError, also for what a network of classes has no use for.

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from routing_module import Route, check_routes, scatter_tokens
-from tread.checkpoints.for_sampling import Trained
+from tread.checkpoints.for_sampling import SavedNetwork
 from tread.data.dataset import LatentDataset
 from tread.diffusion.guidance import Routes
 from tread.diffusion.sampling import Model
@@ -127,7 +127,7 @@ def adjacent(matrix: Tensor) -> float:
 # ----------------------------------------------------------------------------------- of a checkpoint
 
 
-def settle_routes(trained: Trained, asked: Sequence[Route] | None) -> tuple[Route, ...]:
+def settle_routes(trained: SavedNetwork, asked: Sequence[Route] | None) -> tuple[Route, ...]:
     """The routes asked for, or a network's own where these are None, with ends that count from 0, sorted.
 
     Raises ValueError for routes that the network can't run, or that route nothing around or keep a single token.
@@ -148,7 +148,7 @@ def describe_routes(routes: Sequence[Route], network: Backbone) -> str:
     return ", ".join(describe_route(route, network.num_tokens, network.grid) for route in routes)
 
 
-def open_latents(trained: Trained, folder: str | None = None) -> LatentDataset:
+def open_latents(trained: SavedNetwork, folder: str | None = None) -> LatentDataset:
     """The held-out latents that a network was evaluated on, else those it was trained on, as it sees them.
 
     folder  where such latents lie now, if not where the checkpoint says.

@@ -28,7 +28,7 @@ from PIL import Image
 
 from routing_module import check_routes
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import Trained, open_trained, open_weak
+from tread.checkpoints.for_sampling import SavedNetwork, open_network, open_weak
 from tread.diffusion.guidance import KINDS, NO_GUIDANCE, Guidance
 from tread.diffusion.sampling import (
     Model,
@@ -150,7 +150,7 @@ class Explorer:
         self.precision = use_precision(options.precision, device)
         self._lock, self._networks, self._drawn = threading.Lock(), {}, {}
         found = checkpoint.find(Path(options.checkpoint).expanduser())
-        self.trained = open_trained(found, options.weights)
+        self.trained = open_network(found, options.weights)
         if self.trained.text is not None:
             raise ValueError(
                 f"{found.folder} was trained with captions, but this page draws classes: python sample.py "
@@ -205,7 +205,7 @@ class Explorer:
         Raises ValueError or OSError, also if a checkpoint has gone or changed since the page was opened.
         """
         guidance = side.guidance()
-        trained = open_trained(checkpoint.find(self.trained.found.folder), self.options.weights)
+        trained = open_network(checkpoint.find(self.trained.found.folder), self.options.weights)
         weaker = open_weak(guidance, trained)
         numbers, columns = trained.cfg.dataset.num_classes, _read_seeds(seeds)
         classes = [None if label == numbers else label for label in labels]
@@ -220,7 +220,7 @@ class Explorer:
         check("solver", side.solver, Solver | None)
         batch_size = min(self.options.batch_size, count)
         sampler = Sampler.of(trained.process, side.steps, side.solver, batch_size, self.precision, guidance)
-        outlines = [one and one.outline(guidance) for one in (trained, weaker)]
+        outlines = [one and one.without_weights(guidance) for one in (trained, weaker)]
         check_ratios(sampler, *outlines)
         cost, plain = relative_cost(sampler, *outlines), replace(sampler, guidance=NO_GUIDANCE)
         each = tuple(columns * len(rows)), tuple(row for row in rows for _ in columns)
@@ -237,8 +237,8 @@ class Explorer:
 
     def _draw(
         self,
-        trained: Trained,
-        weaker: Trained | None,
+        trained: SavedNetwork,
+        weaker: SavedNetwork | None,
         seeds: tuple[int, ...],
         labels: tuple[int, ...],
         sampler: Sampler,
@@ -254,7 +254,7 @@ class Explorer:
             _keep(self._drawn, key, (pictures, time.perf_counter() - start), GRIDS)
         return self._drawn[key]
 
-    def _model(self, trained: Trained, guidance: Guidance) -> Model:
+    def _model(self, trained: SavedNetwork, guidance: Guidance) -> Model:
         key = (trained.found.folder, trained.sha256)
         if key not in self._networks:
             _keep(self._networks, key, trained.load(self.device), NETWORKS)
@@ -262,8 +262,8 @@ class Explorer:
 
     def _command(
         self,
-        trained: Trained,
-        weaker: Trained | None,
+        trained: SavedNetwork,
+        weaker: SavedNetwork | None,
         classes: Sequence[int | None],
         seeds: Sequence[int],
         sampler: Sampler,
