@@ -131,13 +131,10 @@ class LightningDiT(Backbone):
             raise ValueError(f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}")
         for name, value, kind in (("norm", norm, Norm), ("mlp", mlp, MlpKind), ("positions", positions, Positions)):
             check(name, value, kind)
+        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
         super().__init__(
             lambda: block(hidden_size, num_heads, mlp_ratio, norm, mlp, qk_norm),
-            input_size,
-            patch_size,
-            in_channels,
-            hidden_size,
-            depth,
+            *sizes,
             num_classes,
             learn_sigma,
             init,

@@ -52,10 +52,8 @@ class Chosen(NamedTuple):
             raise ValueError(f"{prefix.rstrip('.')} is {section!r}, but must be a section that has {self.key}")
         if self.key not in section:
             raise ValueError(f"missing settings: {prefix}{self.key}")
-        if (name := section[self.key]) not in list(self.table):
-            *first, last = self.table
-            raise ValueError(f"{prefix}{self.key} is {name!r}, but must be {', '.join(first)} or {last}")
-        return self.table[name]
+        check(f"{prefix}{self.key}", section[self.key], Literal[tuple(self.table)])
+        return self.table[section[self.key]]
 
     def settle(self, section: object, prefix: str) -> dict:
         """The section with all keys of its entry, and none of others. Raises ValueError for one that was set."""
@@ -65,11 +63,8 @@ class Chosen(NamedTuple):
             if section[self.key] in owners or not owners:
                 kept[name] = value
             elif not any(item.default in (MISSING, value) for item in owners.values()):
-                *first, last = (f"{prefix.rstrip('.')}={entry}" for entry in owners)
-                listed = f"{', '.join(first)} and {last} have" if first else f"{last} has"
-                raise ValueError(
-                    f"{prefix}{name} is {value!r}, but {section[self.key]} has no such choice: {listed} it"
-                )
+                there = " or ".join(f"{prefix.rstrip('.')}={entry}" for entry in owners) + " has it"
+                raise ValueError(f"{prefix}{name} is {value!r}, but {section[self.key]} has no such choice: {there}")
         defaults = {item.name: item.default for item in fields(kind) if item.default is not MISSING}
         return kept | {name: value for name, value in defaults.items() if name not in kept}
 
