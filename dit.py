@@ -92,14 +92,5 @@ class DiT(Backbone):
     ) -> None:
         if hidden_size % num_heads:
             raise ValueError(f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}")
-        super().__init__(
-            lambda: DiTBlock(hidden_size, num_heads, mlp_ratio),
-            input_size,
-            patch_size,
-            in_channels,
-            hidden_size,
-            depth,
-            num_classes,
-            learn_sigma,
-            init,
-        )
+        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
+        super().__init__(lambda: DiTBlock(hidden_size, num_heads, mlp_ratio), *sizes, num_classes, learn_sigma, init)

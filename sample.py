@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import Trained, open_trained, open_weak
+from tread.checkpoints.for_sampling import SavedNetwork, open_network, open_weak
 from tread.data.latents import LatentSpec, from_network
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Sampler, check_ratios, draw_pictures, relative_cost
@@ -62,6 +62,7 @@ class Options:
     text_encoder: str | None
     out: str | None
     overwrite: bool
+    plugins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_name(self.out, self.save_latents)
@@ -77,11 +78,11 @@ def main(composed: DictConfig) -> None:
         seeds = parse_seeds(options.seeds)
         precision = use_precision(options.precision, device)
         use_cores(options.cpu_threads, processes=1)
-        strong = open_trained(checkpoint.find(Path(options.checkpoint).expanduser()), options.weights, options.shift)
+        strong = open_network(checkpoint.find(Path(options.checkpoint).expanduser()), options.weights, options.shift)
         weak = open_weak(options.guidance, strong)
         files = plan_files(options, strong, seeds)
         sampler = plan_sampler(options, strong, len(files.pairs), precision)
-        outlines = [network and network.outline(options.guidance) for network in (strong, weak)]
+        outlines = [network and network.without_weights(options.guidance) for network in (strong, weak)]
         check_ratios(sampler, *outlines)
         files.check()
         text = encode(files, strong, device, options.text_encoder)
@@ -98,7 +99,7 @@ def main(composed: DictConfig) -> None:
         print(f"{files.describe(path, grey, options.seeds)}; {how} on {device.type}")
 
 
-def plan_files(options: Options, network: Trained, seeds: list[int]) -> SampleFiles:
+def plan_files(options: Options, network: SavedNetwork, seeds: list[int]) -> SampleFiles:
     """What is drawn and where it goes. Raises OSError, or ValueError for rows that the network can't draw."""
     prompts = read_prompts(options.prompt, options.prompts)
     rows = row_labels(network, options.classes, prompts)
@@ -107,14 +108,14 @@ def plan_files(options: Options, network: Trained, seeds: list[int]) -> SampleFi
     return SampleFiles(out, options.overwrite, seeds, rows, names, options.save_latents, bool(prompts))
 
 
-def plan_sampler(options: Options, network: Trained, count: int, precision: str) -> Sampler:
+def plan_sampler(options: Options, network: SavedNetwork, count: int, precision: str) -> Sampler:
     """How that many samples are drawn, as asked for or by the network's own defaults."""
     churn = Churn(options.churn) if isinstance(options.churn, float) else options.churn
     asked = (options.steps, options.solver, min(options.batch_size, count), precision, options.guidance, churn)
     return Sampler.of(network.process, *asked)
 
 
-def encode(files: SampleFiles, network: Trained, device: torch.device, place: str | None) -> Text | None:
+def encode(files: SampleFiles, network: SavedNetwork, device: torch.device, place: str | None) -> Text | None:
     """What the network sees of the prompts, if there are any; prints a note on what does not reach it."""
     text, notes = encode_prompts(network, files.classes, device, place) if files.prompts else (None, ())
     for note in notes:

@@ -101,4 +101,4 @@ def report(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    open_door(main, [*settings.known_keys(), "experiment"], settings.MOVED)
+    open_door(main, lambda: [*settings.known_keys(), "experiment"], settings.MOVED, spell=settings.add_unstated)

@@ -34,7 +34,6 @@ from tread.runtime.cli import answer_help, explained
 from tread.runtime.device import autocast, device_name, exact, use_cores, use_precision
 from tread.runtime.files import size_text
 from tread.training import settings
-from tread.training.settings import complete
 
 PARTS = ("frechet", "precision", "features", "sampler", "chain")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -190,7 +189,7 @@ def main() -> None:
     repeats, gpu = int(given.pop("repeats", 5)), DEVICE.type == "cuda"
     batch = int(given.pop("batch", 64 if gpu else 4))
     given.setdefault("experiment", "imagenet256_xl2" if gpu else "imagenet256_s2")
-    cfg = settings.read(complete(composed("config", [f"{key}={value}" for key, value in given.items()])))
+    cfg, _ = settings.complete(composed("config", [f"{key}={value}" for key, value in given.items()]))
     threads = "" if gpu else f", {use_cores(None, processes=1)} threads"
     print(f"{device_name(DEVICE)}, torch {torch.__version__}{threads}, {repeats} repeats")
     for name in named:

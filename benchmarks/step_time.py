@@ -30,9 +30,9 @@ import torch
 from timing import circumstances, composed, most_allocated, random_shards, random_text, seconds
 
 import train
-from tread.checkpoints.network import DECODER, LIGHTNING, SCANS
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
+from tread.models.architectures import CHOSEN
 from tread.runtime.cli import answer_help, explained
 from tread.runtime.device import peak_flops, wait_for
 from tread.runtime.schema import check_overrides
@@ -40,7 +40,6 @@ from tread.runtime.signals import Stop
 from tread.training import settings
 from tread.training.ema import EMA
 from tread.training.run import Run
-from tread.training.settings import complete
 from tread.training.start import start
 
 STAGES = ("data wait", "forward", "backward", "optimizer", "EMA", "rest")
@@ -55,7 +54,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             kinds = kinds_of(open_run(Path(folder), overrides))
             if given["beside"]:
-                left_out = ("model=", *(f"model.{name}=" for name in (*LIGHTNING, *DECODER, *SCANS)))
+                left_out = ("model=", *(f"model.{name}=" for name in CHOSEN.optional()))
                 kept = [word for word in overrides if not word.startswith(left_out)]
                 other = open_run(Path(folder) / "beside", [*kept, f"model={given['beside']}"])
                 name = f"{given['beside']}, dense" if other.cfg.model.routes else given["beside"]
@@ -102,9 +101,9 @@ def open_run(folder: Path, overrides: list[str]) -> Run:
     write_dataset(folder / "data", meaning, random_shards(meaning, count, count))
     if cfg.model.takes_text:
         random_text(folder / "data", count, words)
-        config = complete(config)
+        cfg, config = settings.complete(config)
     stop = Stop()
-    run = start(settings.read(config), config, stop)
+    run = start(cfg, config, stop)
     stop.close()  # Ctrl-C ends a benchmark
     return run
 

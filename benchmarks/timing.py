@@ -24,6 +24,7 @@ from tread.encoders.words import BEGIN, UNKNOWN
 from tread.models.conditions import Text
 from tread.runtime.device import device_name, wait_for
 from tread.runtime.versions import git_revision
+from tread.training import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def composed(name: str, overrides: Sequence[str]) -> dict:
     """A config of this checkout's configs/ with overrides, as nested dicts."""
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        return OmegaConf.to_container(compose(name, overrides=list(overrides)), resolve=True)
+        return OmegaConf.to_container(compose(name, overrides=settings.add_unstated(overrides)), resolve=True)
 
 
 def random_shards(latents: LatentSpec, count: int, per_shard: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, process_of, read_network
-from tread.checkpoints.weights import KINDS, Origin, describe, read_origin, sizes
+from tread.checkpoints.weights import KINDS, StoredWeights, describe, read_weights, sizes
 from tread.data.latents import LatentSpec
 from tread.encoders.autoencoder import UNKNOWN
 from tread.preparing.imports import AUTOENCODER, SCALE
@@ -38,7 +38,6 @@ from tread.runtime.files import explain_failure, write_whole
 from tread.runtime.tensor_files import read_state_dicts
 from tread.runtime.versions import versions
 from tread.training import settings
-from tread.training.settings import complete
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,9 @@ def main(composed: DictConfig) -> None:
     with explained():
         tree = plain(composed)
         asked = {key: tree.pop(key) for key in schema.known_keys(Options)}
-        config = complete(tree)
+        cfg, config = settings.complete(tree)
         options = schema.read(asked, Options)
-        saved, warnings = import_file(options, settings.read(config), config)
+        saved, warnings = import_file(options, cfg, config)
         for warning in warnings:
             print(f"warning: {warning}")
         print(account(checkpoint.find(saved), options))
@@ -81,9 +80,9 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> tuple
     info = {
         "config": config,
         "latents": asdict(latents),
-        "attribution": first.found.info.get("attribution") if first.found else None,
+        "attribution": first.source.info.get("attribution") if first.source else None,
         "weights": options.weights,
-        "weights_step": first.found.step if first.found else None,
+        "weights_step": first.source.step if first.source else None,
         "predicts": options.predicts,
         "versions": versions(),
     }
@@ -122,19 +121,19 @@ def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
     return replace(latents, channel_shift=mean, channel_scale=tuple(std / (abs(scale) * s) for s in statistics["std"]))
 
 
-def chosen(options: Options) -> dict[str, Origin]:
+def chosen(options: Options) -> dict[str, StoredWeights]:
     """The weights to import, "ema" or "model" or both; those of an unknown kind count as averaged unless take=model."""
     path = Path(options.weights).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"weights={options.weights} is no file; a checkpoint's folder needs no import")
-    if checkpoint.beside(path) or options.take != "all":
-        source = read_origin(path, options.take)
-        kind = options.take if source.found is None else source.kind
+    if checkpoint.containing(path) or options.take != "all":
+        source = read_weights(path, options.take)
+        kind = options.take if source.source is None else source.kind
         if options.take not in ("all", kind):
             raise ValueError(f"{path} holds the {kind} part, as info.json beside it says; take=all imports that")
         return {kind: source}
     states = read_state_dicts(path)
-    return {kind or "ema": Origin(str(path), kind, state) for kind, state in states.items()}
+    return {kind or "ema": StoredWeights(str(path), kind, state) for kind, state in states.items()}
 
 
 def account(saved: checkpoint.Checkpoint, options: Options) -> str:
@@ -162,4 +161,5 @@ def account(saved: checkpoint.Checkpoint, options: Options) -> str:
 
 
 if __name__ == "__main__":
-    open_door(main, [*settings.known_keys(), "experiment", *schema.known_keys(Options)], settings.MOVED)
+    keys = ("experiment", *schema.known_keys(Options))
+    open_door(main, lambda: [*settings.known_keys(), *keys], settings.MOVED, spell=settings.add_unstated)

@@ -29,7 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained, open_weak
+from tread.checkpoints.for_sampling import open_network, open_weak
 from tread.checkpoints.weights import KINDS
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Sampler, check_ratios, draw_pictures, relative_cost
@@ -82,11 +82,11 @@ def run(options: Options) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = use_precision(options.precision, device)
     use_cores(options.cpu_threads, processes=1)
-    saved = open_trained(checkpoint.find(Path(options.checkpoint)), options.weights)
+    saved = open_network(checkpoint.find(Path(options.checkpoint)), options.weights)
     weaker = open_weak(options.guidance, saved)
     batch_size = min(options.batch_size, options.num_samples)
     sampler = Sampler.of(saved.process, options.steps, options.solver, batch_size, precision, options.guidance)
-    outlines = [each and each.outline(options.guidance) for each in (saved, weaker)]
+    outlines = [each and each.without_weights(options.guidance) for each in (saved, weaker)]
     check_ratios(sampler, *outlines)
     train, heldout = open_emoji(saved, options.data)
     real, asked = real_emoji(train, heldout), ask(train, heldout, options.num_samples)

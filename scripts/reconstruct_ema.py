@@ -23,7 +23,7 @@ import hydra
 from omegaconf import DictConfig
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained
+from tread.checkpoints.for_sampling import open_network
 from tread.diffusion.guidance import NO_GUIDANCE
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
@@ -63,7 +63,7 @@ def write_average(options: Options) -> Path:
     if out.exists():
         raise FileExistsError(f"{out} is there already; out=<another folder> writes elsewhere")
     source = checkpoint.find(run)
-    network = open_trained(source, "ema").outline(NO_GUIDANCE).network
+    network = open_network(source, "ema").without_weights(NO_GUIDANCE).network
     if snapshots[-1].shapes != {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}:
         raise ValueError(f"{snapshots[-1].path} is not of the network that {source.folder} is a checkpoint of")
     check_place(out.parent, source.info["files"]["ema.safetensors"]["bytes"])

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from routing_module import Route
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import Trained, open_trained
+from tread.checkpoints.for_sampling import SavedNetwork, open_network
 from tread.checkpoints.weights import KINDS
 from tread.data.dataset import LatentDataset
 from tread.drawing.charts import save_heat_maps
@@ -78,7 +78,7 @@ def run(options: Options) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     use_precision("fp32", device)
     use_cores(options.cpu_threads, processes=1)
-    saved = open_trained(checkpoint.find(Path(options.checkpoint)), options.weights)
+    saved = open_network(checkpoint.find(Path(options.checkpoint)), options.weights)
     routes = settle_routes(saved, options.routes)
     data = open_latents(saved, options.data)
     folder = Path(options.out) if options.out else saved.found.folder
@@ -131,7 +131,7 @@ def run(options: Options) -> None:
     print(f"  written     {', '.join(map(str, files))}")
 
 
-def announce(saved: Trained, data: LatentDataset, options: Options) -> None:
+def announce(saved: SavedNetwork, data: LatentDataset, options: Options) -> None:
     """What is compared, before the work."""
     levels = saved.process.evaluation_levels(options.noise_levels)
     weights = f"{KINDS[saved.weights]} weights of step {saved.found.step:,}, {saved.cfg.model.depth} blocks"

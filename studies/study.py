@@ -22,13 +22,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from scripts.judge_emoji import Options as JudgeOptions
 from scripts.similarity import Options as SimilarityOptions
-from tread.checkpoints.network import TextSettings, build_network
+from tread.checkpoints.network import build_network
 from tread.evaluation.scoring import ScoringOptions
+from tread.models.architectures import TextSettings
 from tread.models.backbone import Backbone
 from tread.runtime import schema
 from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore
 from tread.training import settings
-from tread.training.settings import with_text
 from tread.training.step import active_routes
 
 HERE = Path(__file__).resolve().parent
@@ -279,8 +279,9 @@ def _shares(word: str, written: Callable[[float], str]) -> str:
 
 def build_on_meta(cfg: settings.Settings) -> Backbone:
     """The network without numbers, to be asked what it costs; of texts as the dataset says, CLIP-L's without it."""
-    absent = cfg.model.takes_text and not (cfg.dataset.embedded or Path(cfg.dataset.path).exists())
-    cfg = replace(cfg, text=CLIP_L) if absent else with_text(cfg)
+    if cfg.model.takes_text:
+        there = cfg.dataset.embedded or Path(cfg.dataset.path).exists()
+        cfg = replace(cfg, text=settings.read_text_settings(cfg) if there else CLIP_L)
     with torch.device("meta"):
         return build_network(cfg)
 
@@ -293,6 +294,7 @@ def settings_of(overrides: Sequence[str]) -> settings.Settings:
 @functools.cache
 def _settings_of(overrides: tuple[str, ...]) -> settings.Settings:
     schema.check_overrides(overrides, [*settings.known_keys(), "experiment"], settings.MOVED)
+    words = settings.add_unstated(overrides)
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        composed = compose("config", overrides=[override.replace("{data}", "data") for override in overrides])
+        composed = compose("config", overrides=[override.replace("{data}", "data") for override in words])
     return settings.read(OmegaConf.to_container(composed, resolve=True))

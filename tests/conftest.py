@@ -78,7 +78,7 @@ def pytest_collection_finish():
 def launch_door(main: Callable, config: str, folder: Path, *overrides: str) -> str:
     """Do in this process what a door does from the command line in a folder; returns what it prints."""
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        composed = compose(config, overrides=take_literally(overrides, ("prompt",)))
+        composed = compose(config, overrides=settings.add_unstated(take_literally(overrides, ("prompt",))))
     before, arguments, threads, printed = Path.cwd(), sys.argv, torch.get_num_threads(), io.StringIO()
     os.chdir(folder)
     sys.argv = [f"{main.__module__}.py", *overrides]
@@ -226,7 +226,7 @@ def composed():
 
     def build(*overrides: str, name: str = "config") -> dict:
         with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-            return OmegaConf.to_container(compose(name, overrides=list(overrides)), resolve=True)
+            return OmegaConf.to_container(compose(name, overrides=settings.add_unstated(overrides)), resolve=True)
 
     return build
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from tread.models.architectures import ARCHITECTURES
+
 ORDER = ("runtime", "drawing", "routing", "models", "diffusion", "data", "encoders", "preparing", "checkpoints")
 ORDER += ("evaluation", "training", "reports", "doors")
 AT_ROOT = {"routing_module": "routing", "dit": "models", "rf": "diffusion"}
@@ -112,16 +114,20 @@ def test_who_knows_which_library():
             assert package_of(name) == "doors" or name == "tread/runtime/distributed.py", f"{name} prints"
 
 
-def test_one_file_knows_which_architecture_runs():
-    """It makes networks, and says which routes fit them; the summary prints the name."""
+def test_one_file_knows_the_architectures():
+    """It alone imports the networks; nobody else compares a name of its table, or asks which one it is."""
     names = ("lightning", "mamba", "maskdit", "rwkv", "sprint", "text_dit")
     networks = {"dit.py", *(f"tread/models/{name}.py" for name in names)}
-    assert {name for name in NAMES if networks & imported_files(name)} - networks == {"tread/checkpoints/network.py"}
-    attributes = {
-        name: {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} for name, tree in TREES.items()
-    }
-    knowing = {name for name in NAMES if "architecture" in attributes[name]}
-    assert knowing == {"tread/checkpoints/network.py", "tread/training/summary.py"}
+    table = "tread/models/architectures.py"
+    assert {name for name in NAMES if networks & imported_files(name)} - networks == {table}
+    more = [path for folder in ("scripts", "studies", "benchmarks") for path in (ROOT / folder).glob("*.py")]
+    others = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in more}
+    for name, tree in {**TREES, **others}.items():
+        for node in ast.walk(tree):
+            parts = list(ast.walk(node)) if isinstance(node, (ast.Compare, ast.Match)) else []
+            compared = {part.value for part in parts if isinstance(part, ast.Constant)} & {*ARCHITECTURES}
+            asked = any(isinstance(part, ast.Attribute) and part.attr == "architecture" for part in parts)
+            assert name == table or not (compared or asked), f"{name}:{node.lineno} compares {compared or 'the name'}"
 
 
 def test_packages_are_declared():

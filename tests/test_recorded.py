@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 import fid
 import sample
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained
+from tread.checkpoints.for_sampling import open_network
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Sampler, draw
 from tread.training.run_folder import RunLog
@@ -67,7 +67,7 @@ def numbers_of(folder: Path, name: str) -> tuple[dict, dict[str, torch.Tensor]]:
     """A run's 20 losses, sum and norm of each averaged tensor, and its samples by guidance, on one thread."""
     launch(folder, *OPTIONS, *RUNS[name])
     run = folder / "results" / "recorded"
-    found = open_trained(checkpoint.find(run), "ema")
+    found = open_network(checkpoint.find(run), "ema")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from dit import DiT
 from tread.checkpoints import checkpoint
-from tread.checkpoints.weights import load_weights, read_origin
+from tread.checkpoints.weights import load_weights, read_weights
 from tread.runtime import tensor_files
 from tread.runtime.files import whole_folder, write_whole
 from tread.training.ema import EMA, exponential
@@ -108,7 +108,7 @@ def test_damage_names_the_checkpoint_before(saved):
             with pytest.raises(ValueError, match=f"info.json is .*; the checkpoint before it is {before}$"):
                 checkpoint.find(name)
     with pytest.raises(ValueError, match="info.json is damaged"):
-        read_origin(last / "ema.safetensors")
+        read_weights(last / "ema.safetensors")
     (last / "info.json").write_text(whole)
     os.truncate(before / "model.safetensors", 100)
     with pytest.raises(ValueError, match="there is no whole checkpoint before it"):
@@ -204,14 +204,14 @@ def test_weights_to_start_from(saved, tmp_path):
         (saved / "step_0000001", "model", checkpoint.find(saved / "step_0000001").tensors("model")),
         (tmp_path / "bare.safetensors", "ema", state),
     ):
-        read, network = read_origin(path, weights).state, small()
+        read, network = read_weights(path, weights).state, small()
         assert read.keys() == expected.keys() and all(torch.equal(read[key], expected[key]) for key in expected)
         load_weights(network, str(path), weights)
         assert all(torch.equal(value, expected[key]) for key, value in network.state_dict().items())
     with pytest.raises(ValueError, match="holds no ema part.*weights=model"):
-        read_origin(saved / "step_0000001")
+        read_weights(saved / "step_0000001")
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
-        read_origin(tmp_path / "text.safetensors")
+        read_weights(tmp_path / "text.safetensors")
     with pytest.raises(ValueError, match="is a file.*import_checkpoint.py"):
         checkpoint.find(tmp_path / "bare.safetensors")
 

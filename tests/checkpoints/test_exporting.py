@@ -20,8 +20,8 @@ import sample
 import train
 from tread.checkpoints import checkpoint
 from tread.checkpoints.exporting import record, shortened
-from tread.checkpoints.for_sampling import open_trained
-from tread.checkpoints.weights import load_weights, read_origin
+from tread.checkpoints.for_sampling import open_network
+from tread.checkpoints.weights import load_weights, read_weights
 from tread.preparing import digits
 
 
@@ -52,7 +52,7 @@ def test_half_precision_is_the_rounded_weights_in_half_the_bytes(tmp_path, saved
 
 def test_doors_take_half_precision_and_compute_in_fp32(tmp_path, saved, composed):
     hand_out(tmp_path, f"checkpoint={saved}", "out=half", "dtype=fp16")
-    trained = open_trained(checkpoint.find(tmp_path / "half"), "ema")
+    trained = open_network(checkpoint.find(tmp_path / "half"), "ema")
     network = trained.load(torch.device("cpu")).network
     stored = load_file(tmp_path / "half" / "ema.safetensors")
     for name, value in network.state_dict().items():
@@ -80,7 +80,7 @@ def test_back_to_fp32_and_again_nothing_changes(tmp_path, saved):
     hand_out(tmp_path, "checkpoint=half", "out=full")
     hand_out(tmp_path, "checkpoint=full", "out=again", "dtype=fp16")
     hand_out(tmp_path, "checkpoint=half", "out=copied", "dtype=fp16")
-    half, full = (read_origin(tmp_path / name).state for name in ("half", "full"))
+    half, full = (read_weights(tmp_path / name).state for name in ("half", "full"))
     assert all(value.dtype == torch.float32 and torch.equal(value, half[name].float()) for name, value in full.items())
     assert checkpoint.find(tmp_path / "full").info["dtype"] == "fp32"
     for name in ("again", "copied"):

@@ -22,7 +22,7 @@ import train
 from rf import RF
 from routing_module import Route
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained, open_weak
+from tread.checkpoints.for_sampling import open_network, open_weak
 from tread.diffusion import sampling, solvers
 from tread.diffusion.guidance import Guidance
 from tread.drawing.grids import draw_grid
@@ -41,7 +41,7 @@ def runs(tmp_path_factory):
 
 
 def opened(path):
-    return open_trained(checkpoint.find(path), "ema")
+    return open_network(checkpoint.find(path), "ema")
 
 
 def test_an_earlier_checkpoint_guides_a_later_one(runs, tmp_path):

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 import fid
 import sample
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained
+from tread.checkpoints.for_sampling import open_network
 from tread.checkpoints.network import build_network, read_network
-from tread.checkpoints.weights import load_weights, read_origin
+from tread.checkpoints.weights import load_weights, read_weights
 from tread.data.latents import LatentSpec, from_network
 from tread.diffusion import sampling
 from tread.drawing.grids import save_grid
@@ -102,9 +102,9 @@ def test_both_kinds_of_weights_come_in(tmp_path, states, kind):
     assert sorted(found.info["files"]) == ["ema.safetensors", "model.safetensors"]
     for name, state in states.items():
         same(found.tensors(name), state)
-        expected = build_network(open_trained(found, name).cfg)
+        expected = build_network(open_network(found, name).cfg)
         expected.load_state_dict(state)
-        assert torch.equal(bits(open_trained(found, name).load(CPU)), bits(argparse.Namespace(network=expected)))
+        assert torch.equal(bits(open_network(found, name).load(CPU)), bits(argparse.Namespace(network=expected)))
     assert "averaged (ema) and raw (model) weights of a.pt" in text and "num_heads 2" in text
     assert "hidden_size 16, depth 2" in text and f"python sample.py checkpoint={found.folder}" in text
 
@@ -156,7 +156,7 @@ def test_weights_that_predict_noise_start_runs_alone(tmp_path, composed):
     text = hand_out(tmp_path, f"checkpoint={folder}", "out=alone")
     assert "init_from=alone" in text and "sample.py" not in text
     with pytest.raises(ValueError, match="predicts noise"):
-        open_trained(checkpoint.find(tmp_path / "alone"), "ema")
+        open_network(checkpoint.find(tmp_path / "alone"), "ema")
 
 
 def test_nothing_is_written_of_what_can_not_be_used(tmp_path, states):
@@ -198,19 +198,19 @@ def test_an_export_is_the_same_network_bit_for_bit(tmp_path, run, states, weight
         **found.info,
         "files": {f"{weights}.safetensors": found.info["files"][f"{weights}.safetensors"]},
     }
-    one, other = (open_trained(source, weights) for source in (found, alone))
+    one, other = (open_network(source, weights) for source in (found, alone))
     assert one.sha256 == other.sha256 and one.cfg == other.cfg and one.latents == other.latents
     assert torch.equal(bits(one.load(CPU)), bits(other.load(CPU)))
     sampler, labels = sampling.Sampler(2, 2), torch.tensor([3, 4])
     drawn = [next(sampling.draw(each.load(CPU), [0, 1], labels, sampler)) for each in (one, other)]
     assert torch.equal(*drawn)
-    same(read_origin(out, weights).state, states[weights])
-    same(read_origin(out / f"{weights}.safetensors").state, states[weights])
+    same(read_weights(out, weights).state, states[weights])
+    same(read_weights(out / f"{weights}.safetensors").state, states[weights])
     option = "" if weights == "ema" else " weights=model"
     assert f"{weights} weights of step 4" in text and f"sample.py checkpoint=exports/mine{option}\n" in text
     other = {"ema": "model", "model": "ema"}[weights]
     with pytest.raises(ValueError, match=f"holds no {other} part"):
-        open_trained(alone, other)
+        open_network(alone, other)
 
 
 def test_doors_take_an_export(tmp_path, run):
@@ -235,7 +235,7 @@ def test_no_class_is_null_and_no_number(tmp_path, run, states):
             launch_door(sample.main, "sample", tmp_path, *options, f"classes=[3,{number}]")
     text = launch_door(sample.main, "sample", tmp_path, *options, "classes=[3,null]")
     assert "rows are classes [3, null]" in text
-    trained = open_trained(checkpoint.find(run), "ema")
+    trained = open_network(checkpoint.find(run), "ema")
     labels, sampler = torch.tensor([3, 3, 10, 10]), sampling.Sampler(2, 4)
     decoder = autoencoder.load_decoder(trained.latents, CPU)
     pictures = sampling.draw_pictures(trained.load(CPU), decoder, [0, 1, 0, 1], labels, sampler)
@@ -285,7 +285,7 @@ def test_a_sprint_goes_out_and_comes_back_with_what_it_was_trained_for(tmp_path,
     bring_in(tmp_path, "weights=mine/ema.safetensors", "name=again", sizes=sizes)
     found = checkpoint.find(tmp_path / "results" / "again")
     same(found.tensors("ema"), state)
-    assert open_trained(found, "ema").path_drop == 0.1
+    assert open_network(found, "ema").path_drop == 0.1
     with pytest.raises(SystemExit, match="architecture sprint"):
         bring_in(tmp_path, "weights=a.pt", "name=third", sizes=[*sizes[:3], "model=dit"])
 

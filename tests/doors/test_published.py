@@ -22,7 +22,7 @@ from test_pages import commands_of, composed_settings
 
 import sample
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained
+from tread.checkpoints.for_sampling import open_network
 from tread.checkpoints.weights import load_weights
 from tread.drawing.grids import FACTS, GAP
 from tread.encoders import autoencoder
@@ -60,7 +60,7 @@ def test_a_folder_holds_a_checkpoint_a_card_and_pictures(folder):
         (folder / "config.yaml").read_text()
     )
     assert {value.dtype for value in load_file(folder / "ema.safetensors").values()} == {torch.float16}
-    network = open_trained(found, "ema").load(torch.device("cpu")).network
+    network = open_network(found, "ema").load(torch.device("cpu")).network
     load_weights(network, str(folder))  # as init_from does
     assert {value.dtype for value in network.state_dict().values()} == {torch.float32}
 

@@ -19,7 +19,7 @@ from conftest import ROOT
 from PIL import Image
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained
+from tread.checkpoints.for_sampling import open_network
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.diffusion.sampling import Sampler, draw
@@ -93,7 +93,7 @@ def test_from_photos_to_pictures(asset, tmp_path, kind):
     named = np.asarray(Image.open(tmp_path / "samples.png"))  # a margin with the class's name, then two pictures
     grid = named[:, -258:]
     assert named.shape[0] == 128 and named.shape[1] > 258 and (named[:, :-258] != 255).any()
-    model = open_trained(found, "ema").load(torch.device("cpu"))
+    model = open_network(found, "ema").load(torch.device("cpu"))
     x = next(draw(model, [0, 1], torch.tensor([3, 3]), Sampler(steps=4, batch_size=2)))
     z = x / torch.tensor(latents.channel_scale)[:, None, None] + torch.tensor(latents.channel_shift)[:, None, None]
     with torch.no_grad():

@@ -7,7 +7,7 @@ import torch
 from conftest import launch, records
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained
+from tread.checkpoints.for_sampling import open_network
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
@@ -54,7 +54,7 @@ def test_models_that_train_otherwise_are_evaluated_alike(tmp_path):
     numbers, common = torch.arange(32), ("train.steps=3", "eval.points=32", "report=false", "sampling.decode=false")
     for model, more in (("maskdit", DECODER), ("sprint", [])):
         launch(tmp_path, f"model={model}", *more, *common, f"name={model}")
-        ema = open_trained(checkpoint.find(tmp_path / "results" / model), "ema").load(torch.device("cpu")).network
+        ema = open_network(checkpoint.find(tmp_path / "results" / model), "ema").load(torch.device("cpu")).network
         data = LatentDataset(tmp_path / "data/digits/heldout")
         sample, level = point(numbers, 32, len(data), 16)
         batch, edm = data.read(sample.numpy()), EDM()

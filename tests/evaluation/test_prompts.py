@@ -19,7 +19,7 @@ from tiny_text import save_encoder
 
 import sample
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained
+from tread.checkpoints.for_sampling import open_network
 from tread.data.dataset import LatentDataset
 from tread.data.writer import write_dataset
 from tread.diffusion.guidance import NO_GUIDANCE, Guidance
@@ -83,7 +83,7 @@ def refusal(folder, *overrides: str, door=launch) -> str:
 
 def expected(folder, run: str, prompts, seeds, labels, size: int, guidance: Guidance = NO_GUIDANCE):
     """Latents drawn of a text by hand."""
-    trained = open_trained(checkpoint.find(folder / "results" / run), "ema")
+    trained = open_network(checkpoint.find(folder / "results" / run), "ema")
     model = trained.load(torch.device("cpu"), guidance)
     sampler = Sampler(2, size, guidance=guidance)
     return torch.cat(list(draw(Model(model.process, model.network, model.routes, prompts), seeds, labels, sampler)))

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 import sample
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained
+from tread.checkpoints.for_sampling import open_network
 from tread.data.latents import to_uint8
 from tread.diffusion.sampling import Sampler, draw, draw_pictures
 from tread.drawing.grids import FACTS, GAP, draw_grid, name_rows
@@ -30,7 +30,7 @@ SINGLE = [f"seed{seed:06d}_class{label}.png" for seed in range(3) for label in (
 def drawn(tmp_path, composed):
     """The pictures that OPTIONS ask for, (6, 16, 16, 3) uint8, of a checkpoint with the classes a to e."""
     save_checkpoint(tmp_path / "results" / "a", composed)
-    model = open_trained(checkpoint.find(tmp_path / "results" / "a"), "ema").load(torch.device("cpu"))
+    model = open_network(checkpoint.find(tmp_path / "results" / "a"), "ema").load(torch.device("cpu"))
     labels = torch.tensor([1, 1, 1, 4, 4, 4])
     (pictures,) = draw_pictures(model, load_decoder(RGB), [0, 1, 2] * 2, labels, Sampler(steps=2, batch_size=6))
     return pictures.numpy().transpose(0, 2, 3, 1)
@@ -158,7 +158,7 @@ def test_latents_are_the_autoencoders_own_and_need_none(tmp_path, composed):
     normalised = {"channel_shift": (1.0, 2.0, 3.0), "channel_scale": (0.5, 2.0, 4.0)}
     latents = replace(RGB, autoencoder="unknown", scale=0.25, shift=5.0, **normalised)
     save_checkpoint(tmp_path / "results" / "a", composed, latents)
-    model = open_trained(checkpoint.find(tmp_path / "results" / "a"), "ema").load(torch.device("cpu"))
+    model = open_network(checkpoint.find(tmp_path / "results" / "a"), "ema").load(torch.device("cpu"))
     labels = torch.tensor([1, 1, 1, 4, 4, 4])
     (x,) = draw(model, [0, 1, 2] * 2, labels, Sampler(steps=2, batch_size=6))
     for name in ("samples.safetensors", "samples-1.safetensors"):

@@ -19,7 +19,7 @@ from conftest import RGB, launch, launch_door, save_checkpoint
 from dit import DiT
 from routing_module import Route
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained
+from tread.checkpoints.for_sampling import open_network
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec, to_network
 from tread.data.writer import write_dataset
@@ -233,7 +233,7 @@ def test_the_door_writes_both_panels_beside_the_checkpoint(trained, monkeypatch)
         assert record["adjacent"][name] == pytest.approx(mean, abs=1e-5)
     assert record["dense"] != record["routed"]
     with torch.no_grad():
-        one = open_trained(checkpoint.find(folder), "ema")
+        one = open_network(checkpoint.find(folder), "ema")
         held_out = LatentDataset(trained / "data/digits/heldout")
         expected = similarity(noised_states(one.load(torch.device("cpu")), held_out, 24, 16, 0, 24))
     torch.testing.assert_close(torch.tensor(record["routed"]).double(), expected, atol=1e-5, rtol=0)
@@ -287,7 +287,7 @@ def test_what_can_not_be_is_refused_in_one_line(trained, words, shown):
 def test_latents_of_another_meaning_and_broken_weights_are_refused(tmp_path, composed):
     """The meanings that a dataset has are each another one than the checkpoint's in turn."""
     _, folder = save_checkpoint(tmp_path / "run", composed, path=str(tmp_path / "data"), heldout=None)
-    one = open_trained(checkpoint.find(folder), "ema")
+    one = open_network(checkpoint.find(folder), "ema")
     pixels = torch.zeros(1, 1, 3, 16, 16).numpy()
     write_dataset(tmp_path / "data", RGB, [(pixels, torch.zeros(1, dtype=torch.int64).numpy())])
     assert open_latents(one).latents == RGB

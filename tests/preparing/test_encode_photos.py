@@ -37,8 +37,8 @@ from tread.preparing.images import centre_crop, read_rgb
 from tread.preparing.sources import find_photos
 from tread.runtime import schema
 from tread.runtime.distributed import share_work
+from tread.training import settings
 from tread.training.run_folder import RunLog
-from tread.training.settings import complete
 
 SIZES = {"ant": 7, "bee": 5, "cow": 9}
 PIXELS = ["autoencoder=none", "dtype=float32"]
@@ -778,18 +778,22 @@ def test_held_out_pictures_are_a_dataset_of_their_own(place, prepare, tmp_path):
     )
 
 
+def completed(config: dict) -> dict:
+    return settings.complete(config)[1]
+
+
 def test_training_finds_the_held_out_pictures(prepare, tmp_path, composed, monkeypatch):
     """Unless another is named, or none; a folder that was moved alone is asked for."""
     prepare(*PIXELS, "heldout=3")
     monkeypatch.chdir(tmp_path)
     config = composed("dataset=folder", "dataset.path=data")
-    assert complete(config)["dataset"]["heldout"] == "data-heldout"
+    assert completed(config)["dataset"]["heldout"] == "data-heldout"
     assert (
-        complete(composed("dataset=folder", "dataset.path=data", "dataset.heldout=null"))["dataset"]["heldout"] is None
+        completed(composed("dataset=folder", "dataset.path=data", "dataset.heldout=null"))["dataset"]["heldout"] is None
     )
-    assert complete(composed("dataset=folder", "dataset.path=data", "dataset.heldout=x"))["dataset"]["heldout"] == "x"
+    assert completed(composed("dataset=folder", "dataset.path=data", "dataset.heldout=x"))["dataset"]["heldout"] == "x"
     alone = composed("dataset=folder", "dataset.path=data-heldout")
-    assert complete(alone)["dataset"]["heldout"] is None
+    assert completed(alone)["dataset"]["heldout"] is None
     small = ["dataset=folder", "dataset.path=data", "eval.points=16", "model.patch_size=4", "sampling.decode=false"]
     launch(tmp_path, *small, "name=run")
     assert "eval_loss" in RunLog(tmp_path / "results/run").records()[-1]
@@ -797,11 +801,11 @@ def test_training_finds_the_held_out_pictures(prepare, tmp_path, composed, monke
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "data")
     for name in ("data", "data-heldout"):
         (tmp_path / name).rename(tmp_path / "elsewhere" / name)
-    found = complete(composed("dataset=folder", "dataset.path=link"))["dataset"]["heldout"]
+    found = completed(composed("dataset=folder", "dataset.path=link"))["dataset"]["heldout"]
     assert os.path.samefile(found, tmp_path / "elsewhere" / "data-heldout")
     shutil.rmtree(tmp_path / "elsewhere" / "data-heldout")
     with pytest.raises(FileNotFoundError, match="data-heldout, which is not there.*dataset.heldout=null"):
-        complete(composed("dataset=folder", "dataset.path=link"))
+        completed(composed("dataset=folder", "dataset.path=link"))
 
 
 @pytest.mark.parametrize("ends", ["a shard", "heldout", "train"])

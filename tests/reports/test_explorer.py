@@ -18,7 +18,7 @@ from conftest import ROOT, launch_door, save_checkpoint
 from PIL import Image
 
 import sample
-from tread.checkpoints.for_sampling import Trained
+from tread.checkpoints.for_sampling import SavedNetwork
 from tread.diffusion.guidance import KINDS, Guidance
 from tread.reports import explorer as module
 from tread.reports.explorer import DEFAULTS, Explorer, ExplorerOptions, Side, branches, controls
@@ -136,8 +136,8 @@ def test_costs_are_told(explorer):
 
 def test_networks_and_pictures_are_kept(explorer, monkeypatch):
     loads, draws = [], []
-    load, draw = Trained.load, module.draw_pictures
-    monkeypatch.setattr(Trained, "load", lambda *given: loads.append(given) or load(*given))
+    load, draw = SavedNetwork.load, module.draw_pictures
+    monkeypatch.setattr(SavedNetwork, "load", lambda *given: loads.append(given) or load(*given))
     monkeypatch.setattr(module, "draw_pictures", lambda *given, **more: draws.append(given) or draw(*given, **more))
     for scale in (1.5, 2.0, 2.0):
         explorer.draw(replace(SIDES["autoguidance"], scale=scale, steps=2), [0], "0")

@@ -15,7 +15,7 @@ from conftest import launch, launch_door, launch_processes, records, state
 import fid
 import sample
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained
+from tread.checkpoints.for_sampling import open_network
 from tread.checkpoints.network import build_network, read_network
 from tread.checkpoints.weights import describe, load_weights, sizes
 from tread.models.mamba import Mamba
@@ -101,7 +101,7 @@ def test_a_run_by_the_fused_kernel_opens_where_it_is_not(composed, tmp_path):
     network = build_network(read_network(config))
     info = {"config": fused, "latents": asdict(digits.MEANING), "versions": {}}
     checkpoint.save(tmp_path, 1, {"ema": network.state_dict()}, info)
-    assert open_trained(checkpoint.find(tmp_path), "ema").cfg.model.kernel == "torch"
+    assert open_network(checkpoint.find(tmp_path), "ema").cfg.model.kernel == "torch"
     load_weights(network, str(tmp_path), model=read_network(config).model)
 
 
@@ -138,7 +138,7 @@ def test_weights_tell_their_settings(composed, changed):
         (["model=tread_mamba", "model.state=0"], "model.state is 0, but must be positive"),
         (["model=tread_mamba", "model.attention_every=-1"], "model.attention_every is -1"),
         (["model=tread_mamba", "model.norm=rms"], "model.norm is 'rms', but mamba has no such choice"),
-        (["model=tread", "model.state=32"], "model.state is 32, but dit has no such choice: model=mamba and"),
+        (["model=tread", "model.state=32"], "model.state is 32, but dit has no such choice: model=mamba has it"),
         (["model=rwkv", "model.attention_every=2"], "attention_every is 2, but rwkv has no such choice"),
         (["model=tread", "model.allow_token_routes=true"], "allow_token_routes is True, but dit has no such choice"),
         (["model=tread", "model.mlp_ratio=0"], "model.mlp_ratio is 0, but must be positive: of dit no MLP"),

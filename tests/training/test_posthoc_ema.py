@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained
-from tread.checkpoints.weights import read_origin
+from tread.checkpoints.for_sampling import open_network
+from tread.checkpoints.weights import read_weights
 from tread.diffusion.sampling import Sampler, draw
 from tread.runtime import tensor_files
 from tread.training import posthoc_ema
@@ -257,7 +257,7 @@ def test_the_script_makes_a_checkpoint_to_sample(tmp_path, run):
     stored = [(step, width) for step in range(1000, 13_000, 1000) for width in STORED]
     assert facts["profile_error"] == posthoc_ema.profile_error(stored, 12_000, 0.075) < 0.01
 
-    model = open_trained(found, "ema").load(torch.device("cpu"))
+    model = open_network(found, "ema").load(torch.device("cpu"))
     run.load_state_dict(posthoc_ema.reconstruct(tmp_path / "results" / "a", 0.075, 12_000), strict=False)
     assert model.network.state_dict().keys() == run.state_dict().keys()
     for name, value in run.state_dict().items():
@@ -265,7 +265,7 @@ def test_the_script_makes_a_checkpoint_to_sample(tmp_path, run):
     labels, sampler = torch.tensor([0, 1]), Sampler(steps=2, batch_size=2)
     samples = next(draw(model, [0, 1], labels, sampler))
     assert samples.shape == (2, 3, 16, 16) and samples.isfinite().all()
-    weights = read_origin(folder).state
+    weights = read_weights(folder).state
     assert torch.equal(weights["pos_embed"], run.state_dict()["pos_embed"])
 
 

@@ -14,6 +14,7 @@ from conftest import ROOT, TINY, launch, launch_door, launch_processes, records
 from omegaconf import OmegaConf
 
 import train
+from tread.training import settings
 from tread.training.resume import keys_of, settle, take_typed
 from tread.training.run_folder import RunLog, migrate
 
@@ -211,6 +212,19 @@ def test_refusals_name_each_key(begun):
     assert "  model.name: tread there, dit here\n" in str(error.value)
     (line,) = [line for line in str(error.value).splitlines() if "model.routes" in line]
     assert line.startswith("  model.routes.0: {") and line.endswith("} there, nothing here")
+
+
+def test_a_run_keeps_the_options_of_its_architecture(begun, composed, monkeypatch):
+    """Whatever the model of config.yaml has; the reference is the run's own record."""
+    monkeypatch.chdir(begun)
+    model = own(begun)["model"]
+    assert model["architecture"] == "dit" and not {"norm", "state", "decoder_depth"} & model.keys()
+    today = composed(f"run={RUN}", "model=tread_lightning", "model.qk_norm=true")
+    config, _ = settle(today, [f"run={RUN}"], CONFIGS)
+    assert config["model"] == model
+    config, _ = settle(today, [f"run={RUN}", "model.qk_norm=true"], CONFIGS)
+    with pytest.raises(ValueError, match="model.qk_norm is True, but dit has no such choice"):
+        settings.read(config)
 
 
 def test_an_old_wandb_section_says_which_tracker():

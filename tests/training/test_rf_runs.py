@@ -18,7 +18,7 @@ import train
 from rf import RF
 from routing_module import Route, draw_ids
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained
+from tread.checkpoints.for_sampling import open_network
 from tread.checkpoints.network import build_network
 from tread.data.dataset import Batch, LatentDataset
 from tread.data.latents import LatentSpec, to_network
@@ -68,7 +68,7 @@ def test_the_evaluation_is_the_flows_too(trained):
     """eval_velocity: the mean over the held-out points of RF.evaluation_loss, by the EMA weights; no eval_loss."""
     folder, text = trained
     records = [json.loads(line) for line in (folder / RUN / "metrics.jsonl").read_text().splitlines()]
-    network = open_trained(checkpoint.find(folder / RUN), "ema").load(torch.device("cpu")).network
+    network = open_network(checkpoint.find(folder / RUN), "ema").load(torch.device("cpu")).network
     losses = heldout_loss(RF(), network, LatentDataset(folder / "data/digits/heldout"), torch.arange(64), 64, 16)
     found = [record["eval_velocity"] for record in records if "eval_velocity" in record]
     assert found[-1] == pytest.approx(losses.mean().item()) and f"  eval_velocity         {found[-1]:.4f}\n" in text
@@ -164,7 +164,7 @@ def test_the_sampler_follows_from_the_checkpoint(trained):
     assert found == {"sampler": "euler", "steps": 5, "nfe": 5, "guidance": "none"} and record["shift"] == 1
     before = {key: value for key, value in asdict(RF()).items() if key not in ("direction", "shift")}
     assert record["settings"]["rf"] == before  # as scores of older code have it, so that they are found
-    model = open_trained(checkpoint.find(folder / RUN), "ema").load(torch.device("cpu"))
+    model = open_network(checkpoint.find(folder / RUN), "ema").load(torch.device("cpu"))
     sampler = sampling.Sampler(5, 20, solver="euler")
     assert model.process == RF()
     x = next(sampling.draw(model, range(20), torch.arange(20) % 10, sampler))
@@ -187,7 +187,7 @@ def test_a_shift_is_the_runs_unless_another_is_asked_for(trained, tmp_path):
     assert "euler with 2 steps and shift 0.3, NFE 2" in text and settings["shift"] == 0.3
     text, settings = draw("shift=1")
     assert "euler with 2 steps, NFE 2" in text and settings["shift"] == 1.0
-    model = open_trained(checkpoint.find(run), "ema").load(torch.device("cpu"))
+    model = open_network(checkpoint.find(run), "ema").load(torch.device("cpu"))
     assert model.process == RF(shift=0.3, direction=1.0)
     pictures, scores = [], tmp_path / "scores"
     options = (

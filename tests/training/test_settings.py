@@ -257,13 +257,13 @@ def test_every_key_is_read_somewhere():
     whole = (
         "edm",
         "rf",
-        "model.routes",
+        "model",  # whose options are arguments of its network
         "train.ratio_schedule",
         "tags",
         "alignment",
         "text",
     )  # read as objects of their own
-    for key in settings.known_keys():
+    for key in {*settings.known_keys()} - {"plugins"}:  # which schema.read imports
         if key.startswith(tuple(f"{name}." for name in whole)) or any(
             k.startswith(key + ".") for k in settings.known_keys()
         ):

@@ -14,7 +14,7 @@ import torch
 from conftest import launch, launch_door, state
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_trained, open_weak
+from tread.checkpoints.for_sampling import open_network, open_weak
 from tread.checkpoints.network import TextSettings, build_network
 from tread.checkpoints.weights import load_weights, sizes
 from tread.data.captions import add_captions
@@ -26,6 +26,7 @@ from tread.diffusion.sampling import Sampler, draw
 from tread.evaluation.sample_files import facts_of
 from tread.evaluation.similarity import noised_states, open_latents
 from tread.models import conditions
+from tread.models.architectures import DiTOptions
 from tread.models.conditions import Text
 from tread.models.text_dit import TextDiT
 from tread.preparing import digits
@@ -80,7 +81,7 @@ def folder(tmp_path_factory):
 
 
 def trained(folder, run="words", weights="ema"):
-    return open_trained(checkpoint.find(folder / "results" / run), weights)
+    return open_network(checkpoint.find(folder / "results" / run), weights)
 
 
 @pytest.mark.parametrize("spec", [WORDS, FROZEN], ids=lambda spec: spec.encoder)
@@ -117,8 +118,8 @@ def test_another_encoder_is_another_run(folder):
 def test_what_is_to_know_of_an_encoder_comes_from_the_dataset(folder, composed):
     """And is the same where a run's own record says it again."""
     config = composed("model=dit_text", "text.encoder=other", f"dataset.path={folder}/data/digits/train")
-    found = complete(config)
-    assert found["text"] == asdict(OTHER) and complete(found) == found
+    _, found = complete(config)
+    assert found["text"] == asdict(OTHER) and complete(found)[1] == found
 
 
 def test_lightning_and_alignment_with_itself(folder):
@@ -131,7 +132,7 @@ def test_lightning_and_alignment_with_itself(folder):
 def test_label_drop_makes_captions_the_empty_one(folder, composed, monkeypatch):
     """Of a step's batch just those whose number lies below train.label_drop, as the network is called; of labels the
     same rows become the null class. Reference: the dataset's own empty caption."""
-    config = complete(
+    _, config = complete(
         composed(
             "model=tread_text",
             "text.encoder=frozen",
@@ -156,7 +157,7 @@ def test_label_drop_makes_captions_the_empty_one(folder, composed, monkeypatch):
     for y in seen:
         for found, kept, null in zip(y, batch.text, data.null_text()):
             assert all(torch.equal(found[row], null[0] if gone[row] else kept[row]) for row in range(16))
-    labelled = replace(cfg, model=replace(cfg.model, architecture="dit"))
+    labelled = replace(cfg, model=DiTOptions(**asdict(cfg.model) | {"architecture": "dit", "routes": cfg.model.routes}))
     called = []
 
     def asked(x, t, y, routes=(), record=None):
@@ -188,7 +189,7 @@ def test_it_is_exported_in_half_precision_and_started_from(folder):
     for (name, value), other in zip(network.state_dict().items(), whole.state_dict().values()):
         assert value.dtype == other.dtype
         torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-4, msg=name)
-    assert open_trained(checkpoint.find(exports), "ema").cfg.text == cfg.text
+    assert open_network(checkpoint.find(exports), "ema").cfg.text == cfg.text
     text = launch(folder, "model=dit_text", "text.encoder=words", f"init_from={exports}", "train.steps=1", "name=from")
     assert "averaged (ema)" in text
 
@@ -233,9 +234,7 @@ def test_guidance_by_another_run_takes_the_same_text(folder):
 
 def test_one_caption_is_learnt_from_the_other(folder, composed):
     """A step of training on made-up captions lowers the loss of the same step, by weights of the text too."""
-    cfg = settings.read(
-        complete(composed("model=dit_text", "text.encoder=words", f"dataset.path={folder}/data/digits/train"))
-    )
+    cfg, _ = complete(composed("model=dit_text", "text.encoder=words", f"dataset.path={folder}/data/digits/train"))
     data, network = (
         LatentDataset(cfg.dataset.path, text="words"),
         build_network(replace(cfg, model=replace(cfg.model, init="xavier"))),

@@ -209,7 +209,7 @@ class FromLeft(Token):
 
 
 def test_the_tokens_that_a_scored_route_kept_are_those_that_count(read_config, tiny, monkeypatch):
-    """By a rule defined here, reconstruction included: loss and gradients of the recorded ids handed in, bit for bit."""
+    """By a rule defined here, with reconstruction: loss and gradients of the recorded ids handed in, bit for bit."""
     monkeypatch.setitem(RULES, "left", FromLeft())
     cfg, stored, labels, draws = setting(read_config, "model.routes.0.select=left", "train.reconstruction=0.1")
     ((route, chances),) = draws.routes

@@ -82,7 +82,7 @@ def sweep(run: Path) -> None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint found on disk; `info` is its info.json."""
+    """A checkpoint on disk; `info` is its info.json."""
 
     folder: Path
     info: dict
@@ -142,7 +142,7 @@ def find(path: Path) -> Checkpoint:
             "trained by EDM or rectified flow; public DiT weights were not: they predict noise on timesteps 0..999"
         )
     named = path / "latest" if (path / "latest").is_dir() else path
-    folder = next((one for one in (path, named) if (one / "info.json").is_file()), None)
+    folder = next((place for place in (path, named) if (place / "info.json").is_file()), None)
     if folder is None and (named != path or _looks_like_one(path)):
         lost = named.resolve()
         raise Damaged(f"{lost / 'info.json'} is missing, without which nobody knows what {lost} is", lost)
@@ -165,7 +165,7 @@ def find(path: Path) -> Checkpoint:
     return Checkpoint(folder.resolve(), info)
 
 
-def beside(path: Path) -> Checkpoint | None:
+def containing(path: Path) -> Checkpoint | None:
     """The checkpoint that a file is a part of, where info.json beside it says so; None for files of others.
 
     Raises ValueError if that info.json is damaged.
@@ -174,8 +174,8 @@ def beside(path: Path) -> Checkpoint | None:
     info = _parsed(path.parent) if (path.parent / "info.json").is_file() else None
     if not isinstance(info, dict) or info.get("format") != "checkpoint":
         return None  # somebody else's, if any
-    found = find(path.parent)
-    return found if path.name in found.info["files"] else None
+    checkpoint = find(path.parent)
+    return checkpoint if path.name in checkpoint.info["files"] else None
 
 
 def _parsed(folder: Path) -> object:
@@ -204,9 +204,9 @@ def _before(folder: Path) -> Path | None:
     for other in reversed(_folders(folder.resolve().parent)):
         if not number.isdecimal() or _step(other) < int(number):
             with contextlib.suppress(ValueError, OSError, LookupError, TypeError, AttributeError):
-                found = find(other)
-                for name in found.info["files"]:
-                    found.check(name.removesuffix(".safetensors"))
+                checkpoint = find(other)
+                for name in checkpoint.info["files"]:
+                    checkpoint.check(name.removesuffix(".safetensors"))
                 return other
     return None
 
@@ -220,17 +220,17 @@ def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
     problems = []
     for folder in reversed(_folders(run)):
         try:
-            found = find(folder)
-            if found.step != _step(folder):
-                raise Damaged(f"{folder / 'info.json'} is damaged: it states step {found.step}", folder)
-            missing = [key for key in ("config", "latents", "samples") if key not in found.info]
-            parts = [file.removesuffix(".safetensors") for file in found.info["files"]]
+            checkpoint = find(folder)
+            if checkpoint.step != _step(folder):
+                raise Damaged(f"{folder / 'info.json'} is damaged: it states step {checkpoint.step}", folder)
+            missing = [key for key in ("config", "latents", "samples") if key not in checkpoint.info]
+            parts = [file.removesuffix(".safetensors") for file in checkpoint.info["files"]]
             missing += [name for name in ("model", "ema", "optimizer") if name not in parts]
             if missing:
                 raise Damaged(f"{folder} lacks {', '.join(missing)}, so that no training can go on from it", folder)
             for name in parts:
-                found.verify(name)
-            return found, problems
+                checkpoint.verify(name)
+            return checkpoint, problems
         except Damaged as error:
             problems.append(error.args[0])
         except PermissionError:
@@ -259,7 +259,7 @@ def newest(run: Path) -> Path | None:
     return run / "latest" if (run / "latest" / "info.json").is_file() else (steps[-1] if steps else None)
 
 
-def trained_parameters(network: nn.Module, projector: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
+def optimized_parameters(network: nn.Module, projector: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
     """What a run's optimizer holds, by name, in its order: the network's, then the projector's if there is one."""
     yield from network.named_parameters()
     if projector is not None:
@@ -272,7 +272,7 @@ def optimizer_tensors(
     """The optimizer's state by parameter name: <state>/<parameter>."""
     return {
         f"{key}/{name}": value
-        for name, parameter in trained_parameters(network, projector)
+        for name, parameter in optimized_parameters(network, projector)
         for key, value in optimizer.state.get(parameter, {}).items()
     }
 
@@ -285,9 +285,9 @@ def load_optimizer(
 ) -> None:
     """Put back what optimizer_tensors returned; settings such as the learning rate stay the optimizer's own.
 
-    optimizer  one of trained_parameters, in their order.
+    optimizer  one of optimized_parameters, in their order.
     """
-    position = {name: index for index, (name, _) in enumerate(trained_parameters(network, projector))}
+    position = {name: index for index, (name, _) in enumerate(optimized_parameters(network, projector))}
     state = defaultdict(dict)
     for key, value in tensors.items():
         kind, name = key.split("/", 1)
@@ -307,21 +307,21 @@ def parts(
     powers     averages by power functions, by width; without any there is no such part.
     projector  alignment's; without one there is no such part.
     """
-    found = {
+    tensors = {
         "model": network.state_dict(),
         "ema": averaged.state_dict(),
         "optimizer": optimizer_tensors(optimizer, network, projector),
     }
     if projector is not None:
-        found["projector"] = projector.state_dict()
+        tensors["projector"] = projector.state_dict()
     if powers:
         named = ((width, power.named_parameters()) for width, power in powers.items())
-        found["powers"] = {f"{width}/{name}": value for width, parameters in named for name, value in parameters}
-    return found
+        tensors["powers"] = {f"{width}/{name}": value for width, parameters in named for name, value in parameters}
+    return tensors
 
 
 def restore(
-    found: Checkpoint,
+    checkpoint: Checkpoint,
     network: nn.Module,
     averaged: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -329,12 +329,12 @@ def restore(
     projector: nn.Module | None = None,
 ) -> None:
     """Put back what `parts` gave, in place, on the devices the networks are on."""
-    network.load_state_dict(found.tensors("model"))
-    averaged.load_state_dict(found.tensors("ema"))
-    load_optimizer(optimizer, network, found.tensors("optimizer"), projector)
+    network.load_state_dict(checkpoint.tensors("model"))
+    averaged.load_state_dict(checkpoint.tensors("ema"))
+    load_optimizer(optimizer, network, checkpoint.tensors("optimizer"), projector)
     if projector is not None:
-        projector.load_state_dict(found.tensors("projector"))
-    kept = found.tensors("powers") if powers else {}
+        projector.load_state_dict(checkpoint.tensors("projector"))
+    kept = checkpoint.tensors("powers") if powers else {}
     for width, power in powers.items():
         for name, parameter in power.named_parameters():
             parameter.copy_(kept[f"{width}/{name}"])

@@ -58,7 +58,7 @@ def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
 
     Raises ValueError for another name than a hub id, or if there is no autoencoder.
     """
-    found, latents = dict(info), dict(info.get("latents", {}))
+    content, latents = dict(info), dict(info.get("latents", {}))
     if autoencoder is not None:
         if latents.get("autoencoder", "pixels") == "pixels":
             raise ValueError(f"autoencoder={autoencoder}, but this network draws pixels and has none")
@@ -68,17 +68,17 @@ def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
             )
         latents["autoencoder"] = autoencoder
     if paths == "short":
-        found = shortened(found)
+        content = shortened(content)
         latents["autoencoder"] = shortened(latents.get("autoencoder"))  # nothing else there is a path
-    return {key: latents if key == "latents" else value for key, value in found.items()}
+    return {key: latents if key == "latents" else value for key, value in content.items()}
 
 
 def shortened(value: object) -> object:
     """A tree of JSON, where of absolute paths the last two names are left."""
     if isinstance(value, Mapping):
-        return {key: shortened(one) for key, one in value.items()}
+        return {key: shortened(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [shortened(one) for one in value]
+        return [shortened(item) for item in value]
     if isinstance(value, str) and PurePath(value).is_absolute():
         return "/".join(PurePath(value).parts[1:][-2:])
     return value

@@ -17,7 +17,7 @@ from tread.diffusion.sampling import Model
 
 
 @dataclass(frozen=True)
-class Trained:
+class SavedNetwork:
     """A trained network on disk.
 
     weights     which of the checkpoint's: "ema" or "model".
@@ -59,7 +59,7 @@ class Trained:
         model = self.cfg.model
         return (model.usual_route,) if forced else model.routes
 
-    def outline(self, guidance: Guidance) -> Model:
+    def without_weights(self, guidance: Guidance) -> Model:
         """The network without weights, to count tokens and FLOPs by."""
         with torch.device("meta"):
             return Model(self.process, build_network(self.cfg), self.routes(guidance))
@@ -71,7 +71,7 @@ class Trained:
         return Model(self.process, network.to(device).eval().requires_grad_(False), self.routes(guidance))
 
 
-def open_trained(found: checkpoint.Checkpoint, weights: str, shift: float | None = None) -> Trained:
+def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | None = None) -> SavedNetwork:
     """Read a checkpoint's info.
 
     shift  of the sampler's times, of rectified flow; None: the run's own (rf.shift).
@@ -79,33 +79,33 @@ def open_trained(found: checkpoint.Checkpoint, weights: str, shift: float | None
     Raises ValueError or FileNotFoundError, also if the weights are not there whole, or predict something
     that no sampler here takes.
     """
-    if found.info.get("predicts", "objective") != "objective":
+    if source.info.get("predicts", "objective") != "objective":
         raise ValueError(
-            f"{found.folder} predicts {found.info['predicts']} on timesteps 0..999, as public DiT weights do: it can "
+            f"{source.folder} predicts {source.info['predicts']} on timesteps 0..999, as public DiT weights do: it can "
             "start a run with init_from=…, but cannot be sampled or scored, since the samplers are EDM's and "
             "rectified flow's. If that is wrong, import it with predicts=objective"
         )
-    found.check(weights)
+    source.check(weights)
     try:
-        config = found.info["config"]
+        config = source.info["config"]
         label_drop, path_drop = config["train"]["label_drop"], config["train"].get("path_drop", 0.0)
-        LatentSpec.from_json(found.info["latents"])
+        LatentSpec.from_json(source.info["latents"])
     except (LookupError, TypeError) as error:
-        what = f"{found.folder / 'info.json'} is damaged: {error} is missing, or not what a checkpoint has there"
-        raise checkpoint.Damaged(what, found.folder) from error
+        what = f"{source.folder / 'info.json'} is damaged: {error} is missing, or not what a checkpoint has there"
+        raise checkpoint.Damaged(what, source.folder) from error
     cfg = read_network(config)
-    cfg = replace(cfg, model=replace(cfg.model, kernel="torch"))  # so that it opens where no other is
+    cfg = replace(cfg, model=cfg.model.anywhere)
     if shift is not None and cfg.objective != "rf":
         raise ValueError(
-            f"shift={shift:g} is of rectified flow, but {found.folder} was trained with objective={cfg.objective}: "
+            f"shift={shift:g} is of rectified flow, but {source.folder} was trained with objective={cfg.objective}: "
             "leave it out"
         )
     if shift is not None:
         cfg = replace(cfg, rf=replace(cfg.rf, shift=shift))
-    return Trained(found, weights, cfg, label_drop, path_drop if cfg.model.has_path else None)
+    return SavedNetwork(source, weights, cfg, label_drop, path_drop if cfg.model.has_path else None)
 
 
-def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
+def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
     """Check that a network can be guided so, and open the weak one; None where the strong one serves.
 
     Raises ValueError or FileNotFoundError, also if the two can't be combined.
@@ -114,14 +114,15 @@ def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
     if guidance.checkpoint is None:
         guidance.check(strong.cfg.model.routes, strong.label_drop, path_drop=strong.path_drop)
         return None
-    weak = open_trained(checkpoint.find(Path(guidance.checkpoint).expanduser()), guidance.weights)
+    weak = open_network(checkpoint.find(Path(guidance.checkpoint).expanduser()), guidance.weights)
     _check_masks(guidance, weak)
     if weak.sha256 == strong.sha256:
         raise ValueError(
             f"guidance.checkpoint={guidance.checkpoint} is the network that checkpoint=… names: it can't guide itself"
         )
     meanings = [
-        {"objective": one.cfg.objective, "text": one.text, **one.latents.to_network_scale} for one in (strong, weak)
+        {"objective": model.cfg.objective, "text": model.text, **model.latents.to_network_scale}
+        for model in (strong, weak)
     ]
     for name, ours in meanings[0].items():
         if meanings[1][name] != ours:
@@ -133,11 +134,11 @@ def open_weak(guidance: Guidance, strong: Trained) -> Trained | None:
     return weak
 
 
-def _check_masks(guidance: Guidance, one: Trained) -> None:
+def _check_masks(guidance: Guidance, saved: SavedNetwork) -> None:
     """Raise ValueError for sparse guidance of a network that sees mask tokens where tokens are left out."""
-    if guidance.row.routed and one.cfg.model.masks:
+    if guidance.row.routed and saved.cfg.model.masks:
         raise ValueError(
-            f"guidance={guidance.kind} leaves tokens out, but the network of {one.found.folder} is MaskDiT, which sees "
-            "mask tokens in their places and nothing of the noisy picture there, so that it has no prediction to guide "
-            "by: guidance=cfg or autoguidance runs all tokens"
+            f"guidance={guidance.kind} leaves tokens out, but the network of {saved.found.folder} is MaskDiT, which "
+            "sees mask tokens in their places and nothing of the noisy picture there, so that it has no prediction to "
+            "guide by: guidance=cfg or autoguidance runs all tokens"
         )

@@ -10,20 +10,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.network import Model, Network, TextSettings, process_of
+from tread.checkpoints.network import Network, process_of
 from tread.data.latents import LatentSpec
+from tread.models.architectures import ARCHITECTURES, NetworkOptions, TextSettings, recognize
 from tread.models.rotary import ROUNDING, TABLES, check_tables
 from tread.runtime.tensor_files import FIRST, LABELS, MASKDIT, listed, read_kind
 
 USUAL_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by hidden size: DiT-S, B, L, XL
 POSITIONS = ("pos_embed", "decoder_pos_embed")  # fixed sines and cosines
-PLAIN = {f"model.{item.name}": item.default for item in fields(Model) if item.default is not MISSING}  # what DiT has
 
 
 def fit(
@@ -92,8 +92,9 @@ def fit(
         problems.append(f"no file tells the number of heads: {advised}")
         if heads and theirs["model.hidden_size"] != ours.get("model.hidden_size"):
             theirs["model.num_heads"] = heads
-    if fitting := {key: value for key, value in theirs.items() if ours.get(key, PLAIN.get(key)) != value}:
-        if fitting.get("model.architecture") in ("maskdit", "sprint"):  # whose file brings their own route
+    kind, plain = _kind_of(theirs), _usual(theirs)
+    if fitting := {key: value for key, value in theirs.items() if ours.get(key, plain.get(key)) != value}:
+        if "model.architecture" in fitting and (kind.masks or kind.has_path):  # whose file brings their own route
             fitting = {"model": fitting.pop("model.architecture"), **fitting}
         settings = " ".join(f"{key}={_written(value)}" for key, value in fitting.items())
         problems.append(f"settings that fit it: {settings}")
@@ -135,63 +136,34 @@ def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
         return {}
     hidden_size, channels, patch_size, _ = shapes[FIRST]
     blocks = {match[1] for name in shapes if (match := re.match(r"blocks\.(\d+)\.", name))}
-    lightning = {f"blocks.0.{name}.weight" for name in ("norm1", "mlp.w12", "attn.q_norm")} | set(TABLES)
-    found = {"model.architecture": "lightning" if lightning & shapes.keys() else "dit"}
-    found |= {"model.hidden_size": hidden_size, "model.depth": len(blocks), "model.patch_size": patch_size}
-    if width := shapes.get("blocks.0.mlp.fc1.weight"):
-        found["model.mlp_ratio"] = width[0] / hidden_size
-    elif width := shapes.get("blocks.0.channel_mix.key.weight"):
-        found |= {"model.architecture": "rwkv", "model.mlp_ratio": width[0] / hidden_size}
-    elif width := shapes.get("blocks.0.mlp.w12.weight"):
-        found["model.mlp_ratio"] = _swiglu_ratio(width[0] // 2, hidden_size)
-    if "blocks.0.cross_attn.q.weight" in shapes:
-        found["model.architecture"] += "_text"
-    if "fusion_proj.weight" in shapes:
-        found["model.architecture"] = "sprint"
-    if len(shapes.get("blocks.0.mixer.conv1d.weight", ())) == 3:
-        found |= _scans(shapes, hidden_size)
-    if found["model.architecture"] not in ("rwkv", "mamba"):
-        found["model.norm"] = "rms" if "blocks.0.norm1.weight" in shapes else "layer"
-        found["model.mlp"] = "swiglu" if "blocks.0.mlp.w12.weight" in shapes else "gelu"
-        found["model.qk_norm"] = "blocks.0.attn.q_norm.weight" in shapes
-    for rows in (shapes[name] for name in TABLES if len(shapes.get(name, ())) == 2):
-        found |= {"model.positions": "rope", "model.num_heads": hidden_size // max(1, rows[1])}
-    if len(rows := shapes.get(MASKDIT, ())) == 2:
-        decoder = {match[1] for name in shapes if (match := re.match(r"decoder_blocks\.(\d+)\.", name))}
-        found |= {"model.architecture": "maskdit", "model.decoder_hidden_size": rows[0]}
-        found["model.decoder_depth"] = len(decoder)
+    architecture = recognize(shapes)
+    model = {"architecture": architecture, "hidden_size": hidden_size, "depth": len(blocks), "patch_size": patch_size}
+    model |= ARCHITECTURES[architecture].told(shapes, hidden_size)
     if rows := shapes.get("final_layer.linear.weight"):
-        found["model.learn_sigma"] = rows[0] == 2 * patch_size**2 * channels
+        model["learn_sigma"] = rows[0] == 2 * patch_size**2 * channels
+    dataset = {"channels": channels}
     if rows := shapes.get("y_embedder.embedding_table.weight"):
-        found["dataset.num_classes"] = rows[0] - 1  # one is the null class
-    found["dataset.channels"] = channels
+        dataset = {"num_classes": rows[0] - 1, **dataset}  # one is the null class
     if len(tokens := shapes.get("pos_embed", ())) == 3:
-        found["dataset.size"] = math.isqrt(tokens[1]) * patch_size
-    return found
+        dataset["size"] = math.isqrt(tokens[1]) * patch_size
+    sections = {"model": model, "dataset": dataset}
+    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
 
 
-def _scans(shapes: Mapping[str, tuple[int, ...]], hidden_size: int) -> dict[str, int | float | str]:
-    """The settings that are Mamba's alone, and that it may have no MLP."""
-    names = ("in_proj.weight", "out_proj.weight", "conv1d.weight", "A_log")
-    (rows, _), (_, width), (scanned, _, conv), (heads,) = (shapes[f"blocks.0.mixer.{name}"] for name in names)
-    one = rows - width - heads  # x, B and C of one direction
-    attention = [int(match[1]) for name in shapes if (match := re.match(r"blocks\.(\d+)\.attn\.", name))]
-    found = {"model.architecture": "mamba", "model.state": (one - width) // 2, "model.conv": conv}
-    found |= {"model.head_dim": width * (scanned // one) // heads, "model.expand": width // hidden_size}
-    found |= {"model.directions": scanned // one, "model.attention_every": min(attention, default=-1) + 1}
-    return found if "blocks.0.mlp.fc1.weight" in shapes else found | {"model.mlp_ratio": 0.0}
+def _kind_of(settings: Mapping[str, object]) -> type[NetworkOptions]:
+    return ARCHITECTURES.get(settings.get("model.architecture"), NetworkOptions)
 
 
-def _swiglu_ratio(width: int, hidden_size: int) -> float:
-    """The mlp_ratio that gives a SwiGLU of this width: a round number where one does."""
-    exact = 1.5 * width / hidden_size
-    likely = (round(4 * exact) / 4, exact, exact + 1 / hidden_size)
-    return next((ratio for ratio in likely if int(2 / 3 * int(hidden_size * ratio)) == width), exact)
+def _usual(settings: Mapping[str, object]) -> dict[str, object]:
+    """What an architecture's options are unless they are set, and its constants, by dotted name."""
+    kind = _kind_of(settings)
+    return {f"model.{name}": getattr(kind, name) for name in kind.deciding() if hasattr(kind, name)}
 
 
-def describe(found: Mapping[str, int | float | bool]) -> str:
+def describe(settings: Mapping[str, int | float | bool]) -> str:
     """Sizes in words: "hidden_size 384, depth 12, …", without those that DiT has, too."""
-    told = {key: value for key, value in found.items() if PLAIN.get(key) != value or key not in PLAIN}
+    plain = _usual(settings)
+    told = {key: value for key, value in settings.items() if key not in plain or plain[key] != value}
     return ", ".join(f"{key.partition('.')[2]} {_written(value)}" for key, value in told.items())
 
 
@@ -205,59 +177,59 @@ LATENTS = ("scale", "shift", "channel_shift", "channel_scale", "autoencoder")
 
 
 @dataclass(frozen=True)
-class Origin:
+class StoredWeights:
     """Weights and what is known of them.
 
-    where  the file.
-    kind   "ema" or "model"; None where the file does not say.
-    state  the tensors by the network's names.
-    found  the checkpoint that the file is a part of, with its record; None for files of others.
+    where   the file.
+    kind    "ema" or "model"; None where the file does not say.
+    state   the tensors by the network's names.
+    source  the checkpoint that the file is a part of, with its record; None for files of others.
     """
 
     where: str
     kind: str | None
     state: Mapping[str, Tensor]
-    found: checkpoint.Checkpoint | None = None
+    source: checkpoint.Checkpoint | None = None
 
     def describe(self) -> str:
         """Kind, file and step, as far as they are known."""
         kind = KINDS.get(self.kind, "averaged or raw, which is not recorded,")
-        if self.found is None:
+        if self.source is None:
             return f"{kind} of {self.where}, at a step that is not recorded"
-        imported = self.found.info.get("weights")
-        return f"{kind} of {self.where}, step {self.found.step:,}" + (f", imported from {imported}" if imported else "")
+        imported = self.source.info.get("weights")
+        step = f"step {self.source.step:,}"
+        return f"{kind} of {self.where}, {step}" + (f", imported from {imported}" if imported else "")
 
     def recorded(self) -> dict[str, object] | None:
-        """What is recorded of Model's settings, and of text's, by dotted name; None without a record.
+        """What is recorded of what decides about a network's weights, by dotted name; None without a record.
 
-        A setting that a record is too old to know has its default, if Model gives one.
+        An option that a record is too old to know has its default.
         """
-        if self.found is None:
+        if self.source is None:
             return None
-        model = self._config.get("model", {})
-        stated = {item.name: model.get(item.name, item.default) for item in fields(Model)}
-        text = {f"text.{name}": value for name, value in self._config.get("text", {}).items()}
-        return text | {f"model.{name}": value for name, value in stated.items() if value is not MISSING}
+        sections = {name: self._config.get(name, {}) for name in ("text", "model")}
+        stated = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+        return {**_usual(stated), **stated}
 
     @property
     def _config(self) -> dict:
-        return self.found.info.get("config", {}) if self.found else {}
+        return self.source.info.get("config", {}) if self.source else {}
 
     @property
     def _latents(self) -> dict:
-        latents = self.found.info.get("latents", {}) if self.found else {}
+        latents = self.source.info.get("latents", {}) if self.source else {}
         return {key: tuple(value) if isinstance(value, list) else value for key, value in latents.items()}
 
     def fit(
-        self, expected: Mapping[str, Tensor], model: Model | None = None, text: TextSettings | None = None
+        self, expected: Mapping[str, Tensor], model: NetworkOptions | None = None, text: TextSettings | None = None
     ) -> dict[str, Tensor]:
         """What a network with the state dict `expected`, built by `model` (for text's encoder), is to load.
 
-        Raises ValueError unless names and shapes are the network's, and what the record says of its Model.
+        Raises ValueError unless names and shapes are the network's, and what the record says of it.
         """
-        own = {name: value for name, value in self.state.items() if not name.startswith(PROJECTORS)}
+        state = {name: value for name, value in self.state.items() if not name.startswith(PROJECTORS)}
         ours = model and (model.decisive | text.decisive if text and model.takes_text else model.decisive)
-        return fit(own, expected, self.where, ours, model and self.recorded())
+        return fit(state, expected, self.where, ours, model and self.recorded())
 
     def warnings(self, cfg: Network, latents: LatentSpec, predicts: str = "objective") -> list[str]:
         """What weights that fit meant otherwise, a line each with both values, and what nobody recorded.
@@ -271,7 +243,7 @@ class Origin:
         ]
         if aside := [name for name in self.state if name.startswith(PROJECTORS)]:
             lines.append(f"{self.where} holds {len(aside)} tensors {PROJECTORS}* of its alignment, which are set aside")
-        if self.found is None:
+        if self.source is None:
             heads, usual = cfg.model.decisive.get("model.num_heads"), usual_heads(cfg.model.hidden_size)
             hidden = {key: value for key, value in cfg.model.decisive.items() if key not in sizes(self.state)}
             hidden |= {"objective": cfg.objective, **_conventions(cfg)}
@@ -290,14 +262,15 @@ class Origin:
         return lines
 
     def _unlike(self, cfg: Network, latents: LatentSpec, predicts: str) -> list[tuple[str, tuple[object, object]]]:
-        """Names and values (there, here) of what decides about weights beside Model's settings, where it differs."""
-        if self.found is None:
+        """Names and values (there, here) of what decides about weights beside a network's options, where it differs."""
+        if self.source is None:
             return []
-        info, config = self.found.info, self._config
+        info, config = self.source.info, self._config
         pairs, theirs = {}, config.get("objective", cfg.objective)
         if info.get("predicts", "objective") != predicts:
             said = {"noise": "noise on timesteps 0..999", "objective": f"what objective={cfg.objective} trains"}
-            pairs["the prediction"] = tuple(said.get(one, one) for one in (info.get("predicts", "objective"), predicts))
+            names = (info.get("predicts", "objective"), predicts)
+            pairs["the prediction"] = tuple(said.get(name, name) for name in names)
         elif theirs != cfg.objective:
             pairs["objective"] = (theirs, cfg.objective)
         else:
@@ -317,38 +290,38 @@ class Origin:
         return [(key, both) for key, both in pairs.items() if both[0] != both[1]]
 
 
-def read_origin(path: Path, weights: str = "ema") -> Origin:
+def read_weights(path: Path, weights: str = "ema") -> StoredWeights:
     """Weights "ema" or "model" of a checkpoint, or of a file; one of a checkpoint's files is what it is.
 
     Raises FileNotFoundError or ValueError.
     """
     if not path.is_file():
-        found = checkpoint.find(path)
-        return Origin(str(found.folder / f"{weights}.safetensors"), weights, found.tensors(weights), found)
-    if found := checkpoint.beside(path):
+        source = checkpoint.find(path)
+        return StoredWeights(str(source.folder / f"{weights}.safetensors"), weights, source.tensors(weights), source)
+    if source := checkpoint.containing(path):
         kind = path.resolve().stem
         if (kind, weights) == ("ema", "model"):
             raise ValueError(
                 f"{path} holds averaged weights, but the raw ones (model) are asked for: model.safetensors"
             )
-        return Origin(str(path), kind, found.tensors(kind), found)
-    return Origin(str(path), *read_kind(path, weights))
+        return StoredWeights(str(path), kind, source.tensors(kind), source)
+    return StoredWeights(str(path), *read_kind(path, weights))
 
 
 def load_weights(
     network: nn.Module,
     path: str,
     weights: str = "ema",
-    model: Model | None = None,
+    model: NetworkOptions | None = None,
     text: TextSettings | None = None,
-) -> Origin:
+) -> StoredWeights:
     """Put in other weights (init_from), "ema" or "model". Raises FileNotFoundError, or ValueError unless they fit.
 
     model, text  the settings that the network was built by, which the weights' own record must not contradict.
     """
-    origin = read_origin(Path(path).expanduser(), weights)
-    network.load_state_dict(origin.fit(network.state_dict(), model, text))
-    return origin
+    stored = read_weights(Path(path).expanduser(), weights)
+    network.load_state_dict(stored.fit(network.state_dict(), model, text))
+    return stored
 
 
 def _conventions(cfg: Network) -> dict[str, object]:

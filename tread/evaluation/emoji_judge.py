@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread.checkpoints.for_sampling import Trained
+from tread.checkpoints.for_sampling import SavedNetwork
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.latents import stored_pictures
@@ -50,7 +50,7 @@ class Asked(NamedTuple):
         return Asked(self.numbers[each], self.parts[each], rows(self.texts, torch.from_numpy(each)))
 
 
-def open_emoji(saved: Trained, folder: str | None = None) -> tuple[LatentDataset, LatentDataset]:
+def open_emoji(saved: SavedNetwork, folder: str | None = None) -> tuple[LatentDataset, LatentDataset]:
     """Both parts of dataset=emoji, training and held out, with the text that a network was trained on.
 
     folder  where train/ and heldout/ lie now, if not where the checkpoint says.

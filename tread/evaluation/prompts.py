@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tread.checkpoints.for_sampling import Trained
+from tread.checkpoints.for_sampling import SavedNetwork
 from tread.data.captions import captions_of
 from tread.data.columns import TextSpec, latents_hash, text_encoder_name
 from tread.data.dataset import LatentDataset
@@ -65,7 +65,7 @@ def _read_file(path: Path) -> tuple[str, ...]:
     return tuple(prompts)
 
 
-def row_labels(saved: Trained, classes: Sequence[int | None] | None, prompts: Sequence[str]) -> list[int]:
+def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompts: Sequence[str]) -> list[int]:
     """The labels of what is asked for: of classes (None: ten, spread over all), or the prompts' numbers.
 
     Raises ValueError for what the network does not take, and for a network of texts without a prompt.
@@ -86,13 +86,13 @@ def row_labels(saved: Trained, classes: Sequence[int | None] | None, prompts: Se
     return list(range(len(prompts)))
 
 
-def text_spec(saved: Trained) -> TextSpec:
+def text_spec(saved: SavedNetwork) -> TextSpec:
     """What the texts of a network that takes them are."""
     return TextSpec(**asdict(saved.cfg.text))
 
 
 def encode_prompts(
-    saved: Trained, prompts: Sequence[str], device: torch.device, place: str | None = None
+    saved: SavedNetwork, prompts: Sequence[str], device: torch.device, place: str | None = None
 ) -> tuple[Text, list[str]]:
     """What the network sees of prompts, and what to know of it: words that it never met, and what is cut off.
 
@@ -163,7 +163,7 @@ class ScoredPrompts:
         return list(itertools.chain.from_iterable(captions_of(self.folder, read_index(self.folder))))
 
 
-def heldout_folder(saved: Trained) -> Path:
+def heldout_folder(saved: SavedNetwork) -> Path:
     """Where the held-out data of a checkpoint's run lies. Raises ValueError or FileNotFoundError."""
     name, where = saved.cfg.dataset.heldout, saved.found.folder
     if name in (None, "auto"):
@@ -176,7 +176,7 @@ def heldout_folder(saved: Trained) -> Path:
     return Path(name)
 
 
-def open_prompts(saved: Trained, asked: str) -> ScoredPrompts:
+def open_prompts(saved: SavedNetwork, asked: str) -> ScoredPrompts:
     """Captions to score a network on: "heldout", those of its run's held-out data, or a dataset's folder.
 
     Raises ValueError or FileNotFoundError, also if they were not encoded by the encoder of its training.

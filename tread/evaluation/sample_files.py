@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from tread.checkpoints.for_sampling import Trained
+from tread.checkpoints.for_sampling import SavedNetwork
 from tread.diffusion.sampling import Sampler
 from tread.drawing.grids import FACTS, draw_grid, name_rows, save_png
 from tread.evaluation.image_sets import save_npz
@@ -50,13 +50,13 @@ def check_name(out: str | None, latents: bool) -> None:
         raise ValueError(f"out is {out!r}, but must be a grid's name in .png, a batch's in .npz, or a folder")
 
 
-def facts_of(settings: Mapping, sampler: Sampler, saved: Trained, weak: Trained | None) -> dict:
+def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: SavedNetwork | None) -> dict:
     """What made the samples, for JSON.
 
     settings  as asked for; those of the sampler replace what was left open.
     """
 
-    def network(source: Trained) -> dict:
+    def network(source: SavedNetwork) -> dict:
         return {"step": source.found.step, "weights": source.weights, "sha256": source.sha256}
 
     churn = {key: value for key, value in asdict(sampler.churn).items() if math.isfinite(value)}  # as JSON must be
@@ -76,7 +76,7 @@ def facts_of(settings: Mapping, sampler: Sampler, saved: Trained, weak: Trained 
     }
 
 
-def describe_drawing(network: Trained, sampler: Sampler, cost: float) -> str:
+def describe_drawing(network: SavedNetwork, sampler: Sampler, cost: float) -> str:
     """What made the samples, for people; cost: over that without guidance."""
     shift = f" and shift {network.shift:g}" if network.shift not in (None, 1) else ""
     churn = f" and churn {sampler.churn.amount:g}" if sampler.churn.amount else ""

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import Trained, open_trained, open_weak
+from tread.checkpoints.for_sampling import SavedNetwork, open_network, open_weak
 from tread.data.latents import Alpha, LatentSpec, Orientation
 from tread.data.parts import PartStore
 from tread.diffusion.guidance import Guidance
@@ -83,6 +83,7 @@ class ScoringOptions:
     cache: str
     save_samples: bool
     out: str | None
+    plugins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.checkpoint is None) == (self.samples is None) and not (self.samples is None and self.save_reference):
@@ -123,8 +124,8 @@ class ScoringPlan:
     reference   sha256 of what it is scored against, of the Inception, and of CLIP; None without them.
     """
 
-    saved: Trained
-    weak: Trained | None
+    saved: SavedNetwork
+    weak: SavedNetwork | None
     sampler: Sampler
     count: int
     first_seed: int
@@ -245,7 +246,7 @@ def plan_scoring(
 
     Raises ValueError or FileNotFoundError if it can't be scored so.
     """
-    saved = open_trained(entry, options.weights, options.shift)
+    saved = open_network(entry, options.weights, options.shift)
     weak, cfg, process = open_weak(options.guidance, saved), saved.cfg, saved.process
     prompts = _settle_prompts(options, saved)
     judged = cfg.dataset.embedded in EMBEDDED and prompts is None and options.reference is None
@@ -259,7 +260,7 @@ def plan_scoring(
     sampler = Sampler.of(
         process, options.steps, options.solver, min(options.batch_size, count), precision, options.guidance
     )
-    outlines = [network and network.outline(options.guidance) for network in (saved, weak)]
+    outlines = [network and network.without_weights(options.guidance) for network in (saved, weak)]
     check_ratios(sampler, *outlines)
     return ScoringPlan(
         saved,
@@ -277,7 +278,7 @@ def plan_scoring(
     )
 
 
-def _settle_prompts(options: ScoringOptions, saved: Trained) -> ScoredPrompts | None:
+def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPrompts | None:
     """The captions that a network is scored on; None of one that takes classes.
 
     Raises ValueError or FileNotFoundError, also for what a network of classes has no use for.

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from routing_module import Route, check_routes, scatter_tokens
-from tread.checkpoints.for_sampling import Trained
+from tread.checkpoints.for_sampling import SavedNetwork
 from tread.data.dataset import LatentDataset
 from tread.diffusion.guidance import Routes
 from tread.diffusion.sampling import Model
@@ -124,7 +124,7 @@ def adjacent(matrix: Tensor) -> float:
     return matrix.diagonal(1).mean().item()
 
 
-def settle_routes(saved: Trained, asked: Sequence[Route] | None) -> tuple[Route, ...]:
+def settle_routes(saved: SavedNetwork, asked: Sequence[Route] | None) -> tuple[Route, ...]:
     """The routes asked for, or a network's own where these are None, with ends that count from 0, sorted.
 
     Raises ValueError for routes that the network can't run, or that route nothing around or keep a single token.
@@ -145,7 +145,7 @@ def describe_routes(routes: Sequence[Route], network: Backbone) -> str:
     return ", ".join(describe_route(route, network.num_tokens, network.grid) for route in routes)
 
 
-def open_latents(saved: Trained, folder: str | None = None) -> LatentDataset:
+def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDataset:
     """The held-out latents that a network was evaluated on, else those it was trained on, as it sees them.
 
     folder  where such latents lie now, if not where the checkpoint says.

@@ -48,7 +48,7 @@ def rows(y: Condition, chosen: slice | Tensor) -> Condition:
 
 def join(a: Condition, b: Condition) -> Condition:
     """Those of a, then those of b."""
-    return each(lambda one, other: torch.cat([one, other]), a, b)
+    return each(lambda left, right: torch.cat([left, right]), a, b)
 
 
 def pad(y: Condition, total: int) -> Condition:

@@ -43,7 +43,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q.float()), self.k_norm(k.float())
         if table is not None:
             q, k = rotate(q, table), rotate(k, table)  # in fp32, as the table is
-        q, k, v = (one.to(v.dtype).transpose(1, 2) for one in (q, k, v))
+        q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))
         x = F.scaled_dot_product_attention(q, k, v)  # (B, H, N, d)
         return self.proj(x.transpose(1, 2).flatten(2))
 
@@ -131,13 +131,10 @@ class LightningDiT(Backbone):
             raise ValueError(f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}")
         for name, value, kind in (("norm", norm, Norm), ("mlp", mlp, MlpKind), ("positions", positions, Positions)):
             check(name, value, kind)
+        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
         super().__init__(
             lambda: block(hidden_size, num_heads, mlp_ratio, norm, mlp, qk_norm),
-            input_size,
-            patch_size,
-            in_channels,
-            hidden_size,
-            depth,
+            *sizes,
             num_classes,
             learn_sigma,
             init,
@@ -157,9 +154,9 @@ class LightningDiT(Backbone):
 
 def _take_tables(network: LightningDiT, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """Compare a public file's rotary tables with the network's and leave them out. Raises ValueError."""
-    found = {name: state_dict.pop(prefix + name) for name in TABLES if prefix + name in state_dict}
-    check_tables(found, network.num_tokens, "the state dict")
-    for name, table in found.items():
+    tables = {name: state_dict.pop(prefix + name) for name in TABLES if prefix + name in state_dict}
+    check_tables(tables, network.num_tokens, "the state dict")
+    for name, table in tables.items():
         if table.shape[1] != network.head_dim:
             raise ValueError(
                 f"{name} of the state dict turns heads of {table.shape[1]} channels, this network "

@@ -84,7 +84,7 @@ class Mamba2Mixer(nn.Module):
             )
         z, x, dt = self.in_proj(x).split([self.width, self.width + 2 * self.state, len(self.A_log)], dim=2)
         x = torch.cat([in_order(x, way, grid) for way in ways], dim=2)
-        dt = torch.cat([in_order(one, way, grid) for way, one in enumerate(dt.chunk(self.directions, dim=2))], dim=2)
+        dt = torch.cat([in_order(part, way, grid) for way, part in enumerate(dt.chunk(self.directions, dim=2))], dim=2)
         x = F.silu(causal_conv(x, self.conv1d.weight, self.conv1d.bias)).unflatten(2, (self.directions, -1))
         x, B, C = x.split([self.width, self.state, self.state], dim=3)  # (B, N, directions, …)
         x = x.reshape(*x.shape[:2], -1, self.head_dim)

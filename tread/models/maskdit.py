@@ -56,18 +56,8 @@ class MaskDiT(DiT):
             raise ValueError(
                 f"decoder_hidden_size {decoder_hidden_size} is not a multiple of 4 (2-D sine-cosine positions)"
             )
-        super().__init__(
-            input_size,
-            patch_size,
-            in_channels,
-            hidden_size,
-            depth,
-            num_heads,
-            mlp_ratio,
-            num_classes,
-            learn_sigma,
-            init,
-        )
+        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
+        super().__init__(*sizes, num_heads, mlp_ratio, num_classes, learn_sigma, init)
         width = decoder_hidden_size
         self.decoder_hidden_size = width
         table = self.y_embedder.embedding_table

@@ -117,14 +117,5 @@ class RWKV(Backbone):
         learn_sigma: bool = False,
         init: str = "adaln_zero",
     ) -> None:
-        super().__init__(
-            lambda: RWKVBlock(hidden_size, mlp_ratio),
-            input_size,
-            patch_size,
-            in_channels,
-            hidden_size,
-            depth,
-            num_classes,
-            learn_sigma,
-            init,
-        )
+        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
+        super().__init__(lambda: RWKVBlock(hidden_size, mlp_ratio), *sizes, num_classes, learn_sigma, init)

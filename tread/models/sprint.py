@@ -48,22 +48,9 @@ class Sprint(LightningDiT):
         qk_norm: bool = False,
     ) -> None:
         check_sparse_part((), depth)
-        super().__init__(
-            input_size,
-            patch_size,
-            in_channels,
-            hidden_size,
-            depth,
-            num_heads,
-            mlp_ratio,
-            num_classes,
-            learn_sigma,
-            init,
-            norm=norm,
-            mlp=mlp,
-            positions=positions,
-            qk_norm=qk_norm,
-        )
+        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
+        choices = {"norm": norm, "mlp": mlp, "positions": positions, "qk_norm": qk_norm}
+        super().__init__(*sizes, num_heads, mlp_ratio, num_classes, learn_sigma, init, **choices)
         self.fusion_proj = nn.Linear(2 * hidden_size, hidden_size)
         nn.init.xavier_uniform_(self.fusion_proj.weight)
         nn.init.zeros_(self.fusion_proj.bias)

@@ -34,9 +34,9 @@ def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
     device = x.device.type
     with contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
         T, P, G, dt = x.shape[1], x.shape[3], B.shape[2], dt.float()
-        u, a = (one.unflatten(2, (G, -1)) for one in (x.float() * dt.unsqueeze(3), dt * A.float()))
-        u, a = (_chunks(one).movedim(2, 4).contiguous() for one in (u, a))  # (S, c, G, R, L, P), (S, c, G, R, L)
-        B, C = (_chunks(one.float()).transpose(2, 3).contiguous() for one in (B, C))  # (S, c, G, L, N)
+        u, a = (part.unflatten(2, (G, -1)) for part in (x.float() * dt.unsqueeze(3), dt * A.float()))
+        u, a = (_chunks(part).movedim(2, 4).contiguous() for part in (u, a))  # (S, c, G, R, L, P), (S, c, G, R, L)
+        B, C = (_chunks(part.float()).transpose(2, 3).contiguous() for part in (B, C))  # (S, c, G, L, N)
 
         decay = _decay(a)
         y = ((B @ C.mT).unsqueeze(3) * decay).mT @ u
@@ -78,7 +78,7 @@ def _entering(added: Tensor, a: Tensor) -> Tensor:
     h, ends = (decay.mT @ added).split([added.shape[2], 1], dim=2)
     before = _entering(ends.squeeze(2), a.sum(dim=2)).unsqueeze(2)
     since = F.pad(a.cumsum(dim=2)[..., :-1], (1, 0)).exp().unsqueeze(3)
-    h = torch.baddbmm(*(one.flatten(0, 1) for one in (h, since, before))).view_as(h)
+    h = torch.baddbmm(*(part.flatten(0, 1) for part in (h, since, before))).view_as(h)
     return h.flatten(1, 2)[:, :steps]
 
 
@@ -113,6 +113,6 @@ def fused_ssd() -> Callable[..., Tensor]:
         ) from error
 
     def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-        return mamba_chunk_scan_combined(*(one.contiguous() for one in (x, dt, A, B, C)), chunk_size=256).float()
+        return mamba_chunk_scan_combined(*(part.contiguous() for part in (x, dt, A, B, C)), chunk_size=256).float()
 
     return scan

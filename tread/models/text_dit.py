@@ -39,7 +39,7 @@ class CrossAttention(nn.Module):
         k, v = self.kv(text).unflatten(2, (2, self.num_heads, -1)).unbind(2)  # (B, T, H, d)
         if self.q_norm is not None:
             q, k = self.q_norm(q.float()), self.k_norm(k.float())
-        q, k, v = (one.to(v.dtype).transpose(1, 2) for one in (q, k, v))
+        q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))
         x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None])  # (B, H, N, d)
         return self.proj(x.transpose(1, 2).flatten(2))
 
@@ -129,10 +129,10 @@ class TextEmbedder(nn.Module):
             "pooled": self.pooled and (batch, self.pooled),
         }
         for name, shape in expected.items():
-            found = getattr(y, name)
-            if (None if found is None else tuple(found.shape)) != shape:
+            given = getattr(y, name)
+            if (None if given is None else tuple(given.shape)) != shape:
                 raise ValueError(
-                    f"the text's {name} have shape {None if found is None else tuple(found.shape)}, but this network "
+                    f"the text's {name} have shape {None if given is None else tuple(given.shape)}, but this network "
                     f"takes {shape}: {T} tokens of the encoder that it was made for"
                 )
         if self.vocabulary and y.tokens.is_floating_point():
@@ -180,21 +180,16 @@ class TextDiT(LightningDiT):
         positions: Positions = "sincos",
         qk_norm: bool = False,
     ) -> None:
+        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
+        choices = {"norm": norm, "mlp": mlp, "positions": positions, "qk_norm": qk_norm}
         super().__init__(
-            input_size,
-            patch_size,
-            in_channels,
-            hidden_size,
-            depth,
+            *sizes,
             num_heads,
             mlp_ratio,
             None,
             learn_sigma,
             init,
-            norm=norm,
-            mlp=mlp,
-            positions=positions,
-            qk_norm=qk_norm,
+            **choices,
             block=partial(TextBlock, text_tokens=text_tokens),
             embedder=lambda: TextEmbedder(text_tokens, text_width, text_pooled, vocabulary, hidden_size, norm),
         )
@@ -221,7 +216,7 @@ class TextDiT(LightningDiT):
     def null(self, count: int) -> Text:
         """The empty caption, so many times."""
         held = (self.null_tokens, self.null_mask, self.null_pooled)
-        return Text(*(None if one is None else one.expand(count, *one.shape[1:]) for one in held))
+        return Text(*(None if part is None else part.expand(count, *part.shape[1:]) for part in held))
 
     def check_condition(self, y: Text, batch: int) -> None:
         self.y_embedder.check(y, batch)

@@ -47,10 +47,10 @@ def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
 
         e = k.exp()
         before, behind = _sums(torch.stack([e * v, e], dim=1), decay)  # numerator and denominator, (D, 2, B, C, L)
-        own = k + u.float().clamp(min=-BONUS_LIMIT).view(-1, 1, 1, 1)
-        top = own.detach().clamp(min=0)  # bonuses may be large: each token has a unit of its own here
-        own = (own - top).exp()
-        total = (before + behind) * (-top).exp().unsqueeze(1) + torch.stack([own * v, own], dim=1)
+        bonus = k + u.float().clamp(min=-BONUS_LIMIT).view(-1, 1, 1, 1)
+        top = bonus.detach().clamp(min=0)  # bonuses may be large: each token has a unit of its own here
+        bonus = (bonus - top).exp()
+        total = (before + behind) * (-top).exp().unsqueeze(1) + torch.stack([bonus * v, bonus], dim=1)
         total = total.flatten(3)[..., :T]  # (D, 2, B, T), before dividing: in the padding sums may overflow
         return (total[:, 0] / total[:, 1]).permute(1, 2, 0)
 
@@ -74,8 +74,8 @@ def _sums(x: Tensor, decay: Tensor, y: Tensor | None = None) -> tuple[Tensor, Te
     fall = (-place * decay).exp().unsqueeze(1)  # (D, 1, 1, 1, L)
     right, left = (x * fall.flip(4)).sum(dim=4), (y * fall).sum(dim=4)  # (D, 2, B, C): a chunk, seen from its ends
     length = min(C, CHUNK)
-    right, left = (F.pad(one, (0, -C % length)).unflatten(3, (-1, length)) for one in (right, left))
-    first, last = (one.flatten(3)[..., :C].unsqueeze(4) for one in _sums(right, decay * L, left))
+    right, left = (F.pad(part, (0, -C % length)).unflatten(3, (-1, length)) for part in (right, left))
+    first, last = (part.flatten(3)[..., :C].unsqueeze(4) for part in _sums(right, decay * L, left))
     return before + first * fall, behind + last * fall.flip(4)
 
 

@@ -28,7 +28,7 @@ from PIL import Image
 
 from routing_module import check_routes
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import Trained, open_trained, open_weak
+from tread.checkpoints.for_sampling import SavedNetwork, open_network, open_weak
 from tread.diffusion.guidance import KINDS, NO_GUIDANCE, Guidance
 from tread.diffusion.labels import class_labels, spread_classes
 from tread.diffusion.sampling import Model, Sampler, check_ratios, draw_pictures, relative_cost
@@ -154,7 +154,7 @@ class Explorer:
         self.precision = use_precision(options.precision, device)
         self._lock, self._networks, self._drawn = threading.Lock(), {}, {}
         source = checkpoint.find(Path(options.checkpoint).expanduser())
-        self.saved = open_trained(source, options.weights)
+        self.saved = open_network(source, options.weights)
         if self.saved.text is not None:
             raise ValueError(
                 f"{source.folder} was trained with captions, but this page draws classes: python sample.py "
@@ -209,7 +209,7 @@ class Explorer:
         Raises ValueError or OSError, also if a checkpoint has gone or changed since the page was opened.
         """
         guidance = side.guidance()
-        saved = open_trained(checkpoint.find(self.saved.found.folder), self.options.weights)
+        saved = open_network(checkpoint.find(self.saved.found.folder), self.options.weights)
         weaker = open_weak(guidance, saved)
         numbers, columns = saved.cfg.dataset.num_classes, _read_seeds(seeds)
         classes = [None if label == numbers else label for label in labels]
@@ -224,7 +224,7 @@ class Explorer:
         check("solver", side.solver, Solver | None)
         batch_size = min(self.options.batch_size, count)
         sampler = Sampler.of(saved.process, side.steps, side.solver, batch_size, self.precision, guidance)
-        outlines = [network and network.outline(guidance) for network in (saved, weaker)]
+        outlines = [network and network.without_weights(guidance) for network in (saved, weaker)]
         check_ratios(sampler, *outlines)
         cost, plain = relative_cost(sampler, *outlines), replace(sampler, guidance=NO_GUIDANCE)
         each = tuple(columns * len(rows)), tuple(row for row in rows for _ in columns)
@@ -241,8 +241,8 @@ class Explorer:
 
     def _draw(
         self,
-        saved: Trained,
-        weaker: Trained | None,
+        saved: SavedNetwork,
+        weaker: SavedNetwork | None,
         seeds: tuple[int, ...],
         labels: tuple[int, ...],
         sampler: Sampler,
@@ -258,7 +258,7 @@ class Explorer:
             _keep(self._drawn, key, (pictures, time.perf_counter() - start), GRIDS)
         return self._drawn[key]
 
-    def _model(self, saved: Trained, guidance: Guidance) -> Model:
+    def _model(self, saved: SavedNetwork, guidance: Guidance) -> Model:
         key = (saved.found.folder, saved.sha256)
         if key not in self._networks:
             _keep(self._networks, key, saved.load(self.device), NETWORKS)
@@ -266,8 +266,8 @@ class Explorer:
 
     def _command(
         self,
-        saved: Trained,
-        weaker: Trained | None,
+        saved: SavedNetwork,
+        weaker: SavedNetwork | None,
         classes: Sequence[int | None],
         seeds: Sequence[int],
         sampler: Sampler,

@@ -120,6 +120,7 @@ class Token:
 
     keeps_grid = False  # whether the kept tokens form a grid, as blocks that look at neighbours need
     description = ""  # what a run's summary says behind the number of tokens
+    ratio = None  # the only selection_ratio that the rule knows; None: any
     scores = None  # or a function from the tokens (B, N, D) before the route to scores (B, N)
 
     def choose(self, route: Route, draws: Tensor, grid: Grid = None, keep: Some = None, scores: Some = None) -> Tensor:
@@ -135,6 +136,11 @@ class Token:
 
     def check_route(self, route: Route) -> None:
         """Raise ValueError for a ratio that the rule does not know."""
+        if self.ratio not in (None, route.selection_ratio):
+            raise ValueError(
+                f"selection_ratio is {route.selection_ratio}, but must be {self.ratio} with select={route.select}: "
+                "select=token takes other ratios"
+            )
 
     def check_grid(self, grid: tuple[int, int]) -> tuple[str, int]:
         """What is chosen among, for messages, and how many of it a grid (H, W) has. Raises ValueError for a misfit."""
@@ -181,24 +187,17 @@ class Shared(Token):
 class Group(Token):
     """One token of each 2×2 group of the grid, each sample its own; its ratio is 0.75."""
 
-    description = ", one of each 2×2"
+    description, ratio = ", one of each 2×2", 0.75
 
     def choose(self, route: Route, draws: Tensor, grid: Grid = None, keep: Some = None, scores: Some = None) -> Tensor:
         return group_ids(draws, _needed(grid, route), keep)
-
-    def check_route(self, route: Route) -> None:
-        if route.selection_ratio != 0.75:
-            raise ValueError(
-                f"selection_ratio is {route.selection_ratio}, but must be 0.75 with select=group, which keeps one "
-                "token of each 2×2 group: select=token takes other ratios"
-            )
 
     def check_grid(self, grid: tuple[int, int]) -> tuple[str, int]:
         check_groups(grid)
         return "token", math.prod(grid)
 
     def with_ratio(self, route: Route, ratio: float) -> Route:
-        return replace(route, selection_ratio=ratio, select=route.select if ratio == 0.75 else "token")
+        return replace(route, selection_ratio=ratio, select=route.select if ratio == self.ratio else "token")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ explains in one line how it ended. --help is composed of the script's docstring 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -12,14 +13,14 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
+from omegaconf import DictConfig, ListConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tread.runtime.foreign_names import ours
+from tread.runtime.plugins import import_plugins
 from tread.runtime.schema import check_overrides
 from tread.runtime.signals import leave_at_once
 
@@ -28,25 +29,29 @@ PRINTS = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help"}  # flag
 
 def open_door(
     main: Callable[[], None],
-    known: Iterable[str],
+    known: Iterable[str] | Callable[[], Iterable[str]],
     moved: Mapping[str, str] | None = None,
     literal: Collection[str] = (),
+    spell: Callable[[Iterable[str]], list[str]] = list,
 ) -> None:
     """Run a script's Hydra `main`, answer --help, or end with a message that names the nearest known key, or its heir.
 
-    known    dotted keys.
+    known    dotted keys; a function is called when the plugins are imported, which may add some.
     moved    keys that are gone → what to set in their place.
     literal  keys whose text is taken as it stands behind the =, see `take_literally`.
+    spell    writes overrides as Hydra takes them.
 
     What Hydra refuses is told in one line too; HYDRA_FULL_ERROR=1 shows where it came from.
     """
     if PRINTS & {*sys.argv[1:]}:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Hydra would answer a closed pipe by a traceback
-    known, script = list(known), main.__wrapped__.__globals__
+    script = main.__wrapped__.__globals__
     asked = os.environ.get("HYDRA_FULL_ERROR")
     with explained():
         answer_help(script["__doc__"], Path(script["__file__"]))
-        sys.argv[1:] = take_literally(sys.argv[1:], literal)
+        import_plugins(named_plugins(sys.argv[1:], config_file(Path(script["__file__"]))))
+        known = list(known() if callable(known) else known)
+        sys.argv[1:] = spell(take_literally(sys.argv[1:], literal))
         check_overrides(check_words(sys.argv[1:], known), known, moved)
         os.environ["HYDRA_FULL_ERROR"] = "1"  # so that it hands its errors on
         try:
@@ -59,7 +64,16 @@ def open_door(
     leave_at_once(0)
 
 
-@contextmanager
+def named_plugins(words: Iterable[str], config: Path) -> list[str]:
+    """What a command line, or else an entry point's config file, names under `plugins`; their keys are known, too."""
+    typed = [word.lstrip("+") for word in words if re.match(r"\+*plugins=", word)]
+    with contextlib.suppress(Exception):  # what can't be read Hydra and the settings refuse, with the reason
+        given = OmegaConf.merge(OmegaConf.load(config), OmegaConf.from_dotlist(typed)).get("plugins")
+        return list(given) if isinstance(given, ListConfig) else []
+    return []
+
+
+@contextlib.contextmanager
 def explained(stopped: str = "stopped") -> Iterator[None]:
     """End the process with a line, and no traceback, at bad input, at what the system refuses, and at Ctrl-C (130).
 

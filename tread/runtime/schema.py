@@ -1,7 +1,7 @@
 """Nested dicts → dataclasses, by their annotations: every key known, of its type, or an error that says so.
 
-Choices are Literals. Annotated[…] adds a Range that a number must lie in, or a note, shown in brackets where
-a value is refused. Numbers without a Range of their own must be finite.
+Choices are Literals. Annotated[…] adds a Range that a number must lie in, a note, shown in brackets where a value is
+refused, or Chosen, of a section whose dataclass is an entry of a table. Numbers without a Range must be finite.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from tread.runtime.foreign_names import ours
+from tread.runtime.plugins import import_plugins
 
 
 class Range(NamedTuple):
@@ -36,6 +37,42 @@ Share = Annotated[float, Range("lie in [0, 1]", lambda number: 0 <= number <= 1)
 _FINITE = Range("be a finite number", lambda number: abs(number) <= sys.float_info.max)  # nan compares as False
 
 
+class Chosen(NamedTuple):
+    """Which dataclass a section is read into: the entry of a table that one of the section's keys names.
+
+    A key of other entries alone, at the default that it has there or where it has none, is left out.
+    """
+
+    key: str
+    table: Mapping[str, type]
+
+    def kind(self, section: object, prefix: str) -> type:
+        """The dataclass. Raises ValueError for a section that names no entry."""
+        if not isinstance(section, dict):
+            raise ValueError(f"{prefix.rstrip('.')} is {section!r}, but must be a section that has {self.key}")
+        if self.key not in section:
+            raise ValueError(f"missing settings: {prefix}{self.key}")
+        check(f"{prefix}{self.key}", section[self.key], Literal[tuple(self.table)])
+        return self.table[section[self.key]]
+
+    def settle(self, section: object, prefix: str) -> dict:
+        """The section with all keys of its entry, and none of others. Raises ValueError for one that was set."""
+        kind, kept = self.kind(section, prefix), {}
+        for name, value in section.items():
+            owners = {entry: item for entry, other in self.table.items() for item in fields(other) if item.name == name}
+            if section[self.key] in owners or not owners:
+                kept[name] = value
+            elif not any(item.default in (MISSING, value) for item in owners.values()):
+                there = " or ".join(f"{prefix.rstrip('.')}={entry}" for entry in owners) + " has it"
+                raise ValueError(f"{prefix}{name} is {value!r}, but {section[self.key]} has no such choice: {there}")
+        defaults = {item.name: item.default for item in fields(kind) if item.default is not MISSING}
+        return kept | {name: value for name, value in defaults.items() if name not in kept}
+
+    def optional(self) -> set[str]:
+        """The keys of single entries that have a default, which a config file need not state."""
+        return {item.name for kind in self.table.values() for item in fields(kind) if item.default is not MISSING}
+
+
 def _hints(kind: type) -> dict[str, Any]:
     """The annotations of a dataclass's fields; its class variables are no settings."""
     hints = get_type_hints(kind, include_extras=True)
@@ -47,9 +84,21 @@ def known_keys(kind: type, prefix: str = "") -> list[str]:
     keys = []
     for name, hint in _hints(kind).items():
         keys.append(prefix + name)
-        for part in filter(is_dataclass, (hint, *get_args(hint))):
+        entries = [entry for choice in _choices(hint) for entry in choice.table.values()]
+        for part in filter(is_dataclass, (hint, *get_args(hint), *entries)):
             keys += known_keys(part, f"{prefix}{name}.{'*.' * (get_origin(hint) is tuple)}")
-    return keys
+    return list(dict.fromkeys(keys))
+
+
+def _choices(hint: Any) -> list[Chosen]:
+    return [said for said in get_args(hint) if isinstance(said, Chosen)]
+
+
+def add_unstated(words: Iterable[str], kind: type) -> list[str]:
+    """Overrides as Hydra takes them where the composed files do not state a key that single entries of a table have."""
+    hints = _hints(kind).items()
+    keys = {f"{name}.{key}" for name, hint in hints for choice in _choices(hint) for key in choice.optional()}
+    return [f"++{word}" if word.partition("=")[0] in keys else word for word in words]
 
 
 def _unknown(key: str, known: Iterable[str]) -> ValueError:
@@ -94,10 +143,12 @@ def written(value: object) -> str:
 
 
 def read(tree: dict, kind: type, prefix: str = "") -> Any:
-    """Nested dict → a dataclass, whose keys errors name with a prefix.
+    """Nested dict → a dataclass, whose keys errors name with a prefix; if it has `plugins`, they are imported first.
 
     Raises ValueError for unknown, missing or mistyped keys.
     """
+    if "plugins" in _hints(kind) and isinstance(tree, dict):
+        import_plugins(_convert(tuple[str, ...], tree.get("plugins", ()), "plugins", []))
     return _build(kind, tree, prefix, known_keys(kind, prefix))
 
 
@@ -127,6 +178,8 @@ def _build(kind: type, tree: Any, prefix: str, known: list[str]) -> Any:
 
 def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
     """Check a value against a type annotation; whole numbers pass as floats."""
+    for choice in _choices(hint):
+        hint, value = choice.kind(value, key + "."), choice.settle(value, key + ".")
     if is_dataclass(hint):
         return _build(hint, value, key + ".", known)
     expected, notes = [], []

@@ -11,8 +11,9 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from tread.checkpoints.checkpoint import find_whole, newest
+from tread.runtime.plugins import import_plugins
 from tread.runtime.schema import written
-from tread.training.run_folder import LAUNCH, RunLog, decisive, differences, migrate, value_at
+from tread.training.run_folder import LAUNCH, NOTHING, RunLog, decisive, differences, migrate, value_at
 
 # and the key by which a run says which of them is its own
 GROUPS = {"model": "name", "dataset": "name", "experiment": "name", "alignment": "kind"}
@@ -39,13 +40,20 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
     found = None if starts else find_whole(folder)[0]
     if not starts and found is None:
         return composed, []
-    own = migrate(starts[-1]["config"] if starts else found.info["config"])
+    recorded = starts[-1]["config"] if starts else found.info["config"]
+    import_plugins(recorded.get("plugins", ()))
+    own = migrate(recorded)
     keys = {leaf for key, value in typed.items() if key not in GROUPS for leaf in leaves(key, value)}
     for group, choice in ((group, typed[group]) for group in GROUPS if group in typed):
         begun = any(f"{group}={choice}" in start.get("command", ()) for start in starts)
         if not begun and own.get(group, {}).get(GROUPS[group]) != choice:
-            set_there = keys_of(configs, f"{group}/{choice}")
+            set_there = keys_of(configs, f"{group}/{choice}") or {f"{group}.{key}" for key in composed.get(group) or ()}
             keys |= {key for key in set_there if not _left_open(key, value_at(composed, key))}
+    if "model" in own:  # whose keys are those of the run's architecture, unless another's are typed
+        model = {
+            key: value for key, value in composed["model"].items() if key in own["model"] or f"model.{key}" in keys
+        }
+        composed = {**composed, "model": model}
     config = take_typed(own, composed, {*keys, *LAUNCH})
     in_file = keys_of(configs, "config")
     otherwise = unlike(config, composed)
@@ -124,7 +132,8 @@ def take_typed(own: object, composed: object, typed: Collection[str], key: str =
 
 def unlike(config: dict, composed: dict) -> dict[str, tuple[object, object]]:
     """Where a run's config is not the composed one: dotted key → both values."""
-    return {key: both for key, both in differences(config, composed).items() if not _left_open(key, both[1])}
+    changed = differences(config, composed, nothing=NOTHING)
+    return {key: both for key, both in changed.items() if both[1] is not NOTHING and not _left_open(key, both[1])}
 
 
 def _left_open(key: str, value: object) -> bool:

@@ -14,8 +14,8 @@ from pathlib import Path
 from rf import RF
 from routing_module import Route
 from tread.checkpoints.checkpoint import Checkpoint, find_whole, newest, sweep
-from tread.checkpoints.network import Model, TextSettings
 from tread.diffusion.edm import EDM
+from tread.models.architectures import ARCHITECTURES, CHOSEN, TextSettings
 from tread.runtime.files import Lock, write_whole
 from tread.runtime.schema import written
 from tread.runtime.versions import versions
@@ -41,7 +41,7 @@ FIXED = (
     "init_from",
 )
 # fixed sections that gain keys, whose defaults are what was there before
-YOUNGER = {"model": Model, "edm": EDM, "rf": RF, "alignment": Alignment, "text": TextSettings}
+YOUNGER = {"edm": EDM, "rf": RF, "alignment": Alignment, "text": TextSettings}
 LAUNCH = ("name", "results", "resume", "run")  # what is of a launch, not of a run
 NOTHING = "nothing"  # said of a key that is not there
 
@@ -142,8 +142,10 @@ def migrate(config: dict) -> dict:
     if "enabled" in config.get("wandb", {}):
         kept["tracker"] = "wandb" if config["wandb"]["enabled"] else "none"
         kept["wandb"] = {key: value for key, value in config["wandb"].items() if key != "enabled"}
+    if config.get("model", {}).get("architecture") in ARCHITECTURES:
+        kept["model"] = CHOSEN.settle(config["model"], "model.")
     if routes := [filled(Route, route) for route in config.get("model", {}).get("routes", ())]:
-        kept["model"]["routes"] = routes
+        kept["model"] = {**kept["model"], "routes": routes}
     return kept
 
 

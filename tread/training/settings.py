@@ -4,21 +4,24 @@ says of sizes, held-out data and the encoder of its captions.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from rf import RF
-from tread.checkpoints.network import Dataset, Model, Objective, TextSettings, process_of
+from tread.checkpoints.network import Dataset, Objective, process_of
 from tread.data.dataset import LatentDataset
 from tread.data.index import prepared_heldout
 from tread.diffusion.edm import EDM
 from tread.diffusion.solvers import Solver
+from tread.models.architectures import CHOSEN, AnyOptions, TextSettings
 from tread.preparing import digits, emoji
-from tread.routing.ids import RatioSchedule, check_ratio
+from tread.routing.ids import RULES, RatioSchedule, check_ratio
 from tread.runtime import schema
 from tread.runtime.compiling import Compile
 from tread.runtime.device import Precision
+from tread.runtime.plugins import absolute
 from tread.runtime.schema import Count, CountOrZero, Positive, Range, Share, TwoOrMore
 from tread.runtime.tensor_files import Weights
 from tread.training.alignment import Alignment
@@ -164,7 +167,7 @@ class Settings:
     init_from: str | None
     init_weights: Weights
     objective: Objective
-    model: Model
+    model: AnyOptions
     dataset: Dataset
     edm: EDM
     rf: RF
@@ -181,15 +184,16 @@ class Settings:
     tags: Tags
     alignment: Alignment = Alignment()
     text: TextSettings = TextSettings()
+    plugins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         fits = self.dataset.size and self.dataset.size % self.model.patch_size == 0  # else the network says so
         for number, route in enumerate(self.model.routes if fits else ()):
             side, schedule = self.dataset.size // self.model.patch_size, self.train.ratio_schedule
-            if schedule and route.select == "group":
+            if schedule and RULES[route.select].ratio is not None:
                 raise ValueError(
-                    f"train.ratio_schedule is given, but model.routes.{number}.select=group fixes the ratio at 0.75: "
-                    "select=token takes others"
+                    f"train.ratio_schedule is given, but model.routes.{number}.select={route.select} fixes the ratio "
+                    f"at {RULES[route.select].ratio}: select=token takes others"
                 )
             ratio = max(schedule.start, schedule.end) if schedule else route.selection_ratio
             key = "train.ratio_schedule" if schedule else f"model.routes.{number}.selection_ratio"
@@ -251,56 +255,58 @@ def known_keys() -> list[str]:
     return schema.known_keys(Settings)
 
 
+def add_unstated(overrides: Iterable[str]) -> list[str]:
+    """Overrides as Hydra takes them where no file states a key of a single architecture."""
+    return schema.add_unstated(overrides, Settings)
+
+
 MEASURES = ("channels", "size", "num_classes")
 
 
-def complete(config: dict) -> dict:
-    """The config with dataset.channels, size and num_classes; those that are null come from the dataset itself, as
-    what there is to know of a text network's encoder does.
+def complete(config: dict) -> tuple[Settings, dict]:
+    """The settings of a composed config, and the config with what they leave to the dataset and the architecture.
 
-    So does dataset.heldout=auto: the held-out data that was prepared with it, or null.
+    The dataset says dataset.channels, size and num_classes where these are null, what there is to know of a text
+    network's encoder, and what dataset.heldout=auto is: the held-out data that was prepared with it, or null. The
+    config comes back with all keys of its architecture, and none of others.
 
     Raises ValueError or FileNotFoundError.
     """
-    dataset = read(config).dataset
+    cfg = read(config)
+    dataset, text = cfg.dataset, cfg.text
     if dataset.heldout == "auto":
-        found = prepared_heldout(dataset.path)
-        config = {**config, "dataset": {**config["dataset"], "heldout": found and str(found)}}
-    config = _with_text(config)
-    if all(getattr(dataset, key) is not None for key in MEASURES):
-        return config
-    found = LatentDataset(dataset.path).latents
-    measures = dict(zip(MEASURES, (found.shape[0], found.shape[1], len(found.classes))))
-    known = {key: value for key, value in config["dataset"].items() if key not in MEASURES or value is not None}
-    return {**config, "dataset": {**measures, **known}}
+        prepared = prepared_heldout(dataset.path)
+        dataset = replace(dataset, heldout=prepared and str(prepared))
+    if cfg.model.takes_text:
+        text = read_text_settings(cfg)
+        words = text.vocabulary and list(text.vocabulary)  # as info.json gives it back
+        config = {**config, "text": {**asdict(text), "vocabulary": words}}
+    if None in (measures := {key: getattr(dataset, key) for key in MEASURES}).values():
+        latents = LatentDataset(dataset.path).latents
+        known = dict(zip(MEASURES, (latents.shape[0], latents.shape[1], len(latents.classes))))
+        dataset = replace(dataset, **{key: known[key] if value is None else value for key, value in measures.items()})
+    plugins = tuple(absolute(name) for name in cfg.plugins)
+    stated = {**config["dataset"], **{key: getattr(dataset, key) for key in (*MEASURES, "heldout")}}
+    model = CHOSEN.settle(config["model"], "model.")
+    config = {**config, "plugins": list(plugins), "model": model, "dataset": stated}
+    return replace(cfg, dataset=dataset, text=text, plugins=plugins), config
 
 
-def with_text(cfg: Settings) -> Settings:
-    """The settings of a text network with what the dataset says of text.encoder.
+def read_text_settings(cfg: Settings) -> TextSettings:
+    """What the dataset of a text network says of text.encoder.
 
     Raises FileNotFoundError, or ValueError, also where the settings say otherwise.
     """
-    if not cfg.model.takes_text:
-        return cfg
     prepare_embedded(cfg, cfg.dataset.path, "train")
-    found = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
-    for key, value in found.items():
+    stored = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
+    for key, value in stored.items():
         if (given := getattr(cfg.text, key)) not in (getattr(TextSettings, key), value):
             raise ValueError(
                 f"text.{key} is {str(given)[:80]}, as typed or as the run was begun, but {str(value)[:80]} of the text "
                 f"of {cfg.text.encoder} in {cfg.dataset.path}: leave it null, or name=<another name> starts a run of "
                 "its own"
             )
-    return replace(cfg, text=TextSettings(**found))
-
-
-def _with_text(config: dict) -> dict:
-    cfg = read(config)
-    if not cfg.model.takes_text:
-        return config
-    found = asdict(with_text(cfg).text)
-    words = found["vocabulary"]
-    return {**config, "text": {**found, "vocabulary": words and list(words)}}  # as info.json gives it back
+    return TextSettings(**stored)
 
 
 def prepare_embedded(cfg: Settings, path: str, part: str) -> None:

@@ -259,7 +259,7 @@ def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[st
 def build_optimizer(cfg: Settings, network: nn.Module, projector: nn.Module | None = None) -> torch.optim.AdamW:
     """AdamW over all parameters of a network and of alignment's projector, fused; build it after moving them."""
     return torch.optim.AdamW(
-        [parameter for _, parameter in checkpoint.trained_parameters(network, projector)],
+        [parameter for _, parameter in checkpoint.optimized_parameters(network, projector)],
         lr=cfg.optim.lr,
         betas=cfg.optim.betas,
         eps=cfg.optim.eps,

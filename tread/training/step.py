@@ -76,7 +76,8 @@ def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
     until, schedule = cfg.train.routes_until, cfg.train.ratio_schedule
     if until is not None and step >= until:
         return ()
-    return schedule.apply(cfg.model.routes, step) if schedule else cfg.model.routes
+    routes = cfg.model.resolved_routes
+    return schedule.apply(routes, step) if schedule else routes
 
 
 def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.device | str) -> Draws:

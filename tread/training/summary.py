@@ -26,9 +26,6 @@ def describe(run: Run) -> str:
     tokens, widths = network.num_tokens, len(cfg.ema.power)
     added = sum(parameter.numel() for parameter in run.aligner.projector.parameters()) if run.aligner else 0
     disk = (16 + 4 * widths) * parameters + 12 * added  # of the projector weights and two moments
-    blocks = f"{cfg.model.depth} blocks"
-    if every := cfg.model.attention_every:
-        blocks += f", {cfg.model.depth // every} of them DiT's with attention"
     routes = [
         f"{describe_route(route, tokens, network.grid)}{SELECTS[route.select]}, fp32: {route.fp32}"
         for route in check_routes(active, cfg.model.depth)
@@ -37,7 +34,7 @@ def describe(run: Run) -> str:
         "run": f"{cfg.name}, {cfg.train.steps:,} steps, {epochs:.1f} epochs",
         "data": f"{cfg.dataset.name}, {len(data):,} samples of {data.latents.shape}",
         "objective": cfg.objective,
-        "network": f"{cfg.model.architecture}, {parameters:,} parameters, {blocks}, {tokens} tokens",
+        "network": f"{cfg.model.architecture}, {parameters:,} parameters, {cfg.model.blocks}, {tokens} tokens",
         "weights": run.origin,
         "routes": "; ".join(routes) or "none",
         "FLOPs": f"{3 * routed:.3e} a training image, {fewer}{dense:.3e} a forward pass of all tokens",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 import import_checkpoint
 import pytest
@@ -12,10 +12,12 @@ from conftest import launch_door
 from safetensors.torch import save_file
 
 from dit import DiT
-from tread.checkpoints import checkpoint, weights
-from tread.checkpoints.network import Model, build_network, read_network
-from tread.checkpoints.weights import fit, load_weights, read_origin
+from tread.checkpoints import checkpoint
+from tread.checkpoints.network import build_network, read_network
+from tread.checkpoints.weights import fit, load_weights, read_weights
+from tread.models.architectures import ARCHITECTURES, DiTOptions
 from tread.preparing import digits
+from tread.training.run_folder import differences, migrate
 
 SIZES = ["model.hidden_size=16", "model.depth=2", "model.num_heads=2", "model=dit"]
 LATENTS = replace(digits.MEANING, classes=tuple("abcdefghij"))
@@ -62,31 +64,59 @@ def test_all_refusals_come_at_once(saved, cfg):
 
 
 def test_every_setting_of_a_network_is_compared(saved, cfg, monkeypatch):
-    """Also those that Model will have: one that the record is too old to know has its default."""
-    left_out = {"model.name", "model.routes", "model.init"}
-    names = {f"model.{item.name}" for item in fields(Model)}
-    decoder = {f"model.decoder_{name}" for name in ("hidden_size", "depth", "heads")}  # of maskdit alone
-    how = {"model.kernel", "model.allow_token_routes"}  # of mamba alone, and nothing that weights depend on
-    scans = {f"model.{name}" for name in ("state", "head_dim", "expand", "conv", "directions", "attention_every")} | how
-    assert set(cfg("model=maskdit").model.decisive) == names - left_out - scans
-    assert set(cfg().model.decisive) == names - left_out - decoder - scans
-    lightning = {f"model.{name}" for name in ("norm", "mlp", "positions", "qk_norm")}
-    foreign = {"model.num_heads"} | lightning  # it has none
-    assert set(cfg("model=rwkv").model.decisive) == names - left_out - decoder - scans - foreign
-    assert set(cfg("model=mamba").model.decisive) == names - left_out - decoder - how - foreign
+    """Also those that an architecture will have: one that the record is too old to know has its default."""
+    common = {"architecture", "hidden_size", "depth", "patch_size", "mlp_ratio", "learn_sigma"}
+    lightning = {"norm", "mlp", "positions", "qk_norm"}  # of DiT too, which has one choice of each
+    decoder = {"decoder_hidden_size", "decoder_depth", "decoder_heads"}
+    scans = {"state", "head_dim", "expand", "conv", "directions", "attention_every"}
+    for model, names in {
+        "dit": {"num_heads"} | lightning,
+        "lightning": {"num_heads"} | lightning,
+        "sprint": {"num_heads"} | lightning,
+        "maskdit": {"num_heads"} | lightning | decoder,
+        "rwkv": set(),
+        "mamba": scans,
+    }.items():
+        assert set(cfg(f"model={model}", "model.depth=5").model.decisive) == {f"model.{n}" for n in common | names}
     hybrid = cfg("model=mamba", "model.attention_every=2").model
-    assert set(hybrid.decisive) == names - left_out - decoder - how - lightning
+    assert set(hybrid.decisive) == {f"model.{name}" for name in common | scans | {"num_heads"}}
 
     @dataclass(frozen=True)
-    class Coming(Model):
+    class Coming(DiTOptions):
         coming: str = "layer"
 
-    monkeypatch.setattr(weights, "Model", Coming)
-    values = {item.name: getattr(cfg().model, item.name) for item in fields(Model)}
+        def arguments(self):
+            return {name: value for name, value in super().arguments().items() if name != "coming"}
+
+    monkeypatch.setitem(ARCHITECTURES, "dit", Coming)
     folder, network = saved(), build_network(cfg())
-    load_weights(network, str(folder), model=Coming(**values))
+    load_weights(network, str(folder), model=cfg().model)
     with pytest.raises(ValueError, match="model.coming layer instead of rms"):
-        load_weights(network, str(folder), model=Coming(**values, coming="rms"))
+        load_weights(network, str(folder), model=replace(cfg().model, coming="rms"))
+
+
+FLAT = {  # what main recorded of every architecture before each had its own options
+    "norm": "layer", "mlp": "gelu", "positions": "sincos", "qk_norm": False, "decoder_hidden_size": 512,
+    "decoder_depth": 8, "decoder_heads": 16, "state": 64, "head_dim": 64, "expand": 2, "conv": 4, "directions": 2,
+    "attention_every": 0, "kernel": "torch", "allow_token_routes": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ["dit", "lightning", "mamba", "maskdit", "rwkv", "sprint"])
+def test_records_with_the_options_of_all_architectures_open(composed, model):
+    """And are the same run's as today's: others' options at their defaults are left out, at other values refused."""
+    config = composed(*SIZES, f"model={model}", "model.depth=5")
+    flat = {**config, "model": {"num_heads": 2, **FLAT, **config["model"]}}
+    assert read_network(flat) == read_network(config)
+    assert differences(migrate(flat), migrate(config)) == {}
+    assert migrate(flat)["model"].keys() == vars(read_network(config).model).keys()
+    for key in FLAT:
+        if key not in vars(read_network(config).model):
+            other = {**flat, "model": flat["model"] | {key: "other"}}
+            with pytest.raises(ValueError, match=f"model.{key} is 'other', but {model} has no such choice: model="):
+                read_network(other)
+            with pytest.raises(ValueError, match=f"model.{key} is 'other'"):
+                migrate(other)
 
 
 def test_rwkv_has_no_heads_to_compare(tmp_path, composed):
@@ -123,28 +153,28 @@ RF = ("objective=rf",)
     ],
 )
 def test_what_a_run_may_mean_otherwise_is_said_with_both_values(saved, cfg, record, overrides, latents, shown):
-    found = read_origin(saved(**record))
+    found = read_weights(saved(**record))
     lines = found.warnings(cfg(*overrides), replace(LATENTS, **latents))
     assert bool(lines) == bool(shown) and len(lines) <= 2
     assert all(part in "\n".join(lines) for part in shown)
 
 
 def test_one_autoencoder_in_two_places(saved, cfg):
-    found = read_origin(saved(latents=asdict(replace(LATENTS, autoencoder="here", fingerprint="abc"))))
+    found = read_weights(saved(latents=asdict(replace(LATENTS, autoencoder="here", fingerprint="abc"))))
     assert found.warnings(cfg(), replace(LATENTS, autoencoder="there", fingerprint="abc")) == []
     assert len(found.warnings(cfg(), replace(LATENTS, autoencoder="there", fingerprint="abd"))) == 1
 
 
 def test_where_weights_came_from(saved, tmp_path):
     folder = saved()
-    assert read_origin(folder).describe() == f"averaged (ema) of {folder.resolve()}/ema.safetensors, step 4"
-    raw = read_origin(folder / "model.safetensors")  # a file is what it is, whatever init_weights says
+    assert read_weights(folder).describe() == f"averaged (ema) of {folder.resolve()}/ema.safetensors, step 4"
+    raw = read_weights(folder / "model.safetensors")  # a file is what it is, whatever init_weights says
     assert raw.describe() == f"raw (model) of {folder}/model.safetensors, step 4"
     shutil.copy(folder / "ema.safetensors", tmp_path / "bare.safetensors")
     (tmp_path / "info.json").write_text('{"made by": "somebody else"}')
-    assert "which is not recorded" in read_origin(tmp_path / "bare.safetensors").describe()
+    assert "which is not recorded" in read_weights(tmp_path / "bare.safetensors").describe()
     torch.save({"model": raw.state}, tmp_path / "raw.pt")
-    assert read_origin(tmp_path / "raw.pt", "model").describe().startswith("raw (model) of")
+    assert read_weights(tmp_path / "raw.pt", "model").describe().startswith("raw (model) of")
 
 
 def test_a_file_without_a_record_says_what_can_not_be_known(cfg, tmp_path):

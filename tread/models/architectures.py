@@ -1,0 +1,368 @@
+"""The architectures: each one's options, how it is built of them, and all that others ask about it.
+
+ARCHITECTURES is the table: its keys are what model.architecture accepts, and its entries the dataclasses that the
+section `model` is read into. Fields without a default must be given; attributes without a type are no settings.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated
+
+from dit import DiT
+from routing_module import Route, check_routes
+from tread.models.backbone import Backbone, Init
+from tread.models.lightning import LightningDiT, MlpKind, Norm, Positions
+from tread.models.mamba import Directions, Kernel, Mamba
+from tread.models.maskdit import MaskDiT, check_spans
+from tread.models.rotary import TABLES
+from tread.models.rwkv import RWKV
+from tread.models.sprint import Sprint, check_sparse_part
+from tread.models.text_dit import TextDiT
+from tread.routing.ids import RULES
+from tread.runtime.schema import Chosen, Count, CountOrZero, PositiveOrZero
+from tread.runtime.tensor_files import MASKDIT
+
+Shapes = Mapping[str, tuple[int, ...]]  # of a state dict's tensors, by name
+BLOCK = "blocks.0."
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """The encoder of a text network's captions; all but its name come from the dataset, see training/settings.py.
+
+    fingerprint  hash of the encoder, or of the vocabulary; None where nobody knows.
+    tokens       T; width C and pooled P are None where it has no such thing.
+    vocabulary   of word numbers, in their order.
+    padding      True: what the encoder makes of its padding counts as words.
+    """
+
+    encoder: str | None = None
+    fingerprint: str | None = None
+    tokens: Count | None = None
+    width: Count | None = None
+    pooled: Count | None = None
+    vocabulary: tuple[str, ...] | None = None
+    padding: bool = False
+
+    @property
+    def decisive(self) -> dict[str, object]:
+        """What decides which function weights are, by dotted name; the fingerprint says which vocabulary."""
+        return {f"text.{item.name}": getattr(self, item.name) for item in fields(self) if item.name != "vocabulary"}
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """What every architecture has. The names of options are those of its network's arguments.
+
+    An architecture says of itself, where it is otherwise:
+
+    network       the class that is built.
+    takes_text    its network takes texts in the place of labels.
+    has_path      it has a sparse path that train.path_drop can drop.
+    masks         nothing but mask tokens stands for what a route takes, so that sampling never leaves any out.
+    along_grid    its blocks look at neighbours in the token grid, so that routes select whole rows.
+    needs_mlp     mlp_ratio can't be 0.
+    constants     attributes that other architectures have as options, and that decide what weights mean, too.
+    undecisive    options that decide nothing about what weights mean.
+    """
+
+    name: str
+    architecture: str
+    routes: tuple[Route, ...]
+    hidden_size: Count
+    depth: Count
+    patch_size: Count
+    mlp_ratio: PositiveOrZero
+    learn_sigma: bool
+    init: Init
+
+    network = Backbone
+    takes_text = has_path = masks = along_grid = allow_token_routes = False
+    needs_mlp = True
+    constants = undecisive = ()
+
+    def __post_init__(self) -> None:
+        if not self.mlp_ratio and self.needs_mlp:
+            raise ValueError(
+                f"model.mlp_ratio is 0, but must be positive: of {self.architecture} no MLP can be left out"
+            )
+        for number, route in enumerate(self.routes):
+            if route.select not in self.selects:
+                otherwise = ", or model.allow_token_routes=true" * ("allow_token_routes" in self.arguments())
+                raise ValueError(
+                    f"model.routes.{number}.select is {route.select!r}, but the blocks of {self.architecture} look at "
+                    f"neighbours in the token grid: it must be {' or '.join(self.selects)}{otherwise}"
+                )
+        self.check_routes()
+
+    def check_routes(self) -> None:
+        """Raise ValueError for routes that are not of this network."""
+        check_routes(self.routes, self.depth)
+
+    @property
+    def selects(self) -> tuple[str, ...]:
+        """How routes of this architecture can select tokens, the usual way first."""
+        in_grid = tuple(name for name, rule in RULES.items() if rule.keeps_grid)
+        if self.along_grid and not self.allow_token_routes:
+            return in_grid
+        return tuple(dict.fromkeys((*(in_grid if self.along_grid else ()), *RULES)))
+
+    @functools.cached_property
+    def resolved_routes(self) -> tuple[Route, ...]:
+        """The routes with their ends settled, in the order in which they are given."""
+        return tuple(route.resolve(self.depth) for route in self.routes)
+
+    @property
+    def usual_route(self) -> Route:
+        """TREAD's r(2→depth−4), unless an architecture has another. Raises ValueError for a depth without one."""
+        return Route.for_depth(self.depth, select=self.selects[0])
+
+    @property
+    def blocks(self) -> str:
+        """The blocks in words."""
+        return f"{self.depth} blocks"
+
+    @property
+    def anywhere(self) -> NetworkOptions:
+        """The same network by what every machine has."""
+        return self
+
+    @classmethod
+    def deciding(cls) -> list[str]:
+        """Names of what decides which function weights are: all but a network's name, its routes and how it starts."""
+        left_out = ("name", "routes", "init", *cls.undecisive)
+        names = dict.fromkeys((*(item.name for item in fields(cls)), *cls.constants))
+        return [name for name in names if name not in left_out]
+
+    @property
+    def decisive(self) -> dict[str, object]:
+        """What decides which function weights are, by dotted name."""
+        return {f"model.{name}": getattr(self, name) for name in self.deciding()}
+
+    def build(self, size: int, channels: int, num_classes: int, text: TextSettings) -> Backbone:
+        """The network of latents (channels, size, size), initialised from torch's global generator on the default
+        device. Raises ValueError for sizes that do not fit one another."""
+        return self.network(input_size=size, in_channels=channels, num_classes=num_classes, **self.arguments())
+
+    def arguments(self) -> dict[str, object]:
+        """The options that the network is built of, by its arguments' names."""
+        names = [item.name for item in fields(self) if item.name not in ("name", "architecture", "routes")]
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def knows(cls, shapes: Shapes) -> bool:
+        """Whether a state dict is of this architecture; the table's last one that knows it counts."""
+        return False
+
+    @classmethod
+    def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
+        """Options that the names and shapes of its state dict tell, beside those that are read for every network."""
+        width = shapes.get(f"{BLOCK}mlp.fc1.weight")
+        return {"mlp_ratio": width[0] / hidden_size} if width else {}
+
+
+@dataclass(frozen=True)
+class DiTOptions(NetworkOptions):
+    num_heads: Count
+
+    network = DiT
+    norm, mlp, positions, qk_norm = "layer", "gelu", "sincos", False
+    constants = ("norm", "mlp", "positions", "qk_norm")
+
+    @classmethod
+    def knows(cls, shapes: Shapes) -> bool:
+        return True
+
+    @classmethod
+    def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
+        options, swiglu = super().told(shapes, hidden_size), shapes.get(f"{BLOCK}mlp.w12.weight")
+        if swiglu:
+            options["mlp_ratio"] = _swiglu_ratio(swiglu[0] // 2, hidden_size)
+        options["norm"] = "rms" if f"{BLOCK}norm1.weight" in shapes else "layer"
+        options["mlp"] = "swiglu" if swiglu else "gelu"
+        options["qk_norm"] = f"{BLOCK}attn.q_norm.weight" in shapes
+        for rows in (shapes[name] for name in TABLES if len(shapes.get(name, ())) == 2):
+            options |= {"positions": "rope", "num_heads": hidden_size // max(1, rows[1])}
+        return options
+
+
+def _swiglu_ratio(width: int, hidden_size: int) -> float:
+    """The mlp_ratio that gives a SwiGLU of this width: a round number where one does."""
+    exact = 1.5 * width / hidden_size
+    likely = (round(4 * exact) / 4, exact, exact + 1 / hidden_size)
+    return next((ratio for ratio in likely if int(2 / 3 * int(hidden_size * ratio)) == width), exact)
+
+
+@dataclass(frozen=True)
+class LightningOptions(DiTOptions):
+    norm: Norm = "layer"
+    mlp: MlpKind = "gelu"
+    positions: Positions = "sincos"
+    qk_norm: bool = False
+
+    network = LightningDiT
+
+    @classmethod
+    def knows(cls, shapes: Shapes) -> bool:
+        marks = {f"{BLOCK}{name}.weight" for name in ("norm1", "mlp.w12", "attn.q_norm")} | set(TABLES)
+        return bool(marks & shapes.keys())
+
+
+class TextOptions:
+    """What taking texts changes; the other options are those of the class that stands behind it."""
+
+    network, takes_text = TextDiT, True
+
+    def build(self, size: int, channels: int, num_classes: int | None, text: TextSettings) -> Backbone:
+        if text.tokens is None:
+            raise ValueError(
+                f"text.tokens is null, but model={self.name} needs what the dataset says of text.encoder="
+                f"{text.encoder}: its tokens, and their width or vocabulary"
+            )
+        shape = {"text_tokens": text.tokens, "text_width": text.width, "text_pooled": text.pooled}
+        words = text.vocabulary and len(text.vocabulary)
+        return TextDiT(input_size=size, in_channels=channels, vocabulary=words, **shape, **self.arguments())
+
+    @classmethod
+    def knows(cls, shapes: Shapes) -> bool:
+        return f"{BLOCK}cross_attn.q.weight" in shapes and super().knows(shapes)
+
+
+@dataclass(frozen=True)
+class DiTTextOptions(TextOptions, DiTOptions):
+    pass
+
+
+@dataclass(frozen=True)
+class LightningTextOptions(TextOptions, LightningOptions):
+    pass
+
+
+@dataclass(frozen=True)
+class MambaOptions(NetworkOptions):
+    num_heads: Count
+    state: Count = 64
+    head_dim: Count = 64
+    expand: Count = 2
+    conv: Count = 4
+    directions: Directions = 2
+    attention_every: CountOrZero = 0
+    kernel: Kernel = "torch"
+    allow_token_routes: bool = False
+
+    network, along_grid, needs_mlp = Mamba, True, False
+    undecisive = ("kernel", "allow_token_routes")
+
+    @property
+    def blocks(self) -> str:
+        every = self.attention_every
+        return super().blocks + (f", {self.depth // every} of them DiT's with attention" if every else "")
+
+    @property
+    def anywhere(self) -> NetworkOptions:
+        return replace(self, kernel="torch")
+
+    @property
+    def decisive(self) -> dict[str, object]:
+        return {
+            key: value for key, value in super().decisive.items() if self.attention_every or key != "model.num_heads"
+        }
+
+    @classmethod
+    def knows(cls, shapes: Shapes) -> bool:
+        return len(shapes.get(f"{BLOCK}mixer.conv1d.weight", ())) == 3
+
+    @classmethod
+    def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
+        names = ("in_proj.weight", "out_proj.weight", "conv1d.weight", "A_log")
+        (rows, _), (_, width), (scanned, _, conv), (heads,) = (shapes[f"{BLOCK}mixer.{name}"] for name in names)
+        channels = rows - width - heads  # x, B and C of one direction
+        directions = scanned // channels
+        attention = [int(match[1]) for name in shapes if (match := re.match(r"blocks\.(\d+)\.attn\.", name))]
+        return {
+            "mlp_ratio": 0.0,
+            **super().told(shapes, hidden_size),
+            "state": (channels - width) // 2,
+            "conv": conv,
+            "head_dim": width * directions // heads,
+            "expand": width // hidden_size,
+            "directions": directions,
+            "attention_every": min(attention, default=-1) + 1,
+        }
+
+
+@dataclass(frozen=True)
+class MaskDiTOptions(DiTOptions):
+    decoder_hidden_size: Count = 512
+    decoder_depth: Count = 8
+    decoder_heads: Count = 16
+
+    network, masks = MaskDiT, True
+
+    def check_routes(self) -> None:
+        super().check_routes()
+        check_spans(self.routes, self.depth)
+
+    @classmethod
+    def knows(cls, shapes: Shapes) -> bool:
+        return len(shapes.get(MASKDIT, ())) == 2
+
+    @classmethod
+    def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
+        decoder = {match[1] for name in shapes if (match := re.match(r"decoder_blocks\.(\d+)\.", name))}
+        sizes = {"decoder_hidden_size": shapes[MASKDIT][0], "decoder_depth": len(decoder)}
+        return super().told(shapes, hidden_size) | sizes
+
+
+@dataclass(frozen=True)
+class RWKVOptions(NetworkOptions):
+    network, along_grid = RWKV, True
+
+    @classmethod
+    def knows(cls, shapes: Shapes) -> bool:
+        return f"{BLOCK}channel_mix.key.weight" in shapes
+
+    @classmethod
+    def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
+        return {"mlp_ratio": shapes[f"{BLOCK}channel_mix.key.weight"][0] / hidden_size}
+
+
+@dataclass(frozen=True)
+class SprintOptions(LightningOptions):
+    network, has_path = Sprint, True
+
+    def check_routes(self) -> None:
+        check_sparse_part(self.routes, self.depth)
+        super().check_routes()
+
+    @property
+    def usual_route(self) -> Route:
+        """SPRINT's, over its sparse part."""
+        return Route(2, -3, 0.75, "off")
+
+    @classmethod
+    def knows(cls, shapes: Shapes) -> bool:
+        return "fusion_proj.weight" in shapes
+
+
+ARCHITECTURES: dict[str, type[NetworkOptions]] = {
+    "dit": DiTOptions,
+    "dit_text": DiTTextOptions,
+    "lightning": LightningOptions,
+    "lightning_text": LightningTextOptions,
+    "mamba": MambaOptions,
+    "maskdit": MaskDiTOptions,
+    "rwkv": RWKVOptions,
+    "sprint": SprintOptions,
+}
+CHOSEN = Chosen("architecture", ARCHITECTURES)
+AnyOptions = Annotated[NetworkOptions, CHOSEN]  # the type of a section `model`
+
+
+def recognize(shapes: Shapes) -> str:
+    """The name of the architecture that a state dict is of; where none knows it, DiT's."""
+    return next(name for name, kind in reversed(ARCHITECTURES.items()) if kind.knows(shapes))
