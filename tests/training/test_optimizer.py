@@ -12,8 +12,9 @@ from conftest import random_network
 
 from tread.runtime import schema
 from tread.training.ema import EMA, exponential, power
-from tread.training.optimizer import StepStatistics, backward, learning_rate, optimizer_step
-from tread.training.settings import Optim
+from tread.training.optimizer import backward, learning_rate, optimizer_step
+from tread.training.optimizers import Optim
+from tread.training.run import StepStatistics
 
 
 def network(seed=0):

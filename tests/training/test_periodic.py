@@ -21,7 +21,7 @@ from tread.checkpoints.network import build_network, read_network
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.training import periodic, settings
-from tread.training.optimizer import StepStatistics
+from tread.training.run import StepStatistics
 from tread.training.run_folder import RunLog
 
 # ------------------------------------------------------------------------------------- bad steps

@@ -33,7 +33,7 @@ from tread.data.writer import write_dataset
 from tread.runtime.distributed import Processes
 from tread.runtime.signals import Stop
 from tread.training.ema import EMA, exponential
-from tread.training.optimizer import StepStatistics
+from tread.training.run import StepStatistics
 from tread.training.run_folder import Claim, RunLog, claim, differences
 from tread.training.start import build_optimizer, open_dataset, start
 

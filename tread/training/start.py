@@ -36,8 +36,8 @@ from tread.runtime.signals import Stop
 from tread.training import posthoc_ema
 from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.ema import EMA, exponential, power
-from tread.training.optimizer import StepStatistics, learning_rate
-from tread.training.run import Run
+from tread.training.optimizer import learning_rate
+from tread.training.run import Run, StepStatistics
 from tread.training.run_folder import Claim, RunLog, claim
 from tread.training.settings import Settings, prepare_embedded
 from tread.training.step import split_batch, training_flops
@@ -96,7 +96,8 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     averages = {width: EMA(network, power(width)) for width in cfg.ema.power}
     if found:
         networks = {width: average.network for width, average in averages.items()}
-        checkpoint.restore(found, network, ema.network, optimizer, networks, projector)
+        resumed = optimizer if cfg.optim.keeps_state(claimed.changed) else None
+        checkpoint.restore(found, network, ema.network, resumed, networks, projector)
     network.activation_checkpointing = cfg.train.activation_checkpointing
     compiled, reason = settle_compile(cfg.train.compile, device)
     if compiled:
@@ -155,11 +156,7 @@ def spent_before(found: checkpoint.Checkpoint, cfg: Settings, network: Backbone,
 def take_folder(run: Run, claimed: Claim) -> None:
     """Write down that the run starts, in the main process. Raises OSError, also without room for a checkpoint."""
     cfg = run.cfg
-    copies = 4 + len(run.averages)  # weights, EMA, two moments of AdamW
-    checkpoint_bytes = copies * sum(4 * parameter.numel() for parameter in run.network.parameters())
-    if run.aligner:  # weights and two moments
-        checkpoint_bytes += 3 * sum(4 * parameter.numel() for parameter in run.aligner.projector.parameters())
-    check_place(run.folder, checkpoint_bytes if run.step < cfg.train.steps else 0)
+    check_place(run.folder, run.checkpoint_bytes() if run.step < cfg.train.steps else 0)
     facts = {"processes": run.processes.count, "device": str(run.processes.device), "precision": run.precision}
     run.log.start(run.step, run.config, **facts, weights=run.origin, warnings=run.doubts)
     try:
@@ -189,6 +186,8 @@ def prepare_folder(run: Run, claimed: Claim) -> None:
         )
     for key, (before, now) in claimed.changed.items():
         run.processes.say(f"warning: {key} was {written(before)}, is {written(now)}")
+    if not cfg.optim.keeps_state(claimed.changed):
+        run.processes.say("warning: the optimizer is another one: its state begins anew, weights and averages go on")
     if cfg.optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
         rate = learning_rate(cfg, run.step)
         run.processes.say(f"warning: the learning rate falls until train.steps, so it now goes on at {rate:.3g}")
@@ -254,16 +253,9 @@ def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[st
     return {"prompts": data.read(np.array(samples)).text, "captions": captions}
 
 
-def build_optimizer(cfg: Settings, network: nn.Module, projector: nn.Module | None = None) -> torch.optim.AdamW:
-    """AdamW over all parameters of a network and of alignment's projector, fused; build it after moving them."""
-    return torch.optim.AdamW(
-        [parameter for _, parameter in checkpoint.trained_parameters(network, projector)],
-        lr=cfg.optim.lr,
-        betas=cfg.optim.betas,
-        eps=cfg.optim.eps,
-        weight_decay=cfg.optim.weight_decay,
-        fused=True,
-    )
+def build_optimizer(cfg: Settings, network: nn.Module, projector: nn.Module | None = None) -> torch.optim.Optimizer:
+    """The optimizer of a network's and alignment's projector's parameters; build it after moving them."""
+    return cfg.optim.build(parameter for _, parameter in checkpoint.trained_parameters(network, projector))
 
 
 def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[LatentDataset, LatentDataset | None]:
