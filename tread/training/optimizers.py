@@ -65,7 +65,8 @@ class Optim:
         except TypeError as error:
             takes = ", ".join(name for name in [*signature.parameters][1:] if name not in given)
             raise ValueError(
-                f"optim.options is {written(self.options)}, but optim.name={self.name} takes {takes} there ({error})"
+                f"optim.options is {written(self.options)}, but optim.name={self.name} takes {takes} there ({error}); "
+                "optim.options=null gives none"
             ) from error
 
     def _arguments(self) -> dict:

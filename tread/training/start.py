@@ -72,7 +72,8 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
         network = build_network(cfg)
-    origin, doubts = bring_weights(cfg, network, found, data.latents)
+    keeps_state = cfg.optim.keeps_state(claimed.changed)
+    origin, doubts = bring_weights(cfg, network, found, data.latents, keeps_state)
     if cfg.model.takes_text:  # of the encoder that these weights are for
         network.take_null(data.null_text())
     doubts = [*doubts, *read_otherwise(cfg, data, heldout)]
@@ -96,8 +97,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     averages = {width: EMA(network, power(width)) for width in cfg.ema.power}
     if found:
         networks = {width: average.network for width, average in averages.items()}
-        resumed = optimizer if cfg.optim.keeps_state(claimed.changed) else None
-        checkpoint.restore(found, network, ema.network, resumed, networks, projector)
+        checkpoint.restore(found, network, ema.network, optimizer if keeps_state else None, networks, projector)
     network.activation_checkpointing = cfg.train.activation_checkpointing
     compiled, reason = settle_compile(cfg.train.compile, device)
     if compiled:
@@ -186,7 +186,7 @@ def prepare_folder(run: Run, claimed: Claim) -> None:
         )
     for key, (before, now) in claimed.changed.items():
         run.processes.say(f"warning: {key} was {written(before)}, is {written(now)}")
-    if not cfg.optim.keeps_state(claimed.changed):
+    if claimed.found and not cfg.optim.keeps_state(claimed.changed):
         run.processes.say("warning: the optimizer is another one: its state begins anew, weights and averages go on")
     if cfg.optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
         rate = learning_rate(cfg, run.step)
@@ -198,7 +198,7 @@ def prepare_folder(run: Run, claimed: Claim) -> None:
 
 
 def bring_weights(
-    cfg: Settings, network: nn.Module, found: checkpoint.Checkpoint | None, latents: LatentSpec
+    cfg: Settings, network: nn.Module, found: checkpoint.Checkpoint | None, latents: LatentSpec, keeps_state: bool
 ) -> tuple[str, list[str]]:
     """Put in the weights of init_from where a run begins. Returns where its weights come from, and what is doubtful.
 
@@ -206,7 +206,8 @@ def bring_weights(
     """
     if found:
         unread = "; init_from was read when the run began" if cfg.init_from else ""
-        return f"raw and averaged, with the optimizer, of {found.folder}, step {found.step:,}{unread}", []
+        optimizer = ", with the optimizer," if keeps_state else ", not the optimizer's state,"
+        return f"raw and averaged{optimizer} of {found.folder}, step {found.step:,}{unread}", []
     if cfg.init_from is None:
         return f"new, drawn by seed {cfg.seed}", []
     origin = load_weights(network, cfg.init_from, cfg.init_weights, cfg.model, cfg.text)
