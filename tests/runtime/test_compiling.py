@@ -20,7 +20,7 @@ from tread.diffusion.guidance import Guidance, Schedule
 from tread.diffusion.sampling import Model, Sampler, draw
 from tread.runtime import compiling
 from tread.runtime.device import autocast
-from tread.training import start
+from tread.training import failures, start
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -165,7 +165,7 @@ def test_a_run_compiles_no_more_than_its_kinds_of_steps(tmp_path, monkeypatch, p
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_training_step_on_a_gpu_waits_for_nothing_and_uses_fused_attention(tmp_path, monkeypatch):
     """PyTorch's own watch over synchronising calls, and the operators that its profiler saw."""
-    training_step, steps = train.training_step, []
+    training_step, steps = failures.training_step, []
 
     def watched(run):
         steps.append(run.step)
@@ -183,7 +183,7 @@ def test_a_training_step_on_a_gpu_waits_for_nothing_and_uses_fused_attention(tmp
         fused = [name for name in names if "flash_attention" in name or "cudnn_attention" in name]  # as torch sees fit
         assert fused and not any("math" in name for name in names), names
 
-    monkeypatch.setattr(train, "training_step", watched)
+    monkeypatch.setattr(failures, "training_step", watched)
     launch(
         tmp_path, "train.steps=8", "train.precision=bf16", "model.hidden_size=128", "model.routes.0.fp32=off",
         "train.micro_batch_size=4", "optim.clip_norm=1", "ema.power=[0.1]",

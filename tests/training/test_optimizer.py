@@ -1,19 +1,30 @@
-"""The optimizer step against PyTorch's own, and what it leaves alone when numbers are bad."""
+"""The optimizer step against PyTorch's own, and what it leaves alone when numbers are bad; of any optimizer, also one
+that no file of the project knows."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 import math
+import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from conftest import random_network
+from conftest import launch, random_network, state
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tread.checkpoints import checkpoint
+from tread.data.dataset import LatentDataset
+from tread.data.latents import LatentSpec
+from tread.data.writer import write_dataset
 from tread.runtime import schema
 from tread.training.ema import EMA, exponential, power
-from tread.training.optimizer import StepStatistics, backward, learning_rate, optimizer_step
-from tread.training.settings import Optim
+from tread.training.optimizer import backward, learning_rate, optimizer_step
+from tread.training.optimizers import OPTIMIZERS, Optim
+from tread.training.run import StepStatistics
+from tread.training.run_folder import RunLog
 
 
 def network(seed=0):
@@ -63,12 +74,282 @@ def test_a_bad_gradient_leaves_everything_bit_for_bit(bad):
     for average in averages:
         average.update(model, 1, skip)
     assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
-    for index, state in optimizer.state_dict()["state"].items():
-        assert all(torch.equal(value, before[1][index][name]) for name, value in state.items())
+    for index, kept in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, before[1][index][name]) for name, value in kept.items())
     for average, old in zip(averages, before[2]):
         assert all(torch.equal(a, b) for a, b in zip(average.network.parameters(), old.parameters()))
     give_gradients(model, 2)
     assert optimizer_step(optimizer, 0.01, None)[1].item() == 0.0  # and it goes on
+
+
+class Odd(torch.optim.Optimizer):
+    """State of every kind: numbers of Python and of the group, other dtypes, nested, made late, of no parameter."""
+
+    def __init__(self, parameters, lr, weight_decay=0.0, power=0.5):
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay, "power": power, "steps": 0, "sum": None})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["steps"] += 1
+            total = sum(p.grad.double().sum() for p in group["params"])
+            group["sum"] = total if group["sum"] is None else group["sum"] + total
+            for parameter in group["params"]:
+                kept = self.state[parameter]
+                if not kept:
+                    kept |= {"count": 0, "warm": False, "none": None, "scale": math.inf, "pair": (1, [2.5, None])}
+                    kept |= {"mean": torch.zeros_like(parameter, dtype=torch.float64), "quarters": None}
+                    kept["factors"] = [torch.zeros(()), {"rows": torch.zeros(len(parameter)), 7: True}]
+                kept["count"] += 1
+                kept["warm"] = kept["count"] > 2
+                kept["scale"] = min(kept["scale"], 0.1 * kept["count"])
+                kept["mean"] = kept["mean"] * 0.9 + parameter.grad
+                kept["factors"][0] += parameter.grad.abs().mean()
+                kept["factors"][1]["rows"] += parameter.grad.flatten(1).mean(1) if parameter.dim() > 1 else 0.0
+                kept["quarters"] = (4 * kept["mean"]).clamp(-100, 100).to(torch.int8)
+                parameter -= group["lr"] * (kept["mean"].float() / (1 + kept["factors"][0]) ** group["power"])
+        self.state["calls"] = self.state.get("calls", 0) + 1
+
+
+ANY = {
+    "adamw, not fused": lambda p: torch.optim.AdamW(p, lr=1.0, weight_decay=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1.0),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1.0),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1.0, weight_decay=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9, nesterov=True),
+    "odd": lambda p: Odd(p, lr=1.0),
+}
+
+
+@pytest.mark.parametrize("name", ANY)
+@pytest.mark.parametrize("bad", [{0}, {0, 1}, {1}, {3, 4}])
+def test_any_optimizer_clips_and_skips_as_by_hand(name, bad):
+    """Reference: the same optimizer where gradients are divided by hand, and bad ones left out by `if`."""
+    ours, theirs = network(), network()
+    optimizer, reference = ANY[name](ours.parameters()), ANY[name](theirs.parameters())
+    for step in range(6):
+        give_gradients(ours, step), give_gradients(theirs, step)
+        if step in bad:
+            ours.blocks[1].mlp.fc1.weight.grad[3, 2] = math.nan if step % 2 else math.inf
+        norm, skip = optimizer_step(optimizer, 0.01 * (step + 1), 2.0)
+        assert skip.item() == (step in bad) and all(parameter.grad is None for parameter in ours.parameters())
+        reference.param_groups[0]["lr"] = 0.01 * (step + 1)
+        if step not in bad:
+            for parameter in theirs.parameters():
+                parameter.grad /= norm / 2.0
+            reference.step()
+        assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters()))
+        found, expected = (checkpoint.optimizer_tensors(o, n) for o, n in ((optimizer, ours), (reference, theirs)))
+        assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+        if step == 0 and 0 in bad:
+            assert not any(optimizer.state.values())  # not made of zeros either
+
+
+def test_sgd_is_the_closed_form():
+    """v = μ·v + g + λ·θ; θ -= lr·v, or with Nesterov lr·(g + λ·θ + μ·v); g scaled to norm 1; numbers, not tensors."""
+    for nesterov in (False, True):
+        weight = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+        options = {"momentum": 0.9, "nesterov": nesterov}
+        optimizer = settings(name="sgd", weight_decay=0.1, options=options).build([weight])
+        theta, velocity = [1.0, -2.0], [0.0, 0.0]
+        for step, gradient in enumerate([(3.0, 4.0), (0.3, -0.4), (math.nan, 1.0), (-6.0, 8.0)]):
+            weight.grad = torch.tensor(gradient, dtype=torch.float64)
+            optimizer_step(optimizer, 0.1 / (step + 1), 1.0)
+            norm = math.hypot(*gradient)
+            for i in range(2) if math.isfinite(norm) else ():
+                g = gradient[i] / max(1.0, norm) + 0.1 * theta[i]
+                velocity[i] = 0.9 * velocity[i] + g
+                theta[i] -= 0.1 / (step + 1) * (g + 0.9 * velocity[i] if nesterov else velocity[i])
+            assert weight.tolist() == pytest.approx(theta, rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "waits"), [("sgd", 0), ("momentum", 1), ("odd", 3)])
+def test_the_device_decides_unless_state_is_not_its_own(name, waits):
+    """How often a number is taken out of a tensor in three steps; of momentum in the first, which makes the state."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+            seen.append(str(operator))
+            return operator(*arguments, **(options or {}))
+
+    model = network()
+    optimizer = ANY[name](model.parameters())
+    for step in range(3):
+        give_gradients(model, step)
+        with Watch():
+            optimizer_step(optimizer, 0.01, 1.0)
+    assert len([operator for operator in seen if "_local_scalar_dense" in operator]) == waits
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [None, {"capturable": True}, {}])
+def test_on_a_gpu(options, tmp_path):
+    """PyTorch's watch over waiting, where the state is the device's; bits as of `if`; and state comes back there."""
+
+    def make(parameters):
+        return ANY["momentum"](parameters) if options is None else torch.optim.NAdam(parameters, lr=1.0, **options)
+
+    ours, theirs = network().cuda(), network().cuda()
+    optimizer, reference = make(ours.parameters()), make(theirs.parameters())
+    for step in range(4):
+        give_gradients(ours, step), give_gradients(theirs, step)
+        if step == 2:
+            ours.blocks[1].mlp.fc1.weight.grad[3, 2] = math.nan
+        decides = all(v.is_cuda for kept in optimizer.state.values() for v in kept.values())
+        torch.cuda.set_sync_debug_mode("error" if step and decides else "default")
+        norm, _ = optimizer_step(optimizer, 0.01, 2.0)
+        torch.cuda.set_sync_debug_mode("default")
+        if step != 2:
+            for parameter in theirs.parameters():
+                parameter.grad /= norm / 2.0
+            optimizer_step(reference, 0.01, None)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters()))
+    checkpoint.save(tmp_path, 1, {"optimizer": checkpoint.optimizer_tensors(optimizer, ours)}, {"config": {}})
+    again = make(ours.parameters())
+    checkpoint.load_optimizer(again, ours, checkpoint.find(tmp_path).tensors("optimizer"))
+    for parameter, kept in optimizer.state.items():
+        assert all(again.state[parameter][key].device == value.device for key, value in kept.items())
+
+
+@pytest.mark.parametrize("name", ANY)
+def test_any_state_is_saved_and_goes_on_bit_for_bit(name, tmp_path):
+    ours = network()
+    optimizer = ANY[name](ours.parameters())
+    for step in range(3):
+        give_gradients(ours, step)
+        optimizer_step(optimizer, 0.01, 1.0)
+    checkpoint.save(tmp_path, 3, {"optimizer": checkpoint.optimizer_tensors(optimizer, ours)}, {"config": {}})
+    resumed = copy.deepcopy(ours)
+    other = ANY[name](resumed.parameters())
+    checkpoint.load_optimizer(other, resumed, checkpoint.find(tmp_path).tensors("optimizer"))
+
+    def plain(value):
+        """With types, and tensors as what they hold."""
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value), [plain(item) for item in value]
+        return (value.dtype, value.tolist()) if torch.is_tensor(value) else (type(value), value)
+
+    assert plain(other.state_dict()["state"]) == plain(optimizer.state_dict()["state"])
+    for step in range(3, 6):
+        give_gradients(ours, step), give_gradients(resumed, step)
+        optimizer_step(optimizer, 0.02, 1.0), optimizer_step(other, 0.02, 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), resumed.parameters()))
+    assert plain(other.state_dict()) == plain(optimizer.state_dict())
+
+
+def test_state_that_can_not_be_saved_is_named():
+    model = network()
+    optimizer = adamw(model)
+    optimizer.state[next(model.parameters())]["stream"] = object()
+    with pytest.raises(ValueError, match="state of AdamW can't be saved: Object of type object"):
+        checkpoint.optimizer_tensors(optimizer, model)
+
+
+def settings(**options):
+    tree = {"lr": 1.0, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "clip_norm": None}
+    tree |= {"schedule": "constant", "warmup_steps": 0, "final_lr": 0.0}
+    return schema.read({**tree, **options}, Optim, "optim.")
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({"name": "adam"}, "optim.name is 'adam', but must be adamw or sgd"),
+        ({"options": 3}, "optim.options is 3, but must be a section or null"),
+        ({"name": "sgd", "options": {"momentun": 0.9}}, "{momentun:0.9}.*optim.name=sgd takes momentum, .*'momentun'"),
+        ({"options": {"betas": [0.9, 0.9]}}, "optim.name=adamw takes amsgrad.*multiple values.*optim.options=null"),
+        ({"name": "sgd", "options": {"momentum": -1}}, "optim.name=sgd refuses.*Invalid momentum value: -1"),
+    ],
+)
+def test_bad_options_are_named(options, shown):
+    with pytest.raises(ValueError, match=shown):
+        settings(**options).build([torch.nn.Parameter(torch.zeros(2))])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("adamw", None), ("adamw", {"amsgrad": True}), ("sgd", None), ("sgd", {"momentum": 0.9})],
+)
+def test_the_size_of_state_that_is_said_is_what_it_takes(name, options):
+    model, optim = network(), settings(name=name, options=options)
+    optimizer = optim.build(model.parameters())
+    give_gradients(model, 0)
+    optimizer_step(optimizer, 0.01, None)
+    numbers = sum(value.numel() for kept in optimizer.state.values() for value in kept.values() if value.dim())
+    assert numbers == optim.copies * sum(parameter.numel() for parameter in model.parameters())
+
+
+# --------------------------------------------- runs by an optimizer that no file of the project knows
+
+
+@pytest.fixture
+def nadam(monkeypatch, tmp_path):
+    """What a paper adds, in a module of its own: the entry."""
+    (tmp_path / "my_nadam.py").write_text(
+        "import torch\nfrom tread.training.optimizers import OPTIMIZERS, OptimizerEntry\n"
+        'OPTIMIZERS["nadam"] = OptimizerEntry(torch.optim.NAdam, lambda options: 2, ("betas", "eps"))\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("my_nadam")
+    yield "optim.name=nadam"
+    del OPTIMIZERS["nadam"], sys.modules["my_nadam"]
+
+
+RUN = "results/digits-tread"
+
+
+def spoilt_data(folder):
+    """24 samples, one of them with a NaN, which comes in one step of three."""
+    meaning = LatentSpec(shape=(1, 8, 8), classes=tuple("0123456789"), autoencoder="pixels", scale_applied=True)
+    write_dataset(folder, meaning, [(np.random.default_rng(0).standard_normal((24, 1, 1, 8, 8)), np.arange(24) % 10)])
+    shard = np.load(folder / "shard-00000.npy", mmap_mode="r+")
+    shard[12, 0, 0, 3, 5] = np.nan
+    shard.flush()
+    return ["dataset.embedded=null", f"dataset.path={folder}", "dataset.heldout=null", "every.sample=100"]
+
+
+def test_another_optimizer_skips_a_nan_and_goes_on_bit_for_bit(tmp_path, nadam):
+    """Reference: where the sample comes, and the run without an interruption."""
+    options = [*spoilt_data(tmp_path / "data"), "every.save=1", "optim.clip_norm=0.5", nadam]
+    options += ["optim.options={momentum_decay: 0.01}"]
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    text = launch(tmp_path / "a", *options)
+    for steps in (4, 6):
+        launch(tmp_path / "b", *options, f"train.steps={steps}")
+    data = LatentDataset(tmp_path / "data")
+    expected = [int(12 in data.batch(0, step, 8).indices) for step in range(6)]
+    for folder in "ab":
+        records = RunLog(tmp_path / folder / RUN).records()
+        assert [r["bad_steps"] for r in records if "bad_steps" in r] == expected and sum(expected) == 2
+    whole, parts = state(tmp_path / "a" / RUN), state(tmp_path / "b" / RUN)
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)
+    assert int(whole["optimizer/step/x_embedder.proj.bias"]) == 4 and "optimizer: nadam {momentum_decay:0.01}" in text
+    folder = tmp_path / "a" / RUN / "latest"
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    numbers = sum(value.numel() for key, value in whole.items() if key.startswith("model/"))
+    assert 16 * numbers < size < 16 * numbers + 60_000  # weights, averages, two moments; beside them names and steps
+
+
+def test_a_run_goes_on_by_another_optimizer_and_says_so(tmp_path):
+    """Reference: a run by the new one from the same weights: SGD from none but weights, as it has no state."""
+    options = ("every.save=2", "optim.lr=0.01")
+    launch(tmp_path, *options, "train.steps=2")
+    begun = state(tmp_path / RUN)
+    text = launch(tmp_path, *options, "train.steps=3", "optim.name=sgd", "optim.options={momentum: 0.9}")
+    assert "warning: optim.name was adamw, is sgd" in text and "its state begins anew, weights and averages go" in text
+    assert "weights   raw and averaged, not the optimizer's state, of" in text
+    switched = state(tmp_path / RUN)
+    kept = {key.removeprefix("optimizer/momentum_buffer/"): v for key, v in switched.items() if "momentum_" in key}
+    assert len(kept) == len([key for key in switched if key.startswith("optimizer/")])
+    for name, buffer in kept.items():  # the first one is the gradient
+        torch.testing.assert_close(switched[f"model/{name}"], begun[f"model/{name}"] - 0.01 * buffer)
+    text = launch(tmp_path, "train.steps=4", "optim.name=adamw", "optim.options=null")
+    assert "warning: optim.name was sgd, is adamw" in text
+    assert int(state(tmp_path / RUN)["optimizer/step/x_embedder.proj.bias"]) == 1
 
 
 def test_an_infinite_loss_with_finite_gradients_spoils_them():
@@ -100,12 +381,9 @@ def test_the_tally_leaves_bad_steps_out_of_means_and_counts_them_in_a_row():
 
 def test_learning_rates():
     """Closed forms, by hand."""
-    tree = {"lr": 1.0, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "clip_norm": None}
-    tree |= {"schedule": "constant", "warmup_steps": 0, "final_lr": 0.0}
 
     def rates(steps, at, **options):
-        optim = schema.read({**tree, **options}, Optim, "optim.")
-        cfg = SimpleNamespace(optim=optim, train=SimpleNamespace(steps=steps))
+        cfg = SimpleNamespace(optim=settings(**options), train=SimpleNamespace(steps=steps))
         return [learning_rate(cfg, step) for step in at]
 
     assert set(rates(100, (0, 50, 99, 200), lr=1e-4)) == {1e-4}

@@ -20,8 +20,8 @@ from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, read_network
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
-from tread.training import periodic, settings
-from tread.training.optimizer import StepStatistics
+from tread.training import failures, periodic, settings
+from tread.training.run import StepStatistics
 from tread.training.run_folder import RunLog
 
 # ------------------------------------------------------------------------------------- bad steps
@@ -170,7 +170,7 @@ def test_seconds_count_training_alone_and_all_launches(tmp_path, monkeypatch):
         monkeypatch.setattr(module, name, slow)
 
     steps = iter([10.0, *[1.0] * 100])
-    taking(train, "training_step", lambda: next(steps))
+    taking(failures, "training_step", lambda: next(steps))
     for name in ("heldout_loss", "save_grid"):
         taking(periodic, name, 100.0)
     taking(periodic.checkpoint, "save", 100.0)

@@ -33,7 +33,7 @@ from tread.data.writer import write_dataset
 from tread.runtime.distributed import Processes
 from tread.runtime.signals import Stop
 from tread.training.ema import EMA, exponential
-from tread.training.optimizer import StepStatistics
+from tread.training.run import StepStatistics
 from tread.training.run_folder import Claim, RunLog, claim, differences
 from tread.training.start import build_optimizer, open_dataset, start
 
@@ -165,7 +165,7 @@ def test_each_step_draws_its_own_ids_and_noise(read_config, monkeypatch, straigh
             statistics=StepStatistics("cpu"),
         )
         for run.step in range(3):
-            train.training_step(run)
+            step.training_step(run)
         return calls
 
     calls, again, other = seen(0), seen(0), seen(1)
@@ -189,7 +189,7 @@ def test_a_step_reads_nothing_back_from_the_device(tmp_path, monkeypatch):
     """No operator that takes a number out of a tensor, with accumulation, clipping and all averages. The labels' range
     and the routes' numbers, which are looked at on a CPU alone, do not count. On a GPU, runtime/test_compiling.py
     watches the waits."""
-    seen, training_step = [], train.training_step
+    seen, training_step = [], failures.training_step
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, operator, types, arguments=(), options=None):
@@ -200,7 +200,7 @@ def test_a_step_reads_nothing_back_from_the_device(tmp_path, monkeypatch):
         with Watch():
             training_step(run)
 
-    monkeypatch.setattr(train, "training_step", watched)
+    monkeypatch.setattr(failures, "training_step", watched)
     monkeypatch.setattr(DiT, "check_inputs", lambda *_: None)
     monkeypatch.setattr(routing_module, "_readable", lambda _: False)
     launch(tmp_path, "train.micro_batch_size=4", "optim.clip_norm=1", "ema.power=[0.1]", "train.steps=2")

@@ -21,6 +21,7 @@ from tread.diffusion.edm import EDM
 from tread.routing.ids import choose_ids
 from tread.runtime import schema
 from tread.training import settings
+from tread.training.optimizers import OPTIMIZERS
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
 DATASETS = sorted(path.stem for path in (ROOT / "configs" / "dataset").glob("*.yaml"))
@@ -253,6 +254,7 @@ def chains(path):
 def test_every_key_is_read_somewhere():
     files = {path for path in (*ROOT.glob("*.py"), *(ROOT / "tread").rglob("*.py")) if path.name != "settings.py"}
     used = set().union(*map(chains, files))
+    used |= {f"optim.{name}" for entry in OPTIMIZERS.values() for name in entry.shared}
     used |= set(re.findall(r"\$\{([a-z.]+)\}", (ROOT / "configs" / "defaults.yaml").read_text()))
     whole = (
         "edm",

@@ -304,7 +304,7 @@ def test_a_number_of_processes_that_was_not_asked_for_is_an_error(tmp_path):
     assert not (tmp_path / "results").exists()
 
 
-def test_failures_names_the_micro_batch_that_fits(tmp_path, monkeypatch):
+def test_out_of_memory_names_the_micro_batch_that_fits(tmp_path, monkeypatch):
     """A device that takes at most 3 images: of 8, 4, 2, 1 it takes 2."""
     loss = step.loss
 

@@ -3,7 +3,7 @@
 results/<run>/step_0001000/
     model.safetensors      weights
     ema.safetensors        averaged weights, same names
-    optimizer.safetensors  exp_avg/<name>, exp_avg_sq/<name>, step/<name>
+    optimizer.safetensors  <state>/<name>; of AdamW exp_avg/<name>, exp_avg_sq/<name>, step/<name>
     powers.safetensors     <width>/<name>: averages by power functions, of ema.power alone
     info.json              step, config, versions, and size and sha256 of each file
 results/<run>/latest       link to the newest one
@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import shutil
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -269,12 +268,56 @@ def optimized_parameters(network: nn.Module, projector: nn.Module | None) -> Ite
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, network: nn.Module, projector: nn.Module | None = None
 ) -> dict[str, Tensor]:
-    """The optimizer's state by parameter name: <state>/<parameter>."""
-    return {
-        f"{key}/{name}": value
-        for name, parameter in optimized_parameters(network, projector)
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+    """The optimizer's state by parameter name: <state>/<parameter>.
+
+    Settings of a group that are not as the optimizer was built by are state too, <setting>/group <number>, and what is
+    of no parameter is <state>/optimizer. The tensor `values`, bytes of JSON, is there if some of it are no tensors: it
+    holds numbers, text, None, and lists, tuples and dicts of such and of tensors. Raises ValueError for other things.
+    """
+    names = {parameter: name for name, parameter in optimized_parameters(network, projector)}
+    sections = [(name, optimizer.state[parameter]) for parameter, name in names.items() if parameter in optimizer.state]
+    for number, group in enumerate(optimizer.param_groups):
+        keys = group.keys() - {"params", "param_names", "lr"}
+        changed = [key for key in keys if group[key] is not optimizer.defaults.get(key)]
+        changed = [key for key in changed if torch.is_tensor(group[key]) or group[key] != optimizer.defaults.get(key)]
+        sections.append((f"group {number}", {key: group[key] for key in sorted(changed)}))
+    sections.append(("optimizer", {key: value for key, value in optimizer.state.items() if key not in names}))
+    tensors, values, device = {}, {}, next(iter(names)).device
+    for name, state in sections:
+        for key, value in state.items():
+            packed = _pack(value, key, name, device, tensors)
+            if packed != ["tensor", f"{key}/{name}", False]:
+                values[f"{key}/{name}"] = packed
+    if values:
+        try:
+            tensors["values"] = torch.tensor([*json.dumps(values).encode()], dtype=torch.uint8)
+        except TypeError as error:
+            raise ValueError(f"the state of {type(optimizer).__name__} can't be saved: {error}") from error
+    return tensors
+
+
+def _pack(value: object, key: str, name: str, device: torch.device, tensors: dict[str, Tensor]) -> object:
+    """A value of an optimizer's state for JSON, lists with their kind; its tensors go to `tensors`."""
+    if torch.is_tensor(value):
+        tensors[f"{key}/{name}"] = value
+        return ["tensor", f"{key}/{name}", value.device != device]
+    if isinstance(value, dict):
+        return ["dict", *(_pack(item, f"{key}.{item[0]}", name, device, tensors) for item in value.items())]
+    if isinstance(value, (list, tuple)):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return [kind, *(_pack(item, f"{key}.{i}", name, device, tensors) for i, item in enumerate(value))]
+    return value
+
+
+def _unpack(value: object, device: torch.device, tensors: dict[str, Tensor]) -> object:
+    """What _pack was given, its tensors on this device or, if they were not on the parameters', on the CPU."""
+    if not isinstance(value, list):
+        return value
+    kind, *items = value
+    if kind == "tensor":
+        tensor = tensors.pop(items[0])
+        return tensor if items[1] else tensor.to(device)
+    return {"list": list, "tuple": tuple, "dict": dict}[kind](_unpack(item, device, tensors) for item in items)
 
 
 def load_optimizer(
@@ -285,14 +328,19 @@ def load_optimizer(
 ) -> None:
     """Put back what optimizer_tensors returned; settings such as the learning rate stay the optimizer's own.
 
-    optimizer  one of optimized_parameters, in their order.
+    Not by optimizer.load_state_dict, which gives state the parameters' dtype and device.
     """
-    position = {name: index for index, (name, _) in enumerate(optimized_parameters(network, projector))}
-    state = defaultdict(dict)
-    for key, value in tensors.items():
-        kind, name = key.split("/", 1)
-        state[position[name]][kind] = value
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    parameters, tensors = dict(optimized_parameters(network, projector)), dict(tensors)
+    groups = {f"group {number}": group for number, group in enumerate(optimizer.param_groups)}
+    values = json.loads(bytes(tensors.pop("values", torch.tensor([*b"{}"])).tolist()))
+    device = next(iter(parameters.values())).device
+    state = {key: _unpack(value, device, tensors) for key, value in values.items()}
+    for name, value in (state | {key: value.to(device) for key, value in tensors.items()}).items():
+        key, _, owner = name.rpartition("/")
+        if owner in parameters:
+            optimizer.state[parameters[owner]][key] = value
+        else:
+            groups.get(owner, optimizer.state)[key] = value
 
 
 def parts(
@@ -324,14 +372,18 @@ def restore(
     checkpoint: Checkpoint,
     network: nn.Module,
     averaged: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     powers: Mapping[float, nn.Module],
     projector: nn.Module | None = None,
 ) -> None:
-    """Put back what `parts` gave, in place, on the devices the networks are on."""
+    """Put back what `parts` gave, in place, on the devices the networks are on.
+
+    optimizer  None: its state is not put back.
+    """
     network.load_state_dict(checkpoint.tensors("model"))
     averaged.load_state_dict(checkpoint.tensors("ema"))
-    load_optimizer(optimizer, network, checkpoint.tensors("optimizer"), projector)
+    if optimizer is not None:
+        load_optimizer(optimizer, network, checkpoint.tensors("optimizer"), projector)
     if projector is not None:
         projector.load_state_dict(checkpoint.tensors("projector"))
     kept = checkpoint.tensors("powers") if powers else {}

@@ -53,8 +53,10 @@ optim.eps
 optim.clip_norm
     clip clip_grad clip_grad_norm clip_norm grad_clip grad_clip_norm grad_norm_clip gradient_clip gradient_clipping
     gradient_clip_val max_grad_norm max_norm
-optim: AdamW alone, whose numbers are optim.lr, optim.betas, …
+optim.name: adamw or sgd, whose numbers are optim.lr, optim.betas, …, optim.options
     optimizer opt optim_type
+optim.options: e.g. with optim.name=sgd optim.options={momentum: 0.9}
+    momentum nesterov dampening amsgrad
 model.depth
     num_layers n_layers n_layer layers num_blocks blocks
 model.hidden_size

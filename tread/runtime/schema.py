@@ -33,6 +33,7 @@ TwoOrMore = Annotated[int, Range("be at least 2", lambda number: number >= 2)]
 Positive = Annotated[float, Range("be positive and finite", lambda number: 0 < number <= sys.float_info.max)]
 PositiveOrZero = Annotated[float, Range("be finite and not negative", lambda number: 0 <= number <= sys.float_info.max)]
 Fraction = Annotated[float, Range("lie between 0 and 1", lambda number: 0 < number < 1)]
+BelowOne = Annotated[float, Range("lie in [0, 1)", lambda number: 0 <= number < 1)]
 Share = Annotated[float, Range("lie in [0, 1]", lambda number: 0 <= number <= 1)]
 _FINITE = Range("be a finite number", lambda number: abs(number) <= sys.float_info.max)  # nan compares as False
 
@@ -208,5 +209,5 @@ def _names(kind: Any) -> list[str]:
         return [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in get_args(kind)]
     if is_dataclass(kind):
         return [f"{{{', '.join(item.name for item in fields(kind))}}}"]
-    names = {tuple: "a list", types.NoneType: "null", bool: "true or false"}
+    names = {tuple: "a list", types.NoneType: "null", bool: "true or false", dict: "a section"}
     return [names.get(get_origin(kind) or kind) or kind.__name__]

@@ -6,6 +6,7 @@ micro-batch that would fit; a graph that can't be compiled goes on without.
 
 from __future__ import annotations
 
+import math
 import sys
 import traceback
 from collections.abc import Callable
@@ -106,8 +107,8 @@ def explain_memory(run: Run, error: str) -> str:
     parameters = list(module.parameters())
 
     def attempt(size: int) -> None:
-        few, moments = slice(0, size), [] if run.optimizer.state else 2 * parameters  # of AdamW, yet to come
-        room = [torch.empty_like(parameter) for parameter in moments]
+        few, copies = slice(0, size), 0 if run.optimizer.state else cfg.optim.copies  # of its state, yet to come
+        room = [parameter.new_empty(math.ceil(copies * parameter.numel())) for parameter in parameters]
         with torch.compiler.set_stance("force_eager"), autocast(run.processes.device, run.precision):
             given = (batch.rows(few), draws.rows(few), run.network.null(1))
             terms = loss(cfg, module, run.data.latents, *given, run.aligner)

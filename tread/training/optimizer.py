@@ -2,7 +2,7 @@
 
 Whether a step is bad is known from the norm of the gradients, which DDP has made equal on all
 processes; a loss that is not finite spoils its gradients on purpose (`backward`). The flag stays on
-the device: the fused optimizer takes it as `found_inf`, averages as `skip`.
+the device: fused AdamW takes it as `found_inf`, averages as `skip`, `step_unless` does it for other optimizers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import math
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tread.training.settings import Settings
+
+SKIPPING = (torch.optim.AdamW, torch.optim.Adam)  # whose fused kernels clip and skip by themselves
 
 
 def learning_rate(cfg: Settings, step: int) -> float:
@@ -30,10 +33,10 @@ def backward(loss: Tensor) -> None:
     loss.backward(torch.where(loss.detach().isfinite(), 1.0, math.nan))
 
 
+@torch.no_grad()
 def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, clip_norm: float | None) -> tuple[Tensor, Tensor]:
     """Update the parameters by their gradients, which are then dropped, or leave all as it is if they are bad.
 
-    optimizer  a fused one.
     clip_norm  scale the gradients down to this norm; None: never.
 
     Returns the gradients' norm before clipping, and 1.0 where it is not finite and the step was
@@ -42,55 +45,60 @@ def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, clip_norm: float
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     skip = 1.0 - norm.isfinite().float()
-    # attributes that PyTorch's GradScaler sets for fused optimizers, which divide gradients by the first
-    optimizer.grad_scale = None if clip_norm is None else (norm / clip_norm).clamp(min=1.0)
-    optimizer.found_inf = skip
+    scale = None if clip_norm is None else (norm / clip_norm).clamp(min=1.0)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.step()
+    if type(optimizer) in SKIPPING and all(group["fused"] for group in optimizer.param_groups):
+        # attributes that PyTorch's GradScaler sets for fused optimizers, which divide gradients by the first
+        optimizer.grad_scale, optimizer.found_inf = scale, skip
+        optimizer.step()
+    else:
+        if scale is not None:
+            torch._foreach_div_(gradients, scale)
+        step_unless(optimizer, gradients, skip > 0)
     optimizer.zero_grad()
     return norm, skip
 
 
-class StepStatistics:
-    """Sums over the steps since the last log, on the device: loss, norm of the gradients, good and bad steps.
+def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: Tensor) -> None:
+    """optimizer.step(), with parameters and state left bit for bit as they are where `bad`, a 0-d flag, is set.
 
-    Beside them the bad steps in a row up to now, the longest such row since the last log, how many steps ago that
-    ended, and the alignment's sum. `sums` (8,) fp32 has them in the order of NAMES. `recent` (LAST,) fp32 has 1 for a
-    bad and 0 for a good one of the last steps, the newest last, and 0.5 for those that are not known.
+    The device decides, which keeps what was before and takes either, number by number. It is waited for where state is
+    not its own: in steps that make state, such as the first, or that change numbers of Python or tensors on another
+    device (with CUDA, `step` of torch's optimizers, unless their option `capturable` is true).
     """
+    for gradient in gradients:
+        gradient.masked_fill_(bad, 0.0)  # what the step makes of NaN might be an error
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    owners, state, layout = _state(optimizer)
+    before, kept = [p.clone() for p in parameters], [v.clone() if torch.is_tensor(v) else v for v in state]
+    optimizer.step()
+    owners_now, now, layout_now = _state(optimizer)
+    for old, parameter in zip(before, parameters):
+        torch.where(bad, old, parameter, out=parameter)
+    alike = [*map(id, owners)] == [*map(id, owners_now)] and layout == layout_now
+    if alike and all(_decidable(old, new, bad.device) for old, new in zip(kept, now)):
+        for old, new in zip(kept, now):
+            if torch.is_tensor(new):
+                torch.where(bad, old, new, out=new)
+    elif bad:
+        values, groups = tree_unflatten(kept, layout)
+        optimizer.state.clear()
+        optimizer.state.update(zip(owners, values))
+        for group, settings in zip(optimizer.param_groups, groups):
+            parameters = group["params"]
+            group.clear()
+            group.update(settings, params=parameters)
 
-    NAMES = ("loss", "grad_norm", "good", "bad", "in_a_row", "longest", "ago", "alignment")
-    LAST = 100
 
-    def __init__(self, device: torch.device | str, values: dict[str, float | str] | None = None) -> None:
-        values = values or {}
-        self.sums = torch.tensor([values.get(name, 0.0) for name in self.NAMES], device=device)
-        recent = [float(flag) for flag in values.get("recent", "")]
-        self.recent = torch.tensor([0.5] * (self.LAST - len(recent)) + recent, device=device)
+def _state(optimizer: torch.optim.Optimizer) -> tuple[list, list, TreeSpec]:
+    """What state is of; all that it and the groups hold, but for parameters, and in which containers."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return list(optimizer.state), *tree_flatten((list(optimizer.state.values()), groups))
 
-    def add(self, loss: Tensor, norm: Tensor, skip: Tensor, alignment: Tensor | None = None) -> None:
-        """Count a step: its mean loss, what optimizer_step returned, and its mean alignment where there is one."""
-        good = 1 - skip
-        step = torch.stack([loss.float().where(good > 0, 0.0), norm.where(good > 0, 0.0), good, skip])
-        in_a_row, longest, ago, aligned = self.sums[4:].unbind()
-        if alignment is not None:
-            aligned = aligned + alignment.float().where(good > 0, 0.0)
-        in_a_row = (in_a_row + 1) * skip
-        longer = in_a_row > longest
-        rows = torch.stack(
-            [in_a_row, torch.where(longer, in_a_row, longest), torch.where(longer, 0.0, ago + 1), aligned]
-        )
-        self.sums = torch.cat([self.sums[:4] + step, rows])
-        self.recent = torch.cat([self.recent[1:], skip[None]])
 
-    def read(self) -> dict[str, float | str]:
-        """The sums by name, and as "recent" the known ones of the last steps, "1" a bad one. Waits for the device."""
-        values = torch.cat([self.sums, self.recent]).tolist()
-        flags = (f"{flag:.0f}" for flag in values[len(self.NAMES) :] if flag != 0.5)
-        return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
-
-    def restart(self) -> None:
-        """Begin anew, but for the bad steps in a row up to now and the last steps."""
-        zeros, in_a_row = torch.zeros_like(self.sums), self.sums[4:5]
-        self.sums = torch.cat([zeros[:4], in_a_row, in_a_row, zeros[6:]])
+def _decidable(old: object, new: object, device: torch.device) -> bool:
+    """Whether a flag on this device can choose between two values: tensors there, or what has not changed."""
+    if torch.is_tensor(old) and torch.is_tensor(new):
+        return (old.device, old.shape, old.dtype) == (device, new.shape, new.dtype) and new.device == device
+    return type(old) is type(new) and old == new

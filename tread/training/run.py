@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tread.checkpoints.network import process_of
 from tread.data.dataset import LatentDataset
@@ -23,10 +23,53 @@ from tread.runtime.files import explain_failure
 from tread.runtime.signals import INTERRUPTED, Stop
 from tread.training.alignment import Aligner
 from tread.training.ema import EMA
-from tread.training.optimizer import StepStatistics
 from tread.training.run_folder import RunLog
 from tread.training.settings import Settings
 from tread.training.tracking import Tracker
+
+
+class StepStatistics:
+    """Sums over the steps since the last log, on the device: loss, norm of the gradients, good and bad steps.
+
+    Beside them the bad steps in a row up to now, the longest such row since the last log, how many steps ago that
+    ended, and the alignment's sum. `sums` (8,) fp32 has them in the order of NAMES. `recent` (LAST,) fp32 has 1 for a
+    bad and 0 for a good one of the last steps, the newest last, and 0.5 for those that are not known.
+    """
+
+    NAMES = ("loss", "grad_norm", "good", "bad", "in_a_row", "longest", "ago", "alignment")
+    LAST = 100
+
+    def __init__(self, device: torch.device | str, values: dict[str, float | str] | None = None) -> None:
+        values = values or {}
+        self.sums = torch.tensor([values.get(name, 0.0) for name in self.NAMES], device=device)
+        recent = [float(flag) for flag in values.get("recent", "")]
+        self.recent = torch.tensor([0.5] * (self.LAST - len(recent)) + recent, device=device)
+
+    def add(self, loss: Tensor, norm: Tensor, skip: Tensor, alignment: Tensor | None = None) -> None:
+        """Count a step: its mean loss, what optimizer_step returned, and its mean alignment where there is one."""
+        good = 1 - skip
+        step = torch.stack([loss.float().where(good > 0, 0.0), norm.where(good > 0, 0.0), good, skip])
+        in_a_row, longest, ago, aligned = self.sums[4:].unbind()
+        if alignment is not None:
+            aligned = aligned + alignment.float().where(good > 0, 0.0)
+        in_a_row = (in_a_row + 1) * skip
+        longer = in_a_row > longest
+        rows = torch.stack(
+            [in_a_row, torch.where(longer, in_a_row, longest), torch.where(longer, 0.0, ago + 1), aligned]
+        )
+        self.sums = torch.cat([self.sums[:4] + step, rows])
+        self.recent = torch.cat([self.recent[1:], skip[None]])
+
+    def read(self) -> dict[str, float | str]:
+        """The sums by name, and as "recent" the known ones of the last steps, "1" a bad one. Waits for the device."""
+        values = torch.cat([self.sums, self.recent]).tolist()
+        flags = (f"{flag:.0f}" for flag in values[len(self.NAMES) :] if flag != 0.5)
+        return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
+
+    def restart(self) -> None:
+        """Begin anew, but for the bad steps in a row up to now and the last steps."""
+        zeros, in_a_row = torch.zeros_like(self.sums), self.sums[4:5]
+        self.sums = torch.cat([zeros[:4], in_a_row, in_a_row, zeros[6:]])
 
 
 class Failure(Exception):
@@ -76,6 +119,14 @@ class Run:
     def model(self) -> Model:
         """What is sampled and evaluated: the EMA weights, by the run's process."""
         return Model(process_of(self.cfg), self.ema.network, prompts=self.prompts)
+
+    def checkpoint_bytes(self) -> int:
+        """What a checkpoint takes on the disk: weights and the optimizer's state; of the network averages too."""
+        trained = 1 + self.cfg.optim.copies
+        size = (trained + 1 + len(self.averages)) * sum(p.numel() for p in self.network.parameters())
+        if self.aligner:
+            size += trained * sum(p.numel() for p in self.aligner.projector.parameters())
+        return round(4 * size)
 
     @contextlib.contextmanager
     def beside(self, what: str) -> Iterator[None]:

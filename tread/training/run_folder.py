@@ -20,6 +20,7 @@ from tread.runtime.files import Lock, write_whole
 from tread.runtime.schema import written
 from tread.runtime.versions import versions
 from tread.training.alignment import Alignment
+from tread.training.optimizers import Optim
 
 # What a resumed run must share with its checkpoint, beside the section of its objective: else it were another run.
 FIXED = (
@@ -40,8 +41,8 @@ FIXED = (
     "ema.power",
     "init_from",
 )
-# fixed sections that gain keys, whose defaults are what was there before
-YOUNGER = {"edm": EDM, "rf": RF, "alignment": Alignment, "text": TextSettings}
+# sections that gain keys, whose defaults are what was there before
+YOUNGER = {"optim": Optim, "edm": EDM, "rf": RF, "alignment": Alignment, "text": TextSettings}
 LAUNCH = ("name", "results", "resume", "run")  # what is of a launch, not of a run
 NOTHING = "nothing"  # said of a key that is not there
 

@@ -22,12 +22,11 @@ from tread.runtime import schema
 from tread.runtime.compiling import Compile
 from tread.runtime.device import Precision
 from tread.runtime.plugins import absolute
-from tread.runtime.schema import Count, CountOrZero, Positive, Range, Share, TwoOrMore
+from tread.runtime.schema import BelowOne, Count, CountOrZero, Range, Share, TwoOrMore
 from tread.runtime.tensor_files import Weights
 from tread.training.alignment import Alignment
 from tread.training.ema import Width
-
-BelowOne = Annotated[float, Range("lie in [0, 1)", lambda number: 0 <= number < 1)]
+from tread.training.optimizers import Optim
 
 # keys that are gone, and what to set in their place
 MOVED = {f"recipe.{key}": f"model.{key}" for key in ("hidden_size", "depth", "num_heads", "patch_size")}
@@ -62,24 +61,6 @@ class Train:
             raise ValueError(
                 f"train.reconstruction is {self.reconstruction}, but must be 0, or positive with train.loss_tokens=kept"
             )
-
-
-@dataclass(frozen=True)
-class Optim:
-    lr: Positive
-    betas: tuple[BelowOne, ...]
-    eps: Positive
-    weight_decay: float
-    schedule: Literal["constant", "linear", "cosine"]
-    warmup_steps: CountOrZero
-    final_lr: float
-    clip_norm: Positive | None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.final_lr <= self.lr:
-            raise ValueError(f"optim.final_lr is {self.final_lr}, but must lie between 0 and optim.lr, {self.lr}")
-        if len(self.betas) != 2:
-            raise ValueError(f"optim.betas is {list(self.betas)}, but must be two numbers")
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ from tread.training import posthoc_ema
 from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.ema import EMA, exponential, power
 from tread.training.flops import training_flops
-from tread.training.optimizer import StepStatistics, learning_rate
-from tread.training.run import Run
+from tread.training.optimizer import learning_rate
+from tread.training.run import Run, StepStatistics
 from tread.training.run_folder import Claim, RunLog, claim
 from tread.training.settings import Settings, prepare_embedded
 from tread.training.step import split_batch
@@ -74,7 +74,8 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
         network = build_network(cfg)
-    origin, doubts = bring_weights(cfg, network, found, data.latents)
+    keeps_state = cfg.optim.keeps_state(claimed.changed)
+    origin, doubts = bring_weights(cfg, network, found, data.latents, keeps_state)
     if cfg.model.takes_text:  # of the encoder that these weights are for
         network.take_null(data.null_text())
     doubts = [*doubts, *read_otherwise(cfg, data, heldout)]
@@ -98,7 +99,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     averages = {width: EMA(network, power(width)) for width in cfg.ema.power}
     if found:
         networks = {width: average.network for width, average in averages.items()}
-        checkpoint.restore(found, network, ema.network, optimizer, networks, projector)
+        checkpoint.restore(found, network, ema.network, optimizer if keeps_state else None, networks, projector)
     network.activation_checkpointing = cfg.train.activation_checkpointing
     compiled, reason = settle_compile(cfg.train.compile, device)
     if compiled:
@@ -157,11 +158,7 @@ def spent_before(found: checkpoint.Checkpoint, cfg: Settings, network: Backbone,
 def take_folder(run: Run, claimed: Claim) -> None:
     """Write down that the run starts, in the main process. Raises OSError, also without room for a checkpoint."""
     cfg = run.cfg
-    copies = 4 + len(run.averages)  # weights, EMA, two moments of AdamW
-    checkpoint_bytes = copies * sum(4 * parameter.numel() for parameter in run.network.parameters())
-    if run.aligner:  # weights and two moments
-        checkpoint_bytes += 3 * sum(4 * parameter.numel() for parameter in run.aligner.projector.parameters())
-    check_place(run.folder, checkpoint_bytes if run.step < cfg.train.steps else 0)
+    check_place(run.folder, run.checkpoint_bytes() if run.step < cfg.train.steps else 0)
     facts = {"processes": run.processes.count, "device": str(run.processes.device), "precision": run.precision}
     run.log.start(run.step, run.config, **facts, weights=run.origin, warnings=run.doubts)
     try:
@@ -191,6 +188,8 @@ def prepare_folder(run: Run, claimed: Claim) -> None:
         )
     for key, (before, now) in claimed.changed.items():
         run.processes.say(f"warning: {key} was {written(before)}, is {written(now)}")
+    if claimed.found and not cfg.optim.keeps_state(claimed.changed):
+        run.processes.say("warning: the optimizer is another one: its state begins anew, weights and averages go on")
     if cfg.optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
         rate = learning_rate(cfg, run.step)
         run.processes.say(f"warning: the learning rate falls until train.steps, so it now goes on at {rate:.3g}")
@@ -201,7 +200,7 @@ def prepare_folder(run: Run, claimed: Claim) -> None:
 
 
 def bring_weights(
-    cfg: Settings, network: nn.Module, found: checkpoint.Checkpoint | None, latents: LatentSpec
+    cfg: Settings, network: nn.Module, found: checkpoint.Checkpoint | None, latents: LatentSpec, keeps_state: bool
 ) -> tuple[str, list[str]]:
     """Put in the weights of init_from where a run begins. Returns where its weights come from, and what is doubtful.
 
@@ -209,7 +208,8 @@ def bring_weights(
     """
     if found:
         unread = "; init_from was read when the run began" if cfg.init_from else ""
-        return f"raw and averaged, with the optimizer, of {found.folder}, step {found.step:,}{unread}", []
+        optimizer = ", with the optimizer," if keeps_state else ", not the optimizer's state,"
+        return f"raw and averaged{optimizer} of {found.folder}, step {found.step:,}{unread}", []
     if cfg.init_from is None:
         return f"new, drawn by seed {cfg.seed}", []
     origin = load_weights(network, cfg.init_from, cfg.init_weights, cfg.model, cfg.text)
@@ -256,16 +256,9 @@ def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[st
     return {"prompts": data.read(np.array(samples)).text, "captions": captions}
 
 
-def build_optimizer(cfg: Settings, network: nn.Module, projector: nn.Module | None = None) -> torch.optim.AdamW:
-    """AdamW over all parameters of a network and of alignment's projector, fused; build it after moving them."""
-    return torch.optim.AdamW(
-        [parameter for _, parameter in checkpoint.optimized_parameters(network, projector)],
-        lr=cfg.optim.lr,
-        betas=cfg.optim.betas,
-        eps=cfg.optim.eps,
-        weight_decay=cfg.optim.weight_decay,
-        fused=True,
-    )
+def build_optimizer(cfg: Settings, network: nn.Module, projector: nn.Module | None = None) -> torch.optim.Optimizer:
+    """The optimizer of a network's and alignment's projector's parameters; build it after moving them."""
+    return cfg.optim.build(parameter for _, parameter in checkpoint.optimized_parameters(network, projector))
 
 
 def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[LatentDataset, LatentDataset | None]:

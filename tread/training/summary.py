@@ -7,6 +7,7 @@ from tread.checkpoints.network import process_of
 from tread.evaluation.metric_table import METRICS, with_real
 from tread.routing.ids import describe_route
 from tread.runtime.files import size_text
+from tread.runtime.schema import written
 from tread.training.alignment import tokens_at
 from tread.training.run import Run
 from tread.training.step import active_routes
@@ -16,7 +17,7 @@ SELECTS = {"token": "", "row": " in whole rows", "shared": ", the same ones in a
 
 def describe(run: Run) -> str:
     """Data, size, where weights come from, FLOPs, tokens kept, the batch and its split, disk space: a line each."""
-    cfg, network, data, micro_batches = run.cfg, run.network, run.data, run.micro_batches
+    cfg, network, data, micro_batches, optim = run.cfg, run.network, run.data, run.micro_batches, run.cfg.optim
     parameters = sum(parameter.numel() for parameter in network.parameters())
     schedule, active = cfg.train.ratio_schedule, active_routes(cfg, 0)
     dense, routed = network.forward_flops(), network.forward_flops(active)
@@ -25,7 +26,6 @@ def describe(run: Run) -> str:
     accumulation, micro = len(micro_batches), micro_batches[0].stop - micro_batches[0].start
     tokens, widths = network.num_tokens, len(cfg.ema.power)
     added = sum(parameter.numel() for parameter in run.aligner.projector.parameters()) if run.aligner else 0
-    disk = (16 + 4 * widths) * parameters + 12 * added  # of the projector weights and two moments
     routes = [
         f"{describe_route(route, tokens, network.grid)}{SELECTS[route.select]}, fp32: {route.fp32}"
         for route in check_routes(active, cfg.model.depth)
@@ -39,9 +39,9 @@ def describe(run: Run) -> str:
         "routes": "; ".join(routes) or "none",
         "FLOPs": f"{3 * routed:.3e} a training image, {fewer}{dense:.3e} a forward pass of all tokens",
         "batch": f"{cfg.train.batch_size} = {run.processes.count} processes × {accumulation} accumulation steps × "
-        f"{micro} images",
+        f"{micro} images; optimizer: {optim.name}{f' {written(optim.options)}' if optim.options else ''}",
         "device": f"{run.processes.device}, {run.precision}",
-        "disk": f"{size_text(disk)} a checkpoint, every {cfg.every.save:,} steps",
+        "disk": f"{size_text(run.checkpoint_bytes())} a checkpoint, every {cfg.every.save:,} steps",
     }
     if run.aligner:
         lines["FLOPs"] += f"; alignment adds {run.aligner.flops(active):.3e} a training image"

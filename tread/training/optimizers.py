@@ -1,0 +1,89 @@
+"""The optimizers that optim.name chooses from, and the settings they are built by."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+
+from tread.runtime.schema import BelowOne, CountOrZero, Positive, written
+
+
+@dataclass(frozen=True)
+class OptimizerEntry:
+    """An optimizer that optim.name can choose.
+
+    make    its class, or a function that returns one: takes parameters, then by name lr, `shared` and optim.options.
+    copies  optim.options → how many numbers its state holds for each one of a parameter.
+    shared  which other settings of section optim it takes.
+    """
+
+    make: Callable[..., torch.optim.Optimizer]
+    copies: Callable[[dict], float]
+    shared: tuple[str, ...] = ("weight_decay",)
+
+
+# optimizer_step clips and skips for any of them, checkpoints save and resume any
+OPTIMIZERS = {
+    "adamw": OptimizerEntry(
+        partial(torch.optim.AdamW, fused=True),
+        lambda options: 2 + bool(options.get("amsgrad")),
+        ("betas", "eps", "weight_decay"),
+    ),
+    "sgd": OptimizerEntry(torch.optim.SGD, lambda options: float(bool(options.get("momentum")))),
+}
+
+
+@dataclass(frozen=True)
+class Optim:
+    lr: Positive
+    betas: tuple[BelowOne, ...]
+    eps: Positive
+    weight_decay: float
+    schedule: Literal["constant", "linear", "cosine"]
+    warmup_steps: CountOrZero
+    final_lr: float
+    clip_norm: Positive | None
+    name: str = "adamw"
+    options: dict | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.final_lr <= self.lr:
+            raise ValueError(f"optim.final_lr is {self.final_lr}, but must lie between 0 and optim.lr, {self.lr}")
+        if len(self.betas) != 2:
+            raise ValueError(f"optim.betas is {list(self.betas)}, but must be two numbers")
+        if self.name not in OPTIMIZERS:
+            raise ValueError(f"optim.name is {self.name!r}, but must be {' or '.join(OPTIMIZERS)}")
+        signature, given = inspect.signature(OPTIMIZERS[self.name].make), self._arguments()
+        try:
+            signature.bind((), **given, **(self.options or {}))
+        except TypeError as error:
+            takes = ", ".join(name for name in [*signature.parameters][1:] if name not in given)
+            raise ValueError(
+                f"optim.options is {written(self.options)}, but optim.name={self.name} takes {takes} there ({error}); "
+                "optim.options=null gives none"
+            ) from error
+
+    def _arguments(self) -> dict:
+        return {name: getattr(self, name) for name in ("lr", *OPTIMIZERS[self.name].shared)}
+
+    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of these parameters. Raises ValueError for options that it refuses."""
+        try:
+            return OPTIMIZERS[self.name].make(list(parameters), **self._arguments(), **(self.options or {}))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"optim.name={self.name} refuses its settings, see section optim: {error}") from error
+
+    def keeps_state(self, changed: Collection[str]) -> bool:
+        """Whether a run goes on with its optimizer's state where these dotted keys of its settings were changed."""
+        return not any(key.startswith(("optim.name", "optim.options")) for key in changed)
+
+    @property
+    def copies(self) -> float:
+        """How many numbers the optimizer's state holds for each one of the parameters."""
+        return OPTIMIZERS[self.name].copies(self.options or {})
