@@ -13,7 +13,6 @@ from conftest import launch, random_network, records
 from forked import run_python
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import train
 from routing_module import Route, draw_ids
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import Guidance, Schedule

@@ -15,7 +15,6 @@ import torch
 from conftest import launch
 from test_survival import RUN, spoil, status
 
-import train
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, read_network
 from tread.data.latents import LatentSpec

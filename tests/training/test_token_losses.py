@@ -368,9 +368,9 @@ def test_a_ratio_schedule_is_followed(place, read_config, monkeypatch):
     logged. It is announced."""
     seen, forward = [], DiT.forward
 
-    def watched(self, x, t, y, routes=()):
+    def watched(self, x, t, y, routes=(), **more):
         seen.extend(ids.shape[1] for _, ids in routes)
-        return forward(self, x, t, y, routes)
+        return forward(self, x, t, y, routes, **more)
 
     monkeypatch.setattr(DiT, "forward", watched)
     schedule = "train.ratio_schedule={start:0.75,end:0.25,last:5,levels:3}"
@@ -398,9 +398,9 @@ def seen(monkeypatch):
     """The routes that RWKV was called with."""
     calls, forward = [], RWKV.forward
 
-    def watched(self, x, t, y, routes=()):
+    def watched(self, x, t, y, routes=(), **more):
         calls.append(list(routes))
-        return forward(self, x, t, y, routes)
+        return forward(self, x, t, y, routes, **more)
 
     monkeypatch.setattr(RWKV, "forward", watched)
     return calls

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from tread.checkpoints.checkpoint import Checkpoint
 from tread.checkpoints.network import process_of
 from tread.data.dataset import LatentDataset
 from tread.data.loader import Loader
 from tread.diffusion.sampling import Model
 from tread.encoders.autoencoder import Decoder
 from tread.evaluation.online_fid import OnlineFID
+from tread.models.backbone import Backbone
 from tread.models.conditions import Text
 from tread.runtime.distributed import Processes
 from tread.runtime.files import explain_failure
@@ -78,42 +81,53 @@ class Failure(Exception):
 
 @dataclass
 class Run:
-    """What a run carries from step to step.
-
-    `wrapped` is `network`, or the aligner's module around it, in DDP where there are several processes.
-    """
+    """What a run carries from step to step."""
 
     cfg: Settings
     config: dict
-    folder: Path
     processes: Processes
     precision: str
     micro_batches: list[slice]
     data: LatentDataset
     heldout: LatentDataset | None
-    loader: Loader
-    network: nn.Module
-    wrapped: nn.Module
+    network: Backbone
     ema: EMA
     averages: dict[float, EMA]  # of ema.power, by width
     aligner: Aligner | None  # of alignment=repa and alignment=self
     optimizer: torch.optim.Optimizer
     decoder: Decoder
     online_fid: OnlineFID | None  # of eval.fid_every
-    origin: str  # where its weights come from
-    doubts: list[str]  # what they may have meant otherwise there
-    log: RunLog
+    weights: str  # where its weights come from
+    warnings: list[str]  # what its settings, data or weights may mean otherwise than one thinks
     stop: Stop
     began: float  # when the start began, by time.perf_counter
-    statistics: StepStatistics  # of the steps since the last log
-    step: int  # steps done
-    saved: int | None  # step of the newest checkpoint
-    flops: int  # of the training up to what Clock has counted
-    seconds: float | None  # likewise; None: not known of a run that began before they were counted
+    earlier: Checkpoint | None = None  # what it goes on from
     prompts: Text | None = None  # what grids are drawn of, of a network that takes texts
     captions: Sequence[str] = ()  # these, as people write them
     tracker: Tracker | None = None
     spent: dict[str, float] = field(default_factory=dict)  # seconds beside training since the last record, by what
+
+    def __post_init__(self) -> None:
+        """What follows from the above: where it is written, and how far the training has come.
+
+        wrapped     the network, or the aligner's module around it, in DDP where there are several processes.
+        statistics  of the steps since the last log.
+        step        steps done; saved, that of the newest checkpoint.
+        flops       of the training up to what Clock has counted.
+        seconds     likewise; None: not known of a run that began before they were counted.
+        """
+        cfg, info = self.cfg, self.earlier.info if self.earlier else {}
+        self.folder = Path(cfg.results) / cfg.name
+        self.log = RunLog(self.folder)
+        device, batch_size = self.processes.device, cfg.train.batch_size
+        self.loader = Loader(self.data, cfg.seed, batch_size, self.micro_batches, device, steps=cfg.train.steps)
+        self.wrapped = self.processes.distribute(self.aligner.module if self.aligner else self.network)
+        tally = self.earlier and statistics_of(info, self.processes.rank, self.processes.count)
+        self.statistics = StepStatistics(device, tally)
+        self.saved: int | None = self.earlier and self.earlier.step
+        self.step: int = self.saved or 0
+        self.flops: int = info.get("flops", 0)
+        self.seconds: float | None = info.get("seconds", None if self.step else 0.0)
 
     @property
     def model(self) -> Model:
@@ -150,6 +164,13 @@ class Run:
                 self.log.write({"step": self.step, **values})
             if self.tracker is not None:
                 self.tracker.log(values, self.step)
+
+
+def statistics_of(info: dict, process: int, processes: int) -> dict[str, float]:
+    """What a checkpoint says of the steps since the last log: this process's own loss, or else the mean."""
+    shared = {name: values for name, values in info["tally"].items() if isinstance(values, list)}
+    mine = {name: v[process] if len(v) == processes else statistics.mean(v) for name, v in shared.items()}
+    return {**info["tally"], **mine}
 
 
 def leave(run: Run, finished: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,15 +20,15 @@ from tread.data.columns import check_grid
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.latents import LatentSpec
-from tread.data.loader import Loader
 from tread.diffusion.labels import spread_classes
 from tread.encoders import autoencoder
+from tread.encoders.autoencoder import Decoder
 from tread.encoders.vision import encoder_name, open_encoder
-from tread.evaluation.online_fid import open_online_fid
+from tread.evaluation.online_fid import OnlineFID, open_online_fid
 from tread.models.backbone import Backbone
 from tread.models.conditions import Text
 from tread.runtime.compiling import compile_blocks, settle_compile
-from tread.runtime.distributed import open_training
+from tread.runtime.distributed import Processes, open_training
 from tread.runtime.files import check_place, explain_failure, point_to, write_whole
 from tread.runtime.randomness import generator
 from tread.runtime.schema import written
@@ -39,8 +38,8 @@ from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.ema import EMA, exponential, power
 from tread.training.flops import training_flops
 from tread.training.optimizer import learning_rate
-from tread.training.run import Run, StepStatistics
-from tread.training.run_folder import Claim, RunLog, claim
+from tread.training.run import Run
+from tread.training.run_folder import Claim, claim
 from tread.training.settings import Settings, prepare_embedded
 from tread.training.step import split_batch
 from tread.training.tracking import check_tracker, open_tracker
@@ -51,108 +50,82 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     began = time.perf_counter()
     check_tracker(cfg.tracker)
     processes, precision = open_training(cfg.train.precision, cfg.train.cpu_threads, cfg.train.processes)
-    device = processes.device
     stop.connect(processes.count)
     micro_batches = split_batch(cfg.train.batch_size, processes.count, processes.rank, cfg.train.micro_batch_size)
-
-    folder = Path(cfg.results) / cfg.name
-    log = RunLog(folder)
-    claimed = processes.from_main(lambda: claim(folder, cfg.resume, config))
-    found = claimed.found
-    if found and not (found.folder / "info.json").is_file():
-        raise ValueError(f"{found.folder} is not seen by all processes; `results` must be a folder they share")
-    with processes.main_first():
-        data, heldout = open_datasets(cfg, device)
-    if found and (LatentSpec.from_json(found.info["latents"]), found.info["samples"]) != (data.latents, len(data)):
-        raise ValueError(f"{cfg.dataset.path} is not the data that {folder} was trained on; name=… starts another run")
-    real, online_fid = None, None
-    if (processes.main and cfg.sampling.decode) or cfg.eval.fid_every:
-        real = autoencoder.load_decoder(data.latents, device, cfg.sampling.autoencoder)
-    if cfg.eval.fid_every:
-        reference, samples = Path(cfg.eval.fid_reference), cfg.eval.fid_samples
-        online_fid = open_online_fid(reference, samples, cfg.eval.inception, data.latents, real, processes)
+    claimed = claim_folder(cfg, config, processes)
+    data, heldout = open_data(cfg, processes, claimed.found)
+    decoder, online_fid = open_drawing(cfg, data, processes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
         network = build_network(cfg)
     keeps_state = cfg.optim.keeps_state(claimed.changed)
-    origin, doubts = bring_weights(cfg, network, found, data.latents, keeps_state)
-    if cfg.model.takes_text:  # of the encoder that these weights are for
-        network.take_null(data.null_text())
-    doubts = [*doubts, *read_otherwise(cfg, data, heldout)]
-    if cfg.objective == "rf" and cfg.rf.direction and cfg.dataset.channels == 1:
-        doubts.append(
-            f"rf.direction is {cfg.rf.direction:g}, but the latents have one channel, of whose direction only the sign "
-            "is left: the term teaches nothing"
-        )
-    network.to(device)
+    weights, notes = bring_weights(cfg, network, claimed.found, data, keeps_state)
+    network.to(processes.device)
     ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
+    averages = {width: EMA(network, power(width)) for width in cfg.ema.power}
     with processes.main_first():  # which may fetch an encoder
-        aligner = open_aligner(cfg, network, ema, data, device)
-    doubts += shallow_teacher(cfg)
-    begun_with = found.info.get("encoder") if found else None
-    if begun_with and aligner and aligner.fingerprint not in (None, begun_with):
-        doubts.append(
-            f"{cfg.alignment.encoder} is another encoder than the run was aligned with up to here, by its hash"
-        )
+        aligner = open_aligner(cfg, network, ema, data, processes.device)
     projector = aligner and aligner.projector
     optimizer = build_optimizer(cfg, network, projector)
-    averages = {width: EMA(network, power(width)) for width in cfg.ema.power}
-    if found:
+    if claimed.found:
         networks = {width: average.network for width, average in averages.items()}
-        checkpoint.restore(found, network, ema.network, optimizer if keeps_state else None, networks, projector)
-    network.activation_checkpointing = cfg.train.activation_checkpointing
-    compiled, reason = settle_compile(cfg.train.compile, device)
-    if compiled:
-        compile_blocks([*network.compiled(), *ema.network.compiled()])
+        state = optimizer if keeps_state else None
+        checkpoint.restore(claimed.found, network, ema.network, state, networks, projector)
+    uncompiled = compile_networks(cfg, network, ema)
+    notes += [*settings_to_doubt(cfg), *photos_read_otherwise(cfg, data, heldout), *other_encoder(claimed, aligner)]
+    prompts = grid_prompts(cfg, heldout or data) if cfg.model.takes_text else {}
     run = Run(
-        cfg=cfg,
-        config=config,
-        folder=folder,
-        processes=processes,
-        precision=precision,
-        micro_batches=micro_batches,
-        data=data,
-        heldout=heldout,
-        loader=Loader(data, cfg.seed, cfg.train.batch_size, micro_batches, device, steps=cfg.train.steps),
-        network=network,
-        wrapped=processes.distribute(aligner.module if aligner else network),
-        ema=ema,
-        averages=averages,
-        aligner=aligner,
-        optimizer=optimizer,
-        decoder=real if cfg.sampling.decode and real else autoencoder.preview,
-        online_fid=online_fid,
-        origin=origin,
-        doubts=doubts,
-        log=log,
-        stop=stop,
-        began=began,
-        statistics=StepStatistics(device, found and statistics_of(found.info, processes.rank, processes.count)),
-        **(grid_prompts(cfg, heldout or data) if cfg.model.takes_text else {}),
-        step=found.step if found else 0,
-        saved=found.step if found else None,
-        **(spent_before(found, cfg, network, aligner) if found else {"flops": 0, "seconds": 0.0}),
-    )
+        cfg, config, processes, precision, micro_batches, data, heldout, network, ema, averages, aligner, optimizer,
+        decoder, online_fid, weights, notes, stop, began, claimed.found, **prompts
+    )  # fmt: skip
+    if claimed.found and "flops" not in claimed.found.info:
+        run.flops = training_flops(cfg, network, range(run.step), aligner)  # as the settings have them
     processes.from_main(lambda: take_folder(run, claimed))
-    for warning in warnings:
-        run.processes.say(warning)
-    if reason:
-        run.processes.say(f"warning: running without torch.compile, which fails here: {reason}")
+    for warning in [*warnings, *uncompiled]:
+        processes.say(warning)
     return run
 
 
-def statistics_of(info: dict, process: int, processes: int) -> dict[str, float]:
-    """What a checkpoint says of the steps since the last log: this process's own loss, or else the mean."""
-    shared = {name: values for name, values in info["tally"].items() if isinstance(values, list)}
-    own = {name: v[process] if len(v) == processes else statistics.mean(v) for name, v in shared.items()}
-    return {**info["tally"], **own}
+def claim_folder(cfg: Settings, config: dict, processes: Processes) -> Claim:
+    """The run's folder, taken by this launch, and what was found there. Raises ValueError if not all can see it."""
+    claimed = processes.from_main(lambda: claim(Path(cfg.results) / cfg.name, cfg.resume, config))
+    if claimed.found and not (claimed.found.folder / "info.json").is_file():
+        raise ValueError(f"{claimed.found.folder} is not seen by all processes; `results` must be a folder they share")
+    return claimed
 
 
-def spent_before(found: checkpoint.Checkpoint, cfg: Settings, network: Backbone, aligner: Aligner | None) -> dict:
-    """What the training up to a checkpoint took; of one that does not say so FLOPs as the settings have them."""
-    if "flops" in found.info:
-        return {key: found.info[key] for key in ("flops", "seconds")}
-    return {"flops": training_flops(cfg, network, range(found.step), aligner), "seconds": None}
+def open_data(
+    cfg: Settings, processes: Processes, earlier: checkpoint.Checkpoint | None
+) -> tuple[LatentDataset, LatentDataset | None]:
+    """Training and held-out data, see open_datasets. Raises ValueError also if the run was trained on other data."""
+    with processes.main_first():
+        data, heldout = open_datasets(cfg, processes.device)
+    if earlier:
+        there = LatentSpec.from_json(earlier.info["latents"]), earlier.info["samples"]
+        if there != (data.latents, len(data)):
+            run = Path(cfg.results) / cfg.name
+            raise ValueError(f"{cfg.dataset.path} is not the data that {run} was trained on; name=… starts another run")
+    return data, heldout
+
+
+def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tuple[Decoder, OnlineFID | None]:
+    """What makes pictures of samples for grids, and what scores them while training, if anything."""
+    pictures, online_fid = None, None
+    if (processes.main and cfg.sampling.decode) or cfg.eval.fid_every:
+        pictures = autoencoder.load_decoder(data.latents, processes.device, cfg.sampling.autoencoder)
+    if cfg.eval.fid_every:
+        reference, samples = Path(cfg.eval.fid_reference), cfg.eval.fid_samples
+        online_fid = open_online_fid(reference, samples, cfg.eval.inception, data.latents, pictures, processes)
+    return pictures if cfg.sampling.decode and pictures else autoencoder.preview, online_fid
+
+
+def compile_networks(cfg: Settings, network: Backbone, ema: EMA) -> list[str]:
+    """Let the blocks be computed again, and compile them, as the settings say; returns a warning if that fails."""
+    network.activation_checkpointing = cfg.train.activation_checkpointing
+    compiled, reason = settle_compile(cfg.train.compile, network.pos_embed.device)
+    if compiled:
+        compile_blocks([*network.compiled(), *ema.network.compiled()])
+    return [f"warning: running without torch.compile, which fails here: {reason}"] if reason else []
 
 
 def take_folder(run: Run, claimed: Claim) -> None:
@@ -160,7 +133,7 @@ def take_folder(run: Run, claimed: Claim) -> None:
     cfg = run.cfg
     check_place(run.folder, run.checkpoint_bytes() if run.step < cfg.train.steps else 0)
     facts = {"processes": run.processes.count, "device": str(run.processes.device), "precision": run.precision}
-    run.log.start(run.step, run.config, **facts, weights=run.origin, warnings=run.doubts)
+    run.log.start(run.step, run.config, **facts, weights=run.weights, warnings=run.warnings)
     try:
         prepare_folder(run, claimed)
     except (ValueError, OSError) as error:
@@ -200,20 +173,24 @@ def prepare_folder(run: Run, claimed: Claim) -> None:
 
 
 def bring_weights(
-    cfg: Settings, network: nn.Module, found: checkpoint.Checkpoint | None, latents: LatentSpec, keeps_state: bool
+    cfg: Settings, network: Backbone, earlier: checkpoint.Checkpoint | None, data: LatentDataset, keeps_state: bool
 ) -> tuple[str, list[str]]:
-    """Put in the weights of init_from where a run begins. Returns where its weights come from, and what is doubtful.
+    """Put in the weights of init_from where a run begins, and the text that stands for none.
 
-    Raises FileNotFoundError, or ValueError for weights that do not fit.
+    Returns where the run's weights come from, and what is doubtful about them. Raises FileNotFoundError, or ValueError
+    for weights that do not fit.
     """
-    if found:
+    weights, notes = f"new, drawn by seed {cfg.seed}", []
+    if earlier:
         unread = "; init_from was read when the run began" if cfg.init_from else ""
         optimizer = ", with the optimizer," if keeps_state else ", not the optimizer's state,"
-        return f"raw and averaged{optimizer} of {found.folder}, step {found.step:,}{unread}", []
-    if cfg.init_from is None:
-        return f"new, drawn by seed {cfg.seed}", []
-    origin = load_weights(network, cfg.init_from, cfg.init_weights, cfg.model, cfg.text)
-    return origin.describe(), origin.warnings(cfg, latents)
+        weights = f"raw and averaged{optimizer} of {earlier.folder}, step {earlier.step:,}{unread}"
+    elif cfg.init_from is not None:
+        stored = load_weights(network, cfg.init_from, cfg.init_weights, cfg.model, cfg.text)
+        weights, notes = stored.describe(), stored.warnings(cfg, data.latents)
+    if cfg.model.takes_text:  # of the encoder that these weights are for
+        network.take_null(data.null_text())
+    return weights, notes
 
 
 def open_aligner(
@@ -238,14 +215,30 @@ def open_aligner(
     return Aligner(alignment, module, ema.network if alignment.kind == "self" else None, encoder, flops, fingerprint)
 
 
-def shallow_teacher(cfg: Settings) -> list[str]:
-    """What to doubt of alignment=self, whose targets lie deeper than what learns from them."""
-    block, teacher = cfg.alignment.blocks(cfg.model.depth)
-    if cfg.alignment.kind != "self" or block < teacher:
+def settings_to_doubt(cfg: Settings) -> list[str]:
+    """What the settings ask that can't help: targets of alignment=self that lie no deeper than what learns from them,
+    and directions of latents with one channel."""
+    notes, (block, teacher) = [], cfg.alignment.blocks(cfg.model.depth)
+    if cfg.alignment.kind == "self" and block >= teacher:
+        notes.append(
+            f"the teacher's block {teacher} is not deeper than the aligned one, {block}: see alignment.teacher and "
+            ".block"
+        )
+    if cfg.objective == "rf" and cfg.rf.direction and cfg.dataset.channels == 1:
+        notes.append(
+            f"rf.direction is {cfg.rf.direction:g}, but the latents have one channel, of whose direction only the sign "
+            "is left: the term teaches nothing"
+        )
+    return notes
+
+
+def other_encoder(claimed: Claim, aligner: Aligner | None) -> list[str]:
+    """What to doubt of a run that goes on with another encoder of its pictures than it was aligned with."""
+    before = claimed.found.info.get("encoder") if claimed.found else None
+    if not before or not aligner or aligner.fingerprint in (None, before):
         return []
-    return [
-        f"the teacher's block {teacher} is not deeper than the aligned one, {block}: see alignment.teacher and .block"
-    ]
+    name = aligner.settings.encoder
+    return [f"{name} is another encoder than the run was aligned with up to here, by its hash"]
 
 
 def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:
@@ -293,7 +286,7 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
     return data, heldout
 
 
-def read_otherwise(cfg: Settings, data: LatentDataset, heldout: LatentDataset | None) -> list[str]:
+def photos_read_otherwise(cfg: Settings, data: LatentDataset, heldout: LatentDataset | None) -> list[str]:
     """What to doubt of held-out photos that were turned or laid on white otherwise than those of the training."""
     doubts = []
     for key in ("orientation", "alpha") if heldout else ():

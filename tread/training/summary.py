@@ -35,7 +35,7 @@ def describe(run: Run) -> str:
         "data": f"{cfg.dataset.name}, {len(data):,} samples of {data.latents.shape}",
         "objective": cfg.objective,
         "network": f"{cfg.model.architecture}, {parameters:,} parameters, {cfg.model.blocks}, {tokens} tokens",
-        "weights": run.origin,
+        "weights": run.weights,
         "routes": "; ".join(routes) or "none",
         "FLOPs": f"{3 * routed:.3e} a training image, {fewer}{dense:.3e} a forward pass of all tokens",
         "batch": f"{cfg.train.batch_size} = {run.processes.count} processes × {accumulation} accumulation steps × "
@@ -60,7 +60,7 @@ def describe(run: Run) -> str:
     if widths:
         every = cfg.ema.snapshot_every or cfg.every.save
         lines["disk"] += f"; {size_text(2 * widths * parameters)} of averages stored every {every:,} steps"
-    doubts = list(run.doubts)
+    doubts = list(run.warnings)
     if run.heldout is None:
         evaluation = METRICS[process_of(cfg).evaluation].title
         doubts.append(
