@@ -22,7 +22,7 @@ from tread.data.writer import write_dataset
 from tread.runtime import schema
 from tread.training.ema import EMA, exponential, power
 from tread.training.optimizer import backward, learning_rate, optimizer_step
-from tread.training.optimizers import OPTIMIZERS, Optim
+from tread.training.optimizers import OPTIMIZERS, Optim, OptimizerEntry
 from tread.training.run import StepStatistics
 from tread.training.run_folder import RunLog
 
@@ -239,6 +239,25 @@ def test_any_state_is_saved_and_goes_on_bit_for_bit(name, tmp_path):
         optimizer_step(optimizer, 0.02, 1.0), optimizer_step(other, 0.02, 1.0)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), resumed.parameters()))
     assert plain(other.state_dict()) == plain(optimizer.state_dict())
+
+
+def test_settings_of_groups_are_today_s_and_what_the_optimizer_changes_there_is_resumed(monkeypatch):
+    """A constructor that gives its groups other settings than the optimizer's defaults."""
+
+    def make(parameters, lr, weight_decay):
+        groups = [{"params": parameters[:1], "weight_decay": weight_decay}, {"params": parameters[1:], "power": 1.0}]
+        return Odd(groups, lr)
+
+    monkeypatch.setitem(OPTIMIZERS, "grouped", OptimizerEntry(make, lambda options: 2))
+    model = network()
+    optimizer = settings(name="grouped", weight_decay=0.1).build(model.parameters())
+    give_gradients(model, 0)
+    optimizer_step(optimizer, 0.01, None)
+    other = settings(name="grouped", weight_decay=0.2).build(model.parameters())
+    checkpoint.load_optimizer(other, model, checkpoint.optimizer_tensors(optimizer, model))
+    found = [(group["weight_decay"], group["power"], group["steps"]) for group in other.param_groups]
+    assert found == [(0.2, 0.5, 1), (0.0, 1.0, 1)]
+    assert [group["sum"] for group in other.param_groups] == [group["sum"] for group in optimizer.param_groups]
 
 
 def test_state_that_can_not_be_saved_is_named():

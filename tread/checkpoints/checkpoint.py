@@ -12,6 +12,7 @@ results/<run>/latest       link to the newest one
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -270,17 +271,17 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """The optimizer's state by parameter name: <state>/<parameter>.
 
-    Settings of a group that are not as the optimizer was built by are state too, <setting>/group <number>, and what is
-    of no parameter is <state>/optimizer. The tensor `values`, bytes of JSON, is there if some of it are no tensors: it
-    holds numbers, text, None, and lists, tuples and dicts of such and of tensors. Raises ValueError for other things.
+    What the optimizer changed in its groups is state too, <key>/group <number>, as is <state>/optimizer, of no
+    parameter. The tensor `values`, bytes of JSON, is there if some of it are no tensors: it holds numbers, text, None,
+    and lists, tuples and dicts of such and of tensors. Raises ValueError for other things.
     """
     names = {parameter: name for name, parameter in optimized_parameters(network, projector)}
     sections = [(name, optimizer.state[parameter]) for parameter, name in names.items() if parameter in optimizer.state]
-    for number, group in enumerate(optimizer.param_groups):
-        keys = group.keys() - {"params", "param_names", "lr"}
-        changed = [key for key in keys if group[key] is not optimizer.defaults.get(key)]
-        changed = [key for key in changed if torch.is_tensor(group[key]) or group[key] != optimizer.defaults.get(key)]
-        sections.append((f"group {number}", {key: group[key] for key in sorted(changed)}))
+    built = getattr(optimizer, "built", itertools.repeat(optimizer.defaults))  # how the groups were, see Optim.build
+    for number, (group, before) in enumerate(zip(optimizer.param_groups, built)):
+        others = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr")}
+        changed = {key: v for key, v in others.items() if torch.is_tensor(v) or v != before.get(key)}
+        sections.append((f"group {number}", changed))
     sections.append(("optimizer", {key: value for key, value in optimizer.state.items() if key not in names}))
     tensors, values, device = {}, {}, next(iter(names)).device
     for name, state in sections:

@@ -37,7 +37,7 @@ def backward(loss: Tensor) -> None:
 def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, clip_norm: float | None) -> tuple[Tensor, Tensor]:
     """Update the parameters by their gradients, which are then dropped, or leave all as it is if they are bad.
 
-    clip_norm  scale the gradients down to this norm; None: never.
+    clip_norm  to which the gradients are scaled down; None: never.
 
     Returns the gradients' norm before clipping, and 1.0 where it is not finite and the step was
     skipped, else 0.0: 0-d fp32 on the device.
@@ -71,24 +71,20 @@ def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: 
         gradient.masked_fill_(bad, 0.0)  # what the step makes of NaN might be an error
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     owners, state, layout = _state(optimizer)
-    before, kept = [p.clone() for p in parameters], [v.clone() if torch.is_tensor(v) else v for v in state]
+    before, kept = ([v.clone() if torch.is_tensor(v) else v for v in values] for values in (parameters, state))
     optimizer.step()
-    owners_now, now, layout_now = _state(optimizer)
-    for old, parameter in zip(before, parameters):
-        torch.where(bad, old, parameter, out=parameter)
+    owners_now, state, layout_now = _state(optimizer)
     alike = [*map(id, owners)] == [*map(id, owners_now)] and layout == layout_now
-    if alike and all(_decidable(old, new, bad.device) for old, new in zip(kept, now)):
-        for old, new in zip(kept, now):
-            if torch.is_tensor(new):
-                torch.where(bad, old, new, out=new)
-    elif bad:
+    decidable = alike and all(_decidable(old, new, bad.device) for old, new in zip(kept, state))
+    for old, new in zip([*before, *kept], [*parameters, *state] if decidable else parameters):
+        if torch.is_tensor(new):
+            torch.where(bad, old, new, out=new)
+    if not decidable and bad:
         values, groups = tree_unflatten(kept, layout)
         optimizer.state.clear()
         optimizer.state.update(zip(owners, values))
-        for group, settings in zip(optimizer.param_groups, groups):
-            parameters = group["params"]
-            group.clear()
-            group.update(settings, params=parameters)
+        kept_groups = zip(groups, optimizer.param_groups)
+        optimizer.param_groups[:] = [{**settings, "params": group["params"]} for settings, group in kept_groups]
 
 
 def _state(optimizer: torch.optim.Optimizer) -> tuple[list, list, TreeSpec]:

@@ -21,6 +21,8 @@ class OptimizerEntry:
     make    its class, or a function that returns one: takes parameters, then by name lr, `shared` and optim.options.
     copies  optim.options → how many numbers its state holds for each one of a parameter.
     shared  which other settings of section optim it takes.
+
+    What it keeps outside of its `state` and `param_groups` is not put back after a bad step, and not saved.
     """
 
     make: Callable[..., torch.optim.Optimizer]
@@ -75,9 +77,11 @@ class Optim:
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of these parameters. Raises ValueError for options that it refuses."""
         try:
-            return OPTIMIZERS[self.name].make(list(parameters), **self._arguments(), **(self.options or {}))
+            optimizer = OPTIMIZERS[self.name].make(list(parameters), **self._arguments(), **(self.options or {}))
         except (TypeError, ValueError) as error:
             raise ValueError(f"optim.name={self.name} refuses its settings, see section optim: {error}") from error
+        optimizer.built = [dict(group) for group in optimizer.param_groups]  # checkpoints keep what it changes in them
+        return optimizer
 
     def keeps_state(self, changed: Collection[str]) -> bool:
         """Whether a run goes on with its optimizer's state where these dotted keys of its settings were changed."""
