@@ -159,9 +159,9 @@ DOORS = {  # script → its config, the keys it knows, and how it reads them
     "train.py": ("config", TRAIN, settings.read),
     "sample.py": ("sample", *read_as(sample.Options)),
     "fid.py": ("fid", schema.known_keys(scoring.ScoringOptions), scoring.read_options),
-    "scripts/prepare_latents.py": ("prepare_latents", *read_as(prepare_latents.Options)),
-    "scripts/prepare_features.py": ("prepare_features", *read_as(prepare_features.Options)),
-    "scripts/prepare_text.py": ("prepare_text", *read_as(prepare_text.Options)),
+    "scripts/prepare_latents.py": ("prepare_latents", *read_as(prepare_latents.PhotoOptions)),
+    "scripts/prepare_features.py": ("prepare_features", *read_as(prepare_features.FeatureOptions)),
+    "scripts/prepare_text.py": ("prepare_text", *read_as(prepare_text.TextOptions)),
     "scripts/import_latents.py": ("import_latents", *read_as(import_latents.Options)),
     "scripts/import_checkpoint.py": (
         "import_checkpoint",
