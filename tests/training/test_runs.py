@@ -171,7 +171,7 @@ def test_each_step_draws_its_own_ids_and_noise(read_config, monkeypatch, straigh
     calls, again, other = seen(0), seen(0), seen(1)
     for (t, y, route, ids), (t2, y2, _, ids2) in zip(calls, again, strict=True):
         assert torch.equal(t, t2) and torch.equal(y, y2) and torch.equal(ids, ids2)
-        assert route == Route(2, -4) and ids.shape == (8, 8) and len(ids.unique(dim=0)) > 1
+        assert route == Route(2, -4).resolve(6) and ids.shape == (8, 8) and len(ids.unique(dim=0)) > 1
     for one, another in ((calls[0], calls[1]), (calls[1], calls[2]), (calls[0], other[0])):
         assert not torch.isclose(one[0], another[0]).all() and not torch.equal(one[3], another[3])
     assert 10 in torch.cat([y for _, y, _, _ in calls + other])  # some label is dropped

@@ -376,7 +376,7 @@ def test_a_ratio_schedule_is_followed(place, read_config, monkeypatch):
     schedule = "train.ratio_schedule={start:0.75,end:0.25,last:5,levels:3}"
     cfg = read_config("model.hidden_size=16", "model.depth=6", "model.num_heads=2", schedule)
     ratios = [0.75, 0.75, 0.5, 0.5, 0.25, 0.25]
-    assert [active_routes(cfg, step) for step in range(6)] == [(Route(2, -4, ratio),) for ratio in ratios]
+    assert [active_routes(cfg, step) for step in range(6)] == [(Route(2, -4, ratio).resolve(6),) for ratio in ratios]
     text = launch(place, schedule, "name=schedule")
     assert seen == [4, 4, 8, 8, 12, 12]
     assert "keeps 4 of 16 tokens, fp32: end; ratio 0.75 up to step 0, 0.25 from 5 on" in text
