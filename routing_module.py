@@ -21,36 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 FP32_CHOICES = ("auto", "end", "next", "off")
 RULES: dict[str, Any] = {}  # what Route.select names: tread/routing/ids.py puts its rules here, and so may you
-
-
-class Returned:
-    """The blocks run without the skipped tokens, which come back as they were before a block."""
-
-    removes = True
-
-    def join(self, saved: Tensor, tokens: Tensor, ids_keep: Tensor) -> Tensor:
-        """saved (B, N, D) and the route's output (B, K, D) → (B, N, D)."""
-        return scatter_tokens(saved, tokens, ids_keep)
-
-
-class Stale:
-    """The blocks run on all tokens; those not chosen then come back as they were before the route's start."""
-
-    removes = False
-
-    def join(self, saved: Tensor, tokens: Tensor, ids_keep: Tensor) -> Tensor:
-        """saved and the route's output, both (B, N, D), → (B, N, D)."""
-        return scatter_tokens(saved, gather_tokens(tokens, ids_keep), ids_keep)
-
-
-REJOINS = {None: Returned(), "stale": Stale()}  # what Route.rejoin names; None serves a block's number too
 
 
 @dataclass(frozen=True)
@@ -85,9 +62,9 @@ class Route:
         if isinstance(self.rejoin, str) and self.rejoin not in REJOINS:
             names = ", ".join(name for name in REJOINS if name)
             raise ValueError(f"rejoin is {self.rejoin!r}, but must be null, a block or {names}")
-        if RULES and self.select not in RULES:
-            raise ValueError(f"select is {self.select!r}, but must be one of {', '.join(RULES)}")
         if RULES:
+            if self.select not in RULES:
+                raise ValueError(f"select is {self.select!r}, but must be one of {', '.join(RULES)}")
             RULES[self.select].check_route(self)
 
     @classmethod
@@ -135,7 +112,7 @@ class Route:
         return {"end": self.end, "next": self.end + 1}.get(self.fp32)
 
     @property
-    def rejoins(self) -> Returned | Stale:
+    def rejoins(self) -> Rejoin:
         """How the skipped tokens come back."""
         return REJOINS[self.rejoin if isinstance(self.rejoin, str) else None]
 
@@ -146,9 +123,8 @@ class Route:
 
     def __str__(self) -> str:
         """In words, of a resolved route: "r(2→8)", and how it rejoins if not as before its start."""
-        if isinstance(self.rejoin, str):
-            return f"r({self.start}→{self.end}), rejoin={self.rejoin}"
-        rejoins = "" if self.saved_before == self.start else f", rejoins as before block {self.rejoin}"
+        rejoins = f", rejoin={self.rejoin}" if isinstance(self.rejoin, str) else ""
+        rejoins = rejoins if self.saved_before == self.start else f", rejoins as before block {self.rejoin}"
         return f"r({self.start}→{self.end}){rejoins}"
 
 
@@ -254,6 +230,23 @@ def _spread(ids_keep: Tensor, tokens: Tensor) -> Tensor:
     return ids_keep.view(*ids_keep.shape, *[1] * (tokens.ndim - 2)).expand(-1, -1, *tokens.shape[2:])
 
 
+class Rejoin(NamedTuple):
+    """How the skipped tokens come back behind a route.
+
+    removes  whether the blocks run without them; else on all tokens.
+    join     tokens before the route (B, N, D), its output (B, K or N, D), ids_keep → (B, N, D).
+    """
+
+    removes: bool
+    join: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+REJOINS = {  # what Route.rejoin names: None serves a block's number too; stale tokens run, and come back as they were
+    None: Rejoin(True, scatter_tokens),
+    "stale": Rejoin(False, lambda saved, tokens, ids: scatter_tokens(saved, gather_tokens(tokens, ids), ids)),
+}
+
+
 def kept_grid(route: Route, ids_keep: Tensor, grid: tuple[int, int]) -> tuple[int, int]:
     """(rows, columns) of the grid that a row route's kept tokens form, out of a grid of N tokens.
 
@@ -304,12 +297,12 @@ class Record:
     ids: list[Tensor] = field(default_factory=list)
 
 
-def settle_ids(route: Route, chosen: Tensor, tokens: Tensor) -> Tensor:
+def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
     """The ids_keep (B, K) of a route: as given, or by its rule from draws (B, N) and the tokens (B, N, D) before it."""
     if not chosen.is_floating_point():
         return chosen
     with torch.no_grad():
-        ids_keep = RULES[route.select].choose(route, chosen, scores=RULES[route.select].scores(tokens))
+        ids_keep = RULES[route.select].choose(route, chosen, grid, scores=RULES[route.select].scores(tokens))
     check_ids(ids_keep, *tokens.shape[:2])
     return ids_keep
 
@@ -368,7 +361,7 @@ def run_blocks(
     for index, block in enumerate(blocks):
         saved |= {route.end: (tokens, times_written(tokens)) for route in resolved if route.saved_before == index}
         if route := starting.get(index):
-            ids_keep = record.ids[list(given).index(index)] = settle_ids(route, given[index], tokens)
+            ids_keep = record.ids[list(given).index(index)] = settle_ids(route, given[index], tokens, grid)
             if route.rejoins.removes:
                 shape = None if grid is None else kept_grid(route, ids_keep, grid)
                 seen, ids_here = [gather_tokens(tensor, ids_keep) for tensor in along], ids_keep

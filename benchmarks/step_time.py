@@ -41,6 +41,7 @@ from tread.training import settings
 from tread.training.ema import EMA
 from tread.training.run import Run
 from tread.training.start import start
+from tread.training.step import training_step
 
 STAGES = ("data wait", "forward", "backward", "optimizer", "EMA", "rest")
 WARMUP, STAGED = 3, 5  # turns between the first and the measurement, and steps taken stage by stage
@@ -183,7 +184,7 @@ def take_steps(run: Run, count: int) -> float:
 
     def steps() -> None:
         for _ in range(count):
-            train.training_step(run)
+            training_step(run)
             run.step += 1
 
     return seconds(steps, run.processes.device)

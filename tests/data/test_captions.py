@@ -21,7 +21,7 @@ from tread.data.shards import PLACEMENTS
 from tread.data.text_writer import TextWriter
 from tread.data.writer import write_dataset
 from tread.models.conditions import Text
-from tread.training.step import split_batch
+from tread.runtime.distributed import split_batch
 
 MEANING = LatentSpec(shape=(2, 4, 4), classes=("ant", "bee"), autoencoder="pixels", views=2)
 COUNT, T = 23, 5

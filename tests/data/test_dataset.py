@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
+from tread.runtime.distributed import split_batch
 from tread.runtime.files import sha256
-from tread.training.step import split_batch
 
 MEANING = LatentSpec(shape=(2, 4, 4), classes=("ant", "bee", "cow"), autoencoder="pixels", views=2)
 

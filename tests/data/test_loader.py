@@ -17,7 +17,7 @@ from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.data.shards import PLACEMENTS
 from tread.data.writer import write_dataset
-from tread.training.step import split_batch
+from tread.runtime.distributed import split_batch
 
 MEANING = LatentSpec(shape=(2, 4, 4), classes=("ant", "bee", "cow"), autoencoder="pixels", views=2)
 CPU = torch.device("cpu")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rf import RF
 from routing_module import Route
+from tread.checkpoints.for_sampling import check_trained_for
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import KINDS, Branch, Guidance, Schedule, guided
 from tread.diffusion.solvers import euler, heun
@@ -213,28 +215,35 @@ def test_what_is_free_or_forced():
 
 def test_networks_that_can_not_be_guided_so_are_refused():
     trained, dense = (Route(1, 2),), ()
+
+    def network(routes, label_drop, path_drop=None):
+        cfg = SimpleNamespace(model=SimpleNamespace(routes=routes))
+        return SimpleNamespace(cfg=cfg, label_drop=label_drop, path_drop=path_drop)
+
     with pytest.raises(ValueError, match="weak branch.*without a route.*force=true"):
-        Guidance("sparse", weak=0.5).check(dense, 0.1)
+        check_trained_for(Guidance("sparse", weak=0.5), network(dense, 0.1))
     with pytest.raises(ValueError, match="strong branch"):
-        Guidance("sparse", strong=0.1, weak=0.5, checkpoint="a").check(dense, 0.1, trained, 0.1)
+        check_trained_for(
+            Guidance("sparse", strong=0.1, weak=0.5, checkpoint="a"), network(dense, 0.1), network(trained, 0.1)
+        )
     with pytest.raises(ValueError, match="weak branch"):
-        Guidance("sparse", weak=0.5, checkpoint="a").check(trained, 0.1, dense, 0.1)
+        check_trained_for(Guidance("sparse", weak=0.5, checkpoint="a"), network(trained, 0.1), network(dense, 0.1))
     for kind in ("cfg", "sparse_cfg", "sparse_uncond"):
         with pytest.raises(ValueError, match="label_drop=0 and knows no null class"):
-            Guidance(kind).check(trained, 0.0)
+            check_trained_for(Guidance(kind), network(trained, 0.0))
     with pytest.raises(ValueError, match="no null class"):
-        Guidance("sparse_cfg", checkpoint="a").check(trained, 0.1, trained, 0.0)
+        check_trained_for(Guidance("sparse_cfg", checkpoint="a"), network(trained, 0.1), network(trained, 0.0))
     for kind in ("path_drop", "path_drop_class"):
         with pytest.raises(ValueError, match=f"guidance={kind} .*train.path_drop=0 .*needs one above 0"):
-            Guidance(kind).check(trained, 0.1, path_drop=0.0)
-        Guidance(kind).check(trained, 0.1, path_drop=0.1)
-    Guidance("path_drop_class").check(trained, 0.0, path_drop=0.1)
+            check_trained_for(Guidance(kind), network(trained, 0.1, path_drop=0.0))
+        check_trained_for(Guidance(kind), network(trained, 0.1, path_drop=0.1))
+    check_trained_for(Guidance("path_drop_class"), network(trained, 0.0, path_drop=0.1))
     with pytest.raises(ValueError, match="label_drop=0 .*guidance=path_drop_class does not need one"):
-        Guidance("path_drop").check(trained, 0.0, path_drop=0.1)
-    Guidance("sparse", weak=0.5).check(trained, 0.0)
-    Guidance("sparse", weak=0.5, force=True).check(dense, 0.0)
-    Guidance("sparse", weak=0.5, checkpoint="a").check(dense, 0.0, trained, 0.0)
-    Guidance("sparse_cfg", checkpoint="a").check(trained, 0.0, trained, 0.1)
+        check_trained_for(Guidance("path_drop"), network(trained, 0.0, path_drop=0.1))
+    check_trained_for(Guidance("sparse", weak=0.5), network(trained, 0.0))
+    check_trained_for(Guidance("sparse", weak=0.5, force=True), network(dense, 0.0))
+    check_trained_for(Guidance("sparse", weak=0.5, checkpoint="a"), network(dense, 0.0), network(trained, 0.0))
+    check_trained_for(Guidance("sparse_cfg", checkpoint="a"), network(trained, 0.0), network(trained, 0.1))
 
 
 def test_descriptions_tell_all_that_decides():

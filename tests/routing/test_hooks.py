@@ -34,8 +34,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from routing_module import Route, gather_tokens, run_blocks, scatter_tokens
 from tread.routing.hooks import Routing, attach_routes, join_first, select_first
 from tread.routing.ids import RatioSchedule, choose_ids, keep_prefix
+from tread.runtime.distributed import split_batch
 from tread.runtime.randomness import generator
-from tread.training.step import split_batch
 
 B, TEXT = 3, 7
 LENGTHS = torch.tensor([TEXT, 4, 5])  # of captions, where they differ

@@ -37,8 +37,9 @@ from tread.routing.ids import (
     shared_ids,
     with_ratio,
 )
+from tread.runtime.distributed import split_batch
 from tread.runtime.randomness import generator
-from tread.training.step import loss, split_batch, step_draws
+from tread.training.step import loss, step_draws
 
 SELECTS = ("token", "row", "shared")
 

@@ -10,9 +10,10 @@ import torch
 from routing_module import Route, draw_ids
 from tread.data.latents import LatentSpec
 from tread.models.conditions import drop
+from tread.runtime.distributed import split_batch
 from tread.runtime.randomness import generator, seeded_normal
 from tread.training.alignment import Alignment
-from tread.training.step import split_batch, step_draws
+from tread.training.step import step_draws
 
 
 def draws(seed=0, step=5, num_routes=1, posterior=True, batch_size=8):

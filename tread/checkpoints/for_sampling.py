@@ -11,7 +11,7 @@ from routing_module import Route
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import Network, build_network, process_of, read_network
 from tread.data.latents import LatentSpec
-from tread.diffusion.guidance import NO_GUIDANCE, Guidance
+from tread.diffusion.guidance import NO_GUIDANCE, Guidance, ends_of
 from tread.diffusion.process import Process
 from tread.diffusion.sampling import Model
 
@@ -112,7 +112,7 @@ def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
     """
     _check_masks(guidance, strong)
     if guidance.checkpoint is None:
-        guidance.check(strong.cfg.model.routes, strong.label_drop, path_drop=strong.path_drop)
+        check_trained_for(guidance, strong)
         return None
     weak = open_network(checkpoint.find(Path(guidance.checkpoint).expanduser()), guidance.weights)
     _check_masks(guidance, weak)
@@ -130,8 +130,35 @@ def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
                 f"guidance.checkpoint={guidance.checkpoint} and {strong.found.folder} differ in {name}, so that their "
                 f"predictions can't be combined\n  {str(meanings[1][name])[:200]}\n  {str(ours)[:200]}"
             )
-    guidance.check(strong.cfg.model.routes, strong.label_drop, weak.cfg.model.routes, weak.label_drop)
+    check_trained_for(guidance, strong, weak)
     return weak
+
+
+def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwork | None = None) -> None:
+    """Raise ValueError unless networks were trained for what a guidance asks of them; weak None: there is one network.
+
+    path_drop of other networks than SPRINT's is None, which check_ratios refuses.
+    """
+    row, other = guidance.row, weak or strong
+    for name, network in (("strong", strong), ("weak", other)):
+        if any(ends_of(getattr(guidance, name))) and not network.cfg.model.routes and not guidance.force:
+            raise ValueError(
+                f"guidance={guidance.kind} routes tokens around in the {name} branch, but its network was trained "
+                "without a route (guidance.force=true runs it all the same, by the paper's route)"
+            )
+    instead = "path_drop_class does" if row.drops_path else "sparse and autoguidance do"
+    for sees_class, network in ((row.strong_class, strong), (row.weak_class, other)):
+        if sees_class is False and network.label_drop == 0:
+            raise ValueError(
+                f"guidance={guidance.kind} asks a network without a class, but it was trained with train.label_drop=0 "
+                f"and knows no null class; guidance={instead} not need one"
+            )
+    if row.drops_path and weak is None and strong.path_drop == 0:
+        raise ValueError(
+            f"guidance={guidance.kind} asks a network without its sparse part, but it was trained with "
+            "train.path_drop=0 and never ran so: it needs one above 0, as model=sprint sets it; guidance=cfg and "
+            "autoguidance do not"
+        )
 
 
 def _check_masks(guidance: Guidance, saved: SavedNetwork) -> None:

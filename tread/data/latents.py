@@ -125,7 +125,7 @@ def to_network(stored: Tensor, latents: LatentSpec, posterior: Tensor | None = N
     posterior  standard normal (B, C, S, S), which moments are sampled with: mean + std·posterior.
                Without it their mean is taken.
     """
-    x, std = _mean_and_std(stored, latents)
+    x, std = mean_and_std(stored, latents)
     if posterior is not None and std is not None:
         x = x + std * posterior
     if latents.channel_scale:
@@ -134,7 +134,7 @@ def to_network(stored: Tensor, latents: LatentSpec, posterior: Tensor | None = N
     return x
 
 
-def _mean_and_std(stored: Tensor, latents: LatentSpec) -> tuple[Tensor, Tensor | None]:
+def mean_and_std(stored: Tensor, latents: LatentSpec) -> tuple[Tensor, Tensor | None]:
     """Network latents' mean and standard deviation, (…, C, S, S) fp32 each; None where latents are plain.
 
     The one place where stored numbers meet scale and shift.
@@ -176,19 +176,3 @@ def holds_pixels(latents: LatentSpec) -> bool:
 def stored_pictures(stored: Tensor, latents: LatentSpec) -> Tensor:
     """The pictures (B, 3, S, S) uint8 that stored pixels (B, 1 or 3, S, S) are; grey ones have three equal channels."""
     return to_uint8(from_network(to_network(stored, latents), latents)).expand(-1, 3, -1, -1).contiguous()
-
-
-def channel_sums(stored: np.ndarray, latents: LatentSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Count (0-d), sums and sums of squares (C,) of network latents, float64, before any normalisation.
-
-    stored is (n, views, C or 2C, S, S). Moments count as the samples that are drawn from them:
-    E[x²] = mean² + std².
-    """
-    channels = latents.shape[0]
-    total, squares = np.zeros(channels), np.zeros(channels)
-    for part in torch.from_numpy(stored).split(256):
-        mean, std = _mean_and_std(part, latents)
-        total += mean.double().sum(dim=(0, 1, 3, 4)).numpy()
-        square = mean.double().square() + (0.0 if std is None else std.double().square())
-        squares += square.sum(dim=(0, 1, 3, 4)).numpy()
-    return np.array(float(stored.size // stored.shape[2])), total, squares

@@ -20,10 +20,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from tread.data.captions import add_captions
 from tread.data.index import VERSION, check_labels
-from tread.data.latents import LatentSpec, channel_sums
+from tread.data.latents import LatentSpec, mean_and_std
 from tread.data.shards import write_array
 from tread.runtime.files import Lock, explain_failure, free_bytes, sha256, size_text, sync, whole_file, write_whole
 
@@ -280,3 +281,19 @@ def write_once(
         except OSError:
             if not folder.exists():
                 raise
+
+
+def channel_sums(stored: np.ndarray, latents: LatentSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Count (0-d), sums and sums of squares (C,) of network latents, float64, before any normalisation.
+
+    stored is (n, views, C or 2C, S, S). Moments count as the samples that are drawn from them:
+    E[x²] = mean² + std².
+    """
+    channels = latents.shape[0]
+    total, squares = np.zeros(channels), np.zeros(channels)
+    for part in torch.from_numpy(stored).split(256):
+        mean, std = mean_and_std(part, latents)
+        total += mean.double().sum(dim=(0, 1, 3, 4)).numpy()
+        square = mean.double().square() + (0.0 if std is None else std.double().square())
+        squares += square.sum(dim=(0, 1, 3, 4)).numpy()
+    return np.array(float(stored.size // stored.shape[2])), total, squares

@@ -84,7 +84,7 @@ class Schedule:
         return f"{self.schedule} {self.start:.12g}→{self.end:.12g}"
 
 
-def _ends(value: float | Schedule) -> tuple[float, float]:
+def ends_of(value: float | Schedule) -> tuple[float, float]:
     return (value.start, value.end) if isinstance(value, Schedule) else (value, value)
 
 
@@ -135,19 +135,19 @@ class Guidance:
         if self.kind not in KINDS:
             raise ValueError(f"guidance.kind is {self.kind!r}, but must be one of {', '.join(KINDS)}")
         row = KINDS[self.kind]
-        if not all(map(math.isfinite, _ends(self.scale))):
+        if not all(map(math.isfinite, ends_of(self.scale))):
             raise ValueError(f"guidance.scale is {_show(self.scale)}, but must be finite")
-        if self.kind == "none" and (_ends(self.scale) != (1, 1) or self.interval is not None):
+        if self.kind == "none" and (ends_of(self.scale) != (1, 1) or self.interval is not None):
             raise ValueError(
                 "guidance.scale or guidance.interval is given, but guidance=none; choose a kind: guidance=cfg, …"
             )
         for name in ("strong", "weak"):
             given = getattr(self, name)
-            if not all(0 <= end < 1 for end in _ends(given)):
+            if not all(0 <= end < 1 for end in ends_of(given)):
                 raise ValueError(
                     f"guidance.{name} is {_show(given)}, but must lie in [0, 1): the share of tokens routed around"
                 )
-            if not row.routed and any(_ends(given)):
+            if not row.routed and any(ends_of(given)):
                 raise ValueError(
                     f"guidance.{name} is {_show(given)}, but guidance={self.kind} runs all tokens; the kinds with "
                     f"routes are {', '.join(kind for kind in KINDS if KINDS[kind].routed)}"
@@ -213,41 +213,6 @@ class Guidance:
             scale = _at(self.scale, u) if low <= level <= high and self.row.weak_class is not None else 1.0
             calls.append(Call(scale, _at(self.strong, u), None if scale == 1 else _at(self.weak, u)))
         return calls
-
-    def check(
-        self,
-        routes: Sequence[Route],
-        label_drop: float,
-        weak_routes: Sequence[Route] | None = None,
-        weak_label_drop: float | None = None,
-        path_drop: float | None = None,
-    ) -> None:
-        """Raise ValueError unless networks trained with these routes and label drops can be guided so.
-
-        weak_routes, weak_label_drop  those of a second network; None: there is one network.
-        path_drop                     of a SPRINT's training; None: another network, which check_ratios refuses.
-        """
-        weak_routes = routes if weak_routes is None else weak_routes
-        weak_label_drop = label_drop if weak_label_drop is None else weak_label_drop
-        for name, trained in (("strong", routes), ("weak", weak_routes)):
-            if any(_ends(getattr(self, name))) and not trained and not self.force:
-                raise ValueError(
-                    f"guidance={self.kind} routes tokens around in the {name} branch, but its network was trained "
-                    "without a route (guidance.force=true runs it all the same, by the paper's route)"
-                )
-        others = "path_drop_class does" if self.row.drops_path else "sparse and autoguidance do"
-        for sees_class, drop in ((self.row.strong_class, label_drop), (self.row.weak_class, weak_label_drop)):
-            if sees_class is False and drop == 0:
-                raise ValueError(
-                    f"guidance={self.kind} asks a network without a class, but it was trained with train.label_drop=0 "
-                    f"and knows no null class; guidance={others} not need one"
-                )
-        if self.row.drops_path and path_drop == 0:
-            raise ValueError(
-                f"guidance={self.kind} asks a network without its sparse part, but it was trained with "
-                "train.path_drop=0 and never ran so: it needs one above 0, as model=sprint sets it; guidance=cfg and "
-                "autoguidance do not"
-            )
 
 
 NO_GUIDANCE = Guidance()

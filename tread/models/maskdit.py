@@ -130,5 +130,5 @@ def check_spans(routes: Sequence[Route], depth: int) -> None:
             given = ", ".join(f"{route.start}→{route.end} with fp32={route.fp32}" for route in routes)
             raise ValueError(
                 f"the routes are {given}, but MaskDiT drops tokens before its encoder and puts mask tokens at their "
-                "places behind it: it takes one route, start 0, end -1, fp32 off"
+                "places behind it: it takes one route, start 0, end -1, fp32 off, rejoin null"
             )

@@ -189,3 +189,20 @@ class Processes:
         finally:
             if held is not None:
                 held.release()
+
+
+def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | None) -> list[slice]:
+    """The rows of the global batch that a process takes, one slice for each accumulation step.
+
+    Raises ValueError if the batch does not divide evenly.
+    """
+    share, rest = divmod(batch_size, ranks)
+    if rest:
+        raise ValueError(f"train.batch_size {batch_size} does not divide over {ranks} processes")
+    micro = micro_batch_size or share
+    if share % micro:
+        raise ValueError(
+            f"train.micro_batch_size {micro} does not divide a process's share, {share} of the {batch_size} "
+            f"images over {ranks} processes"
+        )
+    return [slice(first, first + micro) for first in range(rank * share, (rank + 1) * share, micro)]

@@ -1,4 +1,4 @@
-"""The optimizers that optim.name chooses from, and the settings they are built by."""
+"""The optimizers that optim.name chooses from, the settings they are built by, and how any of them skips a bad step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tread.runtime.schema import BelowOne, CountOrZero, Positive, written
 
@@ -91,3 +92,43 @@ class Optim:
     def copies(self) -> float:
         """How many numbers the optimizer's state holds for each one of the parameters."""
         return OPTIMIZERS[self.name].copies(self.options or {})
+
+
+def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: Tensor) -> None:
+    """optimizer.step(), with parameters and state left bit for bit as they are where `bad`, a 0-d flag, is set.
+
+    The device decides, which keeps what was before and takes either, number by number. It is waited for where state is
+    not its own: in steps that make state, such as the first, or that change numbers of Python or tensors on another
+    device (with CUDA, `step` of torch's optimizers, unless their option `capturable` is true).
+    """
+    for gradient in gradients:
+        gradient.masked_fill_(bad, 0.0)  # what the step makes of NaN might be an error
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    owners, state, layout = _state(optimizer)
+    before, kept = ([v.clone() if torch.is_tensor(v) else v for v in values] for values in (parameters, state))
+    optimizer.step()
+    owners_now, state, layout_now = _state(optimizer)
+    alike = [*map(id, owners)] == [*map(id, owners_now)] and layout == layout_now
+    decidable = alike and all(_decidable(old, new, bad.device) for old, new in zip(kept, state))
+    for old, new in zip([*before, *kept], [*parameters, *state] if decidable else parameters):
+        if torch.is_tensor(new):
+            torch.where(bad, old, new, out=new)
+    if not decidable and bad:
+        values, groups = tree_unflatten(kept, layout)
+        optimizer.state.clear()
+        optimizer.state.update(zip(owners, values))
+        kept_groups = zip(groups, optimizer.param_groups)
+        optimizer.param_groups[:] = [{**settings, "params": group["params"]} for settings, group in kept_groups]
+
+
+def _state(optimizer: torch.optim.Optimizer) -> tuple[list, list, TreeSpec]:
+    """What state is of; all that it and the groups hold, but for parameters, and in which containers."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return list(optimizer.state), *tree_flatten((list(optimizer.state.values()), groups))
+
+
+def _decidable(old: object, new: object, device: torch.device) -> bool:
+    """Whether a flag on this device can choose between two values: tensors there, or what has not changed."""
+    if torch.is_tensor(old) and torch.is_tensor(new):
+        return (old.device, old.shape, old.dtype) == (device, new.shape, new.dtype) and new.device == device
+    return type(old) is type(new) and old == new

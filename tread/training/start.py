@@ -28,7 +28,7 @@ from tread.evaluation.online_fid import OnlineFID, open_online_fid
 from tread.models.backbone import Backbone
 from tread.models.conditions import Text
 from tread.runtime.compiling import compile_blocks, settle_compile
-from tread.runtime.distributed import Processes, open_training
+from tread.runtime.distributed import Processes, open_training, split_batch
 from tread.runtime.files import check_place, explain_failure, point_to, write_whole
 from tread.runtime.randomness import generator
 from tread.runtime.schema import written
@@ -41,7 +41,6 @@ from tread.training.optimizer import learning_rate
 from tread.training.run import Run
 from tread.training.run_folder import Claim, claim
 from tread.training.settings import Settings, prepare_embedded
-from tread.training.step import split_batch
 from tread.training.tracking import check_tracker, open_tracker
 
 
