@@ -299,12 +299,11 @@ class Record:
 
 def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
     """The ids_keep (B, K) of a route: as given, or by its rule from draws (B, N) and the tokens (B, N, D) before it."""
-    if not chosen.is_floating_point():
-        return chosen
-    with torch.no_grad():
-        ids_keep = RULES[route.select].choose(route, chosen, grid, scores=RULES[route.select].scores(tokens))
-    check_ids(ids_keep, *tokens.shape[:2])
-    return ids_keep
+    if chosen.is_floating_point():
+        with torch.no_grad():
+            chosen = RULES[route.select].choose(route, chosen, grid, scores=RULES[route.select].scores(tokens))
+    check_ids(chosen, *tokens.shape[:2])
+    return chosen
 
 
 def run_blocks(
@@ -344,11 +343,6 @@ def run_blocks(
             )
     resolved = check_routes([route for route, _ in routes], len(blocks))
     given = {route.resolve(len(blocks)).start: ids for route, ids in routes}
-    for route in resolved:  # before any block runs
-        if not given[route.start].is_floating_point():
-            check_ids(given[route.start], *tokens.shape[:2])
-            if grid is not None and route.rejoins.removes:
-                kept_grid(route, given[route.start], grid)
     starting, ending = {route.start: route for route in resolved}, {route.end: route for route in resolved}
     in_fp32 = {route.fp32_block for route in resolved}
     device = tokens.device.type

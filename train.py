@@ -23,18 +23,8 @@ from tqdm import tqdm
 
 from tread.reports.report import write_report
 from tread.runtime.cli import open_door, plain
-from tread.training import settings
+from tread.training import periodic, settings
 from tread.training.failures import Launch, guarded_step
-from tread.training.periodic import (
-    Clock,
-    done_before,
-    evaluate_and_draw,
-    interrupts,
-    judge_demo,
-    log,
-    save,
-    save_snapshot,
-)
 from tread.training.resume import settle
 from tread.training.run import Run, leave
 from tread.training.start import start
@@ -50,7 +40,7 @@ def main(composed: DictConfig) -> None:
         launch.finished = train(run)
         run.loader.close()
         if launch.finished:
-            judge_demo(run)
+            periodic.judge_demo(run)
             run.processes.say(describe_outcome(run))
         leave(run, launch.finished)
         if launch.finished:
@@ -64,8 +54,10 @@ def train(run: Run) -> bool:
         say(f"{run.folder} is finished: train.steps above {run.step} trains on, name=… starts another run")
     else:
         say(describe(run))
-    on = evaluate_and_draw(run, run.processes.from_main(lambda: done_before(run)))  # what an interruption left undone
-    clock, postponed = Clock(run), False
+    on = periodic.evaluate_and_draw(
+        run, run.processes.from_main(lambda: periodic.done_before(run))
+    )  # what an interruption left undone
+    clock, postponed = periodic.Clock(run), False
     hidden, pace = not run.processes.main, 0.5 if sys.stderr.isatty() else 20  # seconds between updates of the bar
     with tqdm(total=cfg.train.steps, initial=run.step, disable=hidden, unit="step", mininterval=pace) as bar:
         while on and run.step < cfg.train.steps and not run.stop.poll():
@@ -76,18 +68,18 @@ def train(run: Run) -> bool:
             due = run.step % cfg.every.log == 0 or last
             clock.tick(due)
             if due:
-                bar.set_postfix_str(log(run, clock), refresh=False)
-            if not (postponed or interrupts(run)):
+                bar.set_postfix_str(periodic.log(run, clock), refresh=False)
+            if not (postponed or periodic.interrupts(run)):
                 continue
             with clock.paused():
-                on = evaluate_and_draw(run)
+                on = periodic.evaluate_and_draw(run)
                 if run.averages and (run.step % (cfg.ema.snapshot_every or cfg.every.save) == 0 or last):
-                    save_snapshot(run)
+                    periodic.save_snapshot(run)
                 if run.step % cfg.every.save == 0 or last or postponed:
-                    postponed = not save(run)
+                    postponed = not periodic.save(run)
     if run.step != (run.saved or 0):
         with clock.paused():
-            save(run)
+            periodic.save(run)
     return on and run.step >= cfg.train.steps
 
 

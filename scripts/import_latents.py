@@ -103,7 +103,7 @@ def import_all(options: Options) -> None:
     writer.check_space(sum(len(ranges[number]) for number in missing), text_bytes if missing else 0)
     views = "with flipped copies" if latents.views == 2 else "one view"
     print(f"  source    {options.kind}, {len(foreign.labels):,} samples, {views}, {options.source}")
-    print(f"  holds     {latents.meaning}")
+    print(f"  holds     {encode_photos.stored_meaning(latents)}")
     if foreign.text is not None:
         known = "with the captions as words" if foreign.text.captions else "the captions as words unknown"
         print(f"  text      {foreign.text.spec.describe()}, {foreign.text.counts.sum():,} captions, {known}")

@@ -113,13 +113,15 @@ class LatentDataset:
             self.statistics = (tuple(index["channel_mean"]), tuple(index["channel_std"])) if known else None
             given = index.get("normalize_by")  # an import's source may have said it
             self.normal = (tuple(given["mean"]), tuple(given["std"])) if given else self.statistics
-            opened = open_shards(self.folder, index, self.latents, self.verify == "full")
+        except (ValueError, KeyError, TypeError) as error:
+            raise damaged(path, error) from error
+        try:
+            shards, self.labels = open_shards(self.folder, index, self.latents, self.verify == "full")
             self._open_columns(index)
         except (KeyError, TypeError) as error:
             raise damaged(path, error) from error
-        shards, self.labels = opened
-        beside = 0 if self._text is None else self._text.nbytes
-        self._shards = Shards(shards, self.latents.views, self.placement, self.device, self.folder, beside)
+        more = 0 if self._text is None else self._text.nbytes
+        self._shards = Shards(shards, self.latents.views, self.placement, self.device, self.folder, more)
         if self._text is not None and self.placement != "mmap":
             self._text.place(self._shards.device)
 
@@ -206,9 +208,9 @@ class LatentDataset:
         views = np.broadcast_to(views, indices.shape)
         if captions is not None:
             self._text.expect(captions)
-        for beside in (self._features, self._pictures):
-            if beside is not None:
-                beside.expect(indices, views)
+        for columns in (self._features, self._pictures):
+            if columns is not None:
+                columns.expect(indices, views)
         self._shards.expect(indices, views)
 
     def read(
@@ -236,10 +238,6 @@ class LatentDataset:
         if self._text is not None:
             text = self._text.read(self._text.numbers(indices) if captions is None else captions, pin)
         return Batch(stored, torch.from_numpy(self.labels[indices]), indices, features, pictures, text)
-
-    def text_of(self, captions: np.ndarray) -> Text:
-        """The text of captions by their numbers among all of the dataset, which was opened with text."""
-        return self._text.read(captions)
 
     def null_text(self) -> Text:
         """The text of the empty caption, one row."""

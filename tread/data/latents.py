@@ -83,13 +83,8 @@ class LatentSpec:
     @classmethod
     def from_json(cls, tree: dict) -> LatentSpec:
         """From a parsed index.json or a checkpoint's info.json. Raises KeyError for a missing key."""
-        later = (
-            "fingerprint",
-            "channel_shift",
-            "channel_scale",
-            "orientation",
-            "alpha",
-        )  # not yet in the first files of version 1
+        # not yet in the first files of version 1
+        later = ("fingerprint", "channel_shift", "channel_scale", "orientation", "alpha")
         values = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree or key not in later}
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
@@ -98,17 +93,6 @@ class LatentSpec:
         """(views, stored channels, S, S): the shape of one sample in a shard."""
         channels = self.shape[0] * (2 if self.content == "moments" else 1)
         return (self.views, channels, *self.shape[1:])
-
-    @property
-    def meaning(self) -> str:
-        """What the stored numbers are, in words."""
-        spread = {"logvar": "log-variance", "std": "standard deviation"}.get(self.spread)
-        content = f"posterior mean and {spread}" if spread else "latents"
-        if self.autoencoder == "pixels":
-            return "pixels in −1..1"
-        if self.scale_applied:
-            return f"{content}, on the network's scale (z − {self.shift:g})·{self.scale:g}"
-        return f"{content}, unscaled; network latents are (z − {self.shift:g})·{self.scale:g}"
 
     @property
     def sample_bytes(self) -> int:

@@ -118,7 +118,7 @@ class Shards:
 
     placement  "mmap": memory-mapped; "ram": read into this process's memory; "device": into that of `device`.
     folder     where they are from, for messages.
-    beside     bytes of what will be placed with them.
+    more       bytes of what will be placed with them.
 
     Raises ValueError where memory does not suffice.
     """
@@ -130,7 +130,7 @@ class Shards:
         placement: Placement,
         device: torch.device | str,
         folder: Path,
-        beside: int,
+        more: int,
     ) -> None:
         self._arrays, self._views, self._in_place = arrays, views, placement == "mmap"
         counts = [len(array) for array in arrays]
@@ -145,7 +145,7 @@ class Shards:
             starts = (np.cumsum([0, *counts]) * views).tolist()
             self._next_view = 1
             place = torch.device(device if placement == "device" else "cpu")
-            needed, free = sum(array.nbytes for array in arrays) + beside, free_memory(place)
+            needed, free = sum(array.nbytes for array in arrays) + more, free_memory(place)
             if needed > free:
                 raise ValueError(
                     f"{folder} takes {size_text(needed)}, but {place} has {size_text(free)} of memory free: "

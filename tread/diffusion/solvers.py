@@ -46,21 +46,6 @@ def call_order(solver: str, steps: int) -> list[int]:
     return list(range(steps)) if solver == "euler" else [(call + 1) // 2 for call in range(2 * steps - 1)]
 
 
-def solve(
-    solver: str,
-    denoiser: Denoiser,
-    noise: Tensor,
-    levels: Tensor,
-    churn: Churn = Churn(),
-    churn_noise: Callable[[int], Tensor] | None = None,
-) -> Tensor:
-    """Run the solver of that name; see `euler` and `heun`, whose churn is."""
-    check("solver", solver, Solver)
-    if solver == "heun":
-        return heun(denoiser, noise, levels, churn, churn_noise)
-    return euler(denoiser, noise, levels)
-
-
 def _start(noise: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
     """The first state and the levels, on the noise's device and in the state's precision."""
     precision = torch.float32 if noise.device.type == "mps" else torch.float64
@@ -114,3 +99,9 @@ def heun(
         else:
             x = x_euler
     return x
+
+
+def solve(solver: str, denoiser: Denoiser, noise: Tensor, levels: Tensor, *churning: object) -> Tensor:
+    """Run the solver of that name; what else is given is heun's churn and churn_noise."""
+    check("solver", solver, Solver)
+    return heun(denoiser, noise, levels, *churning) if solver == "heun" else euler(denoiser, noise, levels)

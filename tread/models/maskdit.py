@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dit import DiT, DiTBlock
-from routing_module import Record, Route, check_ids, gather_tokens, run_blocks, scatter_tokens, settle_ids
+from routing_module import Record, Route, gather_tokens, run_blocks, scatter_tokens, settle_ids
 from tread.models.backbone import FinalLayer, sincos_positions
 from tread.routing.ids import count_kept
 
@@ -107,7 +107,6 @@ class MaskDiT(DiT):
         if routes:
             [(route, chosen)] = routes
             ids_keep = settle_ids(route, chosen, x)
-            check_ids(ids_keep, batch, tokens)
             x = gather_tokens(x, ids_keep)
         x = self.decoder_layer(run_blocks(self.called(self.blocks), x, c, record=record), c)
         if record is not None and ids_keep is not None:

@@ -394,7 +394,7 @@ def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
         f"orientation={options.orientation}, alpha={options.alpha}"
     )
     processes.say(f"  encoder   {latents.autoencoder}, {options.precision}")
-    processes.say(f"  stores    {stored}: {latents.meaning}")
+    processes.say(f"  stores    {stored}: {stored_meaning(latents)}")
     if options.keep_pictures:
         size = size_text(len(photos) * writers["train"].picture_bytes)
         processes.say(f"  keeps     the pictures too, {writers['train'].pictures} uint8, {size}")
@@ -545,3 +545,14 @@ def report_text(report: dict) -> str:
     named = [f"    {name}: {why}" for name, why in left_out[:10]]
     lines = [f"  {name:<10}{value}" for name, value in lines.items()] + named
     return "\n".join(lines).encode(errors="backslashreplace").decode()  # file names may be of bytes that are no UTF-8
+
+
+def stored_meaning(latents: LatentSpec) -> str:
+    """What stored numbers are, in words."""
+    spread = {"logvar": "log-variance", "std": "standard deviation"}.get(latents.spread)
+    content = f"posterior mean and {spread}" if spread else "latents"
+    if latents.autoencoder == "pixels":
+        return "pixels in −1..1"
+    if latents.scale_applied:
+        return f"{content}, on the network's scale (z − {latents.shift:g})·{latents.scale:g}"
+    return f"{content}, unscaled; network latents are (z − {latents.shift:g})·{latents.scale:g}"
