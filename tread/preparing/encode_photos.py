@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from tread.data.captions import add_captions
 from tread.data.dataset import LatentDataset
-from tread.data.latents import Alpha, Dtype, Orientation, to_network
+from tread.data.latents import Alpha, Dtype, LatentSpec, Orientation, to_network
 from tread.data.writer import DatasetWriter
 from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder
