@@ -133,14 +133,14 @@ def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> N
             f"guidance={sampler.guidance.kind} leaves out SPRINT's sparse part in the weak branch, but this network "
             "has none: it was not trained with model=sprint"
         )
-    for name, one in (("strong", model), ("weak", weak or model)):
+    for name, branch in (("strong", model), ("weak", weak or model)):
         ratio = max(getattr(call, name) or 0.0 for call in plan)
         if ratio == 0:
             continue
-        if not one.routes:
+        if not branch.routes:
             raise ValueError(f"guidance={sampler.guidance.kind} routes tokens around, but the model has no routes")
-        for route in one.routes:
-            check_ratio(with_ratio(route, ratio), one.network.grid, f"guidance.{name}")
+        for route in branch.routes:
+            check_ratio(with_ratio(route, ratio), branch.network.grid, f"guidance.{name}")
 
 
 def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:

@@ -111,12 +111,12 @@ def loss(
     x = to_network(batch.stored, latents, draws.posterior)
     y = drop(batch.condition, draws.drop, cfg.train.label_drop, null)
     level = process.noise_level(draws.level)
-    noted = {} if draws.path is None else {"path_drop": draws.path < cfg.train.path_drop}
-    given = partial(network, record=record, **noted), x, y, level, draws.noise, draws.routes
+    sparse = {} if draws.path is None else {"path_drop": draws.path < cfg.train.path_drop}  # of SPRINT's path
+    network = partial(network, record=record, **sparse)
     if cfg.train.loss_tokens == "all" or not draws.routes:
-        terms = [process.loss(*given)]
+        terms = [process.loss(network, x, y, level, draws.noise, draws.routes)]
     else:
-        errors, weight = process.errors(*given), process.weight(level)
+        errors, weight = process.errors(network, x, y, level, draws.noise, draws.routes), process.weight(level)
         terms = [kept_terms(*errors, weight, record.ids, cfg.model.patch_size, cfg.train.reconstruction)]
     if aligner is not None:
         targets = aligner.targets(process, batch, x, y, draws.level, draws.noise, draws.back)
