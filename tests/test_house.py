@@ -163,3 +163,17 @@ def test_what_should_not_exist(name):
         library = name == "tread/__init__.py" or package_of(name) != "doors"
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and library:
             assert node.value != "__main__", "a demo in a library"
+
+
+def test_every_class_and_module_has_a_name_of_its_own():
+    modules = [Path(name).stem for name in NAMES if Path(name).stem != "__init__"]
+    classes = [node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    for names in (modules, classes):
+        assert sorted(names) == sorted(set(names)), {name for name in names if names.count(name) > 1}
+
+
+def test_a_room_is_not_a_warehouse():
+    for room in ORDER:
+        files = [name for name in NAMES if name.startswith(f"tread/{room}/") and not name.endswith("__init__.py")]
+        lines = sum((ROOT / name).read_text().count("\n") for name in files)
+        assert len(files) <= 18 and lines <= 3000, f"{room}: {len(files)} files, {lines} lines"
