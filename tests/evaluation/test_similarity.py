@@ -64,7 +64,7 @@ def by_hand(network, x, t, y, routes):
             done = block(tokens[seen][None], condition, **grid)[0]
             tokens = tokens.clone()
             tokens[seen] = done
-            for route in [route for route, _ in routes if number == route.end and network.puts_back]:
+            for route in [route for route, _ in routes if number == route.end and network.skipped_return]:
                 away = set(range(len(tokens))) - set(seen)
                 tokens = torch.stack(
                     [states[route.rejoin][sample, n] if n in away else t for n, t in enumerate(tokens)]

@@ -56,7 +56,7 @@ def block_states(network: Backbone, x: Tensor, t: Tensor, y: Tensor, routes: Rou
             hook.remove()
     resolved = [(route.resolve(len(network.blocks)), ids_keep) for route, ids_keep in routes]
     ids_of = {block: ids for route, ids in resolved for block in range(route.start, route.end + 1)}
-    rejoins = {route.end: route.rejoin for route, _ in resolved if network.puts_back}
+    rejoins = {route.end: route.rejoin for route, _ in resolved if network.skipped_return}
     whole = (outputs[0] + network.pos_embed).float()
     all_held = torch.ones(whole.shape[:2], dtype=torch.bool, device=whole.device)
     states = [(whole, all_held)]

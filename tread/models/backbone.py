@@ -121,7 +121,7 @@ class Backbone(nn.Module):
     """
 
     needs_grid = False
-    puts_back = True  # false: behind a route stand mask tokens, and what it took around never comes back
+    skipped_return = True  # false: behind a route stand mask tokens, and the skipped ones never come back
     drops_path = False  # whether forward and forward_flops take path_drop, as SPRINT's
 
     def __init__(

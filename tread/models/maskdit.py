@@ -30,7 +30,7 @@ class MaskDiT(DiT):
     not fit one another.
     """
 
-    puts_back = False
+    skipped_return = False
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ class Sprint(LightningDiT):
     Raises ValueError for sizes that do not fit one another, and for a depth that leaves g no block.
     """
 
-    puts_back, drops_path = False, True
+    skipped_return, drops_path = False, True
 
     def __init__(
         self,
