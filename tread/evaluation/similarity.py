@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from routing_module import Route, check_routes, scatter_tokens
+from routing_module import Record, Route, check_routes, scatter_tokens
 from tread.checkpoints.for_sampling import SavedNetwork
 from tread.data.dataset import LatentDataset
 from tread.diffusion.guidance import Routes
@@ -29,7 +29,7 @@ from tread.diffusion.sampling import Model
 from tread.evaluation.heldout_loss import read_points
 from tread.models.backbone import Backbone
 from tread.preparing import digits
-from tread.routing.ids import check_ratio, choose_ids, describe_route
+from tread.routing.ids import RULES, check_ratio, describe_route, pair
 from tread.runtime.randomness import seeded_uniform
 
 
@@ -46,26 +46,25 @@ class States(NamedTuple):
 
 def block_states(network: Backbone, x: Tensor, t: Tensor, y: Tensor, routes: Routes = ()) -> tuple[Tensor, States]:
     """What a network returns for these inputs (see Backbone.forward), and the states that it went through."""
-    outputs: list[Tensor] = []
-    watched = (network.x_embedder, *network.blocks)
-    hooks = [module.register_forward_hook(lambda _, given, output: outputs.append(output)) for module in watched]
+    embedded: list[Tensor] = []
+    hook = network.x_embedder.register_forward_hook(lambda _, given, output: embedded.append(output))
+    record = Record(blocks=range(len(network.blocks)))
     try:
-        result = network(x, t, y, routes=routes)
+        result = network(x, t, y, routes=routes, record=record)
     finally:
-        for hook in hooks:
-            hook.remove()
-    resolved = [(route.resolve(len(network.blocks)), ids_keep) for route, ids_keep in routes]
-    ids_of = {block: ids for route, ids in resolved for block in range(route.start, route.end + 1)}
-    rejoins = {route.end: route.rejoin for route, _ in resolved if network.skipped_return}
-    whole = (outputs[0] + network.pos_embed).float()
+        hook.remove()
+    resolved = [(route.resolve(len(network.blocks)), ids) for (route, _), ids in zip(routes, record.ids)]
+    ending = {route.end: (route, ids) for route, ids in resolved if network.skipped_return}
+    whole = (embedded[0] + network.pos_embed).float()
     all_held = torch.ones(whole.shape[:2], dtype=torch.bool, device=whole.device)
     states = [(whole, all_held)]
-    for block, output in enumerate(outputs[1:]):
-        ids = ids_of.get(block)
-        if ids is None:
+    for block in record.blocks:
+        output, ids = record.outputs[block]
+        if block in ending:
+            route, chosen = ending[block]
+            whole = route.rejoins.join(states[route.saved_before][0], output.float(), chosen)
+        elif ids is None:
             whole = output.float()
-        elif block in rejoins:
-            whole = scatter_tokens(states[rejoins[block]][0], output, ids)
         else:
             kept = scatter_tokens(torch.zeros_like(whole), output, ids)
             states.append((kept, torch.zeros_like(all_held).scatter(1, ids, True)))
@@ -98,7 +97,7 @@ def noised_states(
     batch; of a route whose ids a training batch shared, each point has its own.
     """
     network, device = model.network, next(model.network.parameters()).device
-    per_point = [replace(route, select="token") if route.select == "shared" else route for route in model.routes]
+    per_point = [RULES[route.select].for_sampling(route) for route in model.routes]
     for numbers in torch.arange(samples).split(batch_size):
         x, y, level, noise = read_points(
             model.process, data, numbers, samples, noise_levels, device, f"similarity {seed}"
@@ -106,7 +105,7 @@ def noised_states(
         routes = []
         for place, route in enumerate(per_point):
             uniform = seeded_uniform(numbers.tolist(), (network.num_tokens,), f"similarity route {place} {seed}")
-            routes.append((route, choose_ids(route, uniform.to(device), network.grid)))
+            routes.append(pair(route, uniform.to(device), network.grid))
         seen: list[States] = []
         model.process.errors(partial(_watched, network, seen), x, y, level, noise, routes)
         yield seen.pop()
