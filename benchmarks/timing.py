@@ -63,7 +63,7 @@ def random_text(folder: Path, count: int, words: bool) -> None:
         return Text(tokens, mask, pooled)
 
     for number in writer.missing():
-        writer.write(number, text(len(writer.range_of(number))))
+        writer.write(number, text(len(writer.ranges[number])))
     writer.write_null(text(1))
     writer.publish()
 

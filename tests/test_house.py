@@ -28,11 +28,7 @@ KNOWS = {  # library → who may import it; a package means all of its files
     "plotly": {"tread/reports/page.py"},
     "diffusers": {"tread/encoders/autoencoder.py"},
     "gradio": {"tread/reports/explorer.py"},
-    "transformers": {  # of pictures, of text, of both
-        "tread/encoders/vision.py",
-        "tread/encoders/language.py",
-        "tread/encoders/clip.py",
-    },
+    "transformers": {"tread/encoders/pretrained.py"},
     "mamba_ssm": {"tread/models/ssd.py"},
 }
 

@@ -20,6 +20,7 @@ from conftest import ROOT
 from forked import run_python
 from PIL import Image
 
+from tread.data import sections
 from tread.data.columns import check_grid, latents_hash
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
@@ -301,24 +302,24 @@ def test_features_that_were_stopped_are_gone_on_with(prepare_latents, features, 
         features()
     assert files(folder) == before
     with pytest.raises(
-        ValueError, match="unfinished work, features of own_patches:patches, 8×8 .* and these are .*other"
+        ValueError, match="unfinished work of another kind(?s:.*)own_patches:patches there, own_patches:other here"
     ):
         features("encoder=own_patches:other")
     monkeypatch.undo()
-    write_whole = encode_features.write_whole
+    write_whole = sections.write_whole
 
     def killed(path, text):
         if path.name == "index.json":
             raise KeyboardInterrupt
         write_whole(path, text)
 
-    monkeypatch.setattr(encode_features, "write_whole", killed)
+    monkeypatch.setattr(sections, "write_whole", killed)
     with pytest.raises(KeyboardInterrupt):
         features()
-    monkeypatch.setattr(encode_features, "write_whole", write_whole)
+    monkeypatch.setattr(sections, "write_whole", write_whole)
     assert "0 of 4 shards" in features()
     assert files(folder) == whole and not list(folder.glob(".*"))
-    assert features() == f"{folder} holds these features already\n"
+    assert features() == f"{folder} holds the same features already\n"
 
 
 def test_other_features_are_replaced_when_that_is_asked_for(prepare_latents, features, tmp_path):
@@ -326,7 +327,7 @@ def test_other_features_are_replaced_when_that_is_asked_for(prepare_latents, fea
     features("grid=4")
     before = files(tmp_path / "data")
     for other in ("grid=2", "encoder=own_patches:other"):
-        with pytest.raises(ValueError, match="holds features of own_patches:patches, 4×4 tokens of 48 .*again=true"):
+        with pytest.raises(ValueError, match="(?s)holds other features: again=true.*(grid: 4 there, 2|:patches there)"):
             features(other)
     assert files(tmp_path / "data") == before and not (tmp_path / "data" / ".features.unfinished").exists()
     features("encoder=own_patches:other", "again=true")
@@ -342,8 +343,8 @@ def test_features_that_do_not_fit_float16_or_the_disk_are_refused(prepare_latent
         features("encoder=own_patches:large")
     with pytest.raises(ValueError, match="grid is 9, but own_patches:patches has 8×8 tokens of pictures of 32×32"):
         features("grid=9")
-    monkeypatch.setattr(encode_features, "free_bytes", lambda folder: 1000)
-    with pytest.raises(OSError, match=r"the features take 160 kB, but .* has 1 kB free"):
+    monkeypatch.setattr(sections, "free_bytes", lambda folder: 1000)
+    with pytest.raises(OSError, match=r"160 kB of features are to come, but .* has 1 kB free"):
         features("again=true")
     assert "features" not in read_index(tmp_path / "data")
 

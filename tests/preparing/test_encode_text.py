@@ -78,7 +78,7 @@ def test_text_is_what_the_encoder_makes_of_each_caption(place, here, kind):
     assert kind == "words" or torch.allclose(found.pooled.float(), expected.pooled.float(), atol=1e-3)
     empty = encoder.encode([""])
     assert torch.equal(data.null_text().tokens, empty.tokens) and torch.equal(data.null_text().mask, empty.mask)
-    assert "train holds this text already" in prepare(here, f"encoder={name}")
+    assert "train holds the same text of " in prepare(here, f"encoder={name}")
 
 
 @pytest.mark.parametrize("kind", ["words", "t5"])
@@ -125,7 +125,7 @@ def test_work_that_was_stopped_goes_on_to_the_same_bytes(place, here, monkeypatc
     refused(here, "the machine goes down", *words)
     assert content(here / "train") == before and len(made) == 2  # until all is there the dataset is as it was
     monkeypatch.setattr(encode_text.TextWriter, "write", write)
-    refused(here, "unfinished work of another kind (they differ in tokens): go on", *words, "tokens=9")
+    refused(here, "unfinished work of another kind: go on", *words, "tokens=9")
     assert "4 of 6 shards" in prepare(here, *words)
     assert content(here / "train") == content(here / "whole")
 
@@ -159,7 +159,7 @@ def test_captions_can_be_added_and_replaced(here):
 def test_other_text_of_the_same_encoder_is_kept_unless_replaced(here):
     prepare(here, "encoder=words")
     before = content(here / "train")
-    refused(here, "holds other text of words (they differ in tokens): again=true", "encoder=words", "tokens=4")
+    refused(here, "holds other text of words: again=true", "encoder=words", "tokens=4")
     assert content(here / "train") == before
     file = here / "train/text-words-00000.npy"
     file.write_bytes(file.read_bytes()[:-4])
@@ -169,7 +169,7 @@ def test_other_text_of_the_same_encoder_is_kept_unless_replaced(here):
 
 
 def test_a_full_disk_is_said_before_the_work(place, here, monkeypatch):
-    monkeypatch.setattr("tread.data.text_writer.free_bytes", lambda folder: 100)
+    monkeypatch.setattr("tread.data.sections.free_bytes", lambda folder: 100)
     refused(here, "has 100 B free", f"encoder={place / 'bert'}")
 
 

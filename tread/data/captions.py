@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from tread.data.index import check_sha256
 from tread.runtime.files import explain_failure, plain_name, sha256, whole_file, write_whole
 
 FILE = "captions.jsonl"
@@ -76,8 +77,7 @@ def read_captions(folder: Path, index: dict) -> list[list[str]]:
     file = folder / plain_name(entry["file"], folder / "index.json")
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing, though index.json names it; prepare the dataset again")
-    if (actual := sha256(file)) != entry["sha256"]:
-        raise ValueError(f"{file} was changed: its sha256 is {actual}, but index.json says {entry['sha256']}")
+    check_sha256(file, entry["sha256"])
     return list(itertools.islice(parse_captions(file), index["count"]))
 
 

@@ -27,17 +27,17 @@ import json
 import mmap
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from hashlib import sha256 as digest
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tread.data.index import check_sha256
 from tread.data.shards import open_array, torch_dtype, will_need
 from tread.models.conditions import Text
-from tread.runtime.files import plain_name, sha256
+from tread.runtime.files import plain_name
 from tread.runtime.schema import Count, read
 
 LOOKED_AT = 32  # samples, spread over all, whose features must be finite for a dataset to open
@@ -113,10 +113,6 @@ class FeatureSpec:
     width: Count
     of: str
 
-    def section(self, shards: Sequence[dict]) -> dict:
-        """The section of index.json; a shard is {"file": …, "sha256": …}."""
-        return {**asdict(self), "shards": list(shards)}
-
 
 def latents_hash(index: dict) -> str:
     """Hex sha256 of a dataset's content, by the hashes in its parsed index.json."""
@@ -140,7 +136,7 @@ def open_pictures(folder: Path, index: dict, full: bool) -> Columns:
         file = folder / plain_name(shard["pictures"], path)
         arrays.append(open_array(file, "uint8", (shard["count"], *shape)))
         if full:
-            _check_hash(file, shard["pictures_sha256"])
+            check_sha256(file, shard["pictures_sha256"])
         arrays[-1]._mmap.madvise(mmap.MADV_RANDOM)
     return Columns(arrays)
 
@@ -179,15 +175,10 @@ def open_features(folder: Path, index: dict, encoder: str, views: int, full: boo
                 f"{make} again=true"
             )
     for file, entry in zip(files, entries) if full else ():
-        _check_hash(file, entry["sha256"])
+        check_sha256(file, entry["sha256"])
     for array in arrays:
         array._mmap.madvise(mmap.MADV_RANDOM)
     return spec, Columns([array.reshape(-1, *array.shape[2:]) for array in arrays], views)
-
-
-def _check_hash(file: Path, expected: str) -> None:
-    if (actual := sha256(file)) != expected:
-        raise ValueError(f"{file} was changed: its sha256 is {actual}, but index.json says {expected}")
 
 
 CLIP_L = "openai/clip-vit-large-patch14"  # its short name is clip-l
@@ -233,7 +224,8 @@ class TextSpec:
     def stem(self) -> str:
         """How the names of its files begin."""
         plain = re.sub(r"[^A-Za-z0-9.]+", "-", self.encoder).strip("-.")[-40:]
-        return f"text-{plain}" + ("" if plain == self.encoder else f"-{digest(self.encoder.encode()).hexdigest()[:6]}")
+        digest = hashlib.sha256(self.encoder.encode()).hexdigest()[:6]
+        return f"text-{plain}" if plain == self.encoder else f"text-{plain}-{digest}"
 
     @property
     def caption_bytes(self) -> int:
@@ -346,11 +338,8 @@ def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedTex
     def opened(entry: dict, key: str, dtype: str, shape: tuple[int, ...], hashed: bool) -> np.ndarray:
         file = folder / plain_name(entry[key], path)
         array = open_array(file, dtype, shape)
-        if hashed and (actual := sha256(file)) != entry[f"{key}_sha256"]:
-            raise ValueError(
-                f"{file} was changed: its sha256 is {actual}, but index.json says {entry[f'{key}_sha256']}; "
-                f"{make} again=true makes it anew"
-            )
+        if hashed:
+            check_sha256(file, entry[f"{key}_sha256"], f"; {make} again=true makes it anew")
         return array
 
     counts = np.array(opened(section, "counts", "int32", (index["count"],), True), dtype=np.int64)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tread.runtime.files import sha256
+
 VERSION = 1
 
 
@@ -54,3 +56,9 @@ def check_labels(labels: np.ndarray, num_classes: int, where: object) -> None:
     """Raise ValueError unless all labels lie in 0..num_classes−1."""
     if len(labels) and not 0 <= labels.min() <= labels.max() < num_classes:
         raise ValueError(f"{where}: labels lie in {labels.min()}..{labels.max()}, but there are {num_classes} classes")
+
+
+def check_sha256(file: Path, expected: str, then: str = "") -> None:
+    """Raise ValueError unless a file's hash is the one that index.json has of it; `then` says what to do."""
+    if (actual := sha256(file)) != expected:
+        raise ValueError(f"{file} was changed: its sha256 is {actual}, but index.json says {expected}{then}")

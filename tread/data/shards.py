@@ -13,9 +13,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from tread.data.index import check_labels
+from tread.data.index import check_labels, check_sha256
 from tread.data.latents import LatentSpec
-from tread.runtime.files import plain_name, sha256, size_text
+from tread.runtime.files import plain_name, size_text
 
 Placement = Literal["mmap", "ram", "device"]
 PLACEMENTS = get_args(Placement)
@@ -100,8 +100,7 @@ def open_shards(folder: Path, index: dict, latents: LatentSpec, full: bool) -> t
         arrays.append(open_array(file, latents.dtype, (shard["count"], *latents.stored_shape)))
         labels.append(np.array(open_array(label_file, "int64", (shard["count"],))))
         for checked, stated in [(label_file, shard["labels_sha256"])] + [(file, shard["file_sha256"])] * full:
-            if (digest := sha256(checked)) != stated:
-                raise ValueError(f"{checked} was changed: its sha256 is {digest}, but index.json says {stated}")
+            check_sha256(checked, stated)
         check_labels(labels[-1], len(latents.classes), label_file)
     joined = np.concatenate(labels) if labels else np.zeros(0, dtype=np.int64)
     counted = np.bincount(joined, minlength=len(latents.classes)).tolist()

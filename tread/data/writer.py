@@ -25,6 +25,7 @@ import torch
 from tread.data.captions import add_captions
 from tread.data.index import VERSION, check_labels
 from tread.data.latents import LatentSpec, mean_and_std
+from tread.data.sections import differences
 from tread.data.shards import write_array
 from tread.runtime.files import Lock, explain_failure, free_bytes, sha256, size_text, sync, whole_file, write_whole
 
@@ -102,14 +103,10 @@ class DatasetWriter:
             self._done.mkdir()
             before = plan = self._plan
         if before != plan:
-            keys = [key for key in {**before, **self._plan} if before.get(key) != self._plan.get(key)]
-            listed = "\n".join(
-                f"  {key}: {str(before.get(key))[:80]} there, {str(self._plan.get(key))[:80]} here" for key in keys
-            )
             self._lock.release()
             raise ValueError(
                 f"{self.work} holds unfinished work of another kind; continue it as it was begun, "
-                f"or remove it to start anew\n{listed}"
+                f"or remove it to start anew\n{differences(before, self._plan)}"
             )
         with explain_failure(path):
             write_whole(path, json.dumps(plan, indent=1) + "\n")

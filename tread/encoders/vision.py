@@ -15,25 +15,22 @@ import hashlib
 import importlib
 import math
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tread.encoders.autoencoder import fingerprint
 from tread.encoders.inception import SIZE, Inception, as_input, find_weights, load_inception
+from tread.encoders.pretrained import load_whole, pretrained
 from tread.runtime.device import exact
-from tread.runtime.hub import is_cached
 
 DINOV2 = {f"dinov2-{size[0]}": f"facebook/dinov2-{size}" for size in ("small", "base", "large", "giant")}
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and standard deviation of RGB
 INCEPTION_GRID = 16
 WIDTHS = {"inception": 768, "dinov2-s": 384, "dinov2-b": 768, "dinov2-l": 1024, "dinov2-g": 1536}  # z, without loading
@@ -182,39 +179,16 @@ def _between(grid: int, size: int, device: torch.device) -> Tensor:
 
 def _load_dinov2(name: str) -> nn.Module:
     """transformers' Dinov2Model in fp32, of a short name, a hub id or a folder. Raises ValueError."""
-    try:
-        # imported here because it takes seconds, and is an extra
-        from transformers import Dinov2Config, Dinov2Model
-        from transformers.utils import logging
-    except ImportError as error:
-        raise ValueError(
-            f"encoder {name!r} needs transformers: pip install -r requirements-alignment.txt ({error})"
-        ) from error
-    place, before = DINOV2.get(name, name), logging.get_verbosity()
-    logging.set_verbosity_error()  # it would report what is looked at here
-    logging.disable_progress_bar()
-    try:
-        local = Path(place).is_dir() or is_cached(place, WEIGHTS)
-        kind = Dinov2Config.get_config_dict(place, local_files_only=local)[0].get("model_type")
+    place = DINOV2.get(name, name)
+    known = (
+        f"Encoders are inception, {', '.join(DINOV2)}, a hub id (to be downloaded once while online) or a folder of "
+        "such a model, or module:function"
+    )
+    with pretrained(f"encoder {name!r}", place, "requirements-alignment.txt", known) as (transformers, told):
+        kind = transformers.Dinov2Config.get_config_dict(place, **told)[0].get("model_type")
         if kind != "dinov2":
             raise ValueError(f"it is a {kind}, not a dinov2")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model, loading = Dinov2Model.from_pretrained(place, local_files_only=local, output_loading_info=True)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ValueError(
-            f"encoder {name!r} could not be loaded as DINOv2: {str(error).strip()}\nEncoders are inception, "
-            f"{', '.join(DINOV2)}, a hub id (to be downloaded once while online) or a folder of such a model, or "
-            "module:function"
-        ) from error
-    finally:
-        logging.set_verbosity(before)
-        logging.enable_progress_bar()
-    lacking = sorted(set(loading["missing_keys"]) - {"embeddings.mask_token"})  # which nothing here masks with
-    if lacking or loading["mismatched_keys"]:
-        odd = lacking or sorted(map(str, loading["mismatched_keys"]))
-        raise ValueError(f"encoder {name!r} lacks weights of a Dinov2Model, or has others: {', '.join(odd[:3])}, …")
-    return model.float()
+        return load_whole(transformers.Dinov2Model, place, told, unused="embeddings.mask_token")  # nothing is masked
 
 
 def _dinov2_tokens(model: nn.Module, pictures: Tensor) -> Tensor:

@@ -92,38 +92,20 @@ def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Pr
         encoder = text_encoder(options.encoder, flat, tokens, vocabulary, processes.device)
     spec = encoder.spec
     writer = TextWriter(folder, spec, list(map(len, captions)), options.shard_size)
-    if processes.from_main(lambda: writer.is_finished(options.again)):
-        processes.say(f"{folder} holds this text already")
-        return
-    processes.from_main(lambda: writer.begin(options.again))
-    try:
-        _encode(writer, encoder, flat, options.batch_size, processes)
-    finally:
-        writer.release()
-    processes.say(f"  text      {folder}: {spec.encoder}, read with text.encoder={spec.encoder}")
+    usual = 16 if processes.device.type == "cpu" else AT_ONCE
 
+    def write(numbers: list[int], done: Callable[[int], object]) -> None:
+        write_shards(writer, encoder, flat, numbers, min(AT_ONCE, options.batch_size or usual), done)
+        processes.from_main(lambda: writer.write_null(encoder.encode([""])))
 
-def _encode(
-    writer: TextWriter, encoder: TextEncoder, captions: Sequence[str], batch_size: int | None, processes: Processes
-) -> None:
-    """The work that has begun, to its end."""
-    missing = processes.from_main(writer.missing)
-    spec = writer.spec
-    processes.say(f"  dataset   {writer.folder}: {len(writer.counts):,} samples, {len(captions):,} captions")
-    processes.say(f"  encoder   {spec.describe()}")
-    processes.say(f"  stores    {spec.dtype}, {size_text(writer.bytes_of(range(writer.shards)))}")
-    for line in remarks(encoder, captions):
-        processes.say(line)
-    shards = f"{len(missing)} of {writer.shards} shards"
-    processes.say(f"  work      {shards}, {processes.count} processes on {processes.device}")
-    processes.from_main(lambda: writer.check_space(missing))
-    mine = missing[processes.rank :: processes.count]
-    batch_size = min(AT_ONCE, batch_size or (16 if processes.device.type == "cpu" else AT_ONCE))
-    with processes.bar("encoding", sum(len(writer.range_of(number)) for number in mine), "caption") as bar:
-        write_shards(writer, encoder, captions, mine, batch_size, bar.update)
-    processes.from_main(lambda: writer.write_null(encoder.encode([""])))
-    processes.wait()
-    processes.from_main(writer.publish)
+    lines = [
+        f"  dataset   {folder}: {len(captions):,} samples, {len(flat):,} captions",
+        f"  encoder   {spec.describe()}",
+        f"  stores    {spec.dtype}, {size_text(writer.nbytes)}",
+        *remarks(encoder, flat),
+    ]
+    if writer.make(processes, options.again, lines, "caption", write):
+        processes.say(f"  text      {folder}: {spec.encoder}, read with text.encoder={spec.encoder}")
 
 
 def _shape_of(like: Path, encoder: str) -> TextSpec:
@@ -166,7 +148,7 @@ def write_shards(
 ) -> None:
     """Encode and write some shards; `done` is told of each count of captions."""
     for number in numbers:
-        rows, parts = writer.range_of(number), []
+        rows, parts = writer.ranges[number], []
         for first in range(rows.start, rows.stop, batch_size):
             batch = captions[first : min(first + batch_size, rows.stop)]
             parts.append(encoder.encode(batch))

@@ -92,10 +92,10 @@ def write_text(folder: Path, text: ForeignText, progress: Callable[[int], Abstra
     writer.check_space(missing)
     samples = np.repeat(np.arange(len(text.counts)), text.counts)
     numbers = np.arange(writer.total) - np.repeat(np.cumsum(text.counts) - text.counts, text.counts)
-    with progress(sum(len(writer.range_of(number)) for number in missing)) as bar:
+    with progress(writer.rows(missing)) as bar:
         for number in missing:
             tokens = []
-            for at in writer.range_of(number):
+            for at in writer.ranges[number]:
                 tokens.append(text.read(samples[at], numbers[at]))
                 bar.update()
             writer.write(number, _unpadded(np.stack(tokens)))
