@@ -9,14 +9,10 @@ leaves no path of this machine in the record. All options: configs/export_checkp
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    from tread.runtime.import_guard import guard_imports
-
-    guard_imports(globals())
+    import checkout  # noqa: F401
 
 import json
 import shutil
