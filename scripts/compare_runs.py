@@ -16,18 +16,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    from tread.runtime.import_guard import guard_imports
-
-    guard_imports(globals())
+    import checkout  # noqa: F401
 
 from collections.abc import Sequence
 
 from tread.drawing.charts import save_panels
 from tread.evaluation.metric_table import METRICS
 from tread.reports.comparison import (
-    Group,
+    SeedGroup,
     axes_of,
     cautions,
     column_metrics,
@@ -61,7 +58,7 @@ def main() -> None:
             print(f"written: {out}.png, {out}.csv")
 
 
-def show(groups: Sequence[Group]) -> None:
+def show(groups: Sequence[SeedGroup]) -> None:
     """Print the table, what is not alike, and who reaches whom."""
     columns = column_metrics(groups)
     longest = max((s for group in groups for s in group.last("seconds")), default=0)

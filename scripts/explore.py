@@ -8,15 +8,10 @@ configs/explore.yaml.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 if __name__ == "__main__":
-    from tread.runtime.import_guard import guard_imports
-
-    guard_imports(globals())
+    import checkout  # noqa: F401
 
 import hydra
 import torch
@@ -37,7 +32,7 @@ def main(composed: DictConfig) -> None:
         explorer.import_gradio()
         explorer.check_port(options.port)
         use_cores(options.cpu_threads, processes=1)
-        opened = Explorer(options, device, os.path.relpath(ROOT / "sample.py"))
+        opened = Explorer(options, device, os.path.relpath(Path(__file__).resolve().parent.parent / "sample.py"))
         explorer.serve(
             opened, options.port, lambda address: print(f"{address}  {opened.title}; Ctrl-C closes it", flush=True)
         )

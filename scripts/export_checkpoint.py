@@ -9,14 +9,10 @@ leaves no path of this machine in the record. All options: configs/export_checkp
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    from tread.runtime.import_guard import guard_imports
-
-    guard_imports(globals())
+    import checkout  # noqa: F401
 
 import json
 import shutil
@@ -39,62 +35,46 @@ class Options:
 
     checkpoint: str
     out: str
-    weights: Weights
-    dtype: Dtype
-    paths: Paths
-    autoencoder: str | None
-    public: bool
+    weights: Weights = "ema"
+    dtype: Dtype = "fp32"
+    paths: Paths = "full"
+    autoencoder: str | None = None
+    public: bool = False
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="export_checkpoint")
 def main(composed: DictConfig) -> None:
     with explained():
         options = schema.read(plain(composed), Options)
-        exported = export(
-            checkpoint.find(Path(options.checkpoint).expanduser()),
-            options.weights,
-            Path(options.out).expanduser(),
-            options.dtype,
-            options.paths,
-            options.autoencoder,
-            options.public,
-        )
-        print(account(exported, options))
+        print(account(export(options), options))
 
 
-def export(
-    source: checkpoint.Checkpoint,
-    weights: str,
-    out: Path,
-    dtype: Dtype = "fp32",
-    paths: Paths = "full",
-    autoencoder: str | None = None,
-    public: bool = False,
-) -> checkpoint.Checkpoint:
+def export(options: Options) -> checkpoint.Checkpoint:
     """Write a checkpoint with one part, whole or not at all, and open it. Raises ValueError or OSError.
 
-    paths, autoencoder  see `record`.
-    public              also write <weights>-public.safetensors, see `public_names`.
+    paths and autoencoder: see `record`; public: <weights>-public.safetensors is written too, see `public_names`.
     """
+    source, out = checkpoint.find(Path(options.checkpoint).expanduser()), Path(options.out).expanduser()
     if out.exists() or out.is_symlink():
         raise FileExistsError(f"out={out} is there already; choose another folder")
-    source.verify(weights)
-    name = f"{weights}.safetensors"
-    info, stated = record(source.info, paths, autoencoder), source.info["files"][name]
-    rounded = None if dtype == stored_dtype(info) else as_dtype(source.tensors(weights), dtype)
-    theirs = public_names(as_dtype(source.tensors(weights), dtype)) if public else {}
-    size = sum(value.nbytes for value in rounded.values()) if rounded else stated["bytes"]
+    source.verify(options.weights)
+    name = f"{options.weights}.safetensors"
+    info, stated = record(source.info, options.paths, options.autoencoder), source.info["files"][name]
+    copied = options.dtype == stored_dtype(info)
+    tensors = {} if copied and not options.public else as_dtype(source.tensors(options.weights), options.dtype)
+    theirs = public_names(tensors) if options.public else {}
+    size = stated["bytes"] if copied else sum(value.nbytes for value in tensors.values())
     check_place(out.parent, size * (2 if theirs else 1))
     with explain_failure(out), whole_folder(out) as partial:
         path = partial / name
-        if rounded is None:
+        if copied:
             shutil.copyfile(source.folder / name, path)
         else:
-            save_tensors(path, rounded)
-            info |= {"dtype": dtype, "made_from": stated["sha256"]}
+            save_tensors(path, tensors)
+            info |= {"dtype": options.dtype, "made_from": stated["sha256"]}
             stated = {"bytes": path.stat().st_size, "sha256": sha256(path)}
         if theirs:
-            save_tensors(partial / f"{weights}-public.safetensors", theirs)
+            save_tensors(partial / f"{options.weights}-public.safetensors", theirs)
         content = {**info, "files": {name: stated}}
         (partial / "info.json").write_text(json.dumps(content, indent=1) + "\n")
         (partial / "config.yaml").write_text(OmegaConf.to_yaml(info["config"]))

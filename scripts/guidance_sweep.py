@@ -11,15 +11,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    from tread.runtime.import_guard import guard_imports
-
-    guard_imports(globals())
+    import checkout  # noqa: F401
 
 import csv
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -30,11 +27,12 @@ from tqdm import tqdm
 
 from tread.checkpoints import checkpoint
 from tread.diffusion.guidance import NO_GUIDANCE, Schedule
-from tread.drawing.charts import Line, Panel, save_heat_maps, save_panels
+from tread.drawing.charts import save_heat_maps, save_panels
 from tread.evaluation import scoring
 from tread.evaluation.metric_table import METRICS, feature_metrics, names_of
 from tread.evaluation.scorers import choose_scorer
 from tread.evaluation.scoring import ScoringOptions, ScoringPlan, plan_scoring, read_options, settle_reference
+from tread.reports import known_scores
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import use_precision
@@ -178,8 +176,10 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
     baseline, records = records.get(None), {point: record for point, record in records.items() if point is not None}
     files = [folder / "sweep.csv", folder / "curves.png"] + [folder / "sweep.png"] * routed
     with explain_failure(folder):
-        write_table(files[0], records)
-        draw_curves(files[1], records, baseline, routed)
+        rows = [{**record, **p._asdict(), "interval": within(p.interval, "")} for p, record in records.items()]
+        write_table(files[0], rows)
+        panels = known_scores.curves_of(known_scores.Sweep(folder, rows, "", baseline or {}))
+        save_panels(files[1], panels, columns=min(3, len(panels)))
         if routed:
             draw_maps(files[2], sweep, records, metric)
     best = METRICS[metric].best(records, key=lambda point: records[point][metric])
@@ -191,37 +191,12 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
     print(f"  written   {', '.join(map(str, files))}")
 
 
-def write_table(path: Path, records: Mapping[Point, dict]) -> None:
+def write_table(path: Path, rows: Sequence[Mapping]) -> None:
     """A line a setting."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*COLUMNS, *names_of("samples")], extrasaction="ignore")
         writer.writeheader()
-        for point, record in records.items():
-            writer.writerow({**record, **point._asdict(), "interval": within(point.interval, "")})
-
-
-def draw_curves(path: Path, records: Mapping[Point, dict], baseline: dict | None, routed: bool) -> None:
-    """Each metric that was found against ω, a line for each interval and pair of ratios, named with its cost."""
-    lines: dict[tuple, dict[float, dict]] = {}
-    for (strong, weak, scale, interval), record in records.items():
-        lines.setdefault((strong, weak, interval), {})[scale] = record
-
-    def name(strong: float, weak: float, interval: tuple[float, ...] | None) -> str:
-        cost = max(record["flops_relative"] for record in lines[strong, weak, interval].values())
-        ratios = f"ratios {strong:g} and {weak:g}" * routed
-        return ", ".join(filter(None, [ratios, within(interval, "within "), f"{cost:.2f} times the FLOPs"]))
-
-    panels = []
-    count = next(iter(records.values()))["count"]
-    for metric in (metric for metric in METRICS if all(metric in record for record in records.values())):
-        drawn = [
-            Line(name(*key), sorted(by_scale), [by_scale[scale][metric] for scale in sorted(by_scale)])
-            for key, by_scale in lines.items()
-        ]
-        title = f"{METRICS[metric].label}, {count:,} samples"
-        levels = {"no guidance": baseline[metric]} if baseline and metric in baseline else {}
-        panels.append(Panel(title, "ω", METRICS[metric].title, drawn, levels=levels))
-    save_panels(path, panels, columns=min(3, len(panels)))
+        writer.writerows(rows)
 
 
 def draw_maps(path: Path, sweep: Sweep, records: Mapping[Point, dict], metric: str) -> None:

@@ -9,13 +9,9 @@ killed runs are reported with what is there. A sweep in a run's folder or beside
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    from tread.runtime.import_guard import guard_imports
-
-    guard_imports(globals())
+    import checkout  # noqa: F401
 
 from tread.reports.comparison import folders_of
 from tread.reports.report import write_report

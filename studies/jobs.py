@@ -20,9 +20,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from scripts.export_checkpoint import export
+from scripts.export_checkpoint import Options, export
 from studies.study import ROOT, Planned, Score, Training
-from tread.checkpoints.checkpoint import find
 from tread.evaluation.metric_table import names_of
 from tread.runtime.files import Lock, explain_failure, write_whole
 from tread.runtime.versions import git_revision
@@ -102,7 +101,7 @@ def keep_networks(job: Job) -> None:
     for step in {score.step for score in job.scores}:
         if not network(job, step).exists():
             network(job, step).parent.mkdir(exist_ok=True)
-            export(find(checkpoint(job, step)), "ema", network(job, step))
+            export(Options(str(checkpoint(job, step)), str(network(job, step))))
 
 
 def cores_of(at_once: int) -> int:

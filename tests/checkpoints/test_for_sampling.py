@@ -274,7 +274,7 @@ def test_a_sweep_of_a_kind_without_routes_draws_curves(runs, tmp_path, monkeypat
     assert not (tmp_path / "sweep" / "sweep.png").exists()
     agreement, distance = drawn
     assert distance.levels == {"no guidance": 100} and agreement.levels == {"no guidance": 0.5}
-    assert [(line.name, list(line.x), line.y) for line in distance.lines] == [
+    assert [(line.name, list(line.x), list(line.y)) for line in distance.lines] == [
         ("2.00 times the FLOPs", [1.5, 2.0], [150, 200]),
         ("within 0.3..5, 2.00 times the FLOPs", [1.5, 2.0], [155, 205]),
     ]

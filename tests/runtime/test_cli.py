@@ -15,7 +15,8 @@ from tread.runtime.cli import explained
 from tread.runtime.files import explain_failure
 
 DOORS = [ROOT / name for name in ("train.py", "sample.py", "fid.py")]
-DOORS += [path for path in sorted((ROOT / "scripts").glob("*.py")) if path.name != "wheel.py"]  # a part of setup
+PARTS = ("wheel.py", "checkout.py")  # of setup, and of the other scripts
+DOORS += [path for path in sorted((ROOT / "scripts").glob("*.py")) if path.name not in PARTS]
 BENCHMARKS = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if path.name != "timing.py"]  # their library
 
 
@@ -81,14 +82,21 @@ def test_ctrl_c_while_a_door_imports(when, ends):
 def test_doors_guard_their_imports_and_what_they_do(path):
     """Before anything that is not of the standard library is imported."""
     text, tree = path.read_text(), ast.parse(path.read_text())
-    (guard,) = (
-        node for node in tree.body if isinstance(node, ast.If) and "guard_imports(globals())" in ast.unparse(node)
-    )
+    said = "guard_imports(globals())" if path.parent == ROOT else "import checkout"
+    (guard,) = (node for node in tree.body if isinstance(node, ast.If) and said in ast.unparse(node))
     for node in tree.body[: tree.body.index(guard)]:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             modules = [getattr(node, "module", None) or node.names[0].name]
             assert set(modules) <= sys.stdlib_module_names, f"{path.name}: {modules}"
     assert "open_door(main" in text or "with explained(" in text
+
+
+def test_scripts_guard_their_imports_by_the_checkout_they_lie_in(tmp_path):
+    """Elsewhere and without an installed package: `tread` is found, and the handler is set before torch is there."""
+    only = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
+    code = "import checkout, signal, sys; print(signal.getsignal(signal.SIGINT).__name__, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=only)
+    assert done.stdout == "interrupted False\n", done.stderr
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.name)

@@ -70,16 +70,8 @@ def _frechet(kind: str) -> Callable[[FeatureSets], float]:
     return lambda sets: frechet_distance(*sets.gaussians(kind))
 
 
-def _inception_score(sets: FeatureSets) -> float:
-    return inception_score(sets.probabilities())
-
-
 def _manifold(number: int) -> Callable[[FeatureSets], float]:
     return lambda sets: sets.compare(precision_recall, "precision and recall", (2, 2), more_than=NEIGHBOURS)[number]
-
-
-def _kid(sets: FeatureSets) -> float:
-    return sets.compare(kernel_distance, "KID", (1, 2))
 
 
 _judged = functools.partial(Metric, curve=False, count="demo_samples")
@@ -91,10 +83,12 @@ METRICS: dict[str, Metric] = {
         "FID", "lower", alike=("edm", "rf.shift"), count="fid_samples", compute=_frechet("pool"), needs="statistics"
     ),
     "sfid": Metric("sFID", "lower", compared=False, compute=_frechet("spatial"), needs="statistics"),
-    "inception_score": Metric("Inception Score", "higher", compared=False, compute=_inception_score),
+    "inception_score": Metric(
+        "Inception Score", "higher", compared=False, compute=lambda sets: inception_score(sets.probabilities())
+    ),
     "precision": Metric("precision", "higher", compared=False, compute=_manifold(0), needs="pictures"),
     "recall": Metric("recall", "higher", compared=False, compute=_manifold(1), needs="pictures"),
-    "kid": Metric("KID", "lower", compute=_kid, needs="pictures"),
+    "kid": Metric("KID", "lower", compute=lambda sets: sets.compare(kernel_distance, "KID", (1, 2)), needs="pictures"),
     "label_agreement": _judged("label_agreement", "higher", long="label agreement", real=("_real",)),
     "frechet_pixels": _judged("frechet_pixels", "lower", long="Fréchet distance in pixels", real=("_real",)),
     "clip_score": Metric("CLIP score", "higher"),

@@ -54,7 +54,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Group:
+class SeedGroup:
     """Runs that differ by their seed alone, under a name that tells them from the other groups."""
 
     name: str
@@ -105,7 +105,7 @@ def folders_of(patterns: Sequence[str]) -> list[Path]:
     return [*folders]
 
 
-def open_groups(patterns: Sequence[str]) -> list[Group]:
+def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:
     """Runs by folders or globs of them, grouped, in that order. Raises FileNotFoundError for a folder without a run."""
     runs = []
     for folder in folders_of(patterns):
@@ -118,13 +118,13 @@ def open_groups(patterns: Sequence[str]) -> list[Group]:
     return group_runs(runs)
 
 
-def group_runs(runs: Sequence[Compared]) -> list[Group]:
+def group_runs(runs: Sequence[Compared]) -> list[SeedGroup]:
     """Runs that differ by their seed alone put together, in their order, with names."""
     groups: dict[str, list[Compared]] = {}
     for run in runs:
         key = json.dumps({name: value for name, value in run.config.items() if name not in APART}, sort_keys=True)
         groups.setdefault(key, []).append(run)
-    return [Group(name, those) for name, those in zip(_names(list(groups.values())), groups.values())]
+    return [SeedGroup(name, those) for name, those in zip(_names(list(groups.values())), groups.values())]
 
 
 def _names(groups: list[list[Compared]]) -> list[str]:
@@ -144,7 +144,7 @@ def _names(groups: list[list[Compared]]) -> list[str]:
     return [folder if other else name for name, folder, other in zip(names, folders, unclear)]
 
 
-def unlike(groups: Sequence[Group], keys: Sequence[str]) -> dict[str, list[object]]:
+def unlike(groups: Sequence[SeedGroup], keys: Sequence[str]) -> dict[str, list[object]]:
     """Of some keys or sections, the dotted keys that differ between groups → the value of each group."""
     first = groups[0].runs[0].config
     differing = {key: None for group in groups for key in differences(first, group.runs[0].config)}
@@ -152,13 +152,13 @@ def unlike(groups: Sequence[Group], keys: Sequence[str]) -> dict[str, list[objec
     return {key: [value_at(group.runs[0].config, key) for group in groups] for key in chosen}
 
 
-def reached(group: Group, metric: str, value: float) -> Point | None:
+def reached(group: SeedGroup, metric: str, value: float) -> Point | None:
     """The first evaluated step at which a group's mean is a value or better; None: it never was."""
     best = METRICS[metric].best
     return next((point for point in group.curve(metric) if best(point.value, value) == point.value), None)
 
 
-def write_table(path: Path, groups: Sequence[Group], metrics: Sequence[str]) -> None:
+def write_table(path: Path, groups: Sequence[SeedGroup], metrics: Sequence[str]) -> None:
     """A line for each record with a metric. Raises OSError."""
     columns = ["group", "run", "seed", "step", "seconds", "flops", *metrics]
     with explain_failure(path), path.open("w", newline="") as file:
@@ -170,17 +170,17 @@ def write_table(path: Path, groups: Sequence[Group], metrics: Sequence[str]) -> 
                 writer.writerows({**record, **known} for record in run.records if any(m in record for m in metrics))
 
 
-def column_metrics(groups: Sequence[Group]) -> list[str]:
+def column_metrics(groups: Sequence[SeedGroup]) -> list[str]:
     """The metrics by which runs are compared, as far as any group has them."""
     return [name for name, metric in METRICS.items() if metric.compared and any(group.last(name) for group in groups)]
 
 
-def curve_metrics(groups: Sequence[Group]) -> list[str]:
+def curve_metrics(groups: Sequence[SeedGroup]) -> list[str]:
     """Those of them that are measured again and again in a training."""
     return [m for m in column_metrics(groups) if METRICS[m].curve and any(group.curve(m) for group in groups)]
 
 
-def cautions(groups: Sequence[Group]) -> list[str]:
+def cautions(groups: Sequence[SeedGroup]) -> list[str]:
     """What a reader of the numbers should know: runs that are not at their end, and what is not alike."""
     warnings = []
     for run in (run for group in groups for run in group.runs):
@@ -192,7 +192,7 @@ def cautions(groups: Sequence[Group]) -> list[str]:
                 "was, it is neither a velocity error nor the loss of edm"
             )
 
-    def tell(those: Sequence[Group], keys: Sequence[str], follows: str | None = None) -> None:
+    def tell(those: Sequence[SeedGroup], keys: Sequence[str], follows: str | None = None) -> None:
         if apart := unlike(those, keys):
             warnings.extend(f"{key} differs: {told(values, those)}" for key, values in apart.items())
             warnings.extend(filter(None, [follows]))
@@ -206,7 +206,7 @@ def cautions(groups: Sequence[Group]) -> list[str]:
     return list(dict.fromkeys(warnings))
 
 
-def verdicts(groups: Sequence[Group]) -> list[str]:
+def verdicts(groups: Sequence[SeedGroup]) -> list[str]:
     """Who reaches whom, in each metric; of many runs, each with the first one."""
     first = groups if len(groups) <= 4 else groups[:1]
     pairs = [(a, b) for a in groups for b in groups if a is not b and (a in first or b in first)]
@@ -220,7 +220,7 @@ def verdicts(groups: Sequence[Group]) -> list[str]:
     ]
 
 
-def told(values: Sequence[object], groups: Sequence[Group]) -> str:
+def told(values: Sequence[object], groups: Sequence[SeedGroup]) -> str:
     """Each value once, with the groups that have it; of many groups the commonest value without them."""
     names: dict[str, list[str]] = {}
     for value, group in zip(values, groups):
@@ -230,7 +230,7 @@ def told(values: Sequence[object], groups: Sequence[Group]) -> str:
     return ", ".join(f"{value} ({', '.join(those)})" for value, those in {**names, **others}.items())
 
 
-def reach(run: Group, other: Group, metric: str) -> str:
+def reach(run: SeedGroup, other: SeedGroup, metric: str) -> str:
     """For people: when `one` first is where `other` ends."""
     goal, called = other.curve(metric)[-1], METRICS[metric].title
     best = METRICS[metric].best(point.value for point in run.curve(metric))
@@ -275,18 +275,18 @@ def number(values: Sequence[float]) -> str:
     return f"{mean:.{places}f} ± {spread:.{places}f}"
 
 
-def speed(group: Group) -> str:
+def speed(group: SeedGroup) -> str:
     speeds = [[record["images_per_s"] for record in run.records if "images_per_s" in record] for run in group.runs]
     return number([statistics.median(values) for values in speeds if values])
 
 
-def axes_of(groups: Sequence[Group], metrics: Sequence[str]) -> list[str]:
+def axes_of(groups: Sequence[SeedGroup], metrics: Sequence[str]) -> list[str]:
     """Against what some metrics can be drawn: runs of before FLOPs and seconds were told have steps alone."""
     points = [point for group in groups for metric in metrics for point in group.curve(metric)]
     return [axis for axis in AXES if any(getattr(point, axis) for point in points)]
 
 
-def panel(groups: Sequence[Group], metric: str, axis: str) -> Panel:
+def panel(groups: Sequence[SeedGroup], metric: str, axis: str) -> Panel:
     """A metric's curves against steps, FLOPs or time."""
     known, title, size, lines = METRICS[metric], AXES[axis], 1.0, []
     if axis != "step":

@@ -119,10 +119,10 @@ def _setting(row: dict, rows: list[dict]) -> str:
     routed = any(_number(other.get(key)) for other in rows for key in ("strong", "weak"))
     same = [other for other in rows if all(other.get(key) == row.get(key) for key in ("strong", "weak", "interval"))]
     cost = max((_number(other.get("flops_relative")) or 0.0 for other in same), default=0.0)
-    ratios = f"ratios {row.get('strong')} and {row.get('weak')}" if routed else ""
+    ratios = " and ".join(f"{_number(row.get(key)) or 0.0:g}" for key in ("strong", "weak"))
     interval = f"within {row['interval']}" if row.get("interval") else ""
     times = f"{cost:.2f} times the FLOPs" if cost else ""
-    return ", ".join(filter(None, (ratios, interval, times))) or "all noise levels"
+    return ", ".join(filter(None, (f"ratios {ratios}" * routed, interval, times))) or "all noise levels"
 
 
 def _is_of(path: Path, run: Path) -> bool:

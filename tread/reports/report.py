@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tread.reports import sections
-from tread.reports.comparison import Group, group_runs
+from tread.reports.comparison import SeedGroup, group_runs
 from tread.reports.page import Page
 from tread.reports.runs import Found, find_run
 from tread.runtime.files import check_place
@@ -45,12 +45,12 @@ def write_report(folders: Sequence[Path | str]) -> Path:
 def subject_of(runs: Sequence[Found], sweeps: Sequence[Path] = ()) -> sections.Subject:
     """Runs that differ by their seed alone put together, those whose settings are not known alone, all with names."""
     if len(runs) == 1:
-        groups = [Group(runs[0].folder.resolve().name, runs)]
+        groups = [SeedGroup(runs[0].folder.resolve().name, runs)]
     else:
         groups = group_runs([run for run in runs if run.config])
-        groups += [Group(run.folder.resolve().name, [run]) for run in runs if not run.config]
+        groups += [SeedGroup(run.folder.resolve().name, [run]) for run in runs if not run.config]
     called = [group.name for group in groups]
-    groups = [Group(str(g.runs[0].folder), g.runs) if called.count(g.name) > 1 else g for g in groups]
+    groups = [SeedGroup(str(g.runs[0].folder), g.runs) if called.count(g.name) > 1 else g for g in groups]
     names = {
         run.folder: group.name + (f", {run.folder.name}" if len(group.runs) > 1 else "")
         for group in groups

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tread.drawing.charts import Panel
 from tread.evaluation.metric_table import METRICS, heldout_titles
-from tread.reports.comparison import Group, axes_of, cautions, column_metrics, number, panel, speed, unit, verdicts
+from tread.reports.comparison import SeedGroup, axes_of, cautions, column_metrics, number, panel, speed, unit, verdicts
 from tread.reports.known_scores import Score, curves_of, find_scores, find_sweeps
 from tread.reports.page import Page, data_uri, spread
 from tread.reports.runs import Found, told_time
@@ -50,12 +50,12 @@ class Subject:
     """
 
     runs: Sequence[Found]
-    groups: Sequence[Group]
+    groups: Sequence[SeedGroup]
     names: dict[Path, str]
     sweeps: Sequence[Path]
 
     @property
-    def comparable(self) -> list[Group]:
+    def comparable(self) -> list[SeedGroup]:
         """Those whose settings are known, and which have logged something."""
         return [group for group in self.groups if all(run.config and run.records for run in group.runs)]
 
@@ -197,7 +197,7 @@ def curves(page: Page, subject: Subject) -> None:
         page.text("Bands: the standard deviation over the seeds.")
 
 
-def _drawn(panel: Panel, metric: str, groups: Sequence[Group]) -> Panel:
+def _drawn(panel: Panel, metric: str, groups: Sequence[SeedGroup]) -> Panel:
     """Those whose metric is another with routes are dashed where they have them, and said to be incomparable."""
     if "model.routes" not in METRICS[metric].alike:
         return panel
