@@ -8,19 +8,15 @@ import os
 import platform
 import sys
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from rf import RF
-from routing_module import Route
 from tread.checkpoints.checkpoint import Checkpoint, find_whole, newest, sweep
-from tread.diffusion.edm import EDM
-from tread.models.architectures import ARCHITECTURES, CHOSEN, TextSettings
+from tread.models.architectures import TextSettings
 from tread.runtime.files import Lock, write_whole
-from tread.runtime.schema import written
+from tread.runtime.schema import fill, written
 from tread.runtime.versions import versions
-from tread.training.alignment import Alignment
-from tread.training.optimizers import Optim
+from tread.training.settings import Settings
 
 # What a resumed run must share with its checkpoint, beside the section of its objective: else it were another run.
 FIXED = (
@@ -41,8 +37,6 @@ FIXED = (
     "ema.power",
     "init_from",
 )
-# sections that gain keys, whose defaults are what was there before
-YOUNGER = {"optim": Optim, "edm": EDM, "rf": RF, "alignment": Alignment, "text": TextSettings}
 LAUNCH = ("name", "results", "resume", "run")  # what is of a launch, not of a run
 NOTHING = "nothing"  # said of a key that is not there
 
@@ -131,23 +125,15 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
 
 
 def migrate(config: dict) -> dict:
-    """A run's config by today's keys: `recipe` and wandb.enabled are gone, and younger keys have their defaults."""
+    """A run's config by today's keys: those that its record lacks have their defaults.
 
-    def filled(kind: type, section: dict) -> dict:
-        return {item.name: item.default for item in fields(kind) if item.default is not MISSING} | section
-
+    The oldest records also have a section `recipe`, which says nothing more, and wandb.enabled in the place of tracker.
+    """
     kept = {key: value for key, value in config.items() if key != "recipe"}
-    kept |= {name: filled(kind, config.get(name, {})) for name, kind in YOUNGER.items() if "model" in config}
-    if "train" in config:
-        kept["train"] = {"path_drop": 0.0} | config["train"]
     if "enabled" in config.get("wandb", {}):
         kept["tracker"] = "wandb" if config["wandb"]["enabled"] else "none"
         kept["wandb"] = {key: value for key, value in config["wandb"].items() if key != "enabled"}
-    if config.get("model", {}).get("architecture") in ARCHITECTURES:
-        kept["model"] = CHOSEN.settle(config["model"], "model.")
-    if routes := [filled(Route, route) for route in config.get("model", {}).get("routes", ())]:
-        kept["model"] = {**kept["model"], "routes": routes}
-    return kept
+    return fill(kept, Settings)
 
 
 class RunLog:

@@ -28,14 +28,7 @@ from tread.training.alignment import Alignment
 from tread.training.ema import Width
 from tread.training.optimizers import Optim
 
-# keys that are gone, and what to set in their place
-MOVED = {f"recipe.{key}": f"model.{key}" for key in ("hidden_size", "depth", "num_heads", "patch_size")}
-MOVED |= {"recipe.steps": "train.steps", "recipe.batch_size": "train.batch_size", "recipe.lr": "optim.lr"}
-MOVED |= {"recipe.ema_decay": "ema.decay", "recipe.ema_warmup": "ema.warmup"}
-MOVED |= {f"recipe.{key}_every": f"every.{key}" for key in ("log", "evaluate", "sample", "save")}
-MOVED |= {"recipe.demo_samples": "eval.demo_samples"}
-MOVED |= {f"recipe.{key}": key for key in ("name", "objective", "init_from")}
-MOVED |= {"wandb.enabled": "tracker"}
+MOVED = ()  # train.py still hands it on
 
 
 @dataclass(frozen=True)
@@ -123,7 +116,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Wandb:
+class WandbSettings:
     project: str
 
 
@@ -161,7 +154,7 @@ class Settings:
     sampling: Sampling
     report: bool
     tracker: Literal["none", "wandb", "tensorboard"]
-    wandb: Wandb
+    wandb: WandbSettings
     tags: Tags
     alignment: Alignment = Alignment()
     text: TextSettings = TextSettings()
@@ -223,11 +216,6 @@ class Settings:
 
 def read(config: dict) -> Settings:
     """A composed config → Settings. Raises ValueError."""
-    if "recipe" in config:
-        gone = [f"recipe.{key} is {MOVED.get(f'recipe.{key}', 'nothing')} now" for key in config["recipe"]]
-        raise ValueError(f"recipe is gone: {', '.join(gone)}; a dataset or experiment sets those keys itself")
-    if isinstance(config.get("wandb"), dict) and "enabled" in config["wandb"]:
-        raise ValueError("wandb.enabled is gone; set tracker in its place: tracker=none|wandb|tensorboard")
     return schema.read(config, Settings)
 
 
