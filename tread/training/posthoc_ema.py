@@ -45,9 +45,6 @@ class Snapshot:
     shapes: Mapping[str, tuple[int, ...]]
 
 
-# ------------------------------------------------------------------------------------------ storing
-
-
 def save_snapshot(run: Path, step: int, averages: Mapping[float, Mapping[str, Tensor]]) -> Path:
     """Store averages after `step` steps, whole or not at all; returns the file, which replaces an older one.
 
@@ -55,10 +52,8 @@ def save_snapshot(run: Path, step: int, averages: Mapping[float, Mapping[str, Te
 
     Raises ValueError for weights that are not finite, OSError if the disk does not take it.
     """
-    tensors = {}
-    for sigma_rel, parameters in averages.items():
-        for name, value in parameters.items():
-            tensors[f"{float(sigma_rel)!r}/{name}"] = _compact(value, name)
+    named = ((width, *item) for width, parameters in averages.items() for item in parameters.items())
+    tensors = {f"{float(width)!r}/{name}": _compact(value, name) for width, name, value in named}
     path = run / "ema_snapshots" / f"step_{step:07d}.safetensors"
     with explain_failure(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,9 +80,6 @@ def forget_after(run: Path, step: int) -> None:
             path.unlink()
 
 
-# ------------------------------------------------------------------------------------------ finding
-
-
 def find_snapshots(run: Path) -> list[Snapshot]:
     """All snapshots of a run by step, read from their headers. Raises ValueError that names a damaged file."""
     return sorted((_header(path) for path in (run / "ema_snapshots").glob("step_*.safetensors")), key=lambda s: s.step)
@@ -100,11 +92,8 @@ def _header(path: Path) -> Snapshot:
             stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
         if any(metadata.get(key) != value for key, value in FORMAT.items()):
             raise ValueError(f"its metadata is {metadata}, but must hold {FORMAT}")
-        widths, shapes = set(), {}
-        for key, shape in stored.items():
-            width, name = key.split("/", 1)
-            widths.add(float(width))
-            shapes[name] = shape
+        parted = [(*key.split("/", 1), shape) for key, shape in stored.items()]
+        widths, shapes = {float(width) for width, _, _ in parted}, {name: shape for _, name, shape in parted}
         return Snapshot(metadata["step"], tuple(sorted(widths)), path, shapes)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         why = what_is_wrong(path) or error
@@ -117,12 +106,12 @@ def usable(run: Path, step: int | None) -> list[Snapshot]:
     Raises FileNotFoundError without any snapshot, ValueError if there is none at that step, or one before it is of
     other parameters.
     """
-    found = find_snapshots(run)
-    if not found:
+    snapshots = find_snapshots(run)
+    if not snapshots:
         raise FileNotFoundError(
             f"{run}/ema_snapshots holds no snapshots: a run stores them if ema.power names widths, e.g. [0.05,0.1]"
         )
-    steps = [snapshot.step for snapshot in found]
+    steps = [snapshot.step for snapshot in snapshots]
     step = steps[-1] if step is None else step
     if step not in steps:
         nearest = sorted(sorted(steps, key=lambda other: abs(other - step))[:2])
@@ -130,7 +119,7 @@ def usable(run: Path, step: int | None) -> list[Snapshot]:
             f"{run} has no snapshot at step {step}, but an average ends at one; the nearest of its {len(steps)} are "
             f"at {' and '.join(map(str, nearest))}, the last is at {steps[-1]}"
         )
-    chosen = [snapshot for snapshot in found if snapshot.step <= step]
+    chosen = [snapshot for snapshot in snapshots if snapshot.step <= step]
     for snapshot in chosen:
         if snapshot.shapes != chosen[-1].shapes:
             raise ValueError(f"{snapshot.path} and {chosen[-1].path} are of different networks; remove the wrong one")
@@ -140,9 +129,6 @@ def usable(run: Path, step: int | None) -> list[Snapshot]:
 def profiles(snapshots: Iterable[Snapshot]) -> list[tuple[int, float]]:
     """(step, sigma_rel) of each stored average."""
     return [(snapshot.step, sigma_rel) for snapshot in snapshots for sigma_rel in snapshot.sigma_rel]
-
-
-# ---------------------------------------------------------------------------------- reconstruction
 
 
 def inner_products(profiles: Sequence[tuple[int, float]]) -> np.ndarray:
@@ -176,17 +162,17 @@ def coefficients(stored: Sequence[tuple[int, float]], step: int, sigma_rel: floa
     grows all parameters where snapshots are few. Returns (len(stored),). Raises ValueError for widths outside
     (0, 0.288).
     """
-    own, goal, scale = _normal_equations(stored, step, sigma_rel)
-    solved = np.linalg.lstsq(own, np.stack([goal, scale], axis=1), rcond=None)[0]
+    products, goal, scale = _normal_equations(stored, step, sigma_rel)
+    solved = np.linalg.lstsq(products, np.stack([goal, scale], axis=1), rcond=None)[0]
     free, along = (solved * scale[:, None]).T
     return free + (1 - free.sum()) / along.sum() * along
 
 
 def profile_error(stored: Sequence[tuple[int, float]], step: int, sigma_rel: float) -> float:
     """‖Σ xᵢ pᵢ − p‖ / ‖p‖ over training time, of the coefficients x: 0 is an exact fit, resolved to 1e-7."""
-    own, goal, scale = _normal_equations(stored, step, sigma_rel)
-    found = coefficients(stored, step, sigma_rel) / scale
-    return float(np.sqrt(max(0.0, 1 - 2 * found @ goal + found @ own @ found)))
+    products, goal, scale = _normal_equations(stored, step, sigma_rel)
+    x = coefficients(stored, step, sigma_rel) / scale
+    return float(np.sqrt(max(0.0, 1 - 2 * x @ goal + x @ products @ x)))
 
 
 def rounding_error(stored: Sequence[tuple[int, float]], step: int, sigma_rel: float) -> float:

@@ -60,17 +60,14 @@ def describe(run: Run) -> str:
     if widths:
         every = cfg.ema.snapshot_every or cfg.every.save
         lines["disk"] += f"; {size_text(2 * widths * parameters)} of averages stored every {every:,} steps"
-    doubts = list(run.warnings)
+    warnings = [f"warning: {text}" for text in run.warnings]
     if run.heldout is None:
-        evaluation = METRICS[process_of(cfg).evaluation].title
-        doubts.append(
-            f"there is no held-out data (dataset.heldout), so no {evaluation}, the number to "
-            "compare runs by: scripts/prepare_latents.py … heldout=0.02 keeps 2% of the pictures in <out>-heldout, "
-            "where dataset=folder finds them"
+        warnings.append(
+            f"warning: there is no held-out data (dataset.heldout), so no {METRICS[process_of(cfg).evaluation].title}, "
+            "the number to compare runs by: scripts/prepare_latents.py … heldout=0.02 keeps 2% of the pictures in "
+            "<out>-heldout, where dataset=folder finds them"
         )
-    return "\n".join(
-        [f"  {name:<10}{text}" for name, text in lines.items()] + [f"warning: {doubt}" for doubt in doubts]
-    )
+    return "\n".join([*(f"  {name:<10}{text}" for name, text in lines.items()), *warnings])
 
 
 def describe_alignment(run: Run, parameters: int) -> str:
@@ -91,18 +88,13 @@ def describe_outcome(run: Run) -> str:
     """The last evaluation and demo metrics, and where everything is: one line each."""
     lines, records = [], run.log.records() if run.processes.main else []
     for name in with_real(name for name, metric in METRICS.items() if metric.of != "training"):
-        found, metric = [record for record in records if name in record], METRICS.get(name)
-        count = f" of {found[-1][metric.count]:,} samples" if found and metric and metric.curve and metric.count else ""
-        if found:
-            earlier = "" if found[-1]["step"] == run.step else f", at step {found[-1]['step']:,}"
-            lines.append(f"  {name:<21} {found[-1][name]:.4f}{count}{earlier}")
+        last, metric = next((record for record in reversed(records) if name in record), None), METRICS.get(name)
+        if last:
+            count = f" of {last[metric.count]:,} samples" if metric and metric.curve and metric.count else ""
+            earlier = "" if last["step"] == run.step else f", at step {last['step']:,}"
+            lines.append(f"  {name:<21} {last[name]:.4f}{count}{earlier}")
         elif name == run.model.process.evaluation and run.heldout is None:
             lines.append(f"  {name:<21} none: there is no held-out data")
-    for name, path in (
-        ("samples", f"samples/step_{run.step:07d}.png"),
-        ("loss curve", "loss.png"),
-        ("metrics", "metrics.jsonl"),
-        ("checkpoint", "latest"),
-    ):
-        lines.append(f"  {name:<21} {run.folder / path}")
-    return "\n".join(lines)
+    files = {"samples": f"samples/step_{run.step:07d}.png", "loss curve": "loss.png"}
+    files |= {"metrics": "metrics.jsonl", "checkpoint": "latest"}
+    return "\n".join([*lines, *(f"  {name:<21} {run.folder / path}" for name, path in files.items())])
