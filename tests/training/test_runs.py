@@ -372,7 +372,7 @@ def test_claim_without_latest_finds_the_newest_checkpoint(tmp_path):
         parts = {name: {} for name in ("model", "ema", "optimizer")}
         checkpoint.save(tmp_path, step, parts, {"config": config, "latents": {}, "samples": 0})
     shutil.rmtree(tmp_path / "step_0000002")  # a damaged one, removed by hand: `latest` names nothing
-    assert claim(tmp_path, "auto", config).found.step == 1
+    assert claim(tmp_path, "auto", config).checkpoint.step == 1
     with pytest.raises(ValueError, match="seed: 0 there, 1 here"):
         claim(tmp_path, "auto", {"seed": 1})
     (tmp_path / "latest").unlink()

@@ -53,13 +53,13 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     stop.connect(processes.count)
     micro_batches = split_batch(cfg.train.batch_size, processes.count, processes.rank, cfg.train.micro_batch_size)
     claimed = claim_folder(cfg, config, processes)
-    data, heldout = open_data(cfg, processes, claimed.found)
+    data, heldout = open_data(cfg, processes, claimed.checkpoint)
     decoder, online_fid = open_drawing(cfg, data, processes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
         network = build_network(cfg)
     keeps_state = cfg.optim.keeps_state(claimed.changed)
-    weights, notes = bring_weights(cfg, network, claimed.found, data, keeps_state)
+    weights, notes = bring_weights(cfg, network, claimed.checkpoint, data, keeps_state)
     network.to(processes.device)
     ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
     averages = {width: EMA(network, power(width)) for width in cfg.ema.power}
@@ -67,18 +67,18 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         aligner = open_aligner(cfg, network, ema, data, processes.device)
     projector = aligner and aligner.projector
     optimizer = build_optimizer(cfg, network, projector)
-    if claimed.found:
+    if claimed.checkpoint:
         networks = {width: average.network for width, average in averages.items()}
         state = optimizer if keeps_state else None
-        checkpoint.restore(claimed.found, network, ema.network, state, networks, projector)
+        checkpoint.restore(claimed.checkpoint, network, ema.network, state, networks, projector)
     uncompiled = compile_networks(cfg, network, ema)
-    notes += [*settings_to_doubt(cfg), *photos_read_otherwise(cfg, data, heldout), *other_encoder(claimed, aligner)]
+    notes += [*settings_warnings(cfg), *data_warnings(cfg, data, heldout, claimed.checkpoint, aligner)]
     prompts = grid_prompts(cfg, heldout or data) if cfg.model.takes_text else {}
     run = Run(
         cfg, config, processes, precision, micro_batches, data, heldout, network, ema, averages, aligner, optimizer,
-        decoder, online_fid, weights, notes, stop, began, claimed.found, **prompts
+        decoder, online_fid, weights, notes, stop, began, claimed.checkpoint, **prompts
     )  # fmt: skip
-    if claimed.found and "flops" not in claimed.found.info:
+    if claimed.checkpoint and "flops" not in claimed.checkpoint.info:
         run.flops = training_flops(cfg, network, range(run.step), aligner)  # as the settings have them
     processes.from_main(lambda: take_folder(run, claimed))
     for warning in [*warnings, *uncompiled]:
@@ -89,8 +89,10 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
 def claim_folder(cfg: Settings, config: dict, processes: Processes) -> Claim:
     """The run's folder, taken by this launch, and what was found there. Raises ValueError if not all can see it."""
     claimed = processes.from_main(lambda: claim(Path(cfg.results) / cfg.name, cfg.resume, config))
-    if claimed.found and not (claimed.found.folder / "info.json").is_file():
-        raise ValueError(f"{claimed.found.folder} is not seen by all processes; `results` must be a folder they share")
+    if claimed.checkpoint and not (claimed.checkpoint.folder / "info.json").is_file():
+        raise ValueError(
+            f"{claimed.checkpoint.folder} is not seen by all processes; `results` must be a folder they share"
+        )
     return claimed
 
 
@@ -100,11 +102,10 @@ def open_data(
     """Training and held-out data, see open_datasets. Raises ValueError also if the run was trained on other data."""
     with processes.main_first():
         data, heldout = open_datasets(cfg, processes.device)
-    if earlier:
-        there = LatentSpec.from_json(earlier.info["latents"]), earlier.info["samples"]
-        if there != (data.latents, len(data)):
-            run = Path(cfg.results) / cfg.name
-            raise ValueError(f"{cfg.dataset.path} is not the data that {run} was trained on; name=… starts another run")
+    info = earlier and earlier.info
+    if info and (LatentSpec.from_json(info["latents"]), info["samples"]) != (data.latents, len(data)):
+        run = Path(cfg.results) / cfg.name
+        raise ValueError(f"{cfg.dataset.path} is not the data that {run} was trained on; name=… starts another run")
     return data, heldout
 
 
@@ -148,28 +149,24 @@ def prepare_folder(run: Run, claimed: Claim) -> None:
     with explain_failure(run.folder):
         write_whole(run.folder / "config.yaml", OmegaConf.to_yaml(run.config))
         posthoc_ema.forget_after(run.folder, run.step)
-        if claimed.found:
-            point_to(run.folder / "latest", claimed.found.folder.name)
+        if claimed.checkpoint:
+            point_to(run.folder / "latest", claimed.checkpoint.folder.name)
     run.stop.ending = lambda signal: run.log.status(
         "interrupted", run.step, f"{signal} came a second time; steps after {run.saved or 0} will be done again"
     )
     for problem in claimed.damaged:
         run.processes.say(f"warning: {problem}")
-    if claimed.found:
-        run.processes.say(
-            f"{run.folder} goes on at step {run.step}" + ", from the checkpoint before" * bool(claimed.damaged)
-        )
+    if claimed.checkpoint:
+        before = ", from the checkpoint before" if claimed.damaged else ""
+        run.processes.say(f"{run.folder} goes on at step {run.step}{before}")
     for key, (before, now) in claimed.changed.items():
         run.processes.say(f"warning: {key} was {written(before)}, is {written(now)}")
-    if claimed.found and not cfg.optim.keeps_state(claimed.changed):
+    if claimed.checkpoint and not cfg.optim.keeps_state(claimed.changed):
         run.processes.say("warning: the optimizer is another one: its state begins anew, weights and averages go on")
     if cfg.optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
         rate = learning_rate(cfg, run.step)
         run.processes.say(f"warning: the learning rate falls until train.steps, so it now goes on at {rate:.3g}")
     run.tracker = open_tracker(cfg, run.config, run.folder, run.step)
-
-
-# --------------------------------------------------------------- what the settings of a run mean
 
 
 def bring_weights(
@@ -215,30 +212,39 @@ def open_aligner(
     return Aligner(alignment, module, ema.network if alignment.kind == "self" else None, encoder, flops, fingerprint)
 
 
-def settings_to_doubt(cfg: Settings) -> list[str]:
+def settings_warnings(cfg: Settings) -> list[str]:
     """What the settings ask that can't help: targets of alignment=self that lie no deeper than what learns from them,
     and directions of latents with one channel."""
-    notes, (block, teacher) = [], cfg.alignment.blocks(cfg.model.depth)
+    warnings, (block, teacher) = [], cfg.alignment.blocks(cfg.model.depth)
     if cfg.alignment.kind == "self" and block >= teacher:
-        notes.append(
-            f"the teacher's block {teacher} is not deeper than the aligned one, {block}: see alignment.teacher and "
-            ".block"
-        )
+        said = f"the teacher's block {teacher} is not deeper than the aligned one, {block}"
+        warnings.append(f"{said}: see alignment.teacher and .block")
     if cfg.objective == "rf" and cfg.rf.direction and cfg.dataset.channels == 1:
-        notes.append(
-            f"rf.direction is {cfg.rf.direction:g}, but the latents have one channel, of whose direction only the sign "
-            "is left: the term teaches nothing"
-        )
-    return notes
+        said = f"rf.direction is {cfg.rf.direction:g}, but the latents have one channel"
+        warnings.append(f"{said}, of whose direction only the sign is left: the term teaches nothing")
+    return warnings
 
 
-def other_encoder(claimed: Claim, aligner: Aligner | None) -> list[str]:
-    """What to doubt of a run that goes on with another encoder of its pictures than it was aligned with."""
-    before = claimed.found.info.get("encoder") if claimed.found else None
-    if not before or not aligner or aligner.fingerprint in (None, before):
-        return []
-    name = aligner.settings.encoder
-    return [f"{name} is another encoder than the run was aligned with up to here, by its hash"]
+def data_warnings(
+    cfg: Settings,
+    data: LatentDataset,
+    heldout: LatentDataset | None,
+    earlier: checkpoint.Checkpoint | None,
+    aligner: Aligner | None,
+) -> list[str]:
+    """Held-out photos that were turned or laid on white otherwise than those of the training, and another encoder of
+    the pictures than the run was aligned with so far."""
+    warnings = []
+    for key in ("orientation", "alpha") if heldout else ():
+        here, there = getattr(data.latents, key), getattr(heldout.latents, key)
+        if here != there:
+            photos = f"{cfg.dataset.heldout} holds photos of {key}={there}, {cfg.dataset.path} of {key}={here}"
+            warnings.append(f"{photos}: where that shows, the evaluation loss is of other pictures")
+    before = earlier.info.get("encoder") if earlier else None
+    if before and aligner and aligner.fingerprint not in (None, before):
+        name = aligner.settings.encoder
+        warnings.append(f"{name} is another encoder than the run was aligned with up to here, by its hash")
+    return warnings
 
 
 def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:
@@ -276,7 +282,7 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
                 f"dataset.heldout=null\n  {str(theirs)[:100]}\n  {str(ours)[:100]}"
             )
     if data.text_spec != heldout.text_spec:
-        differing = [key for key, own in vars(data.text_spec).items() if own != getattr(heldout.text_spec, key)]
+        differing = [key for key, ours in vars(data.text_spec).items() if ours != getattr(heldout.text_spec, key)]
         raise ValueError(
             f"{cfg.dataset.heldout} and {cfg.dataset.path} hold text of other encoders named {cfg.text.encoder}: "
             f"encode both by the same (they differ in {', '.join(differing)}), or set dataset.heldout=null"
@@ -284,19 +290,6 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
     normalization = {key: getattr(data.latents, key) for key in ("channel_shift", "channel_scale")}
     heldout.latents = replace(heldout.latents, **normalization)
     return data, heldout
-
-
-def photos_read_otherwise(cfg: Settings, data: LatentDataset, heldout: LatentDataset | None) -> list[str]:
-    """What to doubt of held-out photos that were turned or laid on white otherwise than those of the training."""
-    doubts = []
-    for key in ("orientation", "alpha") if heldout else ():
-        here, there = getattr(data.latents, key), getattr(heldout.latents, key)
-        if here != there:
-            doubts.append(
-                f"{cfg.dataset.heldout} holds photos of {key}={there}, {cfg.dataset.path} of {key}={here}: where that "
-                "shows, the evaluation loss is of other pictures"
-            )
-    return doubts
 
 
 def open_dataset(
