@@ -35,7 +35,7 @@ from tread.training import failures
 from tread.training.ema import EMA, exponential
 from tread.training.run import StepStatistics
 from tread.training.run_folder import Claim, RunLog, claim, differences
-from tread.training.start import build_optimizer, open_dataset, start
+from tread.training.start import open_dataset, start
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def test_each_step_draws_its_own_ids_and_noise(read_config, monkeypatch, straigh
             ema=EMA(network, exponential()),
             averages={},
             aligner=None,
-            optimizer=build_optimizer(cfg, network),
+            optimizer=cfg.optim.build(network.parameters()),
             statistics=StepStatistics("cpu"),
         )
         for run.step in range(3):

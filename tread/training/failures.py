@@ -86,8 +86,7 @@ def find_fitting(attempt: Callable[[int], None], share: int, tried: int) -> int 
     """
     at_most = tried - 1
     while size := next((size for size in range(at_most, 0, -1) if share % size == 0), None):
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         try:
             attempt(size)
             return size
@@ -111,16 +110,12 @@ def explain_memory(run: Run, error: str) -> str:
         room = [parameter.new_empty(math.ceil(copies * parameter.numel())) for parameter in parameters]
         with torch.compiler.set_stance("force_eager"), autocast(run.processes.device, run.precision):
             given = (batch.rows(few), draws.rows(few), run.network.null(1))
-            terms = loss(cfg, module, run.data.latents, *given, run.aligner)
-            total = sum(term.mean() for term in terms)
+            total = sum(term.mean() for term in loss(cfg, module, run.data.latents, *given, run.aligner))
         torch.autograd.grad(total, parameters)  # not backward(), which would have DDP wait for other processes
         del room  # held until here
 
     size = find_fitting(attempt, share, tried)
-    advice = (
-        f"train.micro_batch_size={size} would fit, with the same results" if size else "even one image does not fit"
-    )
-    return (
-        f"out of memory with micro-batches of {tried} images: {error.splitlines()[0]}\n  {advice}. "
-        "train.activation_checkpointing=true needs less memory too"
-    )
+    fits = f"train.micro_batch_size={size} would fit, with the same results"
+    said = f"out of memory with micro-batches of {tried} images: {error.splitlines()[0]}"
+    advice = fits if size else "even one image does not fit"
+    return f"{said}\n  {advice}. train.activation_checkpointing=true needs less memory too"

@@ -225,7 +225,7 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
         return False
     if due(every.sample, "grid"):
         with run.timed("draw"):
-            draw_grid(run)
+            run.processes.from_main(lambda: draw_grid(run))
     return True
 
 
@@ -278,17 +278,12 @@ def grid_path(run: Run) -> Path:
 
 def draw_grid(run: Run) -> None:
     """The loss curve, and a grid of EMA samples: a row a class or caption, the same noise each time."""
-
-    def draw() -> None:
-        cfg = run.cfg
-        classes = spread_classes(run.model.num_labels, cfg.sampling.classes)
-        labels = torch.tensor(classes).repeat_interleave(cfg.sampling.per_class)
-        pictures = draw_samples(run, labels)
-        with explain_failure(grid_path(run)):
-            save_grid(grid_path(run), pictures.numpy(), cfg.sampling.per_class, run.captions)
-            save_curve(run.folder / "loss.png", run.log.records(), bool(cfg.model.routes), heldout_titles())
-
-    run.processes.from_main(draw)
+    sampling = run.cfg.sampling
+    classes = spread_classes(run.model.num_labels, sampling.classes)
+    pictures = draw_samples(run, torch.tensor(classes).repeat_interleave(sampling.per_class))
+    with explain_failure(grid_path(run)):
+        save_grid(grid_path(run), pictures.numpy(), sampling.per_class, run.captions)
+        save_curve(run.folder / "loss.png", run.log.records(), bool(run.cfg.model.routes), heldout_titles())
 
 
 def draw_samples(run: Run, labels: Tensor, prompts: Text | None = None) -> Tensor:

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from omegaconf import OmegaConf
-from torch import nn
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, process_of
@@ -66,18 +65,18 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     with processes.main_first():  # which may fetch an encoder
         aligner = open_aligner(cfg, network, ema, data, processes.device)
     projector = aligner and aligner.projector
-    optimizer = build_optimizer(cfg, network, projector)
+    optimizer = cfg.optim.build(parameter for _, parameter in checkpoint.optimized_parameters(network, projector))
     if claimed.checkpoint:
         networks = {width: average.network for width, average in averages.items()}
         state = optimizer if keeps_state else None
         checkpoint.restore(claimed.checkpoint, network, ema.network, state, networks, projector)
     uncompiled = compile_networks(cfg, network, ema)
-    notes += [*settings_warnings(cfg), *data_warnings(cfg, data, heldout, claimed.checkpoint, aligner)]
     prompts = grid_prompts(cfg, heldout or data) if cfg.model.takes_text else {}
     run = Run(
         cfg, config, processes, precision, micro_batches, data, heldout, network, ema, averages, aligner, optimizer,
         decoder, online_fid, weights, notes, stop, began, claimed.checkpoint, **prompts
     )  # fmt: skip
+    run.warnings += [*settings_warnings(cfg), *data_warnings(run)]
     if claimed.checkpoint and "flops" not in claimed.checkpoint.info:
         run.flops = training_flops(cfg, network, range(run.step), aligner)  # as the settings have them
     processes.from_main(lambda: take_folder(run, claimed))
@@ -90,9 +89,8 @@ def claim_folder(cfg: Settings, config: dict, processes: Processes) -> Claim:
     """The run's folder, taken by this launch, and what was found there. Raises ValueError if not all can see it."""
     claimed = processes.from_main(lambda: claim(Path(cfg.results) / cfg.name, cfg.resume, config))
     if claimed.checkpoint and not (claimed.checkpoint.folder / "info.json").is_file():
-        raise ValueError(
-            f"{claimed.checkpoint.folder} is not seen by all processes; `results` must be a folder they share"
-        )
+        unseen = f"{claimed.checkpoint.folder} is not seen by all processes"
+        raise ValueError(f"{unseen}; `results` must be a folder they share")
     return claimed
 
 
@@ -225,22 +223,16 @@ def settings_warnings(cfg: Settings) -> list[str]:
     return warnings
 
 
-def data_warnings(
-    cfg: Settings,
-    data: LatentDataset,
-    heldout: LatentDataset | None,
-    earlier: checkpoint.Checkpoint | None,
-    aligner: Aligner | None,
-) -> list[str]:
+def data_warnings(run: Run) -> list[str]:
     """Held-out photos that were turned or laid on white otherwise than those of the training, and another encoder of
     the pictures than the run was aligned with so far."""
-    warnings = []
-    for key in ("orientation", "alpha") if heldout else ():
-        here, there = getattr(data.latents, key), getattr(heldout.latents, key)
+    warnings, dataset, aligner = [], run.cfg.dataset, run.aligner
+    for key in ("orientation", "alpha") if run.heldout else ():
+        here, there = getattr(run.data.latents, key), getattr(run.heldout.latents, key)
         if here != there:
-            photos = f"{cfg.dataset.heldout} holds photos of {key}={there}, {cfg.dataset.path} of {key}={here}"
+            photos = f"{dataset.heldout} holds photos of {key}={there}, {dataset.path} of {key}={here}"
             warnings.append(f"{photos}: where that shows, the evaluation loss is of other pictures")
-    before = earlier.info.get("encoder") if earlier else None
+    before = run.earlier and run.earlier.info.get("encoder")
     if before and aligner and aligner.fingerprint not in (None, before):
         name = aligner.settings.encoder
         warnings.append(f"{name} is another encoder than the run was aligned with up to here, by its hash")
@@ -253,11 +245,6 @@ def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[st
     known = "captions" in read_index(data.folder)  # of an import it may be their text alone
     captions = [data.captions_of(sample)[0] for sample in samples] if known else []
     return {"prompts": data.read(np.array(samples)).text, "captions": captions}
-
-
-def build_optimizer(cfg: Settings, network: nn.Module, projector: nn.Module | None = None) -> torch.optim.Optimizer:
-    """The optimizer of a network's and alignment's projector's parameters; build it after moving them."""
-    return cfg.optim.build(parameter for _, parameter in checkpoint.optimized_parameters(network, projector))
 
 
 def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[LatentDataset, LatentDataset | None]:
@@ -274,18 +261,17 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
     if cfg.dataset.heldout is None:
         return data, None
     heldout = open_dataset(cfg, cfg.dataset.heldout, "heldout")
+    both = f"{cfg.dataset.heldout} and {cfg.dataset.path}"
     for key in ("classes", "autoencoder", "fingerprint", "scale", "shift"):
         ours, theirs = getattr(data.latents, key), getattr(heldout.latents, key)
         if ours != theirs and not (key == "fingerprint" and None in (ours, theirs)):  # imports do not know it
-            raise ValueError(
-                f"{cfg.dataset.heldout} and {cfg.dataset.path} differ in {key}: prepare both alike, or set "
-                f"dataset.heldout=null\n  {str(theirs)[:100]}\n  {str(ours)[:100]}"
-            )
+            said = f"{both} differ in {key}: prepare both alike, or set dataset.heldout=null"
+            raise ValueError(f"{said}\n  {str(theirs)[:100]}\n  {str(ours)[:100]}")
     if data.text_spec != heldout.text_spec:
         differing = [key for key, ours in vars(data.text_spec).items() if ours != getattr(heldout.text_spec, key)]
         raise ValueError(
-            f"{cfg.dataset.heldout} and {cfg.dataset.path} hold text of other encoders named {cfg.text.encoder}: "
-            f"encode both by the same (they differ in {', '.join(differing)}), or set dataset.heldout=null"
+            f"{both} hold text of other encoders named {cfg.text.encoder}: encode both by the same (they differ in "
+            f"{', '.join(differing)}), or set dataset.heldout=null"
         )
     normalization = {key: getattr(data.latents, key) for key in ("channel_shift", "channel_scale")}
     heldout.latents = replace(heldout.latents, **normalization)
@@ -305,13 +291,10 @@ def open_dataset(
     pictures = repa and cfg.alignment.source == "live"
     text = cfg.text.encoder if cfg.model.takes_text else None
     data = LatentDataset(path, cfg.dataset.verify, placement, device, features, pictures, text)
+    shape, classes = data.latents.shape, len(data.latents.classes)
     expected = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size)
-    if data.latents.shape != expected:
-        raise ValueError(
-            f"{path} holds latents of shape {data.latents.shape}, but dataset.channels and dataset.size say {expected}"
-        )
-    if len(data.latents.classes) != cfg.dataset.num_classes:
-        raise ValueError(
-            f"{path} has {len(data.latents.classes)} classes, but dataset.num_classes is {cfg.dataset.num_classes}"
-        )
+    if shape != expected:
+        raise ValueError(f"{path} holds latents of shape {shape}, but dataset.channels and dataset.size say {expected}")
+    if classes != cfg.dataset.num_classes:
+        raise ValueError(f"{path} has {classes} classes, but dataset.num_classes is {cfg.dataset.num_classes}")
     return data
