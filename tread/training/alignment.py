@@ -60,10 +60,8 @@ class Alignment:
         blocks = {"block": max(1, min(8, depth // 3)) - 1, "teacher": max(1, 2 * depth // 3) - 1}
         for name, value in (("block", self.block), ("teacher", self.teacher)):
             if value is not None and not -depth <= value < depth:
-                raise ValueError(
-                    f"alignment.{name} is {value}, but the network has {depth} blocks: 0..{depth - 1}, or "
-                    f"-{depth}..-1 from the end"
-                )
+                given = f"alignment.{name} is {value}, but the network has {depth} blocks"
+                raise ValueError(f"{given}: 0..{depth - 1}, or -{depth}..-1 from the end")
             blocks[name] = blocks[name] if value is None else value % depth
         return blocks["block"], blocks["teacher"]
 
@@ -86,10 +84,8 @@ def _met(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> tuple[T
     if ids_keep is not None:
         targets = gather_tokens(targets, ids_keep)
     if projected.shape != targets.shape:
-        raise ValueError(
-            f"{tuple(projected.shape)} projected tokens for targets of {tuple(targets.shape)}: each token needs one of "
-            "as many channels"
-        )
+        shapes = f"{tuple(projected.shape)} projected tokens for targets of {tuple(targets.shape)}"
+        raise ValueError(f"{shapes}: each token needs one of as many channels")
     return projected.float(), targets.float()
 
 

@@ -1,8 +1,4 @@
-"""How a launch of train.py fails: what is told, written down and tried before.
-
-Bad input, a full disk and a run that has diverged end it with one line; running out of a device's memory with the
-micro-batch that would fit; a graph that can't be compiled goes on without.
-"""
+"""How a launch of train.py fails: what is told, written down and tried before."""
 
 from __future__ import annotations
 

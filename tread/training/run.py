@@ -183,9 +183,8 @@ def leave(run: Run, finished: bool) -> None:
         reason = None if finished else run.stop.reason or "another process was asked to stop"
         if not finished:
             saved = f"step {run.saved} is saved" if run.saved else "nothing is saved yet"
-            run.processes.say(
-                f"{run.folder}: stopped by {reason} after step {run.step}; {saved}; start it again to go on"
-            )
+            stopped = f"{run.folder}: stopped by {reason} after step {run.step}"
+            run.processes.say(f"{stopped}; {saved}; start it again to go on")
         run.log.status("finished" if finished else "interrupted", run.step, reason, spent=run.take_spent())
         run.log.close()
     if run.tracker is not None:

@@ -100,9 +100,8 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
     before = checkpoint.info["config"] if checkpoint else starts[-1]["config"]
     changed = differences(migrate(before), migrate(config), nothing=NOTHING)
     if fixed := decisive(changed, config):
-        there, here = ({key: written(changed[key][i]) for key in fixed} for i in (0, 1))
-        listed = "\n".join(f"  {key}: {there[key]} there, {here[key]} here" for key in fixed)
-        raise ValueError(f"{folder} holds a run with other settings; {other}\n{listed}")
+        listed = [f"\n  {key}: {written(changed[key][0])} there, {written(changed[key][1])} here" for key in fixed]
+        raise ValueError(f"{folder} holds a run with other settings; {other}{''.join(listed)}")
     if checkpoint is None and resume is True:
         raise FileNotFoundError(f"resume=true, but {folder} holds no checkpoint yet; resume=auto starts it again")
     said = {key: both for key, both in changed.items() if key not in LAUNCH and both[0] is not NOTHING}

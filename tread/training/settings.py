@@ -1,6 +1,4 @@
-"""The run's settings: what configs/config.yaml means, as typed, checked, plain values, with what the dataset itself
-says of sizes, held-out data and the encoder of its captions.
-"""
+"""The run's settings: what configs/config.yaml means, typed, checked and completed by what the dataset says."""
 
 from __future__ import annotations
 
@@ -51,9 +49,8 @@ class Train:
 
     def __post_init__(self) -> None:
         if self.reconstruction < 0 or (self.reconstruction and self.loss_tokens == "all"):
-            raise ValueError(
-                f"train.reconstruction is {self.reconstruction}, but must be 0, or positive with train.loss_tokens=kept"
-            )
+            given = f"train.reconstruction is {self.reconstruction}"
+            raise ValueError(f"{given}, but must be 0, or positive with train.loss_tokens=kept")
 
 
 @dataclass(frozen=True)
@@ -164,11 +161,9 @@ class Settings:
         fits = self.dataset.size and self.dataset.size % self.model.patch_size == 0  # else the network says so
         for number, route in enumerate(self.model.routes if fits else ()):
             side, schedule = self.dataset.size // self.model.patch_size, self.train.ratio_schedule
-            if schedule and RULES[route.select].ratio is not None:
-                raise ValueError(
-                    f"train.ratio_schedule is given, but model.routes.{number}.select={route.select} fixes the ratio "
-                    f"at {RULES[route.select].ratio}: select=token takes others"
-                )
+            if schedule and (fixed := RULES[route.select].ratio) is not None:
+                given = f"train.ratio_schedule is given, but model.routes.{number}.select={route.select}"
+                raise ValueError(f"{given} fixes the ratio at {fixed}: select=token takes others")
             ratio = max(schedule.start, schedule.end) if schedule else route.selection_ratio
             key = "train.ratio_schedule" if schedule else f"model.routes.{number}.selection_ratio"
             check_ratio(replace(route, selection_ratio=ratio), (side, side), key)

@@ -16,9 +16,8 @@ PACKAGES = {"wandb": "requirements.txt", "tensorboard": "requirements-tensorboar
 def check_tracker(name: str) -> None:
     """Raise ValueError unless the tracker's package is installed."""
     if name != "none" and importlib.util.find_spec(name) is None:
-        raise ValueError(
-            f"tracker={name} needs the package {name}; pip install -r {PACKAGES[name]}, or set tracker=none"
-        )
+        needed = f"tracker={name} needs the package {name}; pip install -r {PACKAGES[name]}"
+        raise ValueError(f"{needed}, or set tracker=none")
 
 
 class Wandb:
