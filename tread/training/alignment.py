@@ -95,8 +95,7 @@ def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Se
     width  z. repa: three layers, two of alignment.width; self: two, the first of 2D.
     """
     inner = [alignment.width] * 2 if alignment.kind == "repa" else [2 * hidden_size]
-    sizes = [hidden_size, *inner, width]
-    layers: list[nn.Module] = []
+    sizes, layers = [hidden_size, *inner, width], []
     for inputs, outputs in zip(sizes, sizes[1:]):
         layers += [nn.Linear(inputs, outputs), nn.SiLU()]
         nn.init.xavier_uniform_(layers[-2].weight)

@@ -57,22 +57,18 @@ def guarded_step(run: Run) -> None:
 
     Raises Failure with the micro-batch that would fit where the device's memory does not suffice.
     """
-    if trouble := _trouble(run):  # when what the step had of the memory is free again
-        raise Failure(explain_memory(run, trouble))
-
-
-def _trouble(run: Run) -> str | None:
-    """Take a step, or return what the device says if its memory does not suffice."""
+    full = None
     try:
         training_step(run)
     except torch.OutOfMemoryError as error:
-        return str(error)
+        full = str(error)
     except BackendCompilerFailed as error:  # a block's graph, although why_not's sample went well
         run.processes.say(f"warning: going on without torch.compile, which failed: {first_line(error)}")
         torch.compiler.set_stance("force_eager")
         run.optimizer.zero_grad()
         training_step(run)
-    return None
+    if full is not None:  # here, what the step had of the memory is free again
+        raise Failure(explain_memory(run, full))
 
 
 def find_fitting(attempt: Callable[[int], None], share: int, tried: int) -> int | None:

@@ -100,8 +100,7 @@ def log(run: Run, clock: Clock) -> str:
     speed = steps * run.cfg.train.batch_size / seconds
     flops = sample_flops(run.network, active_routes(run.cfg, run.step - 1), run.aligner) * speed
     values |= {"images_per_s": round(speed, 1), "flops_per_s": float(f"{flops:.4g}")}
-    peak = peak_flops(run.processes.device, run.precision)
-    if peak is not None:
+    if (peak := peak_flops(run.processes.device, run.precision)) is not None:
         values["mfu"] = round(flops / (peak * run.processes.count), 4)
     values["data_wait"] = round(waited / seconds, 5)
     if clock.cold_start is not None:  # once a start
@@ -204,8 +203,7 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
 
     done  what was done at this step before an interruption: the evaluation by its name, "fid", "grid".
     """
-    every, cfg = run.cfg.every, run.cfg
-    last = run.step == cfg.train.steps
+    every, cfg, last = run.cfg.every, run.cfg, run.step == run.cfg.train.steps
 
     def due(interval: int | None, name: str) -> bool:
         return interval is not None and run.step > 0 and (run.step % interval == 0 or last) and name not in done

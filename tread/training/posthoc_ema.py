@@ -27,6 +27,7 @@ from tread.training.ema import exponent
 
 FORMAT = {"format": "ema_snapshot", "version": 1}
 NEGLIGIBLE = 1e-8  # a coefficient this small changes nothing in fp32
+Profiles = Sequence[tuple[int, float]]  # (step, sigma_rel) of averages
 FP16_ROUNDING = 2e-4  # root mean square of the relative error of rounding to fp16
 
 
@@ -131,7 +132,7 @@ def profiles(snapshots: Iterable[Snapshot]) -> list[tuple[int, float]]:
     return [(snapshot.step, sigma_rel) for snapshot in snapshots for sigma_rel in snapshot.sigma_rel]
 
 
-def inner_products(profiles: Sequence[tuple[int, float]]) -> np.ndarray:
+def inner_products(profiles: Profiles) -> np.ndarray:
     """∫ p_i(τ) p_j(τ) dτ of power-function profiles (step, sigma_rel): (len(profiles), len(profiles)) fp64.
 
     p(τ) = (γ+1) τ^γ / t^(γ+1) on [0, t], so that for s ≤ t, whose exponents are β and γ, the integral over
@@ -144,9 +145,7 @@ def inner_products(profiles: Sequence[tuple[int, float]]) -> np.ndarray:
     return (beta + 1) * (gamma + 1) / (beta + gamma + 1) * np.exp(decay) / later
 
 
-def _normal_equations(
-    stored: Sequence[tuple[int, float]], step: int, sigma_rel: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of profiles scaled to length 1: stored with stored, stored with the target; and the scale of each coefficient."""
     products = inner_products([*stored, (step, sigma_rel)])
     lengths = np.sqrt(products.diagonal())
@@ -154,7 +153,7 @@ def _normal_equations(
     return scaled[:-1, :-1], scaled[-1, :-1], lengths[-1] / lengths[:-1]
 
 
-def coefficients(stored: Sequence[tuple[int, float]], step: int, sigma_rel: float) -> np.ndarray:
+def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
     """Weights of stored averages (step, sigma_rel) whose sum is nearest to the one of width sigma_rel at `step`.
 
     Nearest in L2 over training time (EDM2, Appendix C), by the normal equations in fp64, among weights whose sum is
@@ -168,14 +167,14 @@ def coefficients(stored: Sequence[tuple[int, float]], step: int, sigma_rel: floa
     return free + (1 - free.sum()) / along.sum() * along
 
 
-def profile_error(stored: Sequence[tuple[int, float]], step: int, sigma_rel: float) -> float:
+def profile_error(stored: Profiles, step: int, sigma_rel: float) -> float:
     """‖Σ xᵢ pᵢ − p‖ / ‖p‖ over training time, of the coefficients x: 0 is an exact fit, resolved to 1e-7."""
     products, goal, scale = _normal_equations(stored, step, sigma_rel)
     x = coefficients(stored, step, sigma_rel) / scale
     return float(np.sqrt(max(0.0, 1 - 2 * x @ goal + x @ products @ x)))
 
 
-def rounding_error(stored: Sequence[tuple[int, float]], step: int, sigma_rel: float) -> float:
+def rounding_error(stored: Profiles, step: int, sigma_rel: float) -> float:
     """What fp16 in storage does to a parameter, relative and as a root mean square: it grows with ‖coefficients‖.
 
     Large for a width far below the stored ones, where coefficients of both signs cancel.

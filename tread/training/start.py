@@ -52,23 +52,22 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     stop.connect(processes.count)
     micro_batches = split_batch(cfg.train.batch_size, processes.count, processes.rank, cfg.train.micro_batch_size)
     claimed = claim_folder(cfg, config, processes)
-    data, heldout = open_data(cfg, processes, claimed.checkpoint)
+    data, heldout = open_data(cfg, processes, claimed)
     decoder, online_fid = open_drawing(cfg, data, processes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
         network = build_network(cfg)
-    keeps_state = cfg.optim.keeps_state(claimed.changed)
-    weights, notes = bring_weights(cfg, network, claimed.checkpoint, data, keeps_state)
+    weights, notes = bring_weights(cfg, network, claimed, data)
     network.to(processes.device)
     ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
     averages = {width: EMA(network, power(width)) for width in cfg.ema.power}
     with processes.main_first():  # which may fetch an encoder
-        aligner = open_aligner(cfg, network, ema, data, processes.device)
+        aligner = open_aligner(cfg, network, ema, data)
     projector = aligner and aligner.projector
     optimizer = cfg.optim.build(parameter for _, parameter in checkpoint.optimized_parameters(network, projector))
     if claimed.checkpoint:
         networks = {width: average.network for width, average in averages.items()}
-        state = optimizer if keeps_state else None
+        state = optimizer if cfg.optim.keeps_state(claimed.changed) else None
         checkpoint.restore(claimed.checkpoint, network, ema.network, state, networks, projector)
     uncompiled = compile_networks(cfg, network, ema)
     prompts = grid_prompts(cfg, heldout or data) if cfg.model.takes_text else {}
@@ -94,13 +93,11 @@ def claim_folder(cfg: Settings, config: dict, processes: Processes) -> Claim:
     return claimed
 
 
-def open_data(
-    cfg: Settings, processes: Processes, earlier: checkpoint.Checkpoint | None
-) -> tuple[LatentDataset, LatentDataset | None]:
+def open_data(cfg: Settings, processes: Processes, claimed: Claim) -> tuple[LatentDataset, LatentDataset | None]:
     """Training and held-out data, see open_datasets. Raises ValueError also if the run was trained on other data."""
     with processes.main_first():
         data, heldout = open_datasets(cfg, processes.device)
-    info = earlier and earlier.info
+    info = claimed.checkpoint and claimed.checkpoint.info
     if info and (LatentSpec.from_json(info["latents"]), info["samples"]) != (data.latents, len(data)):
         run = Path(cfg.results) / cfg.name
         raise ValueError(f"{cfg.dataset.path} is not the data that {run} was trained on; name=… starts another run")
@@ -128,57 +125,53 @@ def compile_networks(cfg: Settings, network: Backbone, ema: EMA) -> list[str]:
 
 
 def take_folder(run: Run, claimed: Claim) -> None:
-    """Write down that the run starts, in the main process. Raises OSError, also without room for a checkpoint."""
-    cfg = run.cfg
-    check_place(run.folder, run.checkpoint_bytes() if run.step < cfg.train.steps else 0)
+    """Write down that the run starts, and bring its folder to the step it goes on from, in the main process.
+
+    Raises OSError, also without room for a checkpoint, or ValueError for what a tracker refuses.
+    """
+    say, optim = run.processes.say, run.cfg.optim
+    check_place(run.folder, run.checkpoint_bytes() if run.step < run.cfg.train.steps else 0)
     facts = {"processes": run.processes.count, "device": str(run.processes.device), "precision": run.precision}
     run.log.start(run.step, run.config, **facts, weights=run.weights, warnings=run.warnings)
     try:
-        prepare_folder(run, claimed)
+        with explain_failure(run.folder):
+            write_whole(run.folder / "config.yaml", OmegaConf.to_yaml(run.config))
+            posthoc_ema.forget_after(run.folder, run.step)
+            if claimed.checkpoint:
+                point_to(run.folder / "latest", claimed.checkpoint.folder.name)
+        run.stop.ending = lambda signal: run.log.status(
+            "interrupted", run.step, f"{signal} came a second time; steps after {run.saved or 0} will be done again"
+        )
+        for problem in claimed.damaged:
+            say(f"warning: {problem}")
+        if claimed.checkpoint:
+            before = ", from the checkpoint before" if claimed.damaged else ""
+            say(f"{run.folder} goes on at step {run.step}{before}")
+        for key, (before, now) in claimed.changed.items():
+            say(f"warning: {key} was {written(before)}, is {written(now)}")
+        if claimed.checkpoint and not optim.keeps_state(claimed.changed):
+            say("warning: the optimizer is another one: its state begins anew, weights and averages go on")
+        if optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
+            rate = learning_rate(run.cfg, run.step)
+            say(f"warning: the learning rate falls until train.steps, so it now goes on at {rate:.3g}")
+        run.tracker = open_tracker(run.cfg, run.config, run.folder, run.step)
     except (ValueError, OSError) as error:
         run.log.status("failed", run.step, str(error))
         run.log.close()
         raise
 
 
-def prepare_folder(run: Run, claimed: Claim) -> None:
-    """Bring a run's folder to the step it goes on from. Raises OSError, or ValueError for what a tracker refuses."""
-    cfg = run.cfg
-    with explain_failure(run.folder):
-        write_whole(run.folder / "config.yaml", OmegaConf.to_yaml(run.config))
-        posthoc_ema.forget_after(run.folder, run.step)
-        if claimed.checkpoint:
-            point_to(run.folder / "latest", claimed.checkpoint.folder.name)
-    run.stop.ending = lambda signal: run.log.status(
-        "interrupted", run.step, f"{signal} came a second time; steps after {run.saved or 0} will be done again"
-    )
-    for problem in claimed.damaged:
-        run.processes.say(f"warning: {problem}")
-    if claimed.checkpoint:
-        before = ", from the checkpoint before" if claimed.damaged else ""
-        run.processes.say(f"{run.folder} goes on at step {run.step}{before}")
-    for key, (before, now) in claimed.changed.items():
-        run.processes.say(f"warning: {key} was {written(before)}, is {written(now)}")
-    if claimed.checkpoint and not cfg.optim.keeps_state(claimed.changed):
-        run.processes.say("warning: the optimizer is another one: its state begins anew, weights and averages go on")
-    if cfg.optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
-        rate = learning_rate(cfg, run.step)
-        run.processes.say(f"warning: the learning rate falls until train.steps, so it now goes on at {rate:.3g}")
-    run.tracker = open_tracker(cfg, run.config, run.folder, run.step)
-
-
-def bring_weights(
-    cfg: Settings, network: Backbone, earlier: checkpoint.Checkpoint | None, data: LatentDataset, keeps_state: bool
-) -> tuple[str, list[str]]:
+def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: LatentDataset) -> tuple[str, list[str]]:
     """Put in the weights of init_from where a run begins, and the text that stands for none.
 
-    Returns where the run's weights come from, and what is doubtful about them. Raises FileNotFoundError, or ValueError
+    Returns where the run's weights come from, and what to warn of. Raises FileNotFoundError, or ValueError
     for weights that do not fit.
     """
     weights, notes = f"new, drawn by seed {cfg.seed}", []
-    if earlier:
+    if earlier := claimed.checkpoint:
         unread = "; init_from was read when the run began" if cfg.init_from else ""
-        optimizer = ", with the optimizer," if keeps_state else ", not the optimizer's state,"
+        kept = cfg.optim.keeps_state(claimed.changed)
+        optimizer = ", with the optimizer," if kept else ", not the optimizer's state,"
         weights = f"raw and averaged{optimizer} of {earlier.folder}, step {earlier.step:,}{unread}"
     elif cfg.init_from is not None:
         stored = load_weights(network, cfg.init_from, cfg.init_weights, cfg.model, cfg.text)
@@ -188,11 +181,9 @@ def bring_weights(
     return weights, notes
 
 
-def open_aligner(
-    cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset, device: torch.device
-) -> Aligner | None:
+def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset) -> Aligner | None:
     """What the run aligns with, its projector drawn by the seed; None without alignment. Raises ValueError."""
-    alignment, encoder, flops, fingerprint = cfg.alignment, None, 0, None
+    alignment, device, encoder, flops, fingerprint = cfg.alignment, network.pos_embed.device, None, 0, None
     if alignment.kind == "none":
         return None
     width = network.hidden_size
