@@ -146,7 +146,7 @@ def inner_products(profiles: Profiles) -> np.ndarray:
 
 
 def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of profiles scaled to length 1: stored with stored, stored with the target; and the scale of each coefficient."""
+    """Products of profiles scaled to length 1, stored with stored and the target; and the scale of each coefficient."""
     products = inner_products([*stored, (step, sigma_rel)])
     lengths = np.sqrt(products.diagonal())
     scaled = products / lengths / lengths[:, None]

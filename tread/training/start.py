@@ -202,8 +202,7 @@ def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset
 
 
 def settings_warnings(cfg: Settings) -> list[str]:
-    """What the settings ask that can't help: targets of alignment=self that lie no deeper than what learns from them,
-    and directions of latents with one channel."""
+    """What the settings ask that can't help."""
     warnings, (block, teacher) = [], cfg.alignment.blocks(cfg.model.depth)
     if cfg.alignment.kind == "self" and block >= teacher:
         said = f"the teacher's block {teacher} is not deeper than the aligned one, {block}"
@@ -215,8 +214,7 @@ def settings_warnings(cfg: Settings) -> list[str]:
 
 
 def data_warnings(run: Run) -> list[str]:
-    """Held-out photos that were turned or laid on white otherwise than those of the training, and another encoder of
-    the pictures than the run was aligned with so far."""
+    """Held-out photos that were read otherwise than those of the training, and another encoder of them than so far."""
     warnings, dataset, aligner = [], run.cfg.dataset, run.aligner
     for key in ("orientation", "alpha") if run.heldout else ():
         here, there = getattr(run.data.latents, key), getattr(run.heldout.latents, key)
