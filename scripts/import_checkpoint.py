@@ -158,4 +158,4 @@ def account(saved: checkpoint.Checkpoint, options: Options) -> str:
 
 if __name__ == "__main__":
     keys = ("experiment", *schema.known_keys(Options))
-    open_door(main, lambda: [*settings.known_keys(), *keys], settings.MOVED, spell=settings.add_unstated)
+    open_door(main, lambda: [*settings.known_keys(), *keys], spell=settings.add_unstated)

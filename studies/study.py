@@ -293,7 +293,7 @@ def settings_of(overrides: Sequence[str]) -> settings.Settings:
 
 @functools.cache
 def _settings_of(overrides: tuple[str, ...]) -> settings.Settings:
-    schema.check_overrides(overrides, [*settings.known_keys(), "experiment"], settings.MOVED)
+    schema.check_overrides(overrides, [*settings.known_keys(), "experiment"])
     words = settings.add_unstated(overrides)
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
         composed = compose("config", overrides=[override.replace("{data}", "data") for override in words])

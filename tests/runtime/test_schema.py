@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Literal, get_args
 
 import pytest
 
-from tread.runtime.schema import Count, CountOrZero, Positive, Range, Share, TwoOrMore, read
+from tread.runtime.schema import Count, CountOrZero, Positive, Range, Share, TwoOrMore, fill, read
 
 Kind = Annotated[Literal["a", "b", "c"], "d is elsewhere"]
 When = Literal["auto", True, False]
@@ -93,3 +93,22 @@ def test_ranges_are_those_of_arithmetic(key, kind, numbers, holds):
 def test_errors_name_the_key_what_was_given_and_what_is_needed(key, value, shown):
     with pytest.raises(ValueError, match=f"^{re.escape(shown)}$"):
         of(key, value)
+
+
+@dataclass(frozen=True)
+class Group:
+    name: str
+    part: Part
+    parts: tuple[Part, ...]
+    maybe: Part | None
+    words: tuple[str, ...] = ("a",)
+
+
+def test_what_a_record_lacks_is_filled_with_defaults():
+    """Reference: asdict. What has no default stays away, and what is given, or is no section at all, as it is."""
+    defaults = {**asdict(Part()), "shares": []}
+    assert fill({}, Group) == {"part": defaults, "words": ["a"]}
+    given = {"part": {"count": 3}, "parts": [{"share": 0.5}], "maybe": {"count": 2}, "words": [], "unknown": 1}
+    expected = {**given, "part": defaults | {"count": 3}, "parts": [defaults | {"share": 0.5}]}
+    assert fill(given, Group) == expected
+    assert fill({"part": 7, "parts": None}, Group) == {"part": 7, "parts": None, "words": ["a"]}

@@ -35,7 +35,7 @@ from tread.training.alignment import (
     build_projector,
     self_distance,
 )
-from tread.training.start import settings_to_doubt
+from tread.training.start import settings_warnings
 
 LATENTS = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
 SIZES = {"patch_size": 2, "hidden_size": 32, "depth": 6, "num_heads": 2}
@@ -293,8 +293,8 @@ def test_cleaner_levels_end_at_the_cleanest(process):
 @pytest.mark.parametrize(("block", "doubted"), [(2, False), (3, True), (-1, True)])
 def test_a_teacher_that_is_not_deeper_is_doubted(read_config, block, doubted):
     """Of 6 blocks it is number 3."""
-    found = settings_to_doubt(read_config("model.depth=6", "alignment=self", f"alignment.block={block}"))
-    assert bool(found) == doubted and not settings_to_doubt(read_config("model.depth=1", "model=dit"))
+    found = settings_warnings(read_config("model.depth=6", "alignment=self", f"alignment.block={block}"))
+    assert bool(found) == doubted and not settings_warnings(read_config("model.depth=1", "model=dit"))
 
 
 def test_flops_are_projector_teacher_and_encoder(given):

@@ -228,5 +228,6 @@ def test_a_run_keeps_the_options_of_its_architecture(begun, composed, monkeypatc
 
 
 def test_an_old_wandb_section_says_which_tracker():
-    assert migrate({"wandb": {"enabled": True, "project": "p"}}) == {"tracker": "wandb", "wandb": {"project": "p"}}
+    config = migrate({"wandb": {"enabled": True, "project": "p"}})
+    assert (config["tracker"], config["wandb"]) == ("wandb", {"project": "p"})
     assert migrate({"wandb": {"enabled": False}})["tracker"] == "none"

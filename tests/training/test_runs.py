@@ -35,7 +35,7 @@ from tread.training import failures
 from tread.training.ema import EMA, exponential
 from tread.training.run import StepStatistics
 from tread.training.run_folder import Claim, RunLog, claim, differences
-from tread.training.start import build_optimizer, open_dataset, start
+from tread.training.start import open_dataset, start
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def test_each_step_draws_its_own_ids_and_noise(read_config, monkeypatch, straigh
             ema=EMA(network, exponential()),
             averages={},
             aligner=None,
-            optimizer=build_optimizer(cfg, network),
+            optimizer=cfg.optim.build(network.parameters()),
             statistics=StepStatistics("cpu"),
         )
         for run.step in range(3):
@@ -372,7 +372,7 @@ def test_claim_without_latest_finds_the_newest_checkpoint(tmp_path):
         parts = {name: {} for name in ("model", "ema", "optimizer")}
         checkpoint.save(tmp_path, step, parts, {"config": config, "latents": {}, "samples": 0})
     shutil.rmtree(tmp_path / "step_0000002")  # a damaged one, removed by hand: `latest` names nothing
-    assert claim(tmp_path, "auto", config).found.step == 1
+    assert claim(tmp_path, "auto", config).checkpoint.step == 1
     with pytest.raises(ValueError, match="seed: 0 there, 1 here"):
         claim(tmp_path, "auto", {"seed": 1})
     (tmp_path / "latest").unlink()

@@ -327,19 +327,7 @@ def test_a_models_file_may_set_keys_outside_model(tmp_path):
         assert compose("config", overrides=["model=mine", "train.loss_tokens=all"]).train.loss_tokens == "all"
 
 
-def test_a_key_that_is_gone_names_its_successor():
-    for key, successor in settings.MOVED.items():
-        assert successor in settings.known_keys()
-        with pytest.raises(ValueError, match=f"{key} is gone; set {successor} in its place"):
-            schema.check_overrides([f"{key}=1"], settings.known_keys(), settings.MOVED)
-
-
 @pytest.mark.parametrize("name", ["config", "defaults"])
 def test_every_line_is_commented(name):
     lines = (ROOT / "configs" / f"{name}.yaml").read_text().partition("\nhydra:")[0].splitlines()
     assert [line for line in lines if line.strip() and "#" not in line] == []
-
-
-def test_a_file_that_still_has_a_recipe_says_what_its_keys_are_now(composed):
-    with pytest.raises(ValueError, match="recipe is gone: recipe.lr is optim.lr now, recipe.depth is model.depth now"):
-        settings.read({**composed(), "recipe": {"lr": 1.0, "depth": 3}})

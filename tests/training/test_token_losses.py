@@ -340,13 +340,13 @@ def test_rwkv_trains_with_and_without_a_route(rows):
 
 @pytest.mark.parametrize(
     ("select", "more", "rejoins"),
-    [("row", [], ""), ("shared", ["model.routes.0.rejoin=1"], ", rejoins as before block 1,")],
+    [("row", [], ""), ("shared", ["model.routes.0.rejoin=1"], ", rejoins as before block 1,"), ("norm", [], "")],
 )
 def test_dit_trains_with_rows_and_with_one_draw_a_batch(place, select, more, rejoins):
     """The one draw with tokens that rejoin as they were before an earlier block."""
     text = launch(place, f"model.routes.0.select={select}", *more, f"name={select}")
     check_run(place, select)
-    kept = {"row": "in whole rows", "shared": "the same ones in a batch"}[select]
+    kept = {"row": "in whole rows", "shared": "the same ones in a batch", "norm": "by their norm"}[select]
     assert re.search(rf"r\(2→2\){rejoins} keeps 8 of 16 tokens,? {kept}, fp32", text)
 
 

@@ -64,8 +64,6 @@ def test_a_package_that_is_absent_is_said_before_anything_begins(tmp_path, monke
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_with_the_old_switch_names_the_tracker(composed):
-    with pytest.raises(ValueError, match="wandb.enabled is gone; set tracker in its place: tracker=none|wandb"):
-        settings.read({**composed(), "wandb": {"enabled": True, "project": "p"}})
+def test_a_tracker_that_there_is_not_is_refused(composed):
     with pytest.raises(ValueError, match="tracker is 'mlflow', but must be none, wandb or tensorboard"):
         settings.read({**composed(), "tracker": "mlflow"})

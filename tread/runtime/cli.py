@@ -12,7 +12,7 @@ import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -30,14 +30,12 @@ PRINTS = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help"}  # flag
 def open_door(
     main: Callable[[], None],
     known: Iterable[str] | Callable[[], Iterable[str]],
-    moved: Mapping[str, str] | None = None,
     literal: Collection[str] = (),
     spell: Callable[[Iterable[str]], list[str]] = list,
 ) -> None:
-    """Run a script's Hydra `main`, answer --help, or end with a message that names the nearest known key, or its heir.
+    """Run a script's Hydra `main`, answer --help, or end with a message that names the nearest known key.
 
     known    dotted keys; a function is called when the plugins are imported, which may add some.
-    moved    keys that are gone → what to set in their place.
     literal  keys whose text is taken as it stands behind the =, see `take_literally`.
     spell    writes overrides as Hydra takes them.
 
@@ -52,7 +50,7 @@ def open_door(
         import_plugins(named_plugins(sys.argv[1:], config_file(Path(script["__file__"]))))
         known = list(known() if callable(known) else known)
         sys.argv[1:] = spell(take_literally(sys.argv[1:], literal))
-        check_overrides(check_words(sys.argv[1:], known), known, moved)
+        check_overrides(check_words(sys.argv[1:], known), known)
         os.environ["HYDRA_FULL_ERROR"] = "1"  # so that it hands its errors on
         try:
             main()

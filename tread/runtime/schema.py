@@ -119,19 +119,32 @@ def _unknown(key: str, known: Iterable[str]) -> ValueError:
     return ValueError(f"unknown setting {key!r}; the nearest known one is {max(known, key=likeness)!r}")
 
 
-def check_overrides(arguments: Iterable[str], known: Iterable[str], moved: Mapping[str, str] | None = None) -> None:
-    """Look at Hydra overrides (key=value) and raise ValueError for the first key that is not known.
-
-    moved  keys that are gone → what to set in their place.
-    """
+def check_overrides(arguments: Iterable[str], known: Iterable[str]) -> None:
+    """Look at Hydra overrides (key=value) and raise ValueError for the first key that is not known."""
     known = list(known)
     for argument in arguments:
         match = re.match(r"[+~]*([^-+~=\s][^=\s]*)=", argument)
         key = re.sub(r"\.\d+", ".*", match[1]) if match else "hydra"
-        if moved and key in moved:
-            raise ValueError(f"{key} is gone; set {moved[key]} in its place")
         if key not in known and not key.startswith("hydra"):
             raise _unknown(match[1], known)
+
+
+def fill(tree: dict, kind: type) -> dict:
+    """A nested dict with the defaults of what it lacks of a dataclass's keys, in its sections and lists of them too."""
+    filled = dict(tree)
+    for item, hint in zip(fields(kind), _hints(kind).values()):
+        value = tree.get(item.name, item.default)
+        for choice in _choices(hint) if isinstance(value, dict) else ():
+            hint = choice.table.get(value.get(choice.key), get_args(hint)[0])
+            value = choice.settle(value, f"{item.name}.") if value.get(choice.key) in choice.table else value
+        if is_dataclass(hint) and (isinstance(value, dict) or item.name not in tree):
+            value = fill(value if isinstance(value, dict) else {}, hint)
+        elif get_origin(hint) is tuple and isinstance(value, (list, tuple)):
+            part = get_args(hint)[0]
+            value = [fill(entry, part) if is_dataclass(part) else entry for entry in value]
+        if value is not MISSING:
+            filled[item.name] = value
+    return filled
 
 
 def written(value: object) -> str:

@@ -57,18 +57,13 @@ class Alignment:
 
     def blocks(self, depth: int) -> tuple[int, int]:
         """The aligned block and self's deeper one of a network of so many, counted from 0. Raises ValueError."""
-        usual = {"block": max(1, min(8, depth // 3)) - 1, "teacher": max(1, 2 * depth // 3) - 1}
-        given = {"block": self.block, "teacher": self.teacher}
-        found = {}
-        for name, value in given.items():
-            index = usual[name] if value is None else value + depth if value < 0 else value
-            if not 0 <= index < depth:
-                raise ValueError(
-                    f"alignment.{name} is {value}, but the network has {depth} blocks: 0..{depth - 1}, or "
-                    f"-{depth}..-1 from the end"
-                )
-            found[name] = index
-        return found["block"], found["teacher"]
+        blocks = {"block": max(1, min(8, depth // 3)) - 1, "teacher": max(1, 2 * depth // 3) - 1}
+        for name, value in (("block", self.block), ("teacher", self.teacher)):
+            if value is not None and not -depth <= value < depth:
+                given = f"alignment.{name} is {value}, but the network has {depth} blocks"
+                raise ValueError(f"{given}: 0..{depth - 1}, or -{depth}..-1 from the end")
+            blocks[name] = blocks[name] if value is None else value % depth
+        return blocks["block"], blocks["teacher"]
 
 
 def alignment_loss(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
@@ -89,10 +84,8 @@ def _met(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> tuple[T
     if ids_keep is not None:
         targets = gather_tokens(targets, ids_keep)
     if projected.shape != targets.shape:
-        raise ValueError(
-            f"{tuple(projected.shape)} projected tokens for targets of {tuple(targets.shape)}: each token needs one of "
-            "as many channels"
-        )
+        shapes = f"{tuple(projected.shape)} projected tokens for targets of {tuple(targets.shape)}"
+        raise ValueError(f"{shapes}: each token needs one of as many channels")
     return projected.float(), targets.float()
 
 
@@ -102,10 +95,9 @@ def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Se
     width  z. repa: three layers, two of alignment.width; self: two, the first of 2D.
     """
     inner = [alignment.width] * 2 if alignment.kind == "repa" else [2 * hidden_size]
-    sizes = [hidden_size, *inner, width]
-    layers: list[nn.Module] = []
-    for one, other in zip(sizes, sizes[1:]):
-        layers += [nn.Linear(one, other), nn.SiLU()]
+    sizes, layers = [hidden_size, *inner, width], []
+    for inputs, outputs in zip(sizes, sizes[1:]):
+        layers += [nn.Linear(inputs, outputs), nn.SiLU()]
         nn.init.xavier_uniform_(layers[-2].weight)
         nn.init.zeros_(layers[-2].bias)
     return nn.Sequential(*layers[:-1])
@@ -185,10 +177,10 @@ class Aligner:
         """What alignment adds to a training step, for one sample: projector forward and backward, teacher, encoder."""
         network = self.module.network
         layers = [layer.weight.numel() for layer in self.projector if isinstance(layer, nn.Linear)]
-        found = 3 * 2 * sum(layers) * tokens_at(self.module.block, routes, network)
+        flops = self.encoder_flops + 3 * 2 * sum(layers) * tokens_at(self.module.block, routes, network)
         if self.teacher is not None:
-            found += self.teacher.forward_flops(upto=self.settings.blocks(len(network.blocks))[1])
-        return found + self.encoder_flops
+            flops += self.teacher.forward_flops(upto=self.settings.blocks(len(network.blocks))[1])
+        return flops
 
 
 def tokens_at(block: int, routes: Sequence[Route], network: Backbone) -> int:

@@ -1,8 +1,4 @@
-"""How a launch of train.py fails: what is told, written down and tried before.
-
-Bad input, a full disk and a run that has diverged end it with one line; running out of a device's memory with the
-micro-batch that would fit; a graph that can't be compiled goes on without.
-"""
+"""How a launch of train.py fails: what is told, written down and tried before."""
 
 from __future__ import annotations
 
@@ -61,22 +57,18 @@ def guarded_step(run: Run) -> None:
 
     Raises Failure with the micro-batch that would fit where the device's memory does not suffice.
     """
-    if trouble := _trouble(run):  # when what the step had of the memory is free again
-        raise Failure(explain_memory(run, trouble))
-
-
-def _trouble(run: Run) -> str | None:
-    """Take a step, or return what the device says if its memory does not suffice."""
+    full = None
     try:
         training_step(run)
     except torch.OutOfMemoryError as error:
-        return str(error)
+        full = str(error)
     except BackendCompilerFailed as error:  # a block's graph, although why_not's sample went well
         run.processes.say(f"warning: going on without torch.compile, which failed: {first_line(error)}")
         torch.compiler.set_stance("force_eager")
         run.optimizer.zero_grad()
         training_step(run)
-    return None
+    if full is not None:  # here, what the step had of the memory is free again
+        raise Failure(explain_memory(run, full))
 
 
 def find_fitting(attempt: Callable[[int], None], share: int, tried: int) -> int | None:
@@ -86,8 +78,7 @@ def find_fitting(attempt: Callable[[int], None], share: int, tried: int) -> int 
     """
     at_most = tried - 1
     while size := next((size for size in range(at_most, 0, -1) if share % size == 0), None):
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         try:
             attempt(size)
             return size
@@ -111,16 +102,12 @@ def explain_memory(run: Run, error: str) -> str:
         room = [parameter.new_empty(math.ceil(copies * parameter.numel())) for parameter in parameters]
         with torch.compiler.set_stance("force_eager"), autocast(run.processes.device, run.precision):
             given = (batch.rows(few), draws.rows(few), run.network.null(1))
-            terms = loss(cfg, module, run.data.latents, *given, run.aligner)
-            total = sum(term.mean() for term in terms)
+            total = sum(term.mean() for term in loss(cfg, module, run.data.latents, *given, run.aligner))
         torch.autograd.grad(total, parameters)  # not backward(), which would have DDP wait for other processes
         del room  # held until here
 
     size = find_fitting(attempt, share, tried)
-    advice = (
-        f"train.micro_batch_size={size} would fit, with the same results" if size else "even one image does not fit"
-    )
-    return (
-        f"out of memory with micro-batches of {tried} images: {error.splitlines()[0]}\n  {advice}. "
-        "train.activation_checkpointing=true needs less memory too"
-    )
+    fits = f"train.micro_batch_size={size} would fit, with the same results"
+    said = f"out of memory with micro-batches of {tried} images: {error.splitlines()[0]}"
+    advice = fits if size else "even one image does not fit"
+    return f"{said}\n  {advice}. train.activation_checkpointing=true needs less memory too"

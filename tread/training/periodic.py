@@ -1,6 +1,4 @@
-"""What happens between training steps: logs, evaluation, FID, grids, checkpoints; what is said when too many steps are
-bad, and what the embedded datasets' own judges say of a run's samples.
-"""
+"""What happens between training steps and after the last: logs, evaluation, FID, grids, checkpoints, judges."""
 
 from __future__ import annotations
 
@@ -60,9 +58,8 @@ class Clock:
             wait_for(run.processes.device)
             now = time.perf_counter()
             self.first_step, self.cold_start = now - self.began, now - run.began
-            run.processes.say(
-                f"  start     {self.cold_start:.1f} s, of which the first step took {self.first_step:.1f} s"
-            )
+            took = f"{self.cold_start:.1f} s, of which the first step took {self.first_step:.1f} s"
+            run.processes.say(f"  start     {took}")
             if not due:
                 self.restart()
         if done == 21:
@@ -91,34 +88,31 @@ class Clock:
 
 def log(run: Run, clock: Clock) -> str:
     """Write down means and speed since the last log, and begin anew; returns them in short."""
-    found = read_statistics(run)  # waits for the device, so the clock comes after
+    sums = read_statistics(run)  # waits for the device, so the clock comes after
     clock.advance()
-    values = {"lr": learning_rate(run.cfg, run.step - 1), "bad_steps": int(found["bad"])}
-    if found["good"]:
-        values |= {name: found[name] / found["good"] for name in ("loss", "grad_norm")}
+    values = {"lr": learning_rate(run.cfg, run.step - 1), "bad_steps": int(sums["bad"])}
+    if sums["good"]:
+        values |= {name: sums[name] / sums["good"] for name in ("loss", "grad_norm")}
         if run.aligner:
-            values["alignment"] = found["alignment"] / found["good"]
+            values["alignment"] = sums["alignment"] / sums["good"]
             values["total"] = values["loss"] + run.cfg.alignment.weight * values["alignment"]
     seconds, steps, waited = time.perf_counter() - clock.since, run.step - clock.first, run.loader.waited
     speed = steps * run.cfg.train.batch_size / seconds
     flops = sample_flops(run.network, active_routes(run.cfg, run.step - 1), run.aligner) * speed
     values |= {"images_per_s": round(speed, 1), "flops_per_s": float(f"{flops:.4g}")}
-    peak = peak_flops(run.processes.device, run.precision)
-    if peak is not None:
+    if (peak := peak_flops(run.processes.device, run.precision)) is not None:
         values["mfu"] = round(flops / (peak * run.processes.count), 4)
     values["data_wait"] = round(waited / seconds, 5)
     if clock.cold_start is not None:  # once a start
-        values["cold_start_seconds"], values["first_step_seconds"] = (
-            round(clock.cold_start, 2),
-            round(clock.first_step, 3),
-        )
+        values["cold_start_seconds"] = round(clock.cold_start, 2)
+        values["first_step_seconds"] = round(clock.first_step, 3)
         clock.cold_start = None
     run.record(**values)
-    if found["bad"] and run.processes.main:
+    if sums["bad"] and run.processes.main:
         with clock.paused():
-            text = f"warning: {found['bad']:.0f} steps up to step {run.step} were skipped: loss or gradient not finite"
-            recent = recent_bad_steps(run, found, int(found["good"] + found["bad"]))
-            run.processes.say(f"{text}; {look_at_samples(run, recent)[1]}" if recent else text)
+            text = f"warning: {sums['bad']:.0f} steps up to step {run.step} were skipped: loss or gradient not finite"
+            steps = recent_bad_steps(run, sums, int(sums["good"] + sums["bad"]))
+            run.processes.say(f"{text}; {look_at_samples(run, steps)[1]}" if steps else text)
     run.statistics.restart()
     clock.restart()
     return f"loss {values['loss']:.4f}, {speed:.0f} images/s" if "loss" in values else "no good step"
@@ -128,39 +122,38 @@ def read_statistics(run: Run) -> dict[str, float | str]:
     """The sums by name, the loss averaged over the processes, on all of them. Raises Failure for too many bad steps:
     a row of them, or more than half of the last ones.
     """
-    found, most = run.statistics.read(), run.cfg.train.max_bad_steps
-    for name in ("loss", "alignment") if run.aligner else ("loss",):
-        own = run.statistics.sums[StepStatistics.NAMES.index(name)]
-        found[name] = (run.processes.sum(own.clone()) / run.processes.count).item()
-    if found["longest"] > most:
-        end = run.step - int(found["ago"])
-        row = range(end - int(found["longest"]), end)
+    sums, most = run.statistics.read(), run.cfg.train.max_bad_steps
+    for name, total in run.statistics.losses(run.aligner is not None).items():
+        sums[name] = (run.processes.sum(total) / run.processes.count).item()
+    if sums["longest"] > most:
+        end = run.step - int(sums["ago"])
+        row = range(end - int(sums["longest"]), end)
         what = f"{len(row)} steps in a row, {row[0] + 1} to {row[-1] + 1} (train.max_bad_steps {most})"
         raise Failure(explain_bad_steps(run, row, what))
-    recent = len(found["recent"])
+    recent = len(sums["recent"])
     known = run.step if recent == min(run.step, StepStatistics.LAST) else recent  # older checkpoints did not keep them
-    if mostly_bad(found) and (known >= most or known == run.step == run.cfg.train.steps):
-        steps = recent_bad_steps(run, found, recent)
+    if mostly_bad(sums) and (known >= most or known == run.step == run.cfg.train.steps):
+        steps = recent_bad_steps(run, sums, recent)
         what = f"{len(steps)} of the last {recent} steps, up to {run.step} (more than half of them)"
         raise Failure(explain_bad_steps(run, steps, what))
-    return found
+    return sums
 
 
-def mostly_bad(found: dict[str, float | str]) -> bool:
+def mostly_bad(sums: dict[str, float | str]) -> bool:
     """Whether more than half of the last steps were bad."""
-    return 2 * found["recent"].count("1") > len(found["recent"])
+    return 2 * sums["recent"].count("1") > len(sums["recent"])
 
 
-def recent_bad_steps(run: Run, found: dict[str, float | str], steps: int) -> list[int]:
+def recent_bad_steps(run: Run, sums: dict[str, float | str], steps: int) -> list[int]:
     """Which of the last `steps` steps were bad, as far as StepStatistics keeps them: their numbers, from 0."""
-    flags = found["recent"][-steps:]
+    flags = sums["recent"][-steps:]
     return [run.step - len(flags) + number for number, flag in enumerate(flags) if flag == "1"]
 
 
 def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
     """For people: `what` was bad, at which noise levels, and what to try. The steps are drawn again to see that."""
-    process, given = process_of(run.cfg), (run.cfg, run.data.latents)
-    draws = [step_draws(*given, step, run.processes.device) for step in steps[:100]]
+    process, device = process_of(run.cfg), run.processes.device
+    draws = [step_draws(run.cfg, run.data.latents, step, device) for step in steps[:100]]
     levels = torch.cat([process.noise_level(draw.level) for draw in draws])
     spoilt, seen = look_at_samples(run, steps)
     advice = "Try a smaller optim.lr, optim.clip_norm=1 or train.precision=fp32, or look at the data"
@@ -177,20 +170,19 @@ def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
 
     They are read again, of as many of the steps as that takes seconds for.
     """
-    size, data, found = run.cfg.train.batch_size, run.data, []
+    size, spoilt = run.cfg.train.batch_size, set()
     looked = steps[: min(100, max(1, 25_600 // size))]
     for step in looked:
-        batch = data.batch(run.cfg.seed, step, size)
+        batch = run.data.batch(run.cfg.seed, step, size)
         for read in (batch.stored, batch.features):
             if read is not None:
-                spoilt = ~read.flatten(1).isfinite().all(dim=1)
-                found += batch.indices[spoilt.cpu().numpy()].tolist()
-    found = sorted(set(found))
-    if not found:
+                broken = ~read.flatten(1).isfinite().all(dim=1)
+                spoilt.update(batch.indices[broken.cpu().numpy()].tolist())
+    if not spoilt:
         return False, f"no sample of the {len(looked)} steps looked at holds such numbers"
-    places = [(index, *data.locate(index)) for index in found[:3]]
+    places = [(index, *run.data.locate(index)) for index in sorted(spoilt)[:3]]
     named = ", ".join(f"{index} ({file}, row {row})" for index, file, row in places)
-    more = f" and {len(found) - len(places)} more" if len(found) > len(places) else ""
+    more = f" and {len(spoilt) - len(places)} more" if len(spoilt) > len(places) else ""
     return True, f"these samples hold such numbers: {named}{more}"
 
 
@@ -211,15 +203,14 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
 
     done  what was done at this step before an interruption: the evaluation by its name, "fid", "grid".
     """
-    every, cfg = run.cfg.every, run.cfg
-    last = run.step == cfg.train.steps
+    every, cfg, last = run.cfg.every, run.cfg, run.step == run.cfg.train.steps
 
     def due(interval: int | None, name: str) -> bool:
         return interval is not None and run.step > 0 and (run.step % interval == 0 or last) and name not in done
 
     metric = run.model.process.evaluation
     if run.heldout is not None and due(every.evaluate, metric):
-        with run.beside("eval"):
+        with run.timed("eval"):
             loss = evaluate(run)
         if run.stop.agreed():
             return False
@@ -231,8 +222,8 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
     if run.online_fid is not None and due(cfg.eval.fid_every, "fid") and not log_fid(run):
         return False
     if due(every.sample, "grid"):
-        with run.beside("draw"):
-            draw_grid(run)
+        with run.timed("draw"):
+            run.processes.from_main(lambda: draw_grid(run))
     return True
 
 
@@ -247,16 +238,14 @@ def evaluate(run: Run) -> float:
 
     Cut short if the run was asked to stop: then it is no mean, as run.stop.agreed() tells all processes.
     """
-    options, model, processes = run.cfg.eval, run.model, run.processes
-    ranks, total = processes.count, torch.zeros((), device=run.processes.device)
-    mine = torch.arange(options.points)[processes.rank :: ranks]
-    size = max(1, min(options.batch_size, options.points) // ranks)
+    options, processes, process, network = run.cfg.eval, run.processes, run.model.process, run.ema.network
+    total = torch.zeros((), device=processes.device)
+    mine = torch.arange(options.points)[processes.rank :: processes.count]
+    size = max(1, min(options.batch_size, options.points) // processes.count)
     for numbers in mine.split(size) if len(mine) else ():
         padded = torch.cat([numbers, numbers[-1:].expand(size - len(numbers))])  # one shape, so one graph
-        with autocast(run.processes.device, run.precision):
-            losses = heldout_loss(
-                model.process, model.network, run.heldout, padded, options.points, options.noise_levels
-            )
+        with autocast(processes.device, run.precision):
+            losses = heldout_loss(process, network, run.heldout, padded, options.points, options.noise_levels)
         total += losses[: len(numbers)].sum()
         if run.stop.reason:
             break
@@ -265,10 +254,10 @@ def evaluate(run: Run) -> float:
 
 def log_fid(run: Run) -> bool:
     """FID of a few EMA samples, for a trend: the same seeds each time, each process its share. False if stopped."""
-    began, processes, sampling = time.perf_counter(), run.processes, run.cfg.sampling
+    began, processes = time.perf_counter(), run.processes
     seeds = range(run.cfg.eval.fid_samples)[processes.rank :: processes.count]
-    sampler = Sampler.of(run.model.process, sampling.steps, sampling.solver, min(64, len(seeds)), run.precision)
-    total = run.online_fid.moments(run.model, seeds, sampler, stopped=lambda: run.stop.reason is not None)
+    drawn_by = sampler(run, len(seeds))
+    total = run.online_fid.moments(run.model, seeds, drawn_by, stopped=lambda: run.stop.reason is not None)
     if run.stop.agreed():
         return False
     if processes.count > 1:
@@ -287,17 +276,12 @@ def grid_path(run: Run) -> Path:
 
 def draw_grid(run: Run) -> None:
     """The loss curve, and a grid of EMA samples: a row a class or caption, the same noise each time."""
-
-    def draw() -> None:
-        cfg = run.cfg
-        classes = spread_classes(run.model.num_labels, cfg.sampling.classes)
-        labels = torch.tensor(classes).repeat_interleave(cfg.sampling.per_class)
-        pictures = draw_samples(run, labels)
-        with explain_failure(grid_path(run)):
-            save_grid(grid_path(run), pictures.numpy(), cfg.sampling.per_class, run.captions)
-            save_curve(run.folder / "loss.png", run.log.records(), bool(cfg.model.routes), heldout_titles())
-
-    run.processes.from_main(draw)
+    sampling = run.cfg.sampling
+    classes = spread_classes(run.model.num_labels, sampling.classes)
+    pictures = draw_samples(run, torch.tensor(classes).repeat_interleave(sampling.per_class))
+    with explain_failure(grid_path(run)):
+        save_grid(grid_path(run), pictures.numpy(), sampling.per_class, run.captions)
+        save_curve(run.folder / "loss.png", run.log.records(), bool(run.cfg.model.routes), heldout_titles())
 
 
 def draw_samples(run: Run, labels: Tensor, prompts: Text | None = None) -> Tensor:
@@ -306,10 +290,13 @@ def draw_samples(run: Run, labels: Tensor, prompts: Text | None = None) -> Tenso
     prompts  that labels number; None: the run's.
     """
     model = run.model if prompts is None else replace(run.model, prompts=prompts)
-    sampling, batch_size = run.cfg.sampling, min(64, len(labels))
-    sampler = Sampler.of(run.model.process, sampling.steps, sampling.solver, batch_size, run.precision)
-    stream = draw_pictures(model, run.decoder, range(len(labels)), labels, sampler)
-    return torch.cat(list(stream))
+    return torch.cat(list(draw_pictures(model, run.decoder, range(len(labels)), labels, sampler(run, len(labels)))))
+
+
+def sampler(run: Run, samples: int) -> Sampler:
+    """The run's own, for so many samples at once, at most 64."""
+    sampling = run.cfg.sampling
+    return Sampler.of(run.model.process, sampling.steps, sampling.solver, min(64, samples), run.precision)
 
 
 def save(run: Run) -> bool:
@@ -323,9 +310,8 @@ def save(run: Run) -> bool:
     skipped = counted["in_a_row"] > 0 or mostly_bad(counted)
     if skipped and run.step < run.cfg.train.steps:
         return False
-    for name in ("loss", "alignment") if run.aligner else ("loss",):  # of each process
-        own = run.statistics.sums[StepStatistics.NAMES.index(name)]
-        counted[name] = run.processes.gather(own.clone()[None]).tolist()
+    for name, total in run.statistics.losses(run.aligner is not None).items():
+        counted[name] = run.processes.gather(total[None]).tolist()  # of each process
     norms = torch._foreach_norm(list(run.network.parameters()))
     if not torch.stack(norms).isfinite().all():
         raise Failure(
@@ -354,7 +340,7 @@ def save(run: Run) -> bool:
                 checkpoint.prune(run.folder, run.cfg.checkpoints.keep_last, run.cfg.checkpoints.keep_every)
             run.log.status("running", run.step)
 
-    with run.beside("save"):
+    with run.timed("save"):
         run.processes.from_main(write)
     run.saved = run.step
     return True
@@ -374,7 +360,7 @@ def judge_demo(run: Run) -> None:
     count = run.cfg.eval.demo_samples
     judged = any(record["step"] == run.step and "demo_samples" in record for record in run.log.records())
     if run.processes.main and count and not judged:
-        with run.beside("judge"):
+        with run.timed("judge"):
             values = judged_samples(run)
         if values:
             run.record(**values, demo_samples=count)

@@ -27,6 +27,7 @@ from tread.training.ema import exponent
 
 FORMAT = {"format": "ema_snapshot", "version": 1}
 NEGLIGIBLE = 1e-8  # a coefficient this small changes nothing in fp32
+Profiles = Sequence[tuple[int, float]]  # (step, sigma_rel) of averages
 FP16_ROUNDING = 2e-4  # root mean square of the relative error of rounding to fp16
 
 
@@ -45,9 +46,6 @@ class Snapshot:
     shapes: Mapping[str, tuple[int, ...]]
 
 
-# ------------------------------------------------------------------------------------------ storing
-
-
 def save_snapshot(run: Path, step: int, averages: Mapping[float, Mapping[str, Tensor]]) -> Path:
     """Store averages after `step` steps, whole or not at all; returns the file, which replaces an older one.
 
@@ -55,10 +53,8 @@ def save_snapshot(run: Path, step: int, averages: Mapping[float, Mapping[str, Te
 
     Raises ValueError for weights that are not finite, OSError if the disk does not take it.
     """
-    tensors = {}
-    for sigma_rel, parameters in averages.items():
-        for name, value in parameters.items():
-            tensors[f"{float(sigma_rel)!r}/{name}"] = _compact(value, name)
+    named = ((width, *item) for width, parameters in averages.items() for item in parameters.items())
+    tensors = {f"{float(width)!r}/{name}": _compact(value, name) for width, name, value in named}
     path = run / "ema_snapshots" / f"step_{step:07d}.safetensors"
     with explain_failure(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,9 +81,6 @@ def forget_after(run: Path, step: int) -> None:
             path.unlink()
 
 
-# ------------------------------------------------------------------------------------------ finding
-
-
 def find_snapshots(run: Path) -> list[Snapshot]:
     """All snapshots of a run by step, read from their headers. Raises ValueError that names a damaged file."""
     return sorted((_header(path) for path in (run / "ema_snapshots").glob("step_*.safetensors")), key=lambda s: s.step)
@@ -100,11 +93,8 @@ def _header(path: Path) -> Snapshot:
             stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
         if any(metadata.get(key) != value for key, value in FORMAT.items()):
             raise ValueError(f"its metadata is {metadata}, but must hold {FORMAT}")
-        widths, shapes = set(), {}
-        for key, shape in stored.items():
-            width, name = key.split("/", 1)
-            widths.add(float(width))
-            shapes[name] = shape
+        parted = [(*key.split("/", 1), shape) for key, shape in stored.items()]
+        widths, shapes = {float(width) for width, _, _ in parted}, {name: shape for _, name, shape in parted}
         return Snapshot(metadata["step"], tuple(sorted(widths)), path, shapes)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         why = what_is_wrong(path) or error
@@ -117,12 +107,12 @@ def usable(run: Path, step: int | None) -> list[Snapshot]:
     Raises FileNotFoundError without any snapshot, ValueError if there is none at that step, or one before it is of
     other parameters.
     """
-    found = find_snapshots(run)
-    if not found:
+    snapshots = find_snapshots(run)
+    if not snapshots:
         raise FileNotFoundError(
             f"{run}/ema_snapshots holds no snapshots: a run stores them if ema.power names widths, e.g. [0.05,0.1]"
         )
-    steps = [snapshot.step for snapshot in found]
+    steps = [snapshot.step for snapshot in snapshots]
     step = steps[-1] if step is None else step
     if step not in steps:
         nearest = sorted(sorted(steps, key=lambda other: abs(other - step))[:2])
@@ -130,7 +120,7 @@ def usable(run: Path, step: int | None) -> list[Snapshot]:
             f"{run} has no snapshot at step {step}, but an average ends at one; the nearest of its {len(steps)} are "
             f"at {' and '.join(map(str, nearest))}, the last is at {steps[-1]}"
         )
-    chosen = [snapshot for snapshot in found if snapshot.step <= step]
+    chosen = [snapshot for snapshot in snapshots if snapshot.step <= step]
     for snapshot in chosen:
         if snapshot.shapes != chosen[-1].shapes:
             raise ValueError(f"{snapshot.path} and {chosen[-1].path} are of different networks; remove the wrong one")
@@ -142,10 +132,7 @@ def profiles(snapshots: Iterable[Snapshot]) -> list[tuple[int, float]]:
     return [(snapshot.step, sigma_rel) for snapshot in snapshots for sigma_rel in snapshot.sigma_rel]
 
 
-# ---------------------------------------------------------------------------------- reconstruction
-
-
-def inner_products(profiles: Sequence[tuple[int, float]]) -> np.ndarray:
+def inner_products(profiles: Profiles) -> np.ndarray:
     """∫ p_i(τ) p_j(τ) dτ of power-function profiles (step, sigma_rel): (len(profiles), len(profiles)) fp64.
 
     p(τ) = (γ+1) τ^γ / t^(γ+1) on [0, t], so that for s ≤ t, whose exponents are β and γ, the integral over
@@ -158,17 +145,15 @@ def inner_products(profiles: Sequence[tuple[int, float]]) -> np.ndarray:
     return (beta + 1) * (gamma + 1) / (beta + gamma + 1) * np.exp(decay) / later
 
 
-def _normal_equations(
-    stored: Sequence[tuple[int, float]], step: int, sigma_rel: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of profiles scaled to length 1: stored with stored, stored with the target; and the scale of each coefficient."""
+def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Products of profiles scaled to length 1, stored with stored and the target; and the scale of each coefficient."""
     products = inner_products([*stored, (step, sigma_rel)])
     lengths = np.sqrt(products.diagonal())
     scaled = products / lengths / lengths[:, None]
     return scaled[:-1, :-1], scaled[-1, :-1], lengths[-1] / lengths[:-1]
 
 
-def coefficients(stored: Sequence[tuple[int, float]], step: int, sigma_rel: float) -> np.ndarray:
+def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
     """Weights of stored averages (step, sigma_rel) whose sum is nearest to the one of width sigma_rel at `step`.
 
     Nearest in L2 over training time (EDM2, Appendix C), by the normal equations in fp64, among weights whose sum is
@@ -176,20 +161,20 @@ def coefficients(stored: Sequence[tuple[int, float]], step: int, sigma_rel: floa
     grows all parameters where snapshots are few. Returns (len(stored),). Raises ValueError for widths outside
     (0, 0.288).
     """
-    own, goal, scale = _normal_equations(stored, step, sigma_rel)
-    solved = np.linalg.lstsq(own, np.stack([goal, scale], axis=1), rcond=None)[0]
+    products, goal, scale = _normal_equations(stored, step, sigma_rel)
+    solved = np.linalg.lstsq(products, np.stack([goal, scale], axis=1), rcond=None)[0]
     free, along = (solved * scale[:, None]).T
     return free + (1 - free.sum()) / along.sum() * along
 
 
-def profile_error(stored: Sequence[tuple[int, float]], step: int, sigma_rel: float) -> float:
+def profile_error(stored: Profiles, step: int, sigma_rel: float) -> float:
     """‖Σ xᵢ pᵢ − p‖ / ‖p‖ over training time, of the coefficients x: 0 is an exact fit, resolved to 1e-7."""
-    own, goal, scale = _normal_equations(stored, step, sigma_rel)
-    found = coefficients(stored, step, sigma_rel) / scale
-    return float(np.sqrt(max(0.0, 1 - 2 * found @ goal + found @ own @ found)))
+    products, goal, scale = _normal_equations(stored, step, sigma_rel)
+    x = coefficients(stored, step, sigma_rel) / scale
+    return float(np.sqrt(max(0.0, 1 - 2 * x @ goal + x @ products @ x)))
 
 
-def rounding_error(stored: Sequence[tuple[int, float]], step: int, sigma_rel: float) -> float:
+def rounding_error(stored: Profiles, step: int, sigma_rel: float) -> float:
     """What fp16 in storage does to a parameter, relative and as a root mean square: it grows with ‖coefficients‖.
 
     Large for a width far below the stored ones, where coefficients of both signs cancel.

@@ -37,38 +37,36 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
     if by_folder:
         composed = {**composed, "name": folder.name, "results": str(folder.parent), "run": None}
     starts = RunLog(folder).starts()
-    found = None if starts else find_whole(folder)[0]
-    if not starts and found is None:
+    checkpoint = None if starts else find_whole(folder)[0]
+    if not starts and checkpoint is None:
         return composed, []
-    recorded = starts[-1]["config"] if starts else found.info["config"]
+    recorded = starts[-1]["config"] if starts else checkpoint.info["config"]
     import_plugins(recorded.get("plugins", ()))
-    own = migrate(recorded)
+    recorded = migrate(recorded)
     keys = {leaf for key, value in typed.items() if key not in GROUPS for leaf in leaves(key, value)}
     for group, choice in ((group, typed[group]) for group in GROUPS if group in typed):
         begun = any(f"{group}={choice}" in start.get("command", ()) for start in starts)
-        if not begun and own.get(group, {}).get(GROUPS[group]) != choice:
+        if not begun and recorded.get(group, {}).get(GROUPS[group]) != choice:
             set_there = keys_of(configs, f"{group}/{choice}") or {f"{group}.{key}" for key in composed.get(group) or ()}
             keys |= {key for key in set_there if not _left_open(key, value_at(composed, key))}
-    if "model" in own:  # whose keys are those of the run's architecture, unless another's are typed
-        model = {
-            key: value for key, value in composed["model"].items() if key in own["model"] or f"model.{key}" in keys
-        }
-        composed = {**composed, "model": model}
-    config = take_typed(own, composed, {*keys, *LAUNCH})
-    in_file = keys_of(configs, "config")
-    otherwise = unlike(config, composed)
-    warnings = [
-        f"warning: {key} stays {written(before)}, as the run has it, although config.yaml says {written(now)}; "
-        + ("name=… starts a run with that" if key in decisive([key], config) else f"{as_typed(key, now)} takes that")
-        for key, (before, now) in otherwise.items()
-        if any(f"{key}.".startswith(f"{name}.") for name in in_file)
-    ]
-    rest = [key for key in otherwise if not any(f"{key}.".startswith(f"{name}.") for name in in_file)]
+    if "model" in recorded:  # whose keys are those of the run's architecture, unless another's are typed
+        kept = {key for key in composed["model"] if key in recorded["model"] or f"model.{key}" in keys}
+        composed = {**composed, "model": {key: value for key, value in composed["model"].items() if key in kept}}
+    config, in_file = take_typed(recorded, composed, {*keys, *LAUNCH}), keys_of(configs, "config")
+    warnings, rest = [], []
+    for key, (before, now) in differences(config, composed, nothing=NOTHING).items():
+        if now is NOTHING or _left_open(key, now):
+            continue
+        if not any(f"{key}.".startswith(f"{name}.") for name in in_file):
+            rest.append(key)
+            continue
+        typed_now = shlex.quote(f"{key}={written(now)}")
+        advice = "name=… starts a run with that" if decisive([key], config) else f"{typed_now} takes that"
+        stays = f"{key} stays {written(before)}, as the run has it"
+        warnings.append(f"warning: {stays}, although config.yaml says {written(now)}; {advice}")
     if rest and not by_folder:  # with run=… they are defaults of other runs
-        warnings.append(
-            f"warning: {', '.join(rest)} stay as the run has them, though a new run would have others; key=value "
-            "changes one"
-        )
+        what = f"{', '.join(rest)} stay as the run has them, though a new run would have others"
+        warnings.append(f"warning: {what}; key=value changes one")
     return config, warnings
 
 
@@ -89,17 +87,13 @@ def find_run(run: str) -> Path:
     raise FileNotFoundError(f"{folder} {what}; near it: {', '.join(runs[:10]) or 'no run either'}{more}")
 
 
-def leaves(key: str, value: str) -> list[str]:
+def leaves(key: str, value: object) -> list[str]:
     """The dotted keys that a typed key=value sets: those inside, where the value is a section."""
-    if not re.fullmatch(r"\{.+:.+\}", value):
+    if isinstance(value, str) and re.fullmatch(r"\{.+:.+\}", value):
+        value = OmegaConf.to_container(OmegaConf.create(value))
+    if not isinstance(value, dict):
         return [key]
-
-    def inside(key: str, section: object) -> list[str]:
-        if not isinstance(section, dict):
-            return [key]
-        return [leaf for part, inner in section.items() for leaf in inside(f"{key}.{part}", inner)]
-
-    return inside(key, OmegaConf.to_container(OmegaConf.create(value)))
+    return [leaf for part, inner in value.items() for leaf in leaves(f"{key}.{part}", inner)]
 
 
 def keys_of(configs: Path, name: str) -> set[str]:
@@ -113,34 +107,23 @@ def keys_of(configs: Path, name: str) -> set[str]:
     return keys.union(*(keys_of(configs, f"{group}/{choice}") for group, choice in chosen))
 
 
-def take_typed(own: object, composed: object, typed: Collection[str], key: str = "") -> object:
+def take_typed(recorded: object, composed: object, typed: Collection[str], key: str = "") -> object:
     """A run's config with the composed values at the typed dotted keys, and where the run's has none."""
     below = [name for name in typed if name.startswith(f"{key}." if key else "")]
     if key in typed:
         return composed
-    if isinstance(own, dict) and isinstance(composed, dict) and (below or key != "train.ratio_schedule"):
+    if isinstance(recorded, dict) and isinstance(composed, dict) and (below or key != "train.ratio_schedule"):
         return {
-            part: take_typed(own[part], composed[part], typed, f"{key}.{part}" if key else part)
-            if part in own and part in composed
+            part: take_typed(recorded[part], composed[part], typed, f"{key}.{part}" if key else part)
+            if part in recorded and part in composed
             else value
-            for part, value in (composed | own).items()
+            for part, value in (composed | recorded).items()
         }
-    if below and isinstance(own, list) and isinstance(composed, list) and len(own) == len(composed):
-        return [take_typed(old, new, typed, f"{key}.{i}") for i, (old, new) in enumerate(zip(own, composed))]
-    return composed if below else own
-
-
-def unlike(config: dict, composed: dict) -> dict[str, tuple[object, object]]:
-    """Where a run's config is not the composed one: dotted key → both values."""
-    changed = differences(config, composed, nothing=NOTHING)
-    return {key: both for key, both in changed.items() if both[1] is not NOTHING and not _left_open(key, both[1])}
+    if below and isinstance(recorded, list) and isinstance(composed, list) and len(recorded) == len(composed):
+        return [take_typed(old, new, typed, f"{key}.{i}") for i, (old, new) in enumerate(zip(recorded, composed))]
+    return composed if below else recorded
 
 
 def _left_open(key: str, value: object) -> bool:
     """Whether a key of a dataset is what its folder says, or what must be typed."""
     return key.startswith("dataset.") and value in (None, "auto")
-
-
-def as_typed(key: str, value: object) -> str:
-    """key=value for the command line, with a shell's quotes where it needs them."""
-    return shlex.quote(f"{key}={written(value)}")

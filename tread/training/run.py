@@ -57,10 +57,8 @@ class StepStatistics:
             aligned = aligned + alignment.float().where(good > 0, 0.0)
         in_a_row = (in_a_row + 1) * skip
         longer = in_a_row > longest
-        rows = torch.stack(
-            [in_a_row, torch.where(longer, in_a_row, longest), torch.where(longer, 0.0, ago + 1), aligned]
-        )
-        self.sums = torch.cat([self.sums[:4] + step, rows])
+        longest, ago = torch.where(longer, in_a_row, longest), torch.where(longer, 0.0, ago + 1)
+        self.sums = torch.cat([self.sums[:4] + step, torch.stack([in_a_row, longest, ago, aligned])])
         self.recent = torch.cat([self.recent[1:], skip[None]])
 
     def read(self) -> dict[str, float | str]:
@@ -68,6 +66,10 @@ class StepStatistics:
         values = torch.cat([self.sums, self.recent]).tolist()
         flags = (f"{flag:.0f}" for flag in values[len(self.NAMES) :] if flag != 0.5)
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
+
+    def losses(self, aligned: bool) -> dict[str, Tensor]:
+        """This process's sums of the losses by name, 0-d each: denoising's, and alignment's if there is one."""
+        return {name: self.sums[self.NAMES.index(name)].clone() for name in ("loss", "alignment")[: 1 + aligned]}
 
     def restart(self) -> None:
         """Begin anew, but for the bad steps in a row up to now and the last steps."""
@@ -136,14 +138,14 @@ class Run:
 
     def checkpoint_bytes(self) -> int:
         """What a checkpoint takes on the disk: weights and the optimizer's state; of the network averages too."""
-        trained = 1 + self.cfg.optim.copies
-        size = (trained + 1 + len(self.averages)) * sum(p.numel() for p in self.network.parameters())
+        copies = 1 + self.cfg.optim.copies
+        size = (copies + 1 + len(self.averages)) * sum(p.numel() for p in self.network.parameters())
         if self.aligner:
-            size += trained * sum(p.numel() for p in self.aligner.projector.parameters())
+            size += copies * sum(p.numel() for p in self.aligner.projector.parameters())
         return round(4 * size)
 
     @contextlib.contextmanager
-    def beside(self, what: str) -> Iterator[None]:
+    def timed(self, what: str) -> Iterator[None]:
         """A context whose seconds the next record states as <what>_seconds."""
         began = time.perf_counter()
         yield
@@ -166,11 +168,13 @@ class Run:
                 self.tracker.log(values, self.step)
 
 
-def statistics_of(info: dict, process: int, processes: int) -> dict[str, float]:
+def statistics_of(info: dict, process: int, processes: int) -> dict[str, float | str]:
     """What a checkpoint says of the steps since the last log: this process's own loss, or else the mean."""
-    shared = {name: values for name, values in info["tally"].items() if isinstance(values, list)}
-    mine = {name: v[process] if len(v) == processes else statistics.mean(v) for name, v in shared.items()}
-    return {**info["tally"], **mine}
+    sums = dict(info["tally"])
+    for name, of_each in sums.items():
+        if isinstance(of_each, list):
+            sums[name] = of_each[process] if len(of_each) == processes else statistics.mean(of_each)
+    return sums
 
 
 def leave(run: Run, finished: bool) -> None:
@@ -179,9 +183,8 @@ def leave(run: Run, finished: bool) -> None:
         reason = None if finished else run.stop.reason or "another process was asked to stop"
         if not finished:
             saved = f"step {run.saved} is saved" if run.saved else "nothing is saved yet"
-            run.processes.say(
-                f"{run.folder}: stopped by {reason} after step {run.step}; {saved}; start it again to go on"
-            )
+            stopped = f"{run.folder}: stopped by {reason} after step {run.step}"
+            run.processes.say(f"{stopped}; {saved}; start it again to go on")
         run.log.status("finished" if finished else "interrupted", run.step, reason, spent=run.take_spent())
         run.log.close()
     if run.tracker is not None:

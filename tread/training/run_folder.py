@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import platform
 import sys
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from rf import RF
-from routing_module import Route
 from tread.checkpoints.checkpoint import Checkpoint, find_whole, newest, sweep
-from tread.diffusion.edm import EDM
-from tread.models.architectures import ARCHITECTURES, CHOSEN, TextSettings
+from tread.models.architectures import TextSettings
 from tread.runtime.files import Lock, write_whole
-from tread.runtime.schema import written
+from tread.runtime.schema import fill, written
 from tread.runtime.versions import versions
-from tread.training.alignment import Alignment
-from tread.training.optimizers import Optim
+from tread.training.settings import Settings
 
 # What a resumed run must share with its checkpoint, beside the section of its objective: else it were another run.
-FIXED = (
-    "seed",
-    "objective",
-    "model",
-    "alignment",
-    *TextSettings().decisive,
-    "dataset.name",
-    "dataset.channels",
-    "dataset.size",
-    "dataset.num_classes",
-    "train.batch_size",
-    "train.label_drop",
-    "train.path_drop",
-    "train.loss_tokens",
-    "train.reconstruction",
-    "ema.power",
-    "init_from",
-)
-# sections that gain keys, whose defaults are what was there before
-YOUNGER = {"optim": Optim, "edm": EDM, "rf": RF, "alignment": Alignment, "text": TextSettings}
+FIXED = ("seed", "objective", "model", "alignment", "ema.power", "init_from", *TextSettings().decisive)
+FIXED += tuple(f"dataset.{key}" for key in ("name", "channels", "size", "num_classes"))
+FIXED += tuple(f"train.{key}" for key in ("batch_size", "label_drop", "path_drop", "loss_tokens", "reconstruction"))
 LAUNCH = ("name", "results", "resume", "run")  # what is of a launch, not of a run
 NOTHING = "nothing"  # said of a key that is not there
 
@@ -52,19 +32,19 @@ def differences(before: dict, now: dict, prefix: str = "", nothing: object = Non
 
     Lists of dicts are gone through too, by number: model.routes.0.selection_ratio.
     """
-    found = {}
+    changed = {}
     for key in {**before, **now}:
         old, new = before.get(key, nothing), now.get(key, nothing)
         inside = [_by_number(value) for value in (old, new)]
         if None not in inside:
-            found |= differences(*inside, f"{prefix}{key}.", nothing)
+            changed |= differences(*inside, f"{prefix}{key}.", nothing)
         elif old != new:
-            found[prefix + key] = (old, new)
-    return found
+            changed[prefix + key] = (old, new)
+    return changed
 
 
 def _by_number(value: object) -> dict | None:
-    """What has keys of its own: a dict, or a list of dicts, by number; None for other values."""
+    """A dict, or a list of dicts by their numbers; None for other values, which have no keys inside."""
     if isinstance(value, (list, tuple)) and all(isinstance(item, dict) for item in value):
         return {str(number): item for number, item in enumerate(value)}
     return value if isinstance(value, dict) else None
@@ -73,8 +53,7 @@ def _by_number(value: object) -> dict | None:
 def value_at(config: dict, key: str) -> object:
     """The value of a dotted key; None if there is none."""
     for part in key.split("."):
-        config = {str(number): item for number, item in enumerate(config)} if isinstance(config, list) else config
-        config = config.get(part) if isinstance(config, dict) else None
+        config = (_by_number(config) or {}).get(part)
     return config
 
 
@@ -88,12 +67,12 @@ def decisive(keys: Iterable[str], config: dict) -> list[str]:
 class Claim:
     """What starting a run in a folder means.
 
-    found    the checkpoint to continue from; None starts at step 0.
-    changed  settings that differ from the run's so far: dotted key → (before, now).
-    damaged  what is wrong with newer checkpoints, which are passed over.
+    checkpoint  what to continue from; None starts at step 0.
+    changed     settings that differ from the run's so far: dotted key → (before, now).
+    damaged     what is wrong with newer checkpoints, which are passed over.
     """
 
-    found: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
     changed: dict[str, tuple[object, object]] = field(default_factory=dict)
     damaged: list[str] = field(default_factory=list)
 
@@ -106,9 +85,9 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
     other = "name=<another name> starts a run of its own"
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file, but a run needs a folder; {other}")
-    found, damaged = find_whole(folder)
+    checkpoint, damaged = find_whole(folder)
     starts = RunLog(folder).starts()
-    if found is None and not starts:
+    if checkpoint is None and not starts:
         if folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise FileExistsError(f"{folder} holds files that are not a run's; {other}")
         if resume is True:
@@ -118,36 +97,27 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
         raise FileExistsError(f"{folder} holds a run already; resume=auto continues it, {other}")
     if (folder / "latest").is_dir() and not (folder / "latest").is_symlink():
         raise FileExistsError(f"{folder / 'latest'} is a folder, but must be a link; remove it if step_… is there too")
-    before = found.info["config"] if found else starts[-1]["config"]
+    before = checkpoint.info["config"] if checkpoint else starts[-1]["config"]
     changed = differences(migrate(before), migrate(config), nothing=NOTHING)
     if fixed := decisive(changed, config):
-        there, here = ({key: written(changed[key][i]) for key in fixed} for i in (0, 1))
-        listed = "\n".join(f"  {key}: {there[key]} there, {here[key]} here" for key in fixed)
-        raise ValueError(f"{folder} holds a run with other settings; {other}\n{listed}")
-    if found is None and resume is True:
+        listed = [f"\n  {key}: {written(changed[key][0])} there, {written(changed[key][1])} here" for key in fixed]
+        raise ValueError(f"{folder} holds a run with other settings; {other}{''.join(listed)}")
+    if checkpoint is None and resume is True:
         raise FileNotFoundError(f"resume=true, but {folder} holds no checkpoint yet; resume=auto starts it again")
     said = {key: both for key, both in changed.items() if key not in LAUNCH and both[0] is not NOTHING}
-    return Claim(found, said, damaged)  # keys that are younger than the run have their defaults
+    return Claim(checkpoint, said, damaged)  # keys that are younger than the run have their defaults
 
 
 def migrate(config: dict) -> dict:
-    """A run's config by today's keys: `recipe` and wandb.enabled are gone, and younger keys have their defaults."""
+    """A run's config by today's keys: those that its record lacks have their defaults.
 
-    def filled(kind: type, section: dict) -> dict:
-        return {item.name: item.default for item in fields(kind) if item.default is not MISSING} | section
-
+    The oldest records also have a section `recipe`, which says nothing more, and wandb.enabled in the place of tracker.
+    """
     kept = {key: value for key, value in config.items() if key != "recipe"}
-    kept |= {name: filled(kind, config.get(name, {})) for name, kind in YOUNGER.items() if "model" in config}
-    if "train" in config:
-        kept["train"] = {"path_drop": 0.0} | config["train"]
     if "enabled" in config.get("wandb", {}):
         kept["tracker"] = "wandb" if config["wandb"]["enabled"] else "none"
         kept["wandb"] = {key: value for key, value in config["wandb"].items() if key != "enabled"}
-    if config.get("model", {}).get("architecture") in ARCHITECTURES:
-        kept["model"] = CHOSEN.settle(config["model"], "model.")
-    if routes := [filled(Route, route) for route in config.get("model", {}).get("routes", ())]:
-        kept["model"] = {**kept["model"], "routes": routes}
-    return kept
+    return fill(kept, Settings)
 
 
 class RunLog:
@@ -159,14 +129,14 @@ class RunLog:
 
     def _state(self) -> tuple[int, Path | None]:
         """How often the run was started, and its newest checkpoint: what `claim` decides by."""
-        found = newest(self.folder)
-        return len(self.starts()), found and found.resolve()
+        checkpoint = newest(self.folder)
+        return len(self.starts()), checkpoint and checkpoint.resolve()
 
     def starts(self) -> list[dict]:
         """What run.json holds: time, step, command, versions and config of each start; [] without a readable one."""
-        found = self._read("run.json")
-        whole = [one for one in found if isinstance(one, dict) and "config" in one] if found else []
-        return whole if isinstance(found, list) else []
+        starts = self._read("run.json")
+        starts = starts if isinstance(starts, list) else []
+        return [start for start in starts if isinstance(start, dict) and "config" in start]
 
     def start(self, step: int, config: dict, **facts: object) -> None:
         """Take the folder, note a start or resumption, and forget metrics of steps that will be done again.
@@ -175,9 +145,8 @@ class RunLog:
         """
         self.versions = versions()  # of the code that runs, whatever is committed while it does
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = Lock(
-            self.folder / ".lock", f"another process is training in {self.folder}; name=… starts another run"
-        )
+        busy = f"another process is training in {self.folder}; name=… starts another run"
+        self._lock = Lock(self.folder / ".lock", busy)
         if self._state() != self._seen:
             raise FileExistsError(f"another process trained in {self.folder} while this one was starting; start again")
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -197,8 +166,7 @@ class RunLog:
 
         What failed first is the reason: another process's failure that follows from it changes nothing.
         """
-        before = self.read_status()
-        if state == "running" or before.get("state") != "failed":
+        if state == "running" or self.read_status().get("state") != "failed":
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             who = {"host": platform.node(), "pid": os.getpid()}
             content = {"state": state, "step": step, "reason": reason, "time": now, **who, **facts}
@@ -215,13 +183,8 @@ class RunLog:
     def _read(self, name: str) -> list | dict | None:
         try:
             return json.loads((self.folder / name).read_text())
-        except (
-            FileNotFoundError,
-            NotADirectoryError,
-            IsADirectoryError,
-            ValueError,
-        ):  # a damaged one stops nothing: what decides stands in the checkpoints
-            return None
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+            return None  # a damaged one stops nothing: what decides stands in the checkpoints
 
     def close(self) -> None:
         """Give the folder back, if it was taken."""
@@ -237,8 +200,6 @@ class RunLog:
         """All whole records so far; lines that a crash cut short are left out."""
         records = []
         for line in self.metrics.read_text(errors="replace").splitlines() if self.metrics.exists() else []:
-            try:
+            with contextlib.suppress(json.JSONDecodeError):
                 records.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
         return records

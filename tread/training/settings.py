@@ -1,11 +1,9 @@
-"""The run's settings: what configs/config.yaml means, as typed, checked, plain values, with what the dataset itself
-says of sizes, held-out data and the encoder of its captions.
-"""
+"""The run's settings: what configs/config.yaml means, typed, checked and completed by what the dataset says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,14 +26,7 @@ from tread.training.alignment import Alignment
 from tread.training.ema import Width
 from tread.training.optimizers import Optim
 
-# keys that are gone, and what to set in their place
-MOVED = {f"recipe.{key}": f"model.{key}" for key in ("hidden_size", "depth", "num_heads", "patch_size")}
-MOVED |= {"recipe.steps": "train.steps", "recipe.batch_size": "train.batch_size", "recipe.lr": "optim.lr"}
-MOVED |= {"recipe.ema_decay": "ema.decay", "recipe.ema_warmup": "ema.warmup"}
-MOVED |= {f"recipe.{key}_every": f"every.{key}" for key in ("log", "evaluate", "sample", "save")}
-MOVED |= {"recipe.demo_samples": "eval.demo_samples"}
-MOVED |= {f"recipe.{key}": key for key in ("name", "objective", "init_from")}
-MOVED |= {"wandb.enabled": "tracker"}
+MOVED = ()  # train.py still hands it on
 
 
 @dataclass(frozen=True)
@@ -58,9 +49,8 @@ class Train:
 
     def __post_init__(self) -> None:
         if self.reconstruction < 0 or (self.reconstruction and self.loss_tokens == "all"):
-            raise ValueError(
-                f"train.reconstruction is {self.reconstruction}, but must be 0, or positive with train.loss_tokens=kept"
-            )
+            given = f"train.reconstruction is {self.reconstruction}"
+            raise ValueError(f"{given}, but must be 0, or positive with train.loss_tokens=kept")
 
 
 @dataclass(frozen=True)
@@ -123,7 +113,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Wandb:
+class WandbSettings:
     project: str
 
 
@@ -161,7 +151,7 @@ class Settings:
     sampling: Sampling
     report: bool
     tracker: Literal["none", "wandb", "tensorboard"]
-    wandb: Wandb
+    wandb: WandbSettings
     tags: Tags
     alignment: Alignment = Alignment()
     text: TextSettings = TextSettings()
@@ -171,11 +161,9 @@ class Settings:
         fits = self.dataset.size and self.dataset.size % self.model.patch_size == 0  # else the network says so
         for number, route in enumerate(self.model.routes if fits else ()):
             side, schedule = self.dataset.size // self.model.patch_size, self.train.ratio_schedule
-            if schedule and RULES[route.select].ratio is not None:
-                raise ValueError(
-                    f"train.ratio_schedule is given, but model.routes.{number}.select={route.select} fixes the ratio "
-                    f"at {RULES[route.select].ratio}: select=token takes others"
-                )
+            if schedule and (fixed := RULES[route.select].ratio) is not None:
+                given = f"train.ratio_schedule is given, but model.routes.{number}.select={route.select}"
+                raise ValueError(f"{given} fixes the ratio at {fixed}: select=token takes others")
             ratio = max(schedule.start, schedule.end) if schedule else route.selection_ratio
             key = "train.ratio_schedule" if schedule else f"model.routes.{number}.selection_ratio"
             check_ratio(replace(route, selection_ratio=ratio), (side, side), key)
@@ -184,62 +172,41 @@ class Settings:
                 "alignment.encoder is null, but alignment=repa needs one: dinov2-s, -b, -l, -g, a hub id or folder of "
                 "DINOv2, inception, or module:function"
             )
+        named = f"model={self.model.name}"
         if self.train.path_drop and not self.model.has_path:
-            raise ValueError(
-                f"train.path_drop is {self.train.path_drop:g}, but model={self.model.name} has no sparse path: "
-                "model=sprint has one"
-            )
+            dropped = f"train.path_drop is {self.train.path_drop:g}"
+            raise ValueError(f"{dropped}, but {named} has no sparse path: model=sprint has one")
         if self.model.takes_text and self.text.encoder is None:
             raise ValueError(
-                f"text.encoder is null, but model={self.model.name} takes texts: text.encoder=… names the encoder "
-                "whose text of the captions scripts/prepare_text.py put beside the latents; dataset=emoji sets words"
+                f"text.encoder is null, but {named} takes texts: text.encoder=… names the encoder whose text of the "
+                "captions scripts/prepare_text.py put beside the latents; dataset=emoji sets words"
             )
         if self.model.takes_text and self.eval.fid_every:
-            raise ValueError(
-                f"eval.fid_every is {self.eval.fid_every}, but FID in training is of classes, which model="
-                f"{self.model.name} has not: fid.py scores its checkpoints"
-            )
+            every = f"eval.fid_every is {self.eval.fid_every}, but FID in training is of classes"
+            raise ValueError(f"{every}, which {named} has not: fid.py scores its checkpoints")
         self.alignment.blocks(self.model.depth)  # raises ValueError for blocks that the network has not
         for key, kinds in (("block", ("repa", "self")), ("encoder", ("repa",)), ("teacher", ("self",))):
-            if (value := getattr(self.alignment, key)) is not None and self.alignment.kind not in kinds:
-                asked = " or ".join(f"alignment={kind}" for kind in kinds)
-                raise ValueError(
-                    f"alignment.{key} is {value}, which is of {asked}, not of alignment={self.alignment.kind}"
-                )
+            value, kind = getattr(self.alignment, key), self.alignment.kind
+            if value is not None and kind not in kinds:
+                asked = " or ".join(f"alignment={choice}" for choice in kinds)
+                raise ValueError(f"alignment.{key} is {value}, which is of {asked}, not of alignment={kind}")
         for key, unset in (("ratio_schedule", None), ("loss_tokens", "all")):
             set_by_model = key == "loss_tokens" and self.model.masks  # which is the plain loss where nothing is dropped
             if getattr(self.train, key) != unset and not self.model.routes and not set_by_model:
-                raise ValueError(f"train.{key} is of routes, but model={self.model.name} has none")
+                raise ValueError(f"train.{key} is of routes, but {named} has none")
         process, steps = process_of(self), self.sampling.steps
         process.schedule(process.default_steps if steps is None else steps)  # raises ValueError for what can't be
         if "/" in self.name or self.name in ("", ".", ".."):
             raise ValueError(f"name is {self.name!r}, but must be the name of one folder; see also results=…")
         if self.eval.demo_samples and self.dataset.embedded not in ("digits", "emoji"):
-            raise ValueError(
-                f"eval.demo_samples is {self.eval.demo_samples}, but only the embedded digits and emoji can be "
-                f"judged that way, not {self.dataset.name}; set it to 0"
-            )
+            asked = f"eval.demo_samples is {self.eval.demo_samples}, but only the embedded digits and emoji"
+            raise ValueError(f"{asked} can be judged that way, not {self.dataset.name}; set it to 0")
 
 
-def read(config: dict) -> Settings:
-    """A composed config → Settings. Raises ValueError."""
-    if "recipe" in config:
-        gone = [f"recipe.{key} is {MOVED.get(f'recipe.{key}', 'nothing')} now" for key in config["recipe"]]
-        raise ValueError(f"recipe is gone: {', '.join(gone)}; a dataset or experiment sets those keys itself")
-    if isinstance(config.get("wandb"), dict) and "enabled" in config["wandb"]:
-        raise ValueError("wandb.enabled is gone; set tracker in its place: tracker=none|wandb|tensorboard")
-    return schema.read(config, Settings)
-
-
-def known_keys() -> list[str]:
-    """All dotted keys of the settings."""
-    return schema.known_keys(Settings)
-
-
-def add_unstated(overrides: Iterable[str]) -> list[str]:
-    """Overrides as Hydra takes them where no file states a key of a single architecture."""
-    return schema.add_unstated(overrides, Settings)
-
+# a composed config → Settings, or ValueError; all dotted keys; overrides as Hydra takes them where no file states a key
+read = partial(schema.read, kind=Settings)
+known_keys = partial(schema.known_keys, Settings)
+add_unstated = partial(schema.add_unstated, kind=Settings)
 
 MEASURES = ("channels", "size", "num_classes")
 
@@ -282,10 +249,10 @@ def read_text_settings(cfg: Settings) -> TextSettings:
     stored = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
     for key, value in stored.items():
         if (given := getattr(cfg.text, key)) not in (getattr(TextSettings, key), value):
+            text = f"the text of {cfg.text.encoder} in {cfg.dataset.path}"
             raise ValueError(
-                f"text.{key} is {str(given)[:80]}, as typed or as the run was begun, but {str(value)[:80]} of the text "
-                f"of {cfg.text.encoder} in {cfg.dataset.path}: leave it null, or name=<another name> starts a run of "
-                "its own"
+                f"text.{key} is {str(given)[:80]}, as typed or as the run was begun, but {str(value)[:80]} of {text}: "
+                "leave it null, or name=<another name> starts a run of its own"
             )
     return TextSettings(**stored)
 

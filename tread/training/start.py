@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from omegaconf import OmegaConf
-from torch import nn
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, process_of
@@ -52,32 +51,31 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     stop.connect(processes.count)
     micro_batches = split_batch(cfg.train.batch_size, processes.count, processes.rank, cfg.train.micro_batch_size)
     claimed = claim_folder(cfg, config, processes)
-    data, heldout = open_data(cfg, processes, claimed.found)
+    data, heldout = open_data(cfg, processes, claimed)
     decoder, online_fid = open_drawing(cfg, data, processes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
         network = build_network(cfg)
-    keeps_state = cfg.optim.keeps_state(claimed.changed)
-    weights, notes = bring_weights(cfg, network, claimed.found, data, keeps_state)
+    weights, notes = bring_weights(cfg, network, claimed, data)
     network.to(processes.device)
     ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
     averages = {width: EMA(network, power(width)) for width in cfg.ema.power}
     with processes.main_first():  # which may fetch an encoder
-        aligner = open_aligner(cfg, network, ema, data, processes.device)
+        aligner = open_aligner(cfg, network, ema, data)
     projector = aligner and aligner.projector
-    optimizer = build_optimizer(cfg, network, projector)
-    if claimed.found:
+    optimizer = cfg.optim.build(parameter for _, parameter in checkpoint.optimized_parameters(network, projector))
+    if claimed.checkpoint:
         networks = {width: average.network for width, average in averages.items()}
-        state = optimizer if keeps_state else None
-        checkpoint.restore(claimed.found, network, ema.network, state, networks, projector)
+        state = optimizer if cfg.optim.keeps_state(claimed.changed) else None
+        checkpoint.restore(claimed.checkpoint, network, ema.network, state, networks, projector)
     uncompiled = compile_networks(cfg, network, ema)
-    notes += [*settings_to_doubt(cfg), *photos_read_otherwise(cfg, data, heldout), *other_encoder(claimed, aligner)]
     prompts = grid_prompts(cfg, heldout or data) if cfg.model.takes_text else {}
     run = Run(
         cfg, config, processes, precision, micro_batches, data, heldout, network, ema, averages, aligner, optimizer,
-        decoder, online_fid, weights, notes, stop, began, claimed.found, **prompts
+        decoder, online_fid, weights, notes, stop, began, claimed.checkpoint, **prompts
     )  # fmt: skip
-    if claimed.found and "flops" not in claimed.found.info:
+    run.warnings += [*settings_warnings(cfg), *data_warnings(run)]
+    if claimed.checkpoint and "flops" not in claimed.checkpoint.info:
         run.flops = training_flops(cfg, network, range(run.step), aligner)  # as the settings have them
     processes.from_main(lambda: take_folder(run, claimed))
     for warning in [*warnings, *uncompiled]:
@@ -88,22 +86,20 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
 def claim_folder(cfg: Settings, config: dict, processes: Processes) -> Claim:
     """The run's folder, taken by this launch, and what was found there. Raises ValueError if not all can see it."""
     claimed = processes.from_main(lambda: claim(Path(cfg.results) / cfg.name, cfg.resume, config))
-    if claimed.found and not (claimed.found.folder / "info.json").is_file():
-        raise ValueError(f"{claimed.found.folder} is not seen by all processes; `results` must be a folder they share")
+    if claimed.checkpoint and not (claimed.checkpoint.folder / "info.json").is_file():
+        unseen = f"{claimed.checkpoint.folder} is not seen by all processes"
+        raise ValueError(f"{unseen}; `results` must be a folder they share")
     return claimed
 
 
-def open_data(
-    cfg: Settings, processes: Processes, earlier: checkpoint.Checkpoint | None
-) -> tuple[LatentDataset, LatentDataset | None]:
+def open_data(cfg: Settings, processes: Processes, claimed: Claim) -> tuple[LatentDataset, LatentDataset | None]:
     """Training and held-out data, see open_datasets. Raises ValueError also if the run was trained on other data."""
     with processes.main_first():
         data, heldout = open_datasets(cfg, processes.device)
-    if earlier:
-        there = LatentSpec.from_json(earlier.info["latents"]), earlier.info["samples"]
-        if there != (data.latents, len(data)):
-            run = Path(cfg.results) / cfg.name
-            raise ValueError(f"{cfg.dataset.path} is not the data that {run} was trained on; name=… starts another run")
+    info = claimed.checkpoint and claimed.checkpoint.info
+    if info and (LatentSpec.from_json(info["latents"]), info["samples"]) != (data.latents, len(data)):
+        run = Path(cfg.results) / cfg.name
+        raise ValueError(f"{cfg.dataset.path} is not the data that {run} was trained on; name=… starts another run")
     return data, heldout
 
 
@@ -128,61 +124,53 @@ def compile_networks(cfg: Settings, network: Backbone, ema: EMA) -> list[str]:
 
 
 def take_folder(run: Run, claimed: Claim) -> None:
-    """Write down that the run starts, in the main process. Raises OSError, also without room for a checkpoint."""
-    cfg = run.cfg
-    check_place(run.folder, run.checkpoint_bytes() if run.step < cfg.train.steps else 0)
+    """Write down that the run starts, and bring its folder to the step it goes on from, in the main process.
+
+    Raises OSError, also without room for a checkpoint, or ValueError for what a tracker refuses.
+    """
+    say, optim = run.processes.say, run.cfg.optim
+    check_place(run.folder, run.checkpoint_bytes() if run.step < run.cfg.train.steps else 0)
     facts = {"processes": run.processes.count, "device": str(run.processes.device), "precision": run.precision}
     run.log.start(run.step, run.config, **facts, weights=run.weights, warnings=run.warnings)
     try:
-        prepare_folder(run, claimed)
+        with explain_failure(run.folder):
+            write_whole(run.folder / "config.yaml", OmegaConf.to_yaml(run.config))
+            posthoc_ema.forget_after(run.folder, run.step)
+            if claimed.checkpoint:
+                point_to(run.folder / "latest", claimed.checkpoint.folder.name)
+        run.stop.ending = lambda signal: run.log.status(
+            "interrupted", run.step, f"{signal} came a second time; steps after {run.saved or 0} will be done again"
+        )
+        for problem in claimed.damaged:
+            say(f"warning: {problem}")
+        if claimed.checkpoint:
+            before = ", from the checkpoint before" if claimed.damaged else ""
+            say(f"{run.folder} goes on at step {run.step}{before}")
+        for key, (before, now) in claimed.changed.items():
+            say(f"warning: {key} was {written(before)}, is {written(now)}")
+        if claimed.checkpoint and not optim.keeps_state(claimed.changed):
+            say("warning: the optimizer is another one: its state begins anew, weights and averages go on")
+        if optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
+            rate = learning_rate(run.cfg, run.step)
+            say(f"warning: the learning rate falls until train.steps, so it now goes on at {rate:.3g}")
+        run.tracker = open_tracker(run.cfg, run.config, run.folder, run.step)
     except (ValueError, OSError) as error:
         run.log.status("failed", run.step, str(error))
         run.log.close()
         raise
 
 
-def prepare_folder(run: Run, claimed: Claim) -> None:
-    """Bring a run's folder to the step it goes on from. Raises OSError, or ValueError for what a tracker refuses."""
-    cfg = run.cfg
-    with explain_failure(run.folder):
-        write_whole(run.folder / "config.yaml", OmegaConf.to_yaml(run.config))
-        posthoc_ema.forget_after(run.folder, run.step)
-        if claimed.found:
-            point_to(run.folder / "latest", claimed.found.folder.name)
-    run.stop.ending = lambda signal: run.log.status(
-        "interrupted", run.step, f"{signal} came a second time; steps after {run.saved or 0} will be done again"
-    )
-    for problem in claimed.damaged:
-        run.processes.say(f"warning: {problem}")
-    if claimed.found:
-        run.processes.say(
-            f"{run.folder} goes on at step {run.step}" + ", from the checkpoint before" * bool(claimed.damaged)
-        )
-    for key, (before, now) in claimed.changed.items():
-        run.processes.say(f"warning: {key} was {written(before)}, is {written(now)}")
-    if claimed.found and not cfg.optim.keeps_state(claimed.changed):
-        run.processes.say("warning: the optimizer is another one: its state begins anew, weights and averages go on")
-    if cfg.optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
-        rate = learning_rate(cfg, run.step)
-        run.processes.say(f"warning: the learning rate falls until train.steps, so it now goes on at {rate:.3g}")
-    run.tracker = open_tracker(cfg, run.config, run.folder, run.step)
-
-
-# --------------------------------------------------------------- what the settings of a run mean
-
-
-def bring_weights(
-    cfg: Settings, network: Backbone, earlier: checkpoint.Checkpoint | None, data: LatentDataset, keeps_state: bool
-) -> tuple[str, list[str]]:
+def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: LatentDataset) -> tuple[str, list[str]]:
     """Put in the weights of init_from where a run begins, and the text that stands for none.
 
-    Returns where the run's weights come from, and what is doubtful about them. Raises FileNotFoundError, or ValueError
+    Returns where the run's weights come from, and what to warn of. Raises FileNotFoundError, or ValueError
     for weights that do not fit.
     """
     weights, notes = f"new, drawn by seed {cfg.seed}", []
-    if earlier:
+    if earlier := claimed.checkpoint:
         unread = "; init_from was read when the run began" if cfg.init_from else ""
-        optimizer = ", with the optimizer," if keeps_state else ", not the optimizer's state,"
+        kept = cfg.optim.keeps_state(claimed.changed)
+        optimizer = ", with the optimizer," if kept else ", not the optimizer's state,"
         weights = f"raw and averaged{optimizer} of {earlier.folder}, step {earlier.step:,}{unread}"
     elif cfg.init_from is not None:
         stored = load_weights(network, cfg.init_from, cfg.init_weights, cfg.model, cfg.text)
@@ -192,11 +180,9 @@ def bring_weights(
     return weights, notes
 
 
-def open_aligner(
-    cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset, device: torch.device
-) -> Aligner | None:
+def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset) -> Aligner | None:
     """What the run aligns with, its projector drawn by the seed; None without alignment. Raises ValueError."""
-    alignment, encoder, flops, fingerprint = cfg.alignment, None, 0, None
+    alignment, device, encoder, flops, fingerprint = cfg.alignment, network.pos_embed.device, None, 0, None
     if alignment.kind == "none":
         return None
     width = network.hidden_size
@@ -214,30 +200,31 @@ def open_aligner(
     return Aligner(alignment, module, ema.network if alignment.kind == "self" else None, encoder, flops, fingerprint)
 
 
-def settings_to_doubt(cfg: Settings) -> list[str]:
-    """What the settings ask that can't help: targets of alignment=self that lie no deeper than what learns from them,
-    and directions of latents with one channel."""
-    notes, (block, teacher) = [], cfg.alignment.blocks(cfg.model.depth)
+def settings_warnings(cfg: Settings) -> list[str]:
+    """What the settings ask that can't help."""
+    warnings, (block, teacher) = [], cfg.alignment.blocks(cfg.model.depth)
     if cfg.alignment.kind == "self" and block >= teacher:
-        notes.append(
-            f"the teacher's block {teacher} is not deeper than the aligned one, {block}: see alignment.teacher and "
-            ".block"
-        )
+        said = f"the teacher's block {teacher} is not deeper than the aligned one, {block}"
+        warnings.append(f"{said}: see alignment.teacher and .block")
     if cfg.objective == "rf" and cfg.rf.direction and cfg.dataset.channels == 1:
-        notes.append(
-            f"rf.direction is {cfg.rf.direction:g}, but the latents have one channel, of whose direction only the sign "
-            "is left: the term teaches nothing"
-        )
-    return notes
+        said = f"rf.direction is {cfg.rf.direction:g}, but the latents have one channel"
+        warnings.append(f"{said}, of whose direction only the sign is left: the term teaches nothing")
+    return warnings
 
 
-def other_encoder(claimed: Claim, aligner: Aligner | None) -> list[str]:
-    """What to doubt of a run that goes on with another encoder of its pictures than it was aligned with."""
-    before = claimed.found.info.get("encoder") if claimed.found else None
-    if not before or not aligner or aligner.fingerprint in (None, before):
-        return []
-    name = aligner.settings.encoder
-    return [f"{name} is another encoder than the run was aligned with up to here, by its hash"]
+def data_warnings(run: Run) -> list[str]:
+    """Held-out photos that were read otherwise than those of the training, and another encoder of them than so far."""
+    warnings, dataset, aligner = [], run.cfg.dataset, run.aligner
+    for key in ("orientation", "alpha") if run.heldout else ():
+        here, there = getattr(run.data.latents, key), getattr(run.heldout.latents, key)
+        if here != there:
+            photos = f"{dataset.heldout} holds photos of {key}={there}, {dataset.path} of {key}={here}"
+            warnings.append(f"{photos}: where that shows, the evaluation loss is of other pictures")
+    before = run.earlier and run.earlier.info.get("encoder")
+    if before and aligner and aligner.fingerprint not in (None, before):
+        name = aligner.settings.encoder
+        warnings.append(f"{name} is another encoder than the run was aligned with up to here, by its hash")
+    return warnings
 
 
 def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:
@@ -246,11 +233,6 @@ def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[st
     known = "captions" in read_index(data.folder)  # of an import it may be their text alone
     captions = [data.captions_of(sample)[0] for sample in samples] if known else []
     return {"prompts": data.read(np.array(samples)).text, "captions": captions}
-
-
-def build_optimizer(cfg: Settings, network: nn.Module, projector: nn.Module | None = None) -> torch.optim.Optimizer:
-    """The optimizer of a network's and alignment's projector's parameters; build it after moving them."""
-    return cfg.optim.build(parameter for _, parameter in checkpoint.optimized_parameters(network, projector))
 
 
 def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[LatentDataset, LatentDataset | None]:
@@ -267,35 +249,21 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
     if cfg.dataset.heldout is None:
         return data, None
     heldout = open_dataset(cfg, cfg.dataset.heldout, "heldout")
+    both = f"{cfg.dataset.heldout} and {cfg.dataset.path}"
     for key in ("classes", "autoencoder", "fingerprint", "scale", "shift"):
         ours, theirs = getattr(data.latents, key), getattr(heldout.latents, key)
         if ours != theirs and not (key == "fingerprint" and None in (ours, theirs)):  # imports do not know it
-            raise ValueError(
-                f"{cfg.dataset.heldout} and {cfg.dataset.path} differ in {key}: prepare both alike, or set "
-                f"dataset.heldout=null\n  {str(theirs)[:100]}\n  {str(ours)[:100]}"
-            )
+            said = f"{both} differ in {key}: prepare both alike, or set dataset.heldout=null"
+            raise ValueError(f"{said}\n  {str(theirs)[:100]}\n  {str(ours)[:100]}")
     if data.text_spec != heldout.text_spec:
-        differing = [key for key, own in vars(data.text_spec).items() if own != getattr(heldout.text_spec, key)]
+        differing = [key for key, ours in vars(data.text_spec).items() if ours != getattr(heldout.text_spec, key)]
         raise ValueError(
-            f"{cfg.dataset.heldout} and {cfg.dataset.path} hold text of other encoders named {cfg.text.encoder}: "
-            f"encode both by the same (they differ in {', '.join(differing)}), or set dataset.heldout=null"
+            f"{both} hold text of other encoders named {cfg.text.encoder}: encode both by the same (they differ in "
+            f"{', '.join(differing)}), or set dataset.heldout=null"
         )
     normalization = {key: getattr(data.latents, key) for key in ("channel_shift", "channel_scale")}
     heldout.latents = replace(heldout.latents, **normalization)
     return data, heldout
-
-
-def photos_read_otherwise(cfg: Settings, data: LatentDataset, heldout: LatentDataset | None) -> list[str]:
-    """What to doubt of held-out photos that were turned or laid on white otherwise than those of the training."""
-    doubts = []
-    for key in ("orientation", "alpha") if heldout else ():
-        here, there = getattr(data.latents, key), getattr(heldout.latents, key)
-        if here != there:
-            doubts.append(
-                f"{cfg.dataset.heldout} holds photos of {key}={there}, {cfg.dataset.path} of {key}={here}: where that "
-                "shows, the evaluation loss is of other pictures"
-            )
-    return doubts
 
 
 def open_dataset(
@@ -311,13 +279,10 @@ def open_dataset(
     pictures = repa and cfg.alignment.source == "live"
     text = cfg.text.encoder if cfg.model.takes_text else None
     data = LatentDataset(path, cfg.dataset.verify, placement, device, features, pictures, text)
+    shape, classes = data.latents.shape, len(data.latents.classes)
     expected = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size)
-    if data.latents.shape != expected:
-        raise ValueError(
-            f"{path} holds latents of shape {data.latents.shape}, but dataset.channels and dataset.size say {expected}"
-        )
-    if len(data.latents.classes) != cfg.dataset.num_classes:
-        raise ValueError(
-            f"{path} has {len(data.latents.classes)} classes, but dataset.num_classes is {cfg.dataset.num_classes}"
-        )
+    if shape != expected:
+        raise ValueError(f"{path} holds latents of shape {shape}, but dataset.channels and dataset.size say {expected}")
+    if classes != cfg.dataset.num_classes:
+        raise ValueError(f"{path} has {classes} classes, but dataset.num_classes is {cfg.dataset.num_classes}")
     return data

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from routing_module import check_routes
+from routing_module import RULES, check_routes
 from tread.checkpoints.network import process_of
 from tread.evaluation.metric_table import METRICS, with_real
 from tread.routing.ids import describe_route
@@ -11,8 +11,6 @@ from tread.runtime.schema import written
 from tread.training.alignment import tokens_at
 from tread.training.run import Run
 from tread.training.step import active_routes
-
-SELECTS = {"token": "", "row": " in whole rows", "shared": ", the same ones in a batch", "group": ", one of each 2×2"}
 
 
 def describe(run: Run) -> str:
@@ -25,9 +23,8 @@ def describe(run: Run) -> str:
     epochs = cfg.train.steps / data.steps_per_epoch(cfg.train.batch_size)
     accumulation, micro = len(micro_batches), micro_batches[0].stop - micro_batches[0].start
     tokens, widths = network.num_tokens, len(cfg.ema.power)
-    added = sum(parameter.numel() for parameter in run.aligner.projector.parameters()) if run.aligner else 0
     routes = [
-        f"{describe_route(route, tokens, network.grid)}{SELECTS[route.select]}, fp32: {route.fp32}"
+        f"{describe_route(route, tokens, network.grid)}{RULES[route.select].description}, fp32: {route.fp32}"
         for route in check_routes(active, cfg.model.depth)
     ]
     lines = {
@@ -45,11 +42,10 @@ def describe(run: Run) -> str:
     }
     if run.aligner:
         lines["FLOPs"] += f"; alignment adds {run.aligner.flops(active):.3e} a training image"
-        lines["alignment"] = describe_alignment(run, added)
+        lines["alignment"] = describe_alignment(run)
     if schedule:
-        lines["routes"] += (
-            f"; ratio {schedule.start:g} up to step {schedule.first:,}, {schedule.end:g} from {schedule.last:,} on"
-        )
+        ratios = f"{schedule.start:g} up to step {schedule.first:,}, {schedule.end:g} from {schedule.last:,} on"
+        lines["routes"] += f"; ratio {ratios}"
         lines["FLOPs"] += "; at the first step"
     if cfg.train.loss_tokens == "kept" and active:
         lines["objective"] += f", of kept tokens, with {cfg.train.reconstruction:g} of a masked reconstruction"
@@ -60,20 +56,17 @@ def describe(run: Run) -> str:
     if widths:
         every = cfg.ema.snapshot_every or cfg.every.save
         lines["disk"] += f"; {size_text(2 * widths * parameters)} of averages stored every {every:,} steps"
-    doubts = list(run.warnings)
+    warnings = [f"warning: {text}" for text in run.warnings]
     if run.heldout is None:
-        evaluation = METRICS[process_of(cfg).evaluation].title
-        doubts.append(
-            f"there is no held-out data (dataset.heldout), so no {evaluation}, the number to "
-            "compare runs by: scripts/prepare_latents.py … heldout=0.02 keeps 2% of the pictures in <out>-heldout, "
-            "where dataset=folder finds them"
+        warnings.append(
+            f"warning: there is no held-out data (dataset.heldout), so no {METRICS[process_of(cfg).evaluation].title}, "
+            "the number to compare runs by: scripts/prepare_latents.py … heldout=0.02 keeps 2% of the pictures in "
+            "<out>-heldout, where dataset=folder finds them"
         )
-    return "\n".join(
-        [f"  {name:<10}{text}" for name, text in lines.items()] + [f"warning: {doubt}" for doubt in doubts]
-    )
+    return "\n".join([*(f"  {name:<10}{text}" for name, text in lines.items()), *warnings])
 
 
-def describe_alignment(run: Run, parameters: int) -> str:
+def describe_alignment(run: Run) -> str:
     """What is aligned with what, and what that adds."""
     settings, network = run.cfg.alignment, run.network
     block, teacher = settings.blocks(len(network.blocks))
@@ -81,28 +74,22 @@ def describe_alignment(run: Run, parameters: int) -> str:
     targets = f"block {teacher} of the averaged network"
     if settings.kind == "repa":
         targets = f"{'stored' if run.aligner.encoder is None else 'live'} features of {settings.encoder}"
-    return (
-        f"{settings.kind}, block {block} ({kept} tokens) with {targets}, weight {settings.weight:g}; the projector has "
-        f"{parameters:,} parameters"
-    )
+    aligned = f"{settings.kind}, block {block} ({kept} tokens) with {targets}, weight {settings.weight:g}"
+    parameters = sum(parameter.numel() for parameter in run.aligner.projector.parameters())
+    return f"{aligned}; the projector has {parameters:,} parameters"
 
 
 def describe_outcome(run: Run) -> str:
     """The last evaluation and demo metrics, and where everything is: one line each."""
     lines, records = [], run.log.records() if run.processes.main else []
     for name in with_real(name for name, metric in METRICS.items() if metric.of != "training"):
-        found, metric = [record for record in records if name in record], METRICS.get(name)
-        count = f" of {found[-1][metric.count]:,} samples" if found and metric and metric.curve and metric.count else ""
-        if found:
-            earlier = "" if found[-1]["step"] == run.step else f", at step {found[-1]['step']:,}"
-            lines.append(f"  {name:<21} {found[-1][name]:.4f}{count}{earlier}")
+        last, metric = next((record for record in reversed(records) if name in record), None), METRICS.get(name)
+        if last:
+            count = f" of {last[metric.count]:,} samples" if metric and metric.curve and metric.count else ""
+            earlier = "" if last["step"] == run.step else f", at step {last['step']:,}"
+            lines.append(f"  {name:<21} {last[name]:.4f}{count}{earlier}")
         elif name == run.model.process.evaluation and run.heldout is None:
             lines.append(f"  {name:<21} none: there is no held-out data")
-    for name, path in (
-        ("samples", f"samples/step_{run.step:07d}.png"),
-        ("loss curve", "loss.png"),
-        ("metrics", "metrics.jsonl"),
-        ("checkpoint", "latest"),
-    ):
-        lines.append(f"  {name:<21} {run.folder / path}")
-    return "\n".join(lines)
+    files = {"samples": f"samples/step_{run.step:07d}.png", "loss curve": "loss.png"}
+    files |= {"metrics": "metrics.jsonl", "checkpoint": "latest"}
+    return "\n".join([*lines, *(f"  {name:<21} {run.folder / path}" for name, path in files.items())])

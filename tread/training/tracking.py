@@ -6,40 +6,18 @@ import importlib.util
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from tread.runtime.files import write_whole
 from tread.training.settings import Settings
 
-PACKAGES = {
-    "wandb": "requirements.txt",
-    "tensorboard": "requirements-tensorboard.txt",
-}  # tracker → where its package is
-
-
-class Tracker(Protocol):
-    """What a run tells a tracker."""
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Numbers by name, after so many steps."""
-
-    def close(self, code: int) -> None:
-        """The run ended, with this exit code."""
+PACKAGES = {"wandb": "requirements.txt", "tensorboard": "requirements-tensorboard.txt"}  # where each is named
 
 
 def check_tracker(name: str) -> None:
     """Raise ValueError unless the tracker's package is installed."""
     if name != "none" and importlib.util.find_spec(name) is None:
-        raise ValueError(
-            f"tracker={name} needs the package {name}; pip install -r {PACKAGES[name]}, or set tracker=none"
-        )
-
-
-def open_tracker(cfg: Settings, config: dict, folder: Path, step: int) -> Tracker | None:
-    """The tracker of a run that goes on after so many steps, in the main process. Raises ValueError for a refusal."""
-    if cfg.tracker == "wandb":
-        return Wandb(cfg.wandb.project, cfg.name, config, folder)
-    return TensorBoard(folder, step) if cfg.tracker == "tensorboard" else None
+        needed = f"tracker={name} needs the package {name}; pip install -r {PACKAGES[name]}"
+        raise ValueError(f"{needed}, or set tracker=none")
 
 
 class Wandb:
@@ -79,3 +57,13 @@ class TensorBoard:
 
     def close(self, code: int) -> None:
         self._writer.close()
+
+
+Tracker = Wandb | TensorBoard  # a run tells it numbers by name after so many steps, and the exit code it ends with
+
+
+def open_tracker(cfg: Settings, config: dict, folder: Path, step: int) -> Tracker | None:
+    """The tracker of a run that goes on after so many steps, in the main process. Raises ValueError for a refusal."""
+    if cfg.tracker == "wandb":
+        return Wandb(cfg.wandb.project, cfg.name, config, folder)
+    return TensorBoard(folder, step) if cfg.tracker == "tensorboard" else None
