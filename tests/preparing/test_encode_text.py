@@ -169,7 +169,7 @@ def test_other_text_of_the_same_encoder_is_kept_unless_replaced(here):
 
 
 def test_a_full_disk_is_said_before_the_work(place, here, monkeypatch):
-    monkeypatch.setattr("tread.data.sections.free_bytes", lambda folder: 100)
+    monkeypatch.setattr("tread.data.section_writer.free_bytes", lambda folder: 100)
     refused(here, "has 100 B free", f"encoder={place / 'bert'}")
 
 

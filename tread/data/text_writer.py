@@ -10,7 +10,7 @@ import numpy as np
 
 from tread.data.columns import TextSpec, latents_hash, open_text
 from tread.data.index import read_index
-from tread.data.sections import SectionWriter
+from tread.data.section_writer import SectionWriter
 from tread.data.shards import write_array
 from tread.models.conditions import Text
 from tread.runtime.files import explain_failure, sha256, whole_file

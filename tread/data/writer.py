@@ -25,7 +25,7 @@ import torch
 from tread.data.captions import add_captions
 from tread.data.index import VERSION, check_labels
 from tread.data.latents import LatentSpec, mean_and_std
-from tread.data.sections import differences
+from tread.data.section_writer import differences
 from tread.data.shards import write_array
 from tread.runtime.files import Lock, explain_failure, free_bytes, sha256, size_text, sync, whole_file, write_whole
 

@@ -20,7 +20,7 @@ from tread.data.columns import FeatureSpec, latents_hash
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.latents import holds_pixels
-from tread.data.sections import SectionWriter
+from tread.data.section_writer import SectionWriter
 from tread.data.shards import write_rows
 from tread.encoders.vision import Encoder, open_encoder
 from tread.preparing.encode_photos import pieces_of, read_crops, source_hash
