@@ -1,6 +1,6 @@
 """Features of a dataset's pictures: `prepare_features` checks everything before long work, which processes share.
 
-Started again after it was stopped, it goes on with the shards that are missing, see tread/data/sections.py.
+Started again after it was stopped, it goes on with the shards that are missing, see tread/data/section_writer.py.
 """
 
 from __future__ import annotations
