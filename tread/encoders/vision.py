@@ -109,19 +109,6 @@ class Encoder:
             self._costs[height] = Cost(tokens, width, counter.get_total_flops())
         return self._costs[height]
 
-    def tokens(self, height: int) -> int:
-        """Tokens of a picture of that size."""
-        return self.cost(height).tokens
-
-    def flops(self, height: int) -> int:
-        """FLOPs of a picture of that size."""
-        return self.cost(height).flops
-
-    @property
-    def width(self) -> int:
-        """Numbers of a token, z; by a picture of 256×256, if nothing was measured yet."""
-        return self.cost(next(iter(self._costs), 256)).width
-
 
 def encoder_name(name: str) -> str:
     """What is recorded of an encoder's name: DINOv2's short names for its hub ids, folders in full, others as given."""

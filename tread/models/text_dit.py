@@ -180,15 +180,10 @@ class TextDiT(LightningDiT):
         positions: Positions = "sincos",
         qk_norm: bool = False,
     ) -> None:
-        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
+        sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_heads, mlp_ratio, None, learn_sigma, init)
         choices = {"norm": norm, "mlp": mlp, "positions": positions, "qk_norm": qk_norm}
         super().__init__(
             *sizes,
-            num_heads,
-            mlp_ratio,
-            None,
-            learn_sigma,
-            init,
             **choices,
             block=partial(TextBlock, text_tokens=text_tokens),
             embedder=lambda: TextEmbedder(text_tokens, text_width, text_pooled, vocabulary, hidden_size, norm),
