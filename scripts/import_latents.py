@@ -13,7 +13,7 @@ if __name__ == "__main__":
     import checkout  # noqa: F401
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import hydra
@@ -23,59 +23,28 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from tread.data.dataset import LatentDataset
-from tread.data.latents import Dtype
 from tread.data.writer import DatasetWriter
 from tread.drawing.grids import save_grid
 from tread.preparing import encode_photos
 from tread.preparing.encode_photos import pieces_of
-from tread.preparing.imports import ForeignKind, ForeignLatents, open_foreign
+from tread.preparing.imports import ForeignLatents, ImportOptions, open_foreign
 from tread.preparing.lightningdit import STATISTICS
 from tread.preparing.uvit import write_text
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.files import size_text
-from tread.runtime.schema import Count, CountOrZero
-
-
-@dataclass(frozen=True)
-class Options:
-    """configs/import_latents.yaml."""
-
-    kind: ForeignKind
-    source: str
-    out: str
-    autoencoder: str | None
-    scale: float | None
-    scale_applied: bool | None
-    flipped: bool
-    num_classes: int | None
-    classes: str | None
-    captions: str | None
-    dtype: Dtype
-    shard_size: Count
-    decode: CountOrZero
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="import_latents")
 def main(composed: DictConfig) -> None:
     with explained("stopped; start it again to go on with the shards that are missing"):
-        options = schema.read(plain(composed), Options)
+        options = schema.read(plain(composed), ImportOptions)
         import_all(options)
 
 
-def import_all(options: Options) -> None:
+def import_all(options: ImportOptions) -> None:
     """Open the source, write the shards that are missing, and make the dataset of all."""
-    foreign = open_foreign(
-        options.kind,
-        Path(options.source),
-        options.flipped,
-        options.scale,
-        options.scale_applied,
-        options.num_classes,
-        options.autoencoder,
-        options.dtype,
-        options.captions,
-    )
+    foreign = open_foreign(options)
     latents = foreign.latents
     if options.classes is not None:
         names, needed = tuple(Path(options.classes).read_text().splitlines()), len(latents.classes)
@@ -135,7 +104,7 @@ def disagreement(data: LatentDataset) -> float:
     return float(np.abs([(mean - taken) / by, std / by - 1]).max())
 
 
-def finish(writer: DatasetWriter, shards: int, options: Options, foreign: ForeignLatents) -> None:
+def finish(writer: DatasetWriter, shards: int, options: ImportOptions, foreign: ForeignLatents) -> None:
     """Assemble the dataset, look at it, write its report, and give it its name."""
     writer.assemble(shards, **({"normalize_by": foreign.normalize} if foreign.normalize else {}))
     data = LatentDataset(writer.data)
@@ -171,4 +140,4 @@ def finish(writer: DatasetWriter, shards: int, options: Options, foreign: Foreig
 
 
 if __name__ == "__main__":
-    open_door(main, schema.known_keys(Options))
+    open_door(main, schema.known_keys(ImportOptions))

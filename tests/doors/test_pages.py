@@ -162,7 +162,7 @@ DOORS = {  # script → its config, the keys it knows, and how it reads them
     "scripts/prepare_latents.py": ("prepare_latents", *read_as(prepare_latents.PhotoOptions)),
     "scripts/prepare_features.py": ("prepare_features", *read_as(prepare_features.FeatureOptions)),
     "scripts/prepare_text.py": ("prepare_text", *read_as(prepare_text.TextOptions)),
-    "scripts/import_latents.py": ("import_latents", *read_as(import_latents.Options)),
+    "scripts/import_latents.py": ("import_latents", *read_as(import_latents.ImportOptions)),
     "scripts/import_checkpoint.py": (
         "import_checkpoint",
         [*TRAIN, *schema.known_keys(import_checkpoint.Options)],

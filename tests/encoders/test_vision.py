@@ -64,12 +64,12 @@ def test_dinov2_is_its_equations_at_all_sizes(dinov2, size, side):
     encoder, pictures = open_encoder(str(dinov2), CPU), draw(2, size)
     expected = by_hand(load_file(dinov2 / "model.safetensors"), pictures, side)
     torch.testing.assert_close(encoder.encode(pictures), expected, rtol=1e-4, atol=1e-4)
-    assert (encoder.tokens(size), encoder.width, encoder.name) == (side**2, 32, str(dinov2))
+    assert (*encoder.cost(size)[:2], encoder.name) == (side**2, 32, str(dinov2))
 
 
 def test_pictures_of_256_and_512_make_16_and_32_tokens_a_side(dinov2):
     encoder = open_encoder(str(dinov2), CPU)
-    assert [encoder.tokens(size) for size in (256, 512)] == [256, 1024]
+    assert [encoder.cost(size).tokens for size in (256, 512)] == [256, 1024]
 
 
 def test_flops_are_those_of_the_products(dinov2):
@@ -77,7 +77,7 @@ def test_flops_are_those_of_the_products(dinov2):
     tokens, width = 17, 32
     block = tokens * width * (4 * width + 2 * 2 * width) + 2 * tokens**2 * width
     expected = 2 * (16 * 3 * 14**2 * width + 2 * block)
-    assert open_encoder(str(dinov2), CPU).flops(64) == expected
+    assert open_encoder(str(dinov2), CPU).cost(64).flops == expected
 
 
 def test_fewer_tokens_are_averages_and_more_are_refused(dinov2):
@@ -90,7 +90,7 @@ def test_fewer_tokens_are_averages_and_more_are_refused(dinov2):
     encoder = open_encoder(str(dinov2), CPU, grid=8)
     with pytest.raises(ValueError, match="grid is 8, but .*dinov2 has 4×4 tokens of pictures of 64×64"):
         encoder.encode(pictures)
-    assert encoder.tokens(128) == 64
+    assert encoder.cost(128).tokens == 64
 
 
 def test_weights_that_are_others_are_refused(dinov2, tmp_path, monkeypatch):
@@ -204,7 +204,7 @@ def test_the_real_inceptions_features_are_of_their_places(asset):
     names = sorted(name for name in tar.names if name.endswith(".jpg"))[::500]
     photos = torch.stack([torch.from_numpy(np.array(read_rgb(tar.read(name)))) for name in names]).permute(0, 3, 1, 2)
     found, mirrored = encoder.encode(photos), encoder.encode(photos.flip(-1))
-    assert found.shape == (2, 256, 768) == (2, encoder.tokens(256), encoder.width)
+    assert found.shape == (2, 256, 768) == (2, *encoder.cost(256)[:2])
     assert found.half().isfinite().all() and (found.half().float() - found).abs().max() < 2e-3 * found.abs().max()
     placed = mirrored.unflatten(1, (16, 16)).flip(2).flatten(1, 2)
     alike, apart = (F.cosine_similarity(found, other, dim=-1).mean() for other in (placed, mirrored))
@@ -231,14 +231,14 @@ def test_a_function_of_the_users_own(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     pictures = draw(2, 8)
     encoder = open_encoder("my_encoders:mean", CPU)
-    assert (encoder.name, encoder.tokens(8), encoder.width) == ("my_encoders:mean", 4, 16)
+    assert (encoder.name, *encoder.cost(8)[:2]) == ("my_encoders:mean", 4, 16)
     found = encoder.encode(pictures)
     assert found.shape == (2, 4, 16)
     expected = pictures[1, :, 4:, :4].float().mean(dim=0).flatten()  # the patch on the lower left
     torch.testing.assert_close(found[1, 2], expected)
     network = open_encoder("my_encoders:network", CPU)
     assert network.encode(pictures).shape == (2, 4, 5) and not network.encode(pictures).requires_grad
-    assert network.fingerprint != encoder.fingerprint and network.flops(8) == 2 * 4 * 5 * 3 * 4**2
+    assert network.fingerprint != encoder.fingerprint and network.cost(8).flops == 2 * 4 * 5 * 3 * 4**2
     for name, shown in (
         (
             "my_encoders:flat",

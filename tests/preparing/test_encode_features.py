@@ -221,7 +221,8 @@ def test_stored_features_are_what_the_live_encoder_makes(kind, prepare_latents, 
     tokens, width = (4, 32) if kind == "dinov2" else (64, 48)
     size = COUNT * 2 * tokens * width * 2
     assert (
-        f"stores    float16, {encode_features.size_text(size)}" in text and f"{encoder.flops(SIZE) / 1e9:.3g} G" in text
+        f"stores    float16, {encode_features.size_text(size)}" in text
+        and f"{encoder.cost(SIZE).flops / 1e9:.3g} G" in text
     )
     data = LatentDataset(tmp_path / "data", verify="full", features=name, pictures=True)
     assert (data.feature_spec.grid**2, data.feature_spec.width) == (tokens, width)

@@ -84,7 +84,7 @@ def bring(composed, tmp_path, monkeypatch):
         given = ("source=source", f"out={out}", "autoencoder=pixels", "decode=0", "shard_size=3")
         given += ("scale_applied=false",) if kind == "tread_tar" else ()
         tree = composed(f"kind={kind}", *given, *overrides, name="import_latents")
-        import_latents.import_all(schema.read(tree, import_latents.Options))
+        import_latents.import_all(schema.read(tree, import_latents.ImportOptions))
         return LatentDataset(tmp_path / out, verify="full")
 
     return run

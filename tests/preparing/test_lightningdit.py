@@ -63,7 +63,7 @@ def bring(composed, tmp_path, monkeypatch):
     def run(*overrides, out="data"):
         given = ("kind=lightningdit", "source=source", f"out={out}", "decode=0", "shard_size=4")
         tree = composed(*given, *overrides, name="import_latents")
-        import_latents.import_all(schema.read(tree, import_latents.Options))
+        import_latents.import_all(schema.read(tree, import_latents.ImportOptions))
         return LatentDataset(tmp_path / out, verify="full")
 
     return run

@@ -63,7 +63,7 @@ def bring(composed, tmp_path, monkeypatch, source):
             "shard_size=2",
         )
         tree = composed(*given, *overrides, name="import_latents")
-        import_latents.import_all(schema.read(tree, import_latents.Options))
+        import_latents.import_all(schema.read(tree, import_latents.ImportOptions))
         return LatentDataset(tmp_path / out, verify="full", text="clip-l")
 
     return run

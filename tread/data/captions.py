@@ -49,9 +49,8 @@ def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = 
         before = index.get("captions")
         if before not in (None, entry) and not again:
             raise ValueError(f"{folder} has other captions already: again=true replaces them")
-        write_whole(
-            path, json.dumps({key: value for key, value in index.items() if key != "captions"}, indent=1) + "\n"
-        )
+        others = {key: value for key, value in index.items() if key != "captions"}
+        write_whole(path, json.dumps(others, indent=1) + "\n")
     with explain_failure(path):
         write_whole(path, json.dumps({**index, "captions": entry}, indent=1) + "\n")
 

@@ -133,8 +133,7 @@ class SectionWriter:
 
     def check_space(self, missing: Sequence[int]) -> None:
         """Raise OSError unless the disk can take the shards that are missing."""
-        size, free = self.rows(missing) * self._row_bytes, free_bytes(self.work)
-        if size > free:
+        if (size := self.rows(missing) * self._row_bytes) > (free := free_bytes(self.work)):
             raise OSError(f"{size_text(size)} of {self._what} are to come, but {self.work} has {size_text(free)} free")
 
     def note(self, name: str, entry: dict) -> None:

@@ -42,18 +42,12 @@ class ClipScore:
     @torch.no_grad()
     def score(self, pictures: Tensor, captions: Sequence[str]) -> np.ndarray:
         """(n,) float32 of pictures (n, 1 or 3, H, W) uint8, each with its caption; long ones are cut off by CLIP."""
-        scores = []
+        length, scores = self._model.config.text_config.max_position_embeddings, []
+        cut = {"truncation": True, "max_length": length, "padding": "max_length"}
         for start in range(0, len(pictures), AT_ONCE):
             rgb = pictures[start : start + AT_ONCE].cpu().expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
             x = self._processor(images=list(rgb), input_data_format="channels_last", return_tensors="pt")
-            length = self._model.config.text_config.max_position_embeddings
-            words = self._tokenizer(
-                list(captions[start : start + AT_ONCE]),
-                truncation=True,
-                max_length=length,
-                padding="max_length",
-                return_tensors="pt",
-            )
+            words = self._tokenizer(list(captions[start : start + AT_ONCE]), **cut, return_tensors="pt")
             with exact():
                 made = self._model(
                     input_ids=words["input_ids"].to(self._device),

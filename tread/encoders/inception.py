@@ -57,13 +57,7 @@ class Conv(nn.Module):
     """Convolution without bias, batch norm, ReLU; `narrow` times fewer channels on both sides, but for pixels."""
 
     def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        size: int | tuple[int, int],
-        stride: int = 1,
-        pad: bool = True,
-        narrow: int = 1,
+        self, inputs: int, outputs: int, size: int | tuple[int, int], stride: int = 1, pad: bool = True, narrow: int = 1
     ) -> None:
         super().__init__()
         inputs, outputs = inputs if inputs == 3 else inputs // narrow, outputs // narrow
@@ -92,15 +86,9 @@ class Mixed5(nn.Module):
         self.branch_pool = conv(inputs, pooled, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat(
-            [
-                self.branch1x1(x),
-                self.branch5x5_2(self.branch5x5_1(x)),
-                self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x))),
-                self.branch_pool(average(x)),
-            ],
-            dim=1,
-        )
+        double = self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x)))
+        parts = [self.branch1x1(x), self.branch5x5_2(self.branch5x5_1(x)), double, self.branch_pool(average(x))]
+        return torch.cat(parts, dim=1)
 
 
 class Mixed6a(nn.Module):
@@ -133,16 +121,10 @@ class Mixed6(nn.Module):
         self.branch_pool = conv(768, 192, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        single = self.branch7x7_3(self.branch7x7_2(self.branch7x7_1(x)))
         double = self.branch7x7dbl_3(self.branch7x7dbl_2(self.branch7x7dbl_1(x)))
-        return torch.cat(
-            [
-                self.branch1x1(x),
-                self.branch7x7_3(self.branch7x7_2(self.branch7x7_1(x))),
-                self.branch7x7dbl_5(self.branch7x7dbl_4(double)),
-                self.branch_pool(average(x)),
-            ],
-            dim=1,
-        )
+        double = self.branch7x7dbl_5(self.branch7x7dbl_4(double))
+        return torch.cat([self.branch1x1(x), single, double, self.branch_pool(average(x))], dim=1)
 
 
 class Mixed7a(nn.Module):

@@ -79,18 +79,16 @@ class Encoder:
                     f"{self.name} makes {shape} of pictures {tuple(pictures.shape)}, but must make (B, T, z) with a "
                     "square number T of tokens"
                 )
-            return self._averaged(features.float(), side, pictures.shape[-1])
-
-    def _averaged(self, features: Tensor, side: int, size: int) -> Tensor:
-        if self.grid is None or self.grid == side:
-            return features
-        if self.grid > side:
-            raise ValueError(
-                f"grid is {self.grid}, but {self.name} has {side}×{side} tokens of pictures of {size}×{size}: choose "
-                f"grid={side} or less"
-            )
-        maps = features.transpose(1, 2).unflatten(2, (side, side))
-        return F.adaptive_avg_pool2d(maps, self.grid).flatten(2).transpose(1, 2)
+            features, size = features.float(), pictures.shape[-1]
+            if self.grid is None or self.grid == side:
+                return features
+            if self.grid > side:
+                raise ValueError(
+                    f"grid is {self.grid}, but {self.name} has {side}×{side} tokens of pictures of {size}×{size}: "
+                    f"choose grid={side} or less"
+                )
+            maps = features.transpose(1, 2).unflatten(2, (side, side))
+            return F.adaptive_avg_pool2d(maps, self.grid).flatten(2).transpose(1, 2)
 
     def cost(self, height: int) -> Cost:
         """The cost of one picture of that size. Products and convolutions count, two FLOPs a multiply-add, alone.
@@ -108,19 +106,6 @@ class Encoder:
             _, tokens, width = features.shape
             self._costs[height] = Cost(tokens, width, counter.get_total_flops())
         return self._costs[height]
-
-    def tokens(self, height: int) -> int:
-        """Tokens of a picture of that size."""
-        return self.cost(height).tokens
-
-    def flops(self, height: int) -> int:
-        """FLOPs of a picture of that size."""
-        return self.cost(height).flops
-
-    @property
-    def width(self) -> int:
-        """Numbers of a token, z; by a picture of 256×256, if nothing was measured yet."""
-        return self.cost(next(iter(self._costs), 256)).width
 
 
 def encoder_name(name: str) -> str:

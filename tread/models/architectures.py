@@ -212,7 +212,7 @@ class LightningOptions(DiTOptions):
         return bool(marks & shapes.keys())
 
 
-class TextOptions:
+class TakesText:
     """What taking texts changes; the other options are those of the class that stands behind it."""
 
     network, takes_text = TextDiT, True
@@ -233,12 +233,12 @@ class TextOptions:
 
 
 @dataclass(frozen=True)
-class DiTTextOptions(TextOptions, DiTOptions):
+class DiTTextOptions(TakesText, DiTOptions):
     pass
 
 
 @dataclass(frozen=True)
-class LightningTextOptions(TextOptions, LightningOptions):
+class LightningTextOptions(TakesText, LightningOptions):
     pass
 
 

@@ -131,15 +131,8 @@ class LightningDiT(Backbone):
             raise ValueError(f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}")
         for name, value, kind in (("norm", norm, Norm), ("mlp", mlp, MlpKind), ("positions", positions, Positions)):
             check(name, value, kind)
-        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
-        super().__init__(
-            lambda: block(hidden_size, num_heads, mlp_ratio, norm, mlp, qk_norm),
-            *sizes,
-            num_classes,
-            learn_sigma,
-            init,
-            embedder,
-        )
+        sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_classes, learn_sigma, init, embedder)
+        super().__init__(lambda: block(hidden_size, num_heads, mlp_ratio, norm, mlp, qk_norm), *sizes)
         self.final_layer.norm_final = make_norm(norm, hidden_size)
         self.head_dim = hidden_size // num_heads if positions == "rope" else None  # of heads that turn
         self.register_load_state_dict_pre_hook(_take_tables)

@@ -179,9 +179,9 @@ class Mamba(Backbone):
     ) -> None:
         check("directions", directions, Directions)
         check("kernel", kernel, Kernel)
-        for name, size in (("state", state), ("head_dim", head_dim), ("expand", expand), ("conv", conv)):
+        counts = {"state": state, "head_dim": head_dim, "expand": expand, "conv": conv, "num_heads": num_heads}
+        for name, size in counts.items():
             check(name, size, Count)
-        check("num_heads", num_heads, Count)
         check("attention_every", attention_every, CountOrZero)
         check("mlp_ratio", mlp_ratio, PositiveOrZero)
         if expand * hidden_size % head_dim:

@@ -89,12 +89,7 @@ class MaskDiT(DiT):
         return encoder + int(2 * (decoder + N * W * self.patch_size**2 * self.out_channels))
 
     def forward(
-        self,
-        x: Tensor,
-        t: Tensor,
-        y: Tensor,
-        routes: Sequence[tuple[Route, Tensor]] = (),
-        record: Record | None = None,
+        self, x: Tensor, t: Tensor, y: Tensor, routes: Sequence[tuple[Route, Tensor]] = (), record: Record | None = None
     ) -> Tensor:
         """As Backbone's. `routes` is () or one pair, whose route spans the encoder: mask tokens stand behind it for
         what it left out, and the decoder sees all. `record` names blocks of the encoder.

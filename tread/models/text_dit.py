@@ -129,11 +129,11 @@ class TextEmbedder(nn.Module):
             "pooled": self.pooled and (batch, self.pooled),
         }
         for name, shape in expected.items():
-            given = getattr(y, name)
-            if (None if given is None else tuple(given.shape)) != shape:
+            given = None if getattr(y, name) is None else tuple(getattr(y, name).shape)
+            if given != shape:
                 raise ValueError(
-                    f"the text's {name} have shape {None if given is None else tuple(given.shape)}, but this network "
-                    f"takes {shape}: {T} tokens of the encoder that it was made for"
+                    f"the text's {name} have shape {given}, but this network takes {shape}: {T} tokens of the encoder "
+                    "that it was made for"
                 )
         if self.vocabulary and y.tokens.is_floating_point():
             raise ValueError(f"the text's tokens are {y.tokens.dtype}, but this network takes int64 word numbers")
@@ -180,15 +180,10 @@ class TextDiT(LightningDiT):
         positions: Positions = "sincos",
         qk_norm: bool = False,
     ) -> None:
-        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
+        sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_heads, mlp_ratio, None, learn_sigma, init)
         choices = {"norm": norm, "mlp": mlp, "positions": positions, "qk_norm": qk_norm}
         super().__init__(
             *sizes,
-            num_heads,
-            mlp_ratio,
-            None,
-            learn_sigma,
-            init,
             **choices,
             block=partial(TextBlock, text_tokens=text_tokens),
             embedder=lambda: TextEmbedder(text_tokens, text_width, text_pooled, vocabulary, hidden_size, norm),

@@ -173,17 +173,10 @@ class SourcePictures:
     def batches(self, parts: Sequence[np.ndarray], workers: int) -> Iterator[Tensor]:
         """For each of some arrays of samples' indices, their pictures (B, 3, size, size) uint8.
 
-        Raises ValueError for one that can't be read any more, or if a reading process ends.
+        Raises ValueError for one that can't be read any more, OSError if a reading process ends.
         """
         parts = [self._chosen[part] for part in parts]
-        coming = read_crops(self._photos, self._crop, parts, workers)
-        for part in parts:
-            try:
-                pictures, notes = next(coming)
-            except RuntimeError as error:  # of PyTorch, where a worker died
-                raise ValueError(
-                    f"a reading process ended: {error}\nTry fewer workers, or a smaller batch_size"
-                ) from error
+        for part, (pictures, notes) in zip(parts, read_crops(self._photos, self._crop, parts, workers)):
             for number, (why, _) in zip(part.tolist(), notes):
                 if why:
                     raise ValueError(f"{self.where}: {self._photos.names[number]} can't be read as a picture ({why})")

@@ -93,10 +93,16 @@ def end_with(process: int, worker: int) -> None:
 def read_crops(
     photos: Photos, crop: Crop, batches: Iterable[np.ndarray], workers: int
 ) -> Iterator[tuple[Tensor | None, list[tuple]]]:
-    """What `collate` makes of each batch of indices, read by worker processes. Raises RuntimeError if one died."""
+    """What `collate` makes of each batch of indices, read by worker processes. Raises OSError if one died."""
     sampler, start = [indices.tolist() for indices in batches], partial(end_with, os.getpid())
-    crops = Crops(photos, crop)
-    return iter(DataLoader(crops, batch_sampler=sampler, num_workers=workers, collate_fn=collate, worker_init_fn=start))
+    options = {"num_workers": workers, "collate_fn": collate, "worker_init_fn": start}
+    try:
+        yield from DataLoader(Crops(photos, crop), batch_sampler=sampler, **options)
+    except RuntimeError as error:  # of PyTorch, where a worker died
+        raise OSError(
+            f"a reading process ended: {error}\nIt may have had too little (shared) memory, or a file size limit: try "
+            "fewer workers, or a smaller batch_size. What was done before is kept"
+        ) from error
 
 
 def pieces_of(numbers: range | np.ndarray, size: int) -> list[range | np.ndarray]:
@@ -236,13 +242,7 @@ def make_shards(
             stored, kept, labels, left_out, enlarged, much_enlarged, damaged = [], [], [], [], 0, [], []
             for indices in parts:
                 asked = time.perf_counter()
-                try:
-                    pixels, notes = next(coming)
-                except RuntimeError as error:  # of PyTorch, where a worker died
-                    raise OSError(
-                        f"a reading process ended: {error}\nIt may have had too little (shared) memory, or a file "
-                        "size limit: try fewer workers, or a smaller batch_size. What was done before is kept"
-                    ) from error
+                pixels, notes = next(coming)
                 waited += time.perf_counter() - asked
                 for index, (why, size) in zip(indices.tolist(), notes):
                     name, label = photos.names[index], int(photos.labels[index])

@@ -32,6 +32,7 @@ from tread.preparing import lightningdit, uvit
 from tread.preparing.archives import Folder, Tar, tar_paths
 from tread.preparing.sources import MOST_CLASSES, ONE_CLASS, check_table, label_table
 from tread.preparing.uvit import ForeignText
+from tread.runtime.schema import Count, CountOrZero
 
 ForeignKind = Annotated[
     Literal["maskdit_lmdb", "tread_tar", "repa_npy", "lightningdit", "uvit_coco"], "pictures: prepare_latents.py"
@@ -63,32 +64,40 @@ class ForeignLatents:
     text: ForeignText | None = None
 
 
-def open_foreign(
-    kind: ForeignKind,
-    source: Path,
-    flipped: bool,
-    scale: float | None,
-    scale_applied: bool | None,
-    num_classes: int | None,
-    autoencoder: str | None,
-    dtype: Dtype,
-    captions: str | None = None,
-) -> ForeignLatents:
-    """Open a source of a kind.
+@dataclass(frozen=True)
+class ImportOptions:
+    """configs/import_latents.yaml. As to the source:
 
     flipped        maskdit_lmdb: whether the second half are flipped copies; lightningdit: whether to take them.
     scale          network latents = z·scale; None: Stable Diffusion's, of lightningdit 1.
     scale_applied  tread_tar: whether the stored numbers already are z·scale; must be said.
     num_classes    None: the largest label + 1.
     autoencoder    which decodes the latents; None: Stable Diffusion's, of lightningdit "unknown".
-    dtype          of the dataset.
     captions       uvit_coco: MS-COCO's annotations, for the captions themselves; None: they stay unknown.
-
-    Raises FileNotFoundError, or ValueError for a source that is not what its kind says.
     """
-    source, statistics, text = Path(source), None, None
-    theirs = (1.0, UNKNOWN) if kind == "lightningdit" else (SCALE, AUTOENCODER)
-    scale, autoencoder = (usual if given is None else given for usual, given in zip(theirs, (scale, autoencoder)))
+
+    kind: ForeignKind
+    source: str
+    out: str
+    autoencoder: str | None
+    scale: float | None
+    scale_applied: bool | None
+    flipped: bool
+    num_classes: int | None
+    classes: str | None
+    captions: str | None
+    dtype: Dtype
+    shard_size: Count
+    decode: CountOrZero
+
+
+def open_foreign(options: ImportOptions) -> ForeignLatents:
+    """Open a source of a kind. Raises FileNotFoundError, or ValueError for one that is not what its kind says."""
+    kind, source, statistics, text = options.kind, Path(options.source), None, None
+    scale_applied, num_classes, captions = options.scale_applied, options.num_classes, options.captions
+    usual = (1.0, UNKNOWN) if kind == "lightningdit" else (SCALE, AUTOENCODER)
+    asked = (options.scale, options.autoencoder)
+    scale, autoencoder = (theirs if given is None else given for theirs, given in zip(usual, asked))
     if kind != "tread_tar" and scale_applied:
         held = "latents" if kind == "lightningdit" else "moments"
         raise ValueError(f"scale_applied=true, but {kind} holds unscaled {held}; leave scale_applied out")
@@ -100,11 +109,11 @@ def open_foreign(
     if captions is not None and kind != "uvit_coco":
         raise ValueError(f"captions={captions}, but {kind} has classes; leave captions out")
     if kind == "maskdit_lmdb":
-        labels, read, name = _maskdit(source, flipped)
+        labels, read, name = _maskdit(source, options.flipped)
     elif kind == "tread_tar":
         labels, read, name = _tread(source)
     elif kind == "lightningdit":
-        labels, read, name, statistics = lightningdit.open_shards(source, flipped)
+        labels, read, name, statistics = lightningdit.open_shards(source, options.flipped)
     elif kind == "uvit_coco":
         labels, read, name, text = uvit.open_folder(source, captions and Path(captions))
     else:
@@ -126,7 +135,7 @@ def open_foreign(
         scale_applied=bool(scale_applied),
         views=views,
         autoencoder=located(autoencoder),
-        dtype=dtype,
+        dtype=options.dtype,
     )
     factors = {"mean": scale, "std": abs(scale)}
     normalize = statistics and {key: [factor * value for value in statistics[key]] for key, factor in factors.items()}
