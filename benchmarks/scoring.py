@@ -23,14 +23,13 @@ from pathlib import Path
 import numpy as np
 import scipy.linalg
 import torch
-from timing import ROOT, composed, seconds
+from timing import ROOT, begin, composed, seconds
 
 from tread.checkpoints.network import build_network, process_of
 from tread.diffusion.sampling import Model, Sampler, draw, to_pictures
 from tread.encoders import autoencoder
 from tread.encoders.inception import Inception, extract, resize
 from tread.evaluation import metrics
-from tread.runtime.cli import answer_help, explained
 from tread.runtime.device import autocast, device_name, exact, use_cores, use_precision
 from tread.runtime.files import size_text
 from tread.training import settings
@@ -198,6 +197,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    answer_help(__doc__)
-    with explained():
-        main()
+    begin(main)

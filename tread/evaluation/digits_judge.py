@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
-from tread.data.parts import PartStore
 from tread.evaluation.metrics import Moments, frechet_distance
 from tread.preparing.digits import digits_parts
 
@@ -35,20 +33,3 @@ def judge_digits(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         "frechet_pixels": frechet_distance(*Moments.of(generated).gaussian, *reference),
         "frechet_pixels_real": frechet_distance(*Moments.of(train).gaussian, *reference),
     }
-
-
-class DigitsJudge:
-    """judge_digits as a Scorer, see scorers.py."""
-
-    metrics, reference, seconds = ("label_agreement", "frechet_pixels"), None, 0.0
-
-    def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
-        return {}
-
-    def score(self, samples: PartStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
-        pictures, labels = (np.concatenate(list(samples.arrays(name))) for name in ("pictures", "labels"))
-        unavailable = {"fid": "grey pictures of 8×8 are scored in raw pixels"}
-        return judge_digits(pictures, labels), unavailable, REAL_COUNTS
-
-    def warnings(self, samples: int) -> list[str]:
-        return []

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tread.data.parts import PartStore
-from tread.evaluation.digits_judge import DigitsJudge
+from tread.evaluation.digits_judge import REAL_COUNTS, judge_digits
 from tread.evaluation.reference import Reference
 from tread.evaluation.reference_scorer import ReferenceScorer
 
@@ -48,6 +48,17 @@ class Unscored(Scorer):
 
     def score(self, samples: PartStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
         return {}, {"fid": "there is no reference"}, {}
+
+
+class DigitsJudge(Scorer):
+    """`judge_digits` of generated digits."""
+
+    metrics, reference, seconds = ("label_agreement", "frechet_pixels"), None, 0.0
+
+    def score(self, samples: PartStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
+        pictures, labels = (np.concatenate(list(samples.arrays(name))) for name in ("pictures", "labels"))
+        unavailable = {"fid": "grey pictures of 8×8 are scored in raw pixels"}
+        return judge_digits(pictures, labels), unavailable, REAL_COUNTS
 
 
 EMBEDDED: dict[str | None, Scorer] = {"digits": DigitsJudge()}  # of embedded datasets, by name

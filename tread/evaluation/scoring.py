@@ -286,7 +286,7 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
     if saved.text is not None:
         prompts = open_prompts(saved, options.prompts or HELDOUT)
         if options.clip is not None:
-            prompts.captions(torch.zeros(0, dtype=torch.int64))  # raises where only their encodings are known
+            prompts.captions(torch.zeros(1, dtype=torch.int64))  # raises where only their encodings are known
         return prompts
     for key in ("prompts", "clip"):
         if (value := getattr(options, key)) is not None:
@@ -481,7 +481,7 @@ def draw_parts(
             seeds, began = [plan.seeds[i] for i in parts.ranges[number]], time.perf_counter()
             labels = asked = seeded_labels(seeds, plan.num_labels, plan.labels)
             if plan.prompts is not None:  # this part's alone, which are few
-                model, asked = replace(model, prompts=plan.prompts.text(labels)), torch.arange(len(labels))
+                model, asked = replace(model, prompts=plan.prompts.read(labels.numpy())), torch.arange(len(labels))
             drawn = []
             for pictures in draw_pictures(model, decoder, seeds, asked, plan.sampler, weak, check=True):
                 drawn.append(pictures)

@@ -154,7 +154,7 @@ def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDatase
     that mean something else than the network's.
     """
     dataset = saved.cfg.dataset
-    place = Path(folder or dataset.heldout or dataset.path)
+    place = Path(folder or dataset.heldout or dataset.path).expanduser()
     if folder is None and dataset.embedded == "digits":
         digits.prepare_digits(place, "heldout" if dataset.heldout else "train")
     try:

@@ -414,13 +414,20 @@ def _build(gr: ModuleType, explorer: Explorer):
             )
             seeds = gr.Textbox("0-5", label="seeds, a column each: 0-5, or 1, 4, 9", elem_id="seeds")
         with gr.Row():
-            sides = [_controls(gr, explorer, "A", "none"), _controls(gr, explorer, "B", _guided(explorer))]
+            guided = "cfg" if explorer.saved.label_drop else "sparse"
+            sides = [_controls(gr, explorer, "A", "none"), _controls(gr, explorer, "B", guided)]
         button = gr.Button("Draw A and B", variant="primary")
         with gr.Row():
             results = [_results(gr, name) for name in ("A", "B")]
 
         def draw(labels: list[int], seeds: str, *values) -> tuple[Image.Image | None, str, str]:
-            return _answer(explorer, Side(*values), labels, seeds)
+            """What a side shows: grid, what it is, and its command; or no grid, and the one line that says why."""
+            try:
+                shown = explorer.draw(Side(*values), labels, seeds)
+            except (ValueError, OSError, torch.OutOfMemoryError) as error:
+                line = " ".join(str(error).split())
+                return None, f'<p class="told refused" role="alert">{html.escape(line)}</p>', ""
+            return shown.grid, f'<p class="told">{html.escape(shown.told)}</p>', shown.command
 
         one_at_a_time = {"concurrency_id": "draw", "concurrency_limit": 1, "api_visibility": "private"}
         for start in (button.click, seeds.submit):
@@ -428,21 +435,6 @@ def _build(gr: ModuleType, explorer: Explorer):
             for side, result in zip(sides, results):
                 then = then(draw, [classes, seeds, *side], result, **one_at_a_time).then
     return page
-
-
-def _guided(explorer: Explorer) -> str:
-    """The kind that side B starts with."""
-    return "cfg" if explorer.saved.label_drop else "sparse"
-
-
-def _answer(explorer: Explorer, side: Side, labels: list[int], seeds: str) -> tuple[Image.Image | None, str, str]:
-    """What a side shows: grid, what it is, and its command; or no grid, and the one line that says why."""
-    try:
-        shown = explorer.draw(side, labels, seeds)
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        line = " ".join(str(error).split())
-        return None, f'<p class="told refused" role="alert">{html.escape(line)}</p>', ""
-    return shown.grid, f'<p class="told">{html.escape(shown.told)}</p>', shown.command
 
 
 def _results(gr: ModuleType, name: str) -> list:

@@ -354,6 +354,7 @@ def facts_of(run: Found) -> dict[str, str]:
     versions = last.get("versions", {})
     batch, planned = value_at(config, "train.batch_size"), value_at(config, "train.steps")
     spent = {key: _last(run, key) for key in ("seconds", "flops")}
+    words = last.get("command")
     facts = {
         "state": run.state(),
         "folder": str(run.folder),
@@ -372,7 +373,7 @@ def facts_of(run: Found) -> dict[str, str]:
         "started": told_time(first.get("time")),
         "last heard of": told_time(run.status.get("time")),
         "from start to end": _wall(run),
-        "command": _command(last.get("command")),
+        "command": shlex.join(map(str, ["python", *words])) if isinstance(words, list) and words else None,
     }
     return {name: ABSENT if value in (None, "") else str(value) for name, value in facts.items()}
 
@@ -416,7 +417,3 @@ def _short(commit: object) -> str | None:
     """Twelve digits of a revision, which git knows it by, and whether there were changes beside it."""
     hashed, plus, rest = str(commit or "").partition("+")
     return hashed[:12] + plus + rest
-
-
-def _command(words: object) -> str | None:
-    return shlex.join(map(str, ["python", *words])) if isinstance(words, list) and words else None
