@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,6 +98,13 @@ def noised_states(
     """
     network, device = model.network, next(model.network.parameters()).device
     per_point = [replace(route, select="token") if route.select == "shared" else route for route in model.routes]
+    seen: list[States] = []
+
+    def watched(x: Tensor, t: Tensor, y: Tensor, routes: Routes = ()) -> Tensor:
+        output, states = block_states(network, x, t, y, routes)
+        seen.append(states)
+        return output
+
     for numbers in torch.arange(samples).split(batch_size):
         x, y, level, noise = read_points(
             model.process, data, numbers, samples, noise_levels, device, f"similarity {seed}"
@@ -107,16 +113,8 @@ def noised_states(
         for place, route in enumerate(per_point):
             uniform = seeded_uniform(numbers.tolist(), (network.num_tokens,), f"similarity route {place} {seed}")
             routes.append((route, choose_ids(route, uniform.to(device), network.grid)))
-        seen: list[States] = []
-        model.process.errors(partial(_watched, network, seen), x, y, level, noise, routes)
+        model.process.errors(watched, x, y, level, noise, routes)
         yield seen.pop()
-
-
-def _watched(network: Backbone, seen: list[States], x: Tensor, t: Tensor, y: Tensor, routes: Routes = ()) -> Tensor:
-    """The network as a process calls it, which leaves its states."""
-    output, states = block_states(network, x, t, y, routes)
-    seen.append(states)
-    return output
 
 
 def adjacent(matrix: Tensor) -> float:

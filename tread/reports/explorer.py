@@ -380,19 +380,9 @@ def serve(explorer: Explorer, port: int, ready: Callable[[str], None]) -> None:
         os.environ["GRADIO_TEMP_DIR"] = pictures
         page = _build(gradio, explorer)
         try:
-            page.launch(
-                server_name=HOST,
-                server_port=port,
-                share=False,
-                quiet=True,
-                prevent_thread_lock=True,
-                ssr_mode=False,
-                mcp_server=False,
-                enable_monitoring=False,
-                footer_links=[],
-                theme=theme,
-                css=STYLE,
-            )
+            alone = {"share": False, "ssr_mode": False, "mcp_server": False, "enable_monitoring": False}
+            look = {"theme": theme, "css": STYLE, "footer_links": [], "quiet": True}
+            page.launch(server_name=HOST, server_port=port, prevent_thread_lock=True, **alone, **look)
             ready(f"http://{HOST}:{port}")
             threading.Event().wait()
         finally:
@@ -404,14 +394,8 @@ def _build(gr: ModuleType, explorer: Explorer):
         gr.Markdown(f"### Guidance by hand: {explorer.title}\n{explorer.about}")
         with gr.Row():
             first = spread_classes(len(explorer.saved.latents.classes), 4)
-            classes = gr.Dropdown(
-                [*explorer.class_names.items()],
-                value=first,
-                multiselect=True,
-                label="classes, a row each",
-                scale=2,
-                elem_id="classes",
-            )
+            look = {"label": "classes, a row each", "scale": 2, "elem_id": "classes"}
+            classes = gr.Dropdown([*explorer.class_names.items()], value=first, multiselect=True, **look)
             seeds = gr.Textbox("0-5", label="seeds, a column each: 0-5, or 1, 4, 9", elem_id="seeds")
         with gr.Row():
             guided = "cfg" if explorer.saved.label_drop else "sparse"
@@ -440,16 +424,8 @@ def _build(gr: ModuleType, explorer: Explorer):
 def _results(gr: ModuleType, name: str) -> list:
     with gr.Column():
         told = gr.HTML('<p class="told">Not drawn yet.</p>', elem_id=f"told-{name}")
-        buttons = ["download", "fullscreen"]
-        grid = gr.Image(
-            label=name,
-            format="png",
-            type="pil",
-            height=400,
-            buttons=buttons,
-            elem_id=f"grid-{name}",
-            elem_classes="grid",
-        )
+        look = {"height": 400, "buttons": ["download", "fullscreen"], "elem_id": f"grid-{name}", "elem_classes": "grid"}
+        grid = gr.Image(label=name, format="png", type="pil", **look)
         said = {"label": f"the command that draws {name}", "elem_id": f"command-{name}", "elem_classes": "command"}
         command = gr.Textbox(lines=2, interactive=False, buttons=["copy"], **said)
     return [grid, told, command]
