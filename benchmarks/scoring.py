@@ -156,9 +156,8 @@ def chain(cfg: settings.Settings, batch: int) -> str:
     import diffusers
 
     network = build_network(cfg).to(DEVICE).eval().requires_grad_(False)
-    vae = (
-        diffusers.AutoencoderKL.from_config(autoencoder.SD_CONFIG).to(DEVICE, memory_format=torch.channels_last).eval()
-    )
+    vae = diffusers.AutoencoderKL.from_config(autoencoder.SD_CONFIG).eval()
+    vae.to(DEVICE, memory_format=torch.channels_last)
     inception = Inception(with_classes=True).to(DEVICE, memory_format=torch.channels_last).eval()
     model = Model(process_of(cfg), network)
     options = Sampler.of(model.process, None, None, batch, use_precision(cfg.train.precision, DEVICE))

@@ -168,9 +168,6 @@ def within(interval: tuple[float, ...] | None, word: str) -> str:
     return f"{word}{interval[0]:g}..{interval[1]:g}" if interval else ""
 
 
-# ----------------------------------------------------------------------------------------- results
-
-
 def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric: str, routed: bool) -> None:
     """The table, the figures, and a line on the best setting. Raises OSError."""
     baseline, records = records.get(None), {point: record for point, record in records.items() if point is not None}

@@ -360,9 +360,8 @@ def check_port(port: int) -> None:
         try:
             free.bind((HOST, port))
         except OSError as error:
-            why = (
-                "is taken, maybe by another page" if error.errno == EADDRINUSE else f"can't be used ({error.strerror})"
-            )
+            taken = error.errno == EADDRINUSE
+            why = "is taken, maybe by another page" if taken else f"can't be used ({error.strerror})"
             raise OSError(f"port {port} of {HOST} {why}: port={port + 1} or any other that is free") from error
 
 

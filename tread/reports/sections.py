@@ -231,21 +231,14 @@ def _score_table(page: Page, scored: Sequence[Score], run: Found) -> None:
         cells = [
             f"{cell} of {score.counts[name]:,}" if name in score.counts else cell for name, cell in zip(metrics, cells)
         ]
-        step = score.values.get("step")
-        where = (
-            f"step {_cell(step)}" if step not in (None, "") else place_of(score.values.get("samples", ""), run.folder)
-        )
+        step, path = score.values.get("step"), str(score.values.get("samples", ""))
+        where = path.removeprefix(f"{run.folder}/").removeprefix(f"{run.folder.resolve()}/")
+        where = where if step in (None, "") else f"step {_cell(step)}"
         rows.append([where, *cells, *(_cell(score.values.get(key)) for key in about)])
     titles = [METRICS[name].title + METRICS[name].arrow for name in metrics]
     page.table(["of", *titles, *(ABOUT[key] for key in about)], rows)
     if notes := list(dict.fromkeys(note for score in scored for note in score.notes)):
         page.points(notes)
-
-
-def place_of(path: object, run: Path) -> str:
-    """A path as it is shown: below a run's folder without it."""
-    text = str(path)
-    return text.removeprefix(f"{run}/").removeprefix(f"{run.resolve()}/")
 
 
 def _cell(value: object) -> str:
