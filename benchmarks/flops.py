@@ -7,14 +7,13 @@ With attention: matrix products of linear layers and of attention; linear: witho
 from __future__ import annotations
 
 import torch
-from timing import composed
+from timing import begin, composed
 
 from rf import RF
 from routing_module import check_routes
 from tread.checkpoints.network import build_network, process_of
 from tread.diffusion.guidance import Guidance, Schedule
 from tread.diffusion.sampling import Model, Sampler
-from tread.runtime.cli import answer_help, explained
 from tread.training import settings
 
 SIZES = {"S/2": "s2", "B/2": "b2", "L/2": "l2", "XL/2": "xl2"}
@@ -94,6 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    answer_help(__doc__)
-    with explained():
-        main()
+    begin(main)

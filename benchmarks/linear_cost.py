@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 import torch
 from omegaconf import OmegaConf
 from step_time import write
-from timing import command, most_allocated, seconds, why_failed
+from timing import begin, command, most_allocated, seconds, why_failed
 from torch import Tensor, nn
 
 from dit import DiTBlock
@@ -39,7 +39,6 @@ from tread.models.rwkv import RWKVBlock
 from tread.models.ssd import ssd
 from tread.models.wkv import wkv
 from tread.runtime import schema
-from tread.runtime.cli import answer_help, explained
 from tread.runtime.compiling import compile_blocks
 from tread.runtime.device import autocast, device_name, use_precision
 from tread.runtime.schema import Count
@@ -197,6 +196,4 @@ def passes(
 
 
 if __name__ == "__main__":
-    answer_help(__doc__)
-    with explained():
-        main()
+    begin(main)

@@ -25,14 +25,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import webdataset
-from timing import random_shards, seconds
+from timing import begin, random_shards, seconds
 from torch.utils.data import DataLoader, Dataset
 
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.data.writer import write_dataset
-from tread.runtime.cli import answer_help, explained
 
 SAMPLES, PER_SHARD, BATCH, FILES = 65_536, 4_096, 256, 8_192
 MEANING = LatentSpec((4, 32, 32), tuple(map(str, range(1000))), "pixels", scale_applied=True)
@@ -118,6 +117,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    answer_help(__doc__)
-    with explained():
-        main()
+    begin(main)

@@ -36,12 +36,11 @@ from pathlib import Path
 
 import torch
 from step_time import open_run, own_options, peak_memory, take_steps, write
-from timing import circumstances, composed, why_failed
+from timing import begin, circumstances, composed, why_failed
 
 from routing_module import check_routes
 from tread.drawing.charts import Line, Panel, save_panels
 from tread.runtime import schema
-from tread.runtime.cli import answer_help, explained
 from tread.runtime.schema import Count
 from tread.training import settings
 from tread.training.run import Run
@@ -290,6 +289,4 @@ def draw(path: Path, result: dict, places: dict[str, dict[str, float]]) -> None:
 
 
 if __name__ == "__main__":
-    answer_help(__doc__)
-    with explained():
-        main()
+    begin(main)

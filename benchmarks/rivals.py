@@ -24,8 +24,8 @@ from pathlib import Path
 
 from flops import SIZES, build, read
 from step_time import measure, open_run, own_options, turns, write
+from timing import begin
 
-from tread.runtime.cli import answer_help, explained
 from tread.runtime.schema import check_overrides
 from tread.training import settings
 
@@ -85,25 +85,24 @@ def rows() -> list[Row]:
 
 def main() -> None:
     given, overrides = own_options({"time": "", "batch": "16", "pairs": "6", "out": None})
-    with explained():
-        check_overrides(overrides, [*settings.known_keys(), "experiment"])
-        sizes, pairs = given["time"].split(",") if given["time"] else [], turns(given["pairs"])
-        if unknown := {*sizes} - {*NAMES.values()}:
-            raise ValueError(f"time names {', '.join(sorted(unknown))}, but the sizes are {', '.join(NAMES.values())}")
-        images = given["batch"]
-        batches = images.split(",") * (len(sizes) if "," not in images else 1)
-        whole = all(number.isdigit() and int(number) for number in batches)
-        if not whole or (sizes and len(batches) != len(sizes)):
-            raise ValueError(f"batch is {images}, but must be a positive number, or one for each size of time=…")
-        counted = rows()
-        result = {"counted": [asdict(row) for row in counted], "timed": {}}
-        show_counted(counted)
+    check_overrides(overrides, [*settings.known_keys(), "experiment"])
+    sizes, pairs = given["time"].split(",") if given["time"] else [], turns(given["pairs"])
+    if unknown := {*sizes} - {*NAMES.values()}:
+        raise ValueError(f"time names {', '.join(sorted(unknown))}, but the sizes are {', '.join(NAMES.values())}")
+    images = given["batch"]
+    batches = images.split(",") * (len(sizes) if "," not in images else 1)
+    whole = all(number.isdigit() and int(number) for number in batches)
+    if not whole or (sizes and len(batches) != len(sizes)):
+        raise ValueError(f"batch is {images}, but must be a positive number, or one for each size of time=…")
+    counted = rows()
+    result = {"counted": [asdict(row) for row in counted], "timed": {}}
+    show_counted(counted)
+    write(given["out"], result)
+    for size, batch in zip(sizes, batches):
+        with tempfile.TemporaryDirectory() as folder:
+            result["timed"][size] = measure(kinds_of(Path(folder), size, batch, overrides), pairs, staged=False)
+        show_timed(size, result["timed"][size])
         write(given["out"], result)
-        for size, batch in zip(sizes, batches):
-            with tempfile.TemporaryDirectory() as folder:
-                result["timed"][size] = measure(kinds_of(Path(folder), size, batch, overrides), pairs, staged=False)
-            show_timed(size, result["timed"][size])
-            write(given["out"], result)
 
 
 def kinds_of(folder: Path, size: str, batch: str, overrides: Sequence[str]) -> dict:
@@ -148,6 +147,4 @@ def show_timed(size: str, result: dict) -> None:
 
 
 if __name__ == "__main__":
-    answer_help(__doc__)
-    with explained():
-        main()
+    begin(main)

@@ -23,14 +23,13 @@ from pathlib import Path
 import numpy as np
 import scipy.linalg
 import torch
-from timing import ROOT, composed, seconds
+from timing import ROOT, begin, composed, seconds
 
 from tread.checkpoints.network import build_network, process_of
 from tread.diffusion.sampling import Model, Sampler, draw, to_pictures
 from tread.encoders import autoencoder
 from tread.encoders.inception import Inception, extract, resize
 from tread.evaluation import metrics
-from tread.runtime.cli import answer_help, explained
 from tread.runtime.device import autocast, device_name, exact, use_cores, use_precision
 from tread.runtime.files import size_text
 from tread.training import settings
@@ -157,9 +156,8 @@ def chain(cfg: settings.Settings, batch: int) -> str:
     import diffusers
 
     network = build_network(cfg).to(DEVICE).eval().requires_grad_(False)
-    vae = (
-        diffusers.AutoencoderKL.from_config(autoencoder.SD_CONFIG).to(DEVICE, memory_format=torch.channels_last).eval()
-    )
+    vae = diffusers.AutoencoderKL.from_config(autoencoder.SD_CONFIG).eval()
+    vae.to(DEVICE, memory_format=torch.channels_last)
     inception = Inception(with_classes=True).to(DEVICE, memory_format=torch.channels_last).eval()
     model = Model(process_of(cfg), network)
     options = Sampler.of(model.process, None, None, batch, use_precision(cfg.train.precision, DEVICE))
@@ -198,6 +196,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    answer_help(__doc__)
-    with explained():
-        main()
+    begin(main)

@@ -27,13 +27,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from timing import circumstances, composed, most_allocated, random_shards, random_text, seconds
+from timing import begin, circumstances, composed, most_allocated, random_shards, random_text, seconds
 
 import train
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.models.architectures import CHOSEN
-from tread.runtime.cli import answer_help, explained
 from tread.runtime.device import peak_flops, wait_for
 from tread.runtime.schema import check_overrides
 from tread.runtime.signals import Stop
@@ -49,18 +48,17 @@ WARMUP, STAGED = 3, 5  # turns between the first and the measurement, and steps 
 
 def main() -> None:
     given, overrides = own_options({"pairs": "24", "out": None, "beside": None})
-    with explained():
-        check_overrides(overrides, [*settings.known_keys(), "experiment"])
-        pairs = turns(given["pairs"])
-        with tempfile.TemporaryDirectory() as folder:
-            kinds = kinds_of(open_run(Path(folder), overrides))
-            if given["beside"]:
-                left_out = ("model=", *(f"model.{name}=" for name in CHOSEN.optional()))
-                kept = [word for word in overrides if not word.startswith(left_out)]
-                other = open_run(Path(folder) / "beside", [*kept, f"model={given['beside']}"])
-                name = f"{given['beside']}, dense" if other.cfg.model.routes else given["beside"]
-                kinds[name] = other, replace(other.cfg, train=replace(other.cfg.train, routes_until=0))
-            result = measure(kinds, pairs)
+    check_overrides(overrides, [*settings.known_keys(), "experiment"])
+    pairs = turns(given["pairs"])
+    with tempfile.TemporaryDirectory() as folder:
+        kinds = kinds_of(open_run(Path(folder), overrides))
+        if given["beside"]:
+            left_out = ("model=", *(f"model.{name}=" for name in CHOSEN.optional()))
+            kept = [word for word in overrides if not word.startswith(left_out)]
+            other = open_run(Path(folder) / "beside", [*kept, f"model={given['beside']}"])
+            name = f"{given['beside']}, dense" if other.cfg.model.routes else given["beside"]
+            kinds[name] = other, replace(other.cfg, train=replace(other.cfg.train, routes_until=0))
+        result = measure(kinds, pairs)
     show(result)
     write(given["out"], result)
 
@@ -263,6 +261,4 @@ def show(result: dict) -> None:
 
 
 if __name__ == "__main__":
-    answer_help(__doc__)
-    with explained():
-        main()
+    begin(main)

@@ -22,11 +22,19 @@ from tread.data.latents import LatentSpec
 from tread.data.text_writer import TextWriter
 from tread.encoders.words import BEGIN, UNKNOWN
 from tread.models.conditions import Text
+from tread.runtime.cli import answer_help, explained
 from tread.runtime.device import device_name, wait_for
 from tread.runtime.versions import git_revision
 from tread.training import settings
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def begin(main: Callable[[], None]) -> None:
+    """Run a benchmark, or print its docstring for --help; what it refuses, and Ctrl-C, end it by a line."""
+    answer_help(sys.modules["__main__"].__doc__)
+    with explained():
+        main()
 
 
 def composed(name: str, overrides: Sequence[str]) -> dict:

@@ -44,8 +44,6 @@ from tread.runtime.files import check_place
 def main() -> None:
     arguments = sys.argv[1:]
     answer_help(__doc__)
-    if not arguments:
-        sys.exit("error: name the runs to compare: their folders; --help says more")
     out = Path(next((word.removeprefix("out=") for word in arguments if word.startswith("out=")), "comparison"))
     with explained("stopped"):
         groups = open_groups([word for word in arguments if not word.startswith("out=")])

@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 import csv
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -168,16 +168,16 @@ def within(interval: tuple[float, ...] | None, word: str) -> str:
     return f"{word}{interval[0]:g}..{interval[1]:g}" if interval else ""
 
 
-# ----------------------------------------------------------------------------------------- results
-
-
 def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric: str, routed: bool) -> None:
     """The table, the figures, and a line on the best setting. Raises OSError."""
     baseline, records = records.get(None), {point: record for point, record in records.items() if point is not None}
     files = [folder / "sweep.csv", folder / "curves.png"] + [folder / "sweep.png"] * routed
     with explain_failure(folder):
         rows = [{**record, **p._asdict(), "interval": within(p.interval, "")} for p, record in records.items()]
-        write_table(files[0], rows)
+        with files[0].open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*COLUMNS, *names_of("samples")], extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
         panels = known_scores.curves_of(known_scores.Sweep(folder, rows, "", baseline or {}))
         save_panels(files[1], panels, columns=min(3, len(panels)))
         if routed:
@@ -189,14 +189,6 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
         f"  best      {metric} {record[metric]:.5g} of {record['count']:,} samples at {best.describe(routed)}{without}"
     )
     print(f"  written   {', '.join(map(str, files))}")
-
-
-def write_table(path: Path, rows: Sequence[Mapping]) -> None:
-    """A line a setting."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*COLUMNS, *names_of("samples")], extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def draw_maps(path: Path, sweep: Sweep, records: Mapping[Point, dict], metric: str) -> None:

@@ -38,8 +38,7 @@ from tread.runtime.files import size_text
 @hydra.main(version_base="1.3", config_path="../configs", config_name="import_latents")
 def main(composed: DictConfig) -> None:
     with explained("stopped; start it again to go on with the shards that are missing"):
-        options = schema.read(plain(composed), ImportOptions)
-        import_all(options)
+        import_all(schema.read(plain(composed), ImportOptions))
 
 
 def import_all(options: ImportOptions) -> None:

@@ -67,10 +67,7 @@ class Options:
 @hydra.main(version_base="1.3", config_path="../configs", config_name="judge_emoji")
 def main(composed: DictConfig) -> None:
     with explained("stopped; nothing was written"):
-        tree = plain(composed)
-        paths = ("checkpoint", "data", "out", "inception")
-        tree |= {key: str(Path(tree[key]).expanduser()) for key in paths if tree[key]}
-        run(schema.read(tree, Options))
+        run(schema.read(plain(composed), Options))
 
 
 def run(options: Options) -> None:
@@ -78,7 +75,7 @@ def run(options: Options) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = use_precision(options.precision, device)
     use_cores(options.cpu_threads, processes=1)
-    saved = open_network(checkpoint.find(Path(options.checkpoint)), options.weights)
+    saved = open_network(checkpoint.find(Path(options.checkpoint).expanduser()), options.weights)
     weaker = open_weak(options.guidance, saved)
     batch_size = min(options.batch_size, options.num_samples)
     sampler = Sampler.of(saved.process, options.steps, options.solver, batch_size, precision, options.guidance)
@@ -86,9 +83,10 @@ def run(options: Options) -> None:
     check_ratios(sampler, *outlines)
     train, heldout = open_emoji(saved, options.data)
     real, asked = real_emoji(train, heldout), ask(train, heldout, options.num_samples)
-    weights = find_weights(options.inception) if at_hand(options.inception) else None
+    named = options.inception and str(Path(options.inception).expanduser())
+    weights = find_weights(named) if at_hand(named) else None
     inception = weights and load_inception(weights, device)
-    folder = Path(options.out) if options.out else saved.found.folder
+    folder = Path(options.out).expanduser() if options.out else saved.found.folder
     check_place(folder, 0)
     model, weak = saved.load(device, options.guidance), weaker and weaker.load(device, options.guidance)
     decoder = load_decoder(saved.latents, device)

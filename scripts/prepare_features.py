@@ -7,8 +7,6 @@ shards that are missing.
 
 from __future__ import annotations
 
-import sys
-
 if __name__ == "__main__":
     import checkout  # noqa: F401
 
@@ -32,5 +30,4 @@ def main(composed: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = map(spell_folder, sys.argv[1:])
-    open_door(main, schema.known_keys(FeatureOptions))
+    open_door(main, schema.known_keys(FeatureOptions), spell=spell_folder)

@@ -6,8 +6,6 @@ after it was stopped, with any number of processes, and it goes on with the shar
 
 from __future__ import annotations
 
-import sys
-
 if __name__ == "__main__":
     import checkout  # noqa: F401
 
@@ -31,5 +29,4 @@ def main(composed: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = map(spell_folder, sys.argv[1:])
-    open_door(main, schema.known_keys(TextOptions))
+    open_door(main, schema.known_keys(TextOptions), spell=spell_folder)

@@ -20,8 +20,6 @@ from tread.runtime.cli import answer_help, explained
 
 def main() -> None:
     answer_help(__doc__)
-    if not sys.argv[1:]:
-        sys.exit("error: name the runs to report on: their folders; --help says more")
     with explained("stopped"):
         try:
             print(f"written: {write_report(folders_of(sys.argv[1:]))}")

@@ -64,9 +64,7 @@ class Options:
 @hydra.main(version_base="1.3", config_path="../configs", config_name="similarity")
 def main(composed: DictConfig) -> None:
     with explained("stopped; nothing was written"):
-        tree = plain(composed)
-        tree |= {key: str(Path(tree[key]).expanduser()) for key in ("checkpoint", "data", "out") if tree[key]}
-        run(schema.read(tree, Options))
+        run(schema.read(plain(composed), Options))
 
 
 def run(options: Options) -> None:
@@ -74,10 +72,10 @@ def run(options: Options) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     use_precision("fp32", device)
     use_cores(options.cpu_threads, processes=1)
-    saved = open_network(checkpoint.find(Path(options.checkpoint)), options.weights)
+    saved = open_network(checkpoint.find(Path(options.checkpoint).expanduser()), options.weights)
     routes = settle_routes(saved, options.routes)
     data = open_latents(saved, options.data)
-    folder = Path(options.out) if options.out else saved.found.folder
+    folder = Path(options.out).expanduser() if options.out else saved.found.folder
     check_place(folder, 0)
     model = saved.load(device)
     words = describe_routes(routes, model.network)

@@ -27,12 +27,7 @@ from tread.runtime.files import Lock, explain_failure, write_whole
 from tread.runtime.versions import git_revision
 from tread.training.run_folder import RunLog
 
-WRITES = {  # door → what it leaves in its `out`
-    "fid.py": "fid.json",
-    "scripts/similarity.py": "similarity.json",
-    "scripts/judge_emoji.py": "judge_emoji.json",
-}
-# keys of that file that are not kept
+# keys of what a door writes that are not kept
 LEFT_OUT = ("checkpoint", "command", "settings", "versions", "reference", "warnings", "weak_network", "data")
 
 
@@ -158,7 +153,8 @@ def _tail(log: Path, start: int) -> str:
 
 def commands(job: Job, data: Path) -> list[list[str]]:
     """What is left to be run, in order: the training, the score of its end, those on the way."""
-    made = [] if finished(job) or networks_there(job) else [training_command(job, data)]
+    kept = job.scores and all(network(job, score.step).exists() for score in job.scores)
+    made = [] if finished(job) or kept else [training_command(job, data)]
     scores = sorted(job.scores, key=lambda score: -score.step)
     return made + [scoring_command(job, score, data) for score in scores if read_score(job, score) is None]
 
@@ -166,11 +162,6 @@ def commands(job: Job, data: Path) -> list[list[str]]:
 def finished(job: Job) -> bool:
     """Whether train.py has done all steps."""
     return RunLog(job.folder / "train").read_status().get("state") == "finished"
-
-
-def networks_there(job: Job) -> bool:
-    """Whether all that is to be scored is kept as weights alone."""
-    return bool(job.scores) and all(network(job, score.step).exists() for score in job.scores)
 
 
 def network(job: Job, step: int) -> Path:
@@ -216,7 +207,7 @@ def score_folder(job: Job, score: Score) -> Path:
 
 def read_score(job: Job, score: Score) -> dict | None:
     """What the door wrote, if it has, without what is of this machine."""
-    path = score_folder(job, score) / WRITES[score.door]
+    path = score_folder(job, score) / f"{Path(score.door).stem}.json"
     if not path.exists():
         return None
     read = json.loads(path.read_text())

@@ -200,7 +200,8 @@ def read_study(name: str, scale: ScaleName) -> Study:
     merged = {**shared, **said, "overrides": _last_words(shared["overrides"], said.get("overrides", []))}
     others, door = merged.pop("arms", {}), tree.pop("scored_by", "fid.py")
     try:
-        arms = {arm: _arm(words, others.get(arm, {}), f"arms.{arm}.") for arm, words in tree.pop("arms").items()}
+        trees = {arm: said if isinstance(said, dict) else {"overrides": said} for arm, said in tree.pop("arms").items()}
+        arms = {arm: schema.read(said | others.get(arm, {}), Arm, f"arms.{arm}.") for arm, said in trees.items()}
         against = tree.pop("against", {})
         study = Study(
             name=name,
@@ -219,10 +220,6 @@ def read_study(name: str, scale: ScaleName) -> Study:
     return study
 
 
-def _arm(said: object, of_scale: dict, prefix: str) -> Arm:
-    return schema.read({**(said if isinstance(said, dict) else {"overrides": said}), **of_scale}, Arm, prefix)
-
-
 def _yaml(path: Path) -> dict:
     try:
         return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
@@ -239,7 +236,7 @@ def plan(study: Study, seeds: int | None = None) -> list[Planned]:
 def _planned(study: Study, name: str, seed: int) -> Planned:
     scale, arm = study.scale, study.arms[name]
     chosen = _last_words(scale.overrides, arm.overrides)
-    cfg = settings_of([word for word in chosen if "%}" not in word])
+    cfg = settings_of(*(word for word in chosen if "%}" not in word))
     batch, images = cfg.train.batch_size, arm.images or scale.images
     if arm.flops:
         images = round(arm.flops / (3 * build_on_meta(cfg).forward_flops(active_routes(cfg, 0))))
@@ -252,7 +249,7 @@ def _planned(study: Study, name: str, seed: int) -> Planned:
         )
     score = between // scale.save * save or last
     chosen = [_shares(word, lambda share: str(round(last * share))) for word in chosen]
-    cfg = replace(settings_of(chosen), seed=seed)
+    cfg = replace(settings_of(*chosen), seed=seed)
     cfg = replace(cfg, train=replace(cfg.train, steps=last), every=replace(cfg.every, evaluate=evaluate, save=save))
     chosen += [f"train.steps={last}", f"every.evaluate={evaluate}", f"every.save={save}", f"every.sample={last}"]
     training = Training((*chosen, "eval.demo_samples=0"), seed, save, cfg)
@@ -286,13 +283,9 @@ def build_on_meta(cfg: settings.Settings) -> Backbone:
         return build_network(cfg)
 
 
-def settings_of(overrides: Sequence[str]) -> settings.Settings:
-    """What train.py reads from overrides. Raises ValueError."""
-    return _settings_of(tuple(overrides))
-
-
 @functools.cache
-def _settings_of(overrides: tuple[str, ...]) -> settings.Settings:
+def settings_of(*overrides: str) -> settings.Settings:
+    """What train.py reads from overrides. Raises ValueError."""
     schema.check_overrides(overrides, [*settings.known_keys(), "experiment"])
     words = settings.add_unstated(overrides)
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):

@@ -107,7 +107,7 @@ class Command:
         if self.words[self.place] == "scripts/quickstart.sh":
             return ["model=tread", *given]
         if self.words[self.place] in ("scripts/prepare_features.py", "scripts/prepare_text.py"):
-            return list(map(spell_folder, given))
+            return spell_folder(given)
         own = ("pairs=", "out=", "beside=") if self.words[self.place] == "benchmarks/step_time.py" else ()
         return [word for word in given if not (own and word.startswith(own))]
 

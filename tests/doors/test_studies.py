@@ -67,7 +67,7 @@ def test_every_study_can_be_planned_at_the_papers_scale():
 
 
 def test_a_training_is_known_by_what_is_said_of_it():
-    cfg = study.settings_of(["model=dit"])
+    cfg = study.settings_of("model=dit")
     one = Training(("model=dit", "optim.lr=1e-3", "model.depth=8"), 0, 1, cfg)
     assert one.key == Training(("model.depth=12", "optim.lr=1e-3", "model=dit", "model.depth=8"), 0, 2, cfg).key
     others = [replace(one, seed=1), replace(one, overrides=("model=dit", "optim.lr=1e-4", "model.depth=8"))]
@@ -130,7 +130,7 @@ def test_architectures_see_the_same():
         for one in study.plan(read, seeds=1):
             assert one.training.images == images and len(one.scores) == 1
             assert (getattr(one.training.cfg.model, "attention_every", 0) == 4) == one.arm.startswith("hybrid")
-    ours, theirs = one.training.cfg, study.settings_of(["model=tread_mamba", "train.steps=3000"])
+    ours, theirs = one.training.cfg, study.settings_of("model=tread_mamba", "train.steps=3000")
     for part in (
         "dataset",
         "edm",
@@ -149,7 +149,7 @@ def test_flops_are_those_that_training_counts(tmp_path):
     words = [*TINY, "model=tread", "train.routes_until=4", "sampling.decode=false"]
     launch(tmp_path, *words[len(TINY) :], "name=run")
     counted = RunLog(tmp_path / "results" / "run").records()[-1]["flops"]
-    assert cost.training_flops(Training(tuple(words), 0, 3, study.settings_of(words))) == counted
+    assert cost.training_flops(Training(tuple(words), 0, 3, study.settings_of(*words))) == counted
 
 
 def test_the_table_has_means_errors_and_paired_differences():
@@ -249,7 +249,7 @@ def test_the_study_of_text_is_scored_by_retrieval_at_equal_flops(tmp_path):
     assert {one.door for run in planned("text", "paper").values() for one in run.scores} == {"fid.py"}
     read, runs = study.read_study("text", "small"), planned("text")
     assert {one.door for run in runs.values() for one in run.scores} == {"scripts/judge_emoji.py"}
-    own = study.settings_of(["model=tread_text", "dataset=emoji"])
+    own = study.settings_of("model=tread_text", "dataset=emoji")
     for (arm, _), one in runs.items():
         cfg = one.training.cfg
         for part in ("dataset", "train", "optim", "ema"):

@@ -15,7 +15,7 @@ from tread.encoders import inception as kept
 from tread.encoders.inception import Inception, extract, load_inception
 from tread.evaluation import image_sets
 from tread.evaluation.metric_table import METRICS, feature_metrics
-from tread.evaluation.reference_scorer import ReferenceScorer
+from tread.evaluation.scorers import ReferenceScorer
 from tread.runtime.distributed import share_work
 
 NAMES = tuple(feature_metrics())

@@ -27,7 +27,7 @@ from tread.diffusion.sampling import Model, Sampler, draw_pictures
 from tread.encoders import inception
 from tread.encoders.autoencoder import load_decoder
 from tread.encoders.inception import extract, load_inception
-from tread.evaluation import digits_judge, score_files, scorers, scoring
+from tread.evaluation import score_files, scorers, scoring
 from tread.evaluation.metrics import Moments, frechet_distance
 from tread.evaluation.scoring import ScoringOptions, plan_scoring, read_options, settle_crop
 from tread.preparing import digits
@@ -201,7 +201,7 @@ def test_the_digits_are_judged_without_a_download(tmp_path, composed, inception_
     pictures = torch.cat(
         list(draw_pictures(Model(EDM(), network), load_decoder(digits.MEANING), range(40), labels, sampler))
     )
-    expected, found = digits_judge.judge_digits(pictures.numpy(), labels.numpy()), record(folder / "fid.json")
+    expected, found = scorers.judge_digits(pictures.numpy(), labels.numpy()), record(folder / "fid.json")
     assert {key: found[key] for key in expected} == pytest.approx(expected)
     counts = {"label_agreement": 40, "label_agreement_real": 355, "frechet_pixels": 40, "frechet_pixels_real": 1442}
     assert found["counts"] == counts and "fid" in found["unavailable"]

@@ -10,8 +10,8 @@ from forked import run_python
 from tread.data.dataset import LatentDataset
 from tread.data.latents import to_network
 from tread.encoders.autoencoder import load_decoder
-from tread.evaluation.digits_judge import DigitsJudge, judge_digits
 from tread.evaluation.metric_table import with_real
+from tread.evaluation.scorers import DigitsJudge, judge_digits
 from tread.preparing import digits
 
 

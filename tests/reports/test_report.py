@@ -341,7 +341,7 @@ def test_troubles_are_those_of_the_records_and_starts(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "name the runs"),
+        ([], "name at least one run's folder"),
         (["nowhere"], "nowhere does not exist"),
         (["file"], "file is a file"),
         (["empty"], "empty is no run's folder: it has neither run.json"),

@@ -101,7 +101,7 @@ def test_scripts_guard_their_imports_by_the_checkout_they_lie_in(tmp_path):
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.name)
 def test_benchmarks_end_by_a_line_too(path):
-    assert "    answer_help(__doc__)\n    with explained():\n        main()\n" in path.read_text()
+    assert '__main__":\n    begin(main)\n' in path.read_text()
 
 
 @pytest.mark.slow

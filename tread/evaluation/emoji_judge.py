@@ -67,7 +67,7 @@ def open_emoji(saved: SavedNetwork, folder: str | None = None) -> tuple[LatentDa
     places = {"train": dataset.path, "heldout": dataset.heldout or str(Path(dataset.path).parent / "heldout")}
     opened = []
     for part, place in places.items():
-        place = Path(folder) / part if folder else Path(place)
+        place = Path(folder).expanduser() / part if folder else Path(place)
         if folder is None:
             emoji.prepare_emoji(place, part, text.encoder)
         data = LatentDataset(place, text=text.encoder)

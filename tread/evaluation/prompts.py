@@ -86,11 +86,6 @@ def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompt
     return list(range(len(prompts)))
 
 
-def text_spec(saved: SavedNetwork) -> TextSpec:
-    """What the texts of a network that takes them are."""
-    return TextSpec(**asdict(saved.cfg.text))
-
-
 def encode_prompts(
     saved: SavedNetwork, prompts: Sequence[str], device: torch.device, place: str | None = None
 ) -> tuple[Text, list[str]]:
@@ -105,7 +100,7 @@ def encode_prompts(
             f"text_encoder={place} is given, but the words of {saved.found.folder} are in its checkpoint: leave it out"
         )
     try:
-        encoder = encoder_for(text_spec(saved), device, place and str(Path(place).expanduser()))
+        encoder = encoder_for(TextSpec(**asdict(saved.cfg.text)), device, place and str(Path(place).expanduser()))
     except (ValueError, OSError) as error:
         if place is not None:
             raise
@@ -149,14 +144,9 @@ class ScoredPrompts:
     sha256: str
     read: Callable[[np.ndarray], Text]
 
-    def text(self, numbers: Tensor) -> Text:
-        """What the network sees of captions by number."""
-        return self.read(numbers.numpy())
-
     def captions(self, numbers: Tensor) -> list[str]:
         """Captions by number, as people read them. Raises ValueError where the dataset holds none."""
-        known = self._captions
-        return [known[number] for number in numbers.tolist()]
+        return [self._captions[number] for number in numbers.tolist()]
 
     @functools.cached_property
     def _captions(self) -> list[str]:
@@ -184,7 +174,7 @@ def open_prompts(saved: SavedNetwork, asked: str) -> ScoredPrompts:
     folder = heldout_folder(saved) if asked == HELDOUT else Path(asked).expanduser()
     if folder.is_file():
         raise ValueError(f"prompts={asked} is a file, but must be {HELDOUT} or the folder of a dataset with captions")
-    wanted = text_spec(saved)
+    wanted = TextSpec(**asdict(saved.cfg.text))
     data = LatentDataset(folder, text=wanted.encoder)
     if data.text_spec != wanted:
         raise ValueError(

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.for_sampling import SavedNetwork, open_network, open_weak
-from tread.data.latents import Alpha, LatentSpec, Orientation
+from tread.data.latents import Alpha, Orientation
 from tread.data.parts import PartStore
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.labels import Labels, seeded_labels
@@ -35,9 +35,8 @@ from tread.encoders.inception import Pictures, extract_all, feature_sizes, find_
 from tread.evaluation.image_sets import open_pictures, save_npz
 from tread.evaluation.prompts import HELDOUT, ScoredPrompts, heldout_folder, open_prompts
 from tread.evaluation.reference import Reference, check_size, open_reference, save_statistics
-from tread.evaluation.reference_scorer import ReferenceScorer, open_scorer
 from tread.evaluation.score_files import ScoreFiles, add_line, table
-from tread.evaluation.scorers import EMBEDDED, Scorer, choose_scorer
+from tread.evaluation.scorers import EMBEDDED, ReferenceScorer, Scorer, choose_scorer, open_scorer
 from tread.preparing.images import Crop
 from tread.runtime import schema
 from tread.runtime.compiling import Compile, compile_blocks, settle_compile
@@ -145,10 +144,6 @@ class ScoringPlan:
         return self.saved.found.folder
 
     @property
-    def latents(self) -> LatentSpec:
-        return self.saved.latents
-
-    @property
     def nfe(self) -> int:
         """Network function evaluations a sample."""
         return self.sampler.nfe(self.saved.process)
@@ -165,7 +160,7 @@ class ScoringPlan:
     @property
     def fingerprint(self) -> dict:
         """All that decides about the numbers, for JSON: what was scored by an equal one need not be scored again."""
-        saved, weak, sampler, latents = self.saved, self.weak, self.sampler, self.latents
+        saved, weak, sampler, latents = self.saved, self.weak, self.sampler, self.saved.latents
         routed = [network for network in (saved, weak) if network and sampler.guidance.row.routed]
         routes = [asdict(route) for network in routed for route in network.routes(sampler.guidance)]
         for route in routes:
@@ -229,7 +224,7 @@ def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | Non
     """
     chosen = {}
     for key, usual in (("orientation", "exif"), ("alpha", "white")) if options.crop else ():
-        recorded = sorted({getattr(plan.latents, key) for plan in plans}) or [usual]
+        recorded = sorted({getattr(plan.saved.latents, key) for plan in plans}) or [usual]
         if len(recorded) > 1 and getattr(options, key) is None:
             raise ValueError(
                 f"the checkpoints were trained on photos read with {key}={' and '.join(recorded)}: set {key}=…, or "
@@ -286,7 +281,7 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
     if saved.text is not None:
         prompts = open_prompts(saved, options.prompts or HELDOUT)
         if options.clip is not None:
-            prompts.captions(torch.zeros(0, dtype=torch.int64))  # raises where only their encodings are known
+            prompts.captions(torch.zeros(1, dtype=torch.int64))  # raises where only their encodings are known
         return prompts
     for key in ("prompts", "clip"):
         if (value := getattr(options, key)) is not None:
@@ -344,9 +339,10 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     all_plans, plans = plans, [plan for plan, record in zip(plans, records) if record is None]
     decoders = {}
     for plan in plans:
-        if plan.latents not in decoders:
-            decoders[plan.latents] = autoencoder.load_decoder(plan.latents, processes.device, options.autoencoder)
-        picture = decoders[plan.latents](torch.zeros(1, *plan.latents.shape, device=processes.device))[0]
+        latents = plan.saved.latents
+        if latents not in decoders:
+            decoders[latents] = autoencoder.load_decoder(latents, processes.device, options.autoencoder)
+        picture = decoders[latents](torch.zeros(1, *latents.shape, device=processes.device))[0]
         if reference is not None:
             check_size(plan.folder, tuple(picture.shape), reference)
         if processes.main:
@@ -367,7 +363,7 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     for number, plan in enumerate(all_plans):
         if records[number] is None:
             scorer = choose_scorer(plan.embedded, against)
-            records[number] = score_checkpoint(plan, decoders[plan.latents], scorer, clip, options, processes)
+            records[number] = score_checkpoint(plan, decoders[plan.saved.latents], scorer, clip, options, processes)
     if samples is not None:
         score_pictures(samples, against, options, processes)
     return records
@@ -481,7 +477,7 @@ def draw_parts(
             seeds, began = [plan.seeds[i] for i in parts.ranges[number]], time.perf_counter()
             labels = asked = seeded_labels(seeds, plan.num_labels, plan.labels)
             if plan.prompts is not None:  # this part's alone, which are few
-                model, asked = replace(model, prompts=plan.prompts.text(labels)), torch.arange(len(labels))
+                model, asked = replace(model, prompts=plan.prompts.read(labels.numpy())), torch.arange(len(labels))
             drawn = []
             for pictures in draw_pictures(model, decoder, seeds, asked, plan.sampler, weak, check=True):
                 drawn.append(pictures)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,16 +105,8 @@ def noised_states(
         for place, route in enumerate(per_point):
             uniform = seeded_uniform(numbers.tolist(), (network.num_tokens,), f"similarity route {place} {seed}")
             routes.append(pair(route, uniform.to(device), network.grid))
-        seen: list[States] = []
-        model.process.errors(partial(_watched, network, seen), x, y, level, noise, routes)
-        yield seen.pop()
-
-
-def _watched(network: Backbone, seen: list[States], x: Tensor, t: Tensor, y: Tensor, routes: Routes = ()) -> Tensor:
-    """The network as a process calls it, which leaves its states."""
-    output, states = block_states(network, x, t, y, routes)
-    seen.append(states)
-    return output
+        noisy = model.process.noised(x, level, noise)
+        yield block_states(network, *model.process.precondition(noisy, level), y, routes)[1]
 
 
 def adjacent(matrix: Tensor) -> float:
@@ -153,7 +144,7 @@ def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDatase
     that mean something else than the network's.
     """
     dataset = saved.cfg.dataset
-    place = Path(folder or dataset.heldout or dataset.path)
+    place = Path(folder or dataset.heldout or dataset.path).expanduser()
     if folder is None and dataset.embedded == "digits":
         digits.prepare_digits(place, "heldout" if dataset.heldout else "train")
     try:

@@ -243,17 +243,12 @@ def reach(run: SeedGroup, other: SeedGroup, metric: str) -> str:
         return f"{run.name} does not reach the {called} {goal.value:.4g} of {other.name}: its best is {best:.4g}"
     text = f"{run.name} reaches the {called} {goal.value:.4g} of {other.name} by step {point.step:,} (of {goal.step:,})"
     if point.flops and goal.flops:
-        text += f", with {point.flops:.3g} FLOPs, {ratio(point.flops, goal.flops)} {goal.flops:.3g}"
+        text += f", with {point.flops:.3g} FLOPs, {point.flops / goal.flops:.2f} times the other's {goal.flops:.3g}"
     if point.seconds and goal.seconds:
         name, size = unit("seconds", goal.seconds)
-        text += (
-            f", in {point.seconds / size:.3g} {name}, {ratio(point.seconds, goal.seconds)} {goal.seconds / size:.3g}"
-        )
+        times = f"{point.seconds / goal.seconds:.2f} times the other's"
+        text += f", in {point.seconds / size:.3g} {name}, {times} {goal.seconds / size:.3g}"
     return text
-
-
-def ratio(value: float, other: float) -> str:
-    return f"{value / other:.2f} times the other's"
 
 
 def unit(axis: str, most: float) -> tuple[str, float]:

@@ -360,9 +360,8 @@ def check_port(port: int) -> None:
         try:
             free.bind((HOST, port))
         except OSError as error:
-            why = (
-                "is taken, maybe by another page" if error.errno == EADDRINUSE else f"can't be used ({error.strerror})"
-            )
+            taken = error.errno == EADDRINUSE
+            why = "is taken, maybe by another page" if taken else f"can't be used ({error.strerror})"
             raise OSError(f"port {port} of {HOST} {why}: port={port + 1} or any other that is free") from error
 
 
@@ -380,19 +379,9 @@ def serve(explorer: Explorer, port: int, ready: Callable[[str], None]) -> None:
         os.environ["GRADIO_TEMP_DIR"] = pictures
         page = _build(gradio, explorer)
         try:
-            page.launch(
-                server_name=HOST,
-                server_port=port,
-                share=False,
-                quiet=True,
-                prevent_thread_lock=True,
-                ssr_mode=False,
-                mcp_server=False,
-                enable_monitoring=False,
-                footer_links=[],
-                theme=theme,
-                css=STYLE,
-            )
+            alone = {"share": False, "ssr_mode": False, "mcp_server": False, "enable_monitoring": False}
+            look = {"theme": theme, "css": STYLE, "footer_links": [], "quiet": True}
+            page.launch(server_name=HOST, server_port=port, prevent_thread_lock=True, **alone, **look)
             ready(f"http://{HOST}:{port}")
             threading.Event().wait()
         finally:
@@ -404,23 +393,24 @@ def _build(gr: ModuleType, explorer: Explorer):
         gr.Markdown(f"### Guidance by hand: {explorer.title}\n{explorer.about}")
         with gr.Row():
             first = spread_classes(len(explorer.saved.latents.classes), 4)
-            classes = gr.Dropdown(
-                [*explorer.class_names.items()],
-                value=first,
-                multiselect=True,
-                label="classes, a row each",
-                scale=2,
-                elem_id="classes",
-            )
+            look = {"label": "classes, a row each", "scale": 2, "elem_id": "classes"}
+            classes = gr.Dropdown([*explorer.class_names.items()], value=first, multiselect=True, **look)
             seeds = gr.Textbox("0-5", label="seeds, a column each: 0-5, or 1, 4, 9", elem_id="seeds")
         with gr.Row():
-            sides = [_controls(gr, explorer, "A", "none"), _controls(gr, explorer, "B", _guided(explorer))]
+            guided = "cfg" if explorer.saved.label_drop else "sparse"
+            sides = [_controls(gr, explorer, "A", "none"), _controls(gr, explorer, "B", guided)]
         button = gr.Button("Draw A and B", variant="primary")
         with gr.Row():
             results = [_results(gr, name) for name in ("A", "B")]
 
         def draw(labels: list[int], seeds: str, *values) -> tuple[Image.Image | None, str, str]:
-            return _answer(explorer, Side(*values), labels, seeds)
+            """What a side shows: grid, what it is, and its command; or no grid, and the one line that says why."""
+            try:
+                shown = explorer.draw(Side(*values), labels, seeds)
+            except (ValueError, OSError, torch.OutOfMemoryError) as error:
+                line = " ".join(str(error).split())
+                return None, f'<p class="told refused" role="alert">{html.escape(line)}</p>', ""
+            return shown.grid, f'<p class="told">{html.escape(shown.told)}</p>', shown.command
 
         one_at_a_time = {"concurrency_id": "draw", "concurrency_limit": 1, "api_visibility": "private"}
         for start in (button.click, seeds.submit):
@@ -430,34 +420,11 @@ def _build(gr: ModuleType, explorer: Explorer):
     return page
 
 
-def _guided(explorer: Explorer) -> str:
-    """The kind that side B starts with."""
-    return "cfg" if explorer.saved.label_drop else "sparse"
-
-
-def _answer(explorer: Explorer, side: Side, labels: list[int], seeds: str) -> tuple[Image.Image | None, str, str]:
-    """What a side shows: grid, what it is, and its command; or no grid, and the one line that says why."""
-    try:
-        shown = explorer.draw(side, labels, seeds)
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        line = " ".join(str(error).split())
-        return None, f'<p class="told refused" role="alert">{html.escape(line)}</p>', ""
-    return shown.grid, f'<p class="told">{html.escape(shown.told)}</p>', shown.command
-
-
 def _results(gr: ModuleType, name: str) -> list:
     with gr.Column():
         told = gr.HTML('<p class="told">Not drawn yet.</p>', elem_id=f"told-{name}")
-        buttons = ["download", "fullscreen"]
-        grid = gr.Image(
-            label=name,
-            format="png",
-            type="pil",
-            height=400,
-            buttons=buttons,
-            elem_id=f"grid-{name}",
-            elem_classes="grid",
-        )
+        look = {"height": 400, "buttons": ["download", "fullscreen"], "elem_id": f"grid-{name}", "elem_classes": "grid"}
+        grid = gr.Image(label=name, format="png", type="pil", **look)
         said = {"label": f"the command that draws {name}", "elem_id": f"command-{name}", "elem_classes": "command"}
         command = gr.Textbox(lines=2, interactive=False, buttons=["copy"], **said)
     return [grid, told, command]

@@ -231,21 +231,14 @@ def _score_table(page: Page, scored: Sequence[Score], run: Found) -> None:
         cells = [
             f"{cell} of {score.counts[name]:,}" if name in score.counts else cell for name, cell in zip(metrics, cells)
         ]
-        step = score.values.get("step")
-        where = (
-            f"step {_cell(step)}" if step not in (None, "") else place_of(score.values.get("samples", ""), run.folder)
-        )
+        step, path = score.values.get("step"), str(score.values.get("samples", ""))
+        where = path.removeprefix(f"{run.folder}/").removeprefix(f"{run.folder.resolve()}/")
+        where = where if step in (None, "") else f"step {_cell(step)}"
         rows.append([where, *cells, *(_cell(score.values.get(key)) for key in about)])
     titles = [METRICS[name].title + METRICS[name].arrow for name in metrics]
     page.table(["of", *titles, *(ABOUT[key] for key in about)], rows)
     if notes := list(dict.fromkeys(note for score in scored for note in score.notes)):
         page.points(notes)
-
-
-def place_of(path: object, run: Path) -> str:
-    """A path as it is shown: below a run's folder without it."""
-    text = str(path)
-    return text.removeprefix(f"{run}/").removeprefix(f"{run.resolve()}/")
 
 
 def _cell(value: object) -> str:
@@ -354,6 +347,7 @@ def facts_of(run: Found) -> dict[str, str]:
     versions = last.get("versions", {})
     batch, planned = value_at(config, "train.batch_size"), value_at(config, "train.steps")
     spent = {key: _last(run, key) for key in ("seconds", "flops")}
+    words = last.get("command")
     facts = {
         "state": run.state(),
         "folder": str(run.folder),
@@ -372,7 +366,7 @@ def facts_of(run: Found) -> dict[str, str]:
         "started": told_time(first.get("time")),
         "last heard of": told_time(run.status.get("time")),
         "from start to end": _wall(run),
-        "command": _command(last.get("command")),
+        "command": shlex.join(map(str, ["python", *words])) if isinstance(words, list) and words else None,
     }
     return {name: ABSENT if value in (None, "") else str(value) for name, value in facts.items()}
 
@@ -416,7 +410,3 @@ def _short(commit: object) -> str | None:
     """Twelve digits of a revision, which git knows it by, and whether there were changes beside it."""
     hashed, plus, rest = str(commit or "").partition("+")
     return hashed[:12] + plus + rest
-
-
-def _command(words: object) -> str | None:
-    return shlex.join(map(str, ["python", *words])) if isinstance(words, list) and words else None

@@ -104,9 +104,9 @@ def _drop_what_nobody_reads() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def spell_folder(word: str) -> str:
+def spell_folder(words: Iterable[str]) -> list[str]:
     """dataset=<folder> for Hydra, which knows it as the choice of a file in configs/dataset/: dataset.path=<folder>."""
-    return word.replace("dataset=", "dataset.path=", 1) if word.startswith("dataset=") else word
+    return [re.sub("^dataset=", "dataset.path=", word) for word in words]
 
 
 def take_literally(words: Iterable[str], keys: Collection[str]) -> list[str]:

@@ -20,11 +20,11 @@ from tread.diffusion.sampling import Sampler, draw_pictures
 from tread.drawing.charts import save_curve
 from tread.drawing.grids import save_grid
 from tread.encoders.inception import at_hand, find_weights, load_inception
-from tread.evaluation.digits_judge import judge_digits
 from tread.evaluation.emoji_judge import ask, judge_emoji, real_emoji
 from tread.evaluation.heldout_loss import heldout_loss
 from tread.evaluation.metric_table import METRICS, heldout_titles
 from tread.evaluation.metrics import Moments
+from tread.evaluation.scorers import judge_digits
 from tread.models.conditions import Text
 from tread.runtime.device import autocast, peak_flops, wait_for
 from tread.runtime.files import explain_failure
