@@ -93,4 +93,4 @@ def report(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    open_door(main, lambda: [*settings.known_keys(), "experiment"], settings.MOVED, spell=settings.add_unstated)
+    open_door(main, lambda: [*settings.known_keys(), "experiment"], spell=settings.add_unstated)

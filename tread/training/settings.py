@@ -26,8 +26,6 @@ from tread.training.alignment import Alignment
 from tread.training.ema import Width
 from tread.training.optimizers import Optim
 
-MOVED = ()  # train.py still hands it on
-
 
 @dataclass(frozen=True)
 class Train:
