@@ -321,7 +321,8 @@ def test_a_reference_is_read_as_the_training_photos_were(tmp_path, run, composed
     assert settings["reference"] == open_pictures(tmp_path / "photos", 16, "exif", "drop").sha256
     both = "checkpoint='results/*/step_*'"
     assert "photos read with orientation=exif and stored" in refusal(tmp_path, both, *given)
-    stored, turned = SimpleNamespace(latents=RGB), SimpleNamespace(latents=replace(RGB, orientation="exif"))
+    seen = (RGB, replace(RGB, orientation="exif"))
+    stored, turned = (SimpleNamespace(saved=SimpleNamespace(latents=latents)) for latents in seen)
     for asked, plans, found in (
         ([], [], ("exif", "white")),
         ([], [stored], ("stored", "drop")),

@@ -26,7 +26,7 @@ MlpKind = Literal["gelu", "swiglu"]
 Positions = Literal["sincos", "rope"]
 
 
-class Attention(nn.Module):
+class RotaryAttention(nn.Module):
     """Multi-head self-attention with rotary positions and normalised queries and keys. (B, N, D) → (B, N, D)."""
 
     def __init__(self, dim: int, num_heads: int, qk_norm: bool) -> None:
@@ -67,7 +67,7 @@ class LightningBlock(nn.Module):
     def __init__(self, dim: int, num_heads: int, mlp_ratio: float, norm: Norm, mlp: MlpKind, qk_norm: bool) -> None:
         super().__init__()
         self.norm1 = make_norm(norm, dim)
-        self.attn = Attention(dim, num_heads, qk_norm)
+        self.attn = RotaryAttention(dim, num_heads, qk_norm)
         self.norm2 = make_norm(norm, dim)
         hidden = int(dim * mlp_ratio)
         self.mlp = SwiGLU(dim, int(2 / 3 * hidden)) if mlp == "swiglu" else Mlp(dim, hidden)  # of as many weights
