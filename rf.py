@@ -61,11 +61,9 @@ class RF(Process):
     shift: Positive = 1.0
 
     def __post_init__(self) -> None:
-        check("rf.time", self.time, Time)
-        check("rf.time_std", self.time_std, Positive)
-        check("rf.time_scale", self.time_scale, Positive)
-        check("rf.direction", self.direction, PositiveOrZero)
-        check("rf.shift", self.shift, Positive)
+        kinds = {"time": Time, "direction": PositiveOrZero}
+        for name in ("time", "time_std", "time_scale", "direction", "shift"):
+            check(f"rf.{name}", getattr(self, name), kinds.get(name, Positive))
 
     def noise_level(self, normal: Tensor) -> Tensor:
         """Training times t from standard normal numbers, elementwise."""

@@ -24,6 +24,7 @@ from tread.checkpoints.network import build_network, read_network
 from tread.checkpoints.weights import load_weights, read_weights
 from tread.data.latents import LatentSpec, from_network
 from tread.diffusion import sampling
+from tread.diffusion.labels import class_labels
 from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder
 from tread.models.rotary import TABLES, rotary_angles
@@ -245,9 +246,9 @@ def test_no_class_is_null_and_no_number(tmp_path, run, states):
 
 
 def test_a_network_without_a_null_class_is_not_sampled_without_a_class():
-    assert sampling.class_labels([None, 3], 10, 0.1) == [10, 3]
+    assert class_labels([None, 3], 10, 0.1) == [10, 3]
     with pytest.raises(ValueError, match="classes.0 is null, but the network knows no null class"):
-        sampling.class_labels([None, 3], 10, 0.0)
+        class_labels([None, 3], 10, 0.0)
 
 
 def test_an_import_says_what_it_took(tmp_path, run, states):

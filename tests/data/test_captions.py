@@ -87,14 +87,14 @@ def test_every_placement_reads_the_text_that_was_written(made, spec, placement):
     data, text = LatentDataset(folder, "full", placement, text=spec.encoder), texts[spec.encoder]
     stored = text if spec.width is None else Text(text.tokens.half(), text.mask, text.pooled.half())
     assert data.text_spec == spec
-    assert same(data._text.read(np.arange(TOTAL)), stored)
+    assert same(data.text_of(np.arange(TOTAL)), stored)
     assert same(data.null_text(), part(stored, slice(1)))
     read = data.read(np.array([22, 0, 7]))  # of each picture the first caption
     assert same(read.text, part(stored, FIRSTS[[22, 0, 7]]))
     assert same(read.rows(slice(1, 2)).text, part(stored, FIRSTS[[0]]))
     assert data.captions_of(6) == CAPTIONS[6] and data.captions_of(22) == CAPTIONS[22]
     with pytest.raises(IndexError, match=f"captions 0..{TOTAL}, but there are {TOTAL}"):
-        data._text.read(np.array([0, TOTAL]))
+        data.text_of(np.array([0, TOTAL]))
     again = pickle.loads(pickle.dumps(data))
     assert same(again.batch(0, 1, 8).text, data.batch(0, 1, 8).text)
 

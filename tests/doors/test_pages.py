@@ -26,16 +26,21 @@ import prepare_text
 import pytest
 import reconstruct_ema
 import similarity
+import torch
 import yaml
 from conftest import ROOT, TINY
 from forked import run_python
 from hydra import compose, initialize_config_dir
 
 import sample
+from routing_module import RULES, Route
 from tread.evaluation import scoring
+from tread.evaluation.metric_table import METRICS
+from tread.models.architectures import ARCHITECTURES
 from tread.runtime import schema
 from tread.runtime.cli import plain, spell_folder, take_literally
 from tread.training import settings
+from tread.training.optimizers import OPTIMIZERS
 from tread.training.run_folder import RunLog
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -52,6 +57,7 @@ NOT_RUN = {  # how a command starts → why it is neither run nor composed
     "python scripts/compare_runs.py results/seeds-": "of runs that are composed alone",
     "python studies/": "trains for minutes to days (tests/doors/test_studies.py reads their words)",
     "python scripts/explore.py": "serves a page",
+    "python train.py plugins=": "of a file of the reader's (tests/training/test_plugins.py)",
     "python benchmarks/": "measures for minutes (step_time.py, which takes train.py's options, is composed)",
 }
 COMPOSED = {  # what a command has → why it can't be run here
@@ -315,3 +321,17 @@ def test_files_and_keys_named_in_words_exist(page):
 
 def test_the_readme_is_short():
     assert (ROOT / "README.md").read_text().count("\n") <= 200
+
+
+def test_entries_that_contributing_shows_stand_in_the_tables():
+    """The recipes' python blocks, as written; the tables are as before behind it."""
+    tables = {"mine": ARCHITECTURES, "quiet": RULES, "nadam": OPTIMIZERS, "spread": METRICS}
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S))
+    try:
+        exec(code, {"__name__": "mine"})
+        assert all(name in table for name, table in tables.items())
+        ids = RULES["quiet"].choose(Route(0, 0), None, scores=torch.tensor([[3.0, 1.0, 2.0, 0.0]]))
+        assert ids.tolist() == [[1, 3]]  # by hand: the two smallest norms
+    finally:
+        for name, table in tables.items():
+            table.pop(name, None)

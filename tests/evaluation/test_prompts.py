@@ -261,7 +261,7 @@ def test_held_out_captions_are_scored_against_their_pictures(folder, clip, incep
     numbers = seeded_labels(range(9), 4, "random")
     data = LatentDataset(folder / "data" / "heldout", text="words")
     drawn = to_pictures(
-        expected(folder, "words", data._text.read(numbers.numpy()), range(9), torch.arange(9), 4), load_decoder(PIXELS)
+        expected(folder, "words", data.text_of(numbers.numpy()), range(9), torch.arange(9), 4), load_decoder(PIXELS)
     )
     with np.load(folder / "scored" / "samples.npz") as samples:
         assert np.array_equal(samples["arr_0"], drawn.permute(0, 2, 3, 1))

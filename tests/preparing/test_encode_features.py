@@ -20,7 +20,7 @@ from conftest import ROOT
 from forked import run_python
 from PIL import Image
 
-from tread.data import sections
+from tread.data import section_writer
 from tread.data.columns import check_grid, latents_hash
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
@@ -307,17 +307,17 @@ def test_features_that_were_stopped_are_gone_on_with(prepare_latents, features, 
     ):
         features("encoder=own_patches:other")
     monkeypatch.undo()
-    write_whole = sections.write_whole
+    write_whole = section_writer.write_whole
 
     def killed(path, text):
         if path.name == "index.json":
             raise KeyboardInterrupt
         write_whole(path, text)
 
-    monkeypatch.setattr(sections, "write_whole", killed)
+    monkeypatch.setattr(section_writer, "write_whole", killed)
     with pytest.raises(KeyboardInterrupt):
         features()
-    monkeypatch.setattr(sections, "write_whole", write_whole)
+    monkeypatch.setattr(section_writer, "write_whole", write_whole)
     assert "0 of 4 shards" in features()
     assert files(folder) == whole and not list(folder.glob(".*"))
     assert features() == f"{folder} holds the same features already\n"
@@ -344,7 +344,7 @@ def test_features_that_do_not_fit_float16_or_the_disk_are_refused(prepare_latent
         features("encoder=own_patches:large")
     with pytest.raises(ValueError, match="grid is 9, but own_patches:patches has 8×8 tokens of pictures of 32×32"):
         features("grid=9")
-    monkeypatch.setattr(sections, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(section_writer, "free_bytes", lambda folder: 1000)
     with pytest.raises(OSError, match=r"160 kB of features are to come, but .* has 1 kB free"):
         features("again=true")
     assert "features" not in read_index(tmp_path / "data")

@@ -344,7 +344,7 @@ def test_ids_and_losses_do_not_depend_on_how_a_batch_is_split(read_config, tiny,
     cfg = read_config("model.depth=6", "train.batch_size=8", f"model.routes.0.select={select}")
     latents = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
     batch = Batch(torch.randn(8, 4, 8, 8), torch.arange(8), np.arange(8))
-    draws, route = step_draws(cfg, latents, 3, "cpu"), cfg.model.routes[0]
+    draws, route = step_draws(cfg, latents, 3, "cpu"), cfg.model.resolved_routes[0]
     ((drawn_for, whole),) = draws.routes
     uniform = torch.rand(8, 16, generator=generator(cfg.seed, 3, "route 0"))
     assert drawn_for == route and torch.equal(whole, choose_ids(route, uniform, tiny.grid))

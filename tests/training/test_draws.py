@@ -19,7 +19,7 @@ from tread.training.step import step_draws
 def draws(seed=0, step=5, num_routes=1, posterior=True, batch_size=8):
     train = SimpleNamespace(batch_size=batch_size, routes_until=None, ratio_schedule=None, path_drop=0.0)
     routes = tuple(Route(2 * i, 2 * i) for i in range(num_routes))
-    model = SimpleNamespace(patch_size=2, routes=routes)
+    model = SimpleNamespace(patch_size=2, resolved_routes=routes)
     cfg = SimpleNamespace(seed=seed, train=train, model=model, alignment=Alignment())
     content, spread = ("moments", "logvar") if posterior else ("latents", None)
     latents = LatentSpec((4, 8, 8), ("a",), "pixels", content, spread)

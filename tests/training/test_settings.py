@@ -211,7 +211,7 @@ def test_good_overrides_pass():
         (
             "model.routes",
             [{"start": 2, "end": 4, "rejoin": 0.5}],
-            "model.routes.0.rejoin is 0.5, but must be int or null",
+            "model.routes.0.rejoin is 0.5, but must be int, str or null",
         ),
         ("model.routes", [{"start": 2, "end": 4, "selection_ratio": 1}], "1.0.*\\[0, 1\\)"),
         ("optim.betas", [0.9], "betas"),

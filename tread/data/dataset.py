@@ -239,6 +239,10 @@ class LatentDataset:
             text = self._text.read(self._text.numbers(indices) if captions is None else captions, pin)
         return Batch(stored, torch.from_numpy(self.labels[indices]), indices, features, pictures, text)
 
+    def text_of(self, captions: np.ndarray) -> Text:
+        """The text of captions by their numbers among all of the dataset, which was opened with text."""
+        return self._text.read(captions)
+
     def null_text(self) -> Text:
         """The text of the empty caption, one row."""
         return self._text.null()

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from tread.runtime.schema import check
 
 Dtype = Literal["float16", "float32"]
 Orientation = Literal["exif", "stored"]
@@ -60,13 +62,8 @@ class LatentSpec:
                 f"content {self.content!r} with spread {self.spread!r}: stored are latents (spread null), "
                 "or moments with spread logvar or std"
             )
-        if self.dtype not in get_args(Dtype):
-            raise ValueError(f"dtype is {self.dtype!r}, but must be float16 or float32")
-        if self.orientation not in get_args(Orientation) or self.alpha not in get_args(Alpha):
-            raise ValueError(
-                f"orientation is {self.orientation!r}, but must be exif or stored; alpha is {self.alpha!r}, but must "
-                "be white or drop"
-            )
+        for name, kind in (("dtype", Dtype), ("orientation", Orientation), ("alpha", Alpha)):
+            check(name, getattr(self, name), kind)
         if self.views not in (1, 2):
             raise ValueError(f"views is {self.views}, but must be 1, or 2 with flipped copies")
         if self.scale == 0 or 0 in self.channel_scale:
