@@ -328,7 +328,7 @@ def test_entries_that_contributing_shows_stand_in_the_tables():
     tables = {"mine": ARCHITECTURES, "quiet": RULES, "nadam": OPTIMIZERS, "spread": METRICS}
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S))
     try:
-        exec(code, {"__name__": "mine"})
+        exec(code, {"__name__": __name__})
         assert all(name in table for name, table in tables.items())
         ids = RULES["quiet"].choose(Route(0, 0), None, scores=torch.tensor([[3.0, 1.0, 2.0, 0.0]]))
         assert ids.tolist() == [[1, 3]]  # by hand: the two smallest norms
