@@ -33,7 +33,7 @@ from forked import run_python
 from hydra import compose, initialize_config_dir
 
 import sample
-from routing_module import RULES, Route
+from routing_module import REJOINS, RULES, Route
 from tread.evaluation import scoring
 from tread.evaluation.metric_table import METRICS
 from tread.models.architectures import ARCHITECTURES
@@ -57,6 +57,8 @@ NOT_RUN = {  # how a command starts → why it is neither run nor composed
     "python scripts/compare_runs.py results/seeds-": "of runs that are composed alone",
     "python studies/": "trains for minutes to days (tests/doors/test_studies.py reads their words)",
     "python scripts/explore.py": "serves a page",
+    "python fid.py plugins=": "of a file of the reader's",
+    "python train.py --config-dir": "of a folder of the reader's",
     "python train.py plugins=": "of a file of the reader's (tests/training/test_plugins.py)",
     "python benchmarks/": "measures for minutes (step_time.py, which takes train.py's options, is composed)",
 }
@@ -325,12 +327,12 @@ def test_the_readme_is_short():
 
 def test_entries_that_contributing_shows_stand_in_the_tables():
     """The recipes' python blocks, as written; the tables are as before behind it."""
-    tables = {"mine": ARCHITECTURES, "quiet": RULES, "nadam": OPTIMIZERS, "spread": METRICS}
+    tables = {"mine": ARCHITECTURES, "quiet": RULES, "shifted": REJOINS, "nadam": OPTIMIZERS, "spread": METRICS}
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S))
     try:
         exec(code, {"__name__": __name__})
         assert all(name in table for name, table in tables.items())
-        ids = RULES["quiet"].choose(Route(0, 0), None, scores=torch.tensor([[3.0, 1.0, 2.0, 0.0]]))
+        ids = RULES["quiet"].choose(Route(0, 0), torch.rand(1, 4), scores=-torch.tensor([[3.0, 1.0, 2.0, 0.0]]))
         assert ids.tolist() == [[1, 3]]  # by hand: the two smallest norms
     finally:
         for name, table in tables.items():

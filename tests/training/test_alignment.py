@@ -242,10 +242,7 @@ class Least(Token):
     """A rule of somebody else's: the tokens of the least mean, without chance."""
 
     def scores(self, tokens):
-        return tokens.float().mean(dim=2)
-
-    def choose(self, route, draws, grid=None, keep=None, scores=None):
-        return super().choose(route, scores, grid, keep)
+        return -tokens.float().mean(dim=2)
 
 
 def test_a_scored_route_is_aligned_by_the_ids_that_it_chose(given, monkeypatch):

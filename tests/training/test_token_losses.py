@@ -202,10 +202,10 @@ class FromLeft(Token):
 
     def scores(self, tokens):
         assert not torch.is_grad_enabled()
-        return tokens[:, :, 0].float()
+        return -tokens[:, :, 0].float()
 
     def choose(self, route, draws, grid=None, keep=None, scores=None):
-        return super().choose(route, scores + draws / 10, grid, keep)
+        return super().choose(route, draws, grid, keep, scores - draws / 10)
 
 
 def test_the_tokens_that_a_scored_route_kept_are_those_that_count(read_config, tiny, monkeypatch):

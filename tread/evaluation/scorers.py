@@ -96,6 +96,8 @@ class ReferenceScorer:
                 values[name] = METRICS[name].compute(sets)
             except Unavailable as error:
                 unavailable[name] = str(error)
+            except (ValueError, TypeError, LookupError, AttributeError) as error:  # which costs the others nothing
+                unavailable[name] = f"it failed: {type(error).__name__}: {error}"
         return values, unavailable, {}
 
     def warnings(self, samples: int) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from tread.drawing.charts import Line, Panel
 from tread.evaluation.metric_table import METRICS
 from tread.runtime.files import explain_failure
+from tread.runtime.plugins import import_plugins
 from tread.runtime.schema import written
 from tread.training.run_folder import LAUNCH, RunLog, differences, migrate, value_at
 
@@ -114,6 +115,7 @@ def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:
         if not starts or not records:
             what = "has logged nothing yet" if starts else "is no run's folder"
             raise FileNotFoundError(f"{folder} {what}")
+        import_plugins(starts[-1]["config"].get("plugins", ()))  # whose metrics and architectures it may have
         runs.append(Compared(folder, migrate(starts[-1]["config"]), records))
     return group_runs(runs)
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from tread.checkpoints import checkpoint
 from tread.reports.comparison import Compared
+from tread.runtime.plugins import import_plugins
 from tread.training.run_folder import RunLog, migrate, value_at
 
 T = TypeVar("T")
@@ -93,6 +94,8 @@ def find_run(folder: Path) -> Found:
         problems.append(f"{lost} of {lost + len(whole)} lines of metrics.jsonl can't be read and are left out")
     if not whole:
         problems.append("nothing was logged")
+    if starts:
+        read("plugins", lambda: import_plugins(starts[-1]["config"].get("plugins", ())), None)
     config = _config_of(starts[-1]["config"]) if starts else {}
     newest, wrong = read("the newest checkpoint", lambda: _look_at_checkpoint(folder), ({}, None))
     if wrong:

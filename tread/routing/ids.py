@@ -45,7 +45,7 @@ def force(noise: Tensor, keep: Tensor, selection_ratio: float, unit: str = "toke
             f"force_keep holds {most} {unit} of a sample, but selection_ratio {selection_ratio} keeps {kept} of "
             f"{noise.shape[1]}: force fewer or route fewer around"
         )
-    return noise.masked_fill(keep, -1.0)
+    return noise.masked_fill(keep, -math.inf)
 
 
 def row_ids(noise: Tensor, selection_ratio: float, grid: tuple[int, int], force_keep: Tensor | None = None) -> Tensor:
@@ -124,8 +124,15 @@ class Token:
     scores = None  # or a function from the tokens (B, N, D) before the route to scores (B, N)
 
     def choose(self, route: Route, draws: Tensor, grid: Grid = None, keep: Some = None, scores: Some = None) -> Tensor:
-        """ids_keep (B, K) from uniform draws (B, N), where keep (B, N) bool names tokens that stay; scores (B, N) where
-        the rule has them."""
+        """ids_keep (B, K): by uniform draws (B, N), or the tokens of the largest scores (B, N) where the rule has them.
+
+        keep  (B, N) bool, tokens that stay.
+        """
+        if scores is not None and scores.shape != draws.shape:
+            raise ValueError(
+                f"scores of select={route.select} are {tuple(scores.shape)}, but must be {tuple(draws.shape)}, (B, N)"
+            )
+        draws = draws if scores is None else -scores
         if keep is not None:
             draws = force(draws, keep, route.selection_ratio)
         return draw_ids(draws, route.selection_ratio)
@@ -218,7 +225,7 @@ class LargestNorm(Token):
 
     def choose(self, route: Route, draws: Tensor, grid: Grid = None, keep: Some = None, scores: Some = None) -> Tensor:
         gumbel = -(-draws.clamp(1e-9, 1 - 1e-7).log()).log()
-        return super().choose(route, -(scores + self.temperature * gumbel), grid, keep)
+        return super().choose(route, draws, grid, keep, scores + self.temperature * gumbel)
 
 
 RULES |= {"token": Token(), "row": Row(), "shared": Shared(), "group": Group(), "norm": LargestNorm()}

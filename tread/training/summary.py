@@ -48,7 +48,8 @@ def describe(run: Run) -> str:
         lines["routes"] += f"; ratio {ratios}"
         lines["FLOPs"] += "; at the first step"
     if cfg.train.loss_tokens == "kept" and active:
-        lines["objective"] += f", of kept tokens, with {cfg.train.reconstruction:g} of a masked reconstruction"
+        masked = f", with {cfg.train.reconstruction:g} of a masked reconstruction" * bool(cfg.train.reconstruction)
+        lines["objective"] += f", of kept tokens{masked}"
     if cfg.train.path_drop:
         lines["objective"] += f", {cfg.train.path_drop:g} of the samples without the sparse part"
     if cfg.train.routes_until is not None:
