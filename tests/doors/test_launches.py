@@ -33,6 +33,7 @@ def test_accelerate_reads_the_launch_configs(name, processes):
     assert found.distributed_type.value == ("NO" if processes == 1 else "MULTI_GPU")
 
 
+@pytest.mark.slow
 def test_the_slurm_script_saves_before_the_end_and_requeues(tmp_path):
     for name, content in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(content)

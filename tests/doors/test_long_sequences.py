@@ -33,6 +33,7 @@ def test_crossing_points_of_powers(long_sequences):
     assert long_sequences.crossing([]) == ("–", None)
 
 
+@pytest.mark.slow
 def test_what_fails_is_said_and_the_others_go_on(long_sequences, monkeypatch, tmp_path, capsys):
     """A kind whose second step lacks memory, others that no network can be; figure and table, of the file alone too."""
     small = ["model.hidden_size=16", "model.num_heads=2", "train.cpu_threads=1", "eval.points=16", "optim.lr=1e-4"]

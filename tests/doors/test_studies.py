@@ -50,6 +50,7 @@ def made(one: Planned, losses: dict[int, float], kid: float | None = None, flops
     return MADE | {"key": key, "seed": seed, "points": points, "scores": scores if kid is not None else {}}
 
 
+@pytest.mark.slow
 def test_every_study_can_be_planned_at_the_papers_scale():
     """All words of all arms; each demo is run below, and small ones are planned throughout."""
     for name in study.names():

@@ -344,6 +344,7 @@ def test_gradients_reach_everything_and_recomputation_finds_the_same():
             assert torch.equal(recomputed.get_parameter(name).grad, parameter.grad), name
 
 
+@pytest.mark.slow
 def test_compiled_blocks_have_a_graph_for_each_kind_of_call(monkeypatch):
     """Kinds: all tokens and half of the rows, in fp32 and bf16, of a hybrid's two blocks, but for the route's last one,
     which runs in fp32."""

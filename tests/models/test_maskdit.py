@@ -184,6 +184,7 @@ def test_untrained_network_outputs_zero_and_its_null_class_is_zero():
         assert not table[10].any() and table[:10].all() and network.mask_token.all()
 
 
+@pytest.mark.slow
 def test_bf16_recomputation_and_compiled_blocks_agree_with_the_plain_network():
     """One graph for the encoder's blocks with all tokens, one with kept ones, and one for the decoder's."""
     network, inputs, routes = hot(MaskDiT(**TINY)), batch(), drawn()

@@ -230,6 +230,7 @@ def test_states_of_the_sparse_part_hold_its_tokens_alone_behind_it_too():
         assert (ids_keep is routes[0][1]) == (block in (2, 3))
 
 
+@pytest.mark.slow
 def test_bf16_recomputation_and_compiled_blocks_agree_with_the_plain_network():
     network, (x, t, y) = tiny(**ALL_CHOICES), batch()
     route = Route(2, 3, 0.75, "end")

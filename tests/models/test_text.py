@@ -299,6 +299,7 @@ def test_flops_are_those_that_torch_counts(encoder, routes):
 
 
 @pytest.mark.parametrize("choices", [{}, LIGHTNING], ids=["dit", "lightning"])
+@pytest.mark.slow
 def test_bf16_recomputation_and_compiled_blocks_agree_with_the_plain_network(choices):
     """One graph for all tokens and one for kept ones, whatever the lengths of the captions."""
     network, (x, t) = tiny(**ENCODER, **choices), batch()

@@ -304,6 +304,7 @@ def test_the_package_of_a_kind_is_named_where_it_is_missing(bring, tmp_path, mon
             attempt()
 
 
+@pytest.mark.slow
 def test_the_command_lines_end_with_a_dataset_or_an_error(tmp_path):
     def run(script, *arguments):
         return run_python(ROOT / "scripts" / script, *arguments, cwd=tmp_path)

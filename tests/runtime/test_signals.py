@@ -92,7 +92,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_75(tmp_path, number):
     assert status(tmp_path / "a")["state"] == "finished" and status(tmp_path / "a")["step"] == found["step"] + 2
 
 
-@pytest.mark.parametrize("to", ["launcher", "one process"])
+@pytest.mark.parametrize("to", [pytest.param("launcher", marks=pytest.mark.slow), "one process"])
 def test_two_processes_stop_after_the_same_step(tmp_path, to):
     """Under torchrun, which passes SIGTERM on; or when a signal reaches one process alone."""
     if to == "launcher":
@@ -112,6 +112,7 @@ def test_two_processes_stop_after_the_same_step(tmp_path, to):
     assert int(resumed["optimizer/step/x_embedder.proj.bias"]) == found["step"]
 
 
+@pytest.mark.slow
 def test_the_end_of_the_launcher_is_a_signal(tmp_path):
     """accelerate launch dies of SIGTERM without telling the training process."""
     process = begin(tmp_path, "-m", "accelerate.commands.launch", "--num_processes=1", "--cpu")

@@ -287,6 +287,7 @@ def test_a_bad_loss_of_one_process_is_skipped_by_all(tmp_path):
 # ---------------------------------------------------------------------------------------- launches
 
 
+@pytest.mark.slow
 def test_a_number_of_processes_that_was_not_asked_for_is_an_error(tmp_path):
     with pytest.raises(SystemExit, match="train.processes is 2, but 1 were launched: torchrun --nproc_per_node=2"):
         launch(tmp_path, "train.processes=2")
