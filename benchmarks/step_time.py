@@ -29,18 +29,16 @@ from unittest.mock import patch
 import torch
 from timing import begin, circumstances, composed, most_allocated, random_shards, random_text, seconds
 
-import train
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.models.architectures import CHOSEN
 from tread.runtime.device import peak_flops, wait_for
 from tread.runtime.schema import check_overrides
 from tread.runtime.signals import Stop
-from tread.training import settings
+from tread.training import settings, step
 from tread.training.ema import EMA
 from tread.training.run import Run
 from tread.training.start import start
-from tread.training.step import training_step
 
 STAGES = ("data wait", "forward", "backward", "optimizer", "EMA", "rest")
 WARMUP, STAGED = 3, 5  # turns between the first and the measurement, and steps taken stage by stage
@@ -182,7 +180,7 @@ def take_steps(run: Run, count: int) -> float:
 
     def steps() -> None:
         for _ in range(count):
-            training_step(run)
+            step.training_step(run)
             run.step += 1
 
     return seconds(steps, run.processes.device)
@@ -222,9 +220,9 @@ def stages(run: Run) -> dict[str, float]:
         return call
 
     with (
-        patch.object(train, "losses", timed("forward", train.losses)),
-        patch.object(train, "backward", timed("backward", train.backward)),
-        patch.object(train, "optimizer_step", timed("optimizer", train.optimizer_step)),
+        patch.object(step, "loss", timed("forward", step.loss)),
+        patch.object(step, "backward", timed("backward", step.backward)),
+        patch.object(step, "optimizer_step", timed("optimizer", step.optimizer_step)),
         patch.object(run.loader, "batches", timed("data wait", run.loader.batches)),
         patch.object(EMA, "update", timed("EMA", EMA.update)),
     ):

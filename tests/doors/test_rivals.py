@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
+from forked import run_python
 from torch import nn
 
 WIDTHS = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16), "XL": (1152, 28, 16)}  # width, blocks, heads
@@ -116,3 +119,16 @@ def test_four_models_take_turns(rivals, monkeypatch, tmp_path, capsys):
     assert kinds["MaskDiT"]["peak_gb"] > 16 * 30e6 / 1e9 > 10 * kinds["DiT"]["peak_gb"]
     printed = capsys.readouterr().out
     assert printed.count("| S | MaskDiT |") == 2 and "FLOPs allow" in printed
+
+
+@pytest.mark.slow
+def test_step_time_divides_a_step_into_its_stages(tmp_path):
+    """The shares are of the whole step: together they are 100%, up to rounding of six figures."""
+    words = ("dataset=digits", "model.hidden_size=32", "model.depth=6", "train.batch_size=8", "pairs=6")
+    done = run_python(
+        ROOT / "benchmarks/step_time.py", *words, cwd=tmp_path, environment={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    for kind in ("dense", "routed"):
+        shares = re.findall(r"([\d.]+)%", re.search(rf"^{kind}: data wait.*$", done.stdout, re.M)[0])
+        assert len(shares) == 6 and abs(sum(map(float, shares)) - 100) < 0.4
