@@ -54,9 +54,8 @@ def train(run: Run) -> bool:
         say(f"{run.folder} is finished: train.steps above {run.step} trains on, name=… starts another run")
     else:
         say(describe(run))
-    on = periodic.evaluate_and_draw(
-        run, run.processes.from_main(lambda: periodic.done_before(run))
-    )  # what an interruption left undone
+    done = run.processes.from_main(lambda: periodic.done_before(run))
+    on = periodic.evaluate_and_draw(run, done)  # what an interruption left undone
     clock, postponed = periodic.Clock(run), False
     hidden, pace = not run.processes.main, 0.5 if sys.stderr.isatty() else 20  # seconds between updates of the bar
     with tqdm(total=cfg.train.steps, initial=run.step, disable=hidden, unit="step", mininterval=pace) as bar:
