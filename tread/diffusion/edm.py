@@ -73,6 +73,10 @@ class EDM(Process):
     def _norm(self, sigma: Tensor) -> Tensor:
         return (sigma.view(-1, 1, 1, 1) ** 2 + self.sigma_data**2).sqrt()
 
+    def denoise(self, network: Network, x: Tensor, sigma: Tensor, y: Condition, routes: Routes = ()) -> Tensor:
+        """D(x; σ, y), the predicted data, in fp32."""
+        return self.combine(network(*self.precondition(x, sigma), y, routes=routes), x, sigma)
+
     def noised(self, x: Tensor, sigma: Tensor, noise: Tensor) -> Tensor:
         """x + σ·noise."""
         return x + sigma.float().view(-1, 1, 1, 1) * noise
@@ -82,7 +86,7 @@ class EDM(Process):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What `loss` averages and weighs (Eq. 2, 8): squared errors, D, noisy input, each (B, C, S, S) fp32."""
         noisy = self.noised(x, sigma, noise)
-        D = self.combine(network(*self.precondition(noisy, sigma), y, routes=routes), noisy, sigma)
+        D = self.denoise(network, noisy, sigma, y, routes)
         return (D - x).square(), D, noisy
 
     def loss(
