@@ -47,7 +47,7 @@ class Process(Protocol):
         """Training noise levels from standard normal numbers, elementwise."""
 
     def quantiles(self, count: int) -> Tensor:
-        """(count,) mid-quantiles of the training's noise levels, fp64, rising: their average loss is the expected one."""
+        """(count,) mid-quantiles of training noise levels, fp64, rising: their average loss is the expected one."""
         quantile = (torch.arange(count, dtype=torch.float64) + 0.5) / count
         return self.noise_level(math.sqrt(2) * torch.erfinv(2 * quantile - 1))
 
