@@ -233,6 +233,7 @@ def sweep(folder, *overrides):
     return launch_door(guidance_sweep.main, "guidance_sweep", folder, *overrides)
 
 
+@pytest.mark.slow
 def test_a_sweep_scores_each_setting_as_fid_does(runs, tmp_path):
     options = [f"checkpoint={runs / 'digits-tread'}", "num_samples=20", "steps=2", "labels=balanced"]
     lists = ["sweep.strong=[0,0.5]", "sweep.weak=[0.25,0.5]", "sweep.scale=[1.5,2]"]
@@ -285,6 +286,7 @@ def test_a_sweep_of_a_kind_without_routes_draws_curves(runs, tmp_path, monkeypat
         ]
 
 
+@pytest.mark.slow
 def test_a_sweep_keeps_other_settings_apart(runs, tmp_path):
     """A, B, then A again in one folder: the third table is the first one, though fid.json is of B."""
     options = [
@@ -301,6 +303,7 @@ def test_a_sweep_keeps_other_settings_apart(runs, tmp_path):
     assert tables[0] == tables[2] != tables[1]
 
 
+@pytest.mark.slow
 def test_a_sweep_draws_each_value_in_its_place(runs, tmp_path, monkeypatch):
     """Scores that tell their setting: weak ratios are rows, strong ones columns, the best is the smallest distance."""
     drawn = {}

@@ -119,6 +119,7 @@ def test_failures_in_a_few_words(benchmark, error, said):
     assert benchmark("timing").why_failed(error) == said
 
 
+@pytest.mark.slow
 def test_linear_cost_says_what_there_is(benchmark, monkeypatch, capsys, tmp_path):
     """Memory of a pass is arithmetic for what saves all of its inputs: at least them, and linear in the tokens."""
     linear_cost = benchmark("linear_cost")

@@ -57,7 +57,6 @@ NOT_RUN = {  # how a command starts → why it is neither run nor composed
     "python scripts/compare_runs.py results/seeds-": "of runs that are composed alone",
     "python studies/": "trains for minutes to days (tests/doors/test_studies.py reads their words)",
     "python scripts/explore.py": "serves a page",
-    "python fid.py plugins=": "of a file of the reader's",
     "python train.py --config-dir": "of a folder of the reader's",
     "python train.py plugins=": "of a file of the reader's (tests/training/test_plugins.py)",
     "python benchmarks/": "measures for minutes (step_time.py, which takes train.py's options, is composed)",

@@ -22,6 +22,7 @@ def rivals(benchmark) -> ModuleType:
     return benchmark("rivals")
 
 
+@pytest.mark.slow
 def test_counted_rows(rivals):
     """Published parameters; a block's multiply-adds by hand, N·12·D² + 2·N²·D and 6·D² of its modulation."""
     rows = {(row.size, row.model): row for row in rivals.rows()}

@@ -75,6 +75,7 @@ def test_a_training_is_known_by_what_is_said_of_it():
     assert len({one.key, *(other.key for other in others)}) == 3
 
 
+@pytest.mark.slow
 def test_studies_share_runs_that_say_the_same():
     for name, arm, other, twin in [
         ("when", "depth 12, routed", "convergence", "routed"),

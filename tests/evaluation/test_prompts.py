@@ -287,6 +287,7 @@ def test_held_out_captions_are_scored_against_their_pictures(folder, clip, incep
     )
 
 
+@pytest.mark.slow
 def test_balanced_captions_and_a_sweep(folder, clip, inception_file):
     """Each caption equally often; without a reference's name the held-out pictures are it."""
     words = ("checkpoint=results/words", f"inception={inception_file}", *FID, f"clip={clip}", "num_samples=8")

@@ -251,6 +251,7 @@ def test_flops_agree_with_torchs_counter(more, routes):
     assert 2 * network.forward_flops(routes) == counter.get_total_flops()
 
 
+@pytest.mark.slow
 def test_bf16_recomputation_and_compiled_blocks_agree_with_the_plain_network():
     """Without a dtype's mismatch in norms or attention; one graph for all tokens and one for kept ones."""
     network, (x, t, y) = tiny(depth=4, qk_norm=True), batch()
