@@ -119,7 +119,7 @@ class RF(Process):
 
     def loss(self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()) -> Tensor:
         """The mean error of each sample: (B,) fp32. x clean latents, noise standard normal, t (B,)."""
-        squared, _, _ = self.errors(network, x, y, t, noise, routes)
+        squared = self.errors(network, x, y, t, noise, routes)[0]
         return squared.mean(dim=(1, 2, 3))
 
     def evaluation_levels(self, count: int) -> Tensor:

@@ -93,7 +93,7 @@ class EDM(Process):
         self, network: Network, x: Tensor, y: Condition, sigma: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
         """λ(σ)·mean (D − x)² of each sample: (B,) fp32. x clean latents, noise standard normal, sigma (B,)."""
-        squared, _, _ = self.errors(network, x, y, sigma, noise, routes)
+        squared = self.errors(network, x, y, sigma, noise, routes)[0]
         return self.weight(sigma.float()) * squared.mean(dim=(1, 2, 3))
 
     def schedule(self, num_steps: int = 40) -> Tensor:
