@@ -27,8 +27,8 @@ import pytest
 import torch
 from forked import run_python
 from hydra import compose, initialize_config_dir
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
@@ -65,7 +65,8 @@ def read_once(load: Callable) -> Callable:
     return load_config
 
 
-for source in (FileConfigSource, ImportlibResourcesConfigSource):  # our configs, and Hydra's
+Plugins.instance()  # which registers what reads configs: classes of its own, not those that an import gives
+for source in (SourcesRegistry.instance().resolve(scheme) for scheme in ("file", "pkg")):  # our configs, and Hydra's
     source.load_config = read_once(source.load_config)
 
 
