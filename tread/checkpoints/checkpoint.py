@@ -11,10 +11,8 @@ results/<run>/latest       link to the newest one
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,20 +29,13 @@ VERSION = 1
 
 
 class Damaged(ValueError):
-    """A checkpoint that is not what was written: what is wrong, and its folder. Its text names the one before it."""
-
-    def __str__(self) -> str:
-        what, folder = self.args
-        earlier = _before(folder)
-        if earlier is None:
-            return f"{what}; there is no whole checkpoint before it: it must be copied or made again"
-        return f"{what}; the checkpoint before it is {earlier}"
+    """A checkpoint that is not what was written."""
 
 
 def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info: Mapping) -> Path:
     """Write a checkpoint and let `latest` name it; returns its folder.
 
-    tensors  name ("model", "ema", "optimizer") → tensors by name, see `parts`.
+    tensors  part ("model", "ema", "optimizer", …) → tensors by name.
     info     anything JSON can hold: config, versions, …
     """
     folder = run / f"step_{step:07d}"
@@ -61,7 +52,7 @@ def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info
 
 
 def prune(run: Path, keep_last: int, keep_every: int | None) -> None:
-    """Remove checkpoints but the newest keep_last and those at multiples of keep_every.
+    """Remove checkpoints except the newest keep_last and those at multiples of keep_every.
 
     Those above `latest` are left alone: a run that went back will replace them.
     """
@@ -74,7 +65,7 @@ def prune(run: Path, keep_last: int, keep_every: int | None) -> None:
 
 
 def sweep(run: Path) -> None:
-    """Remove what a process left that was killed while it wrote or removed a checkpoint."""
+    """Remove the leftovers of a process that was killed while it wrote or removed a checkpoint."""
     for kind in ("partial", "old"):
         for folder in run.glob(f".step_*.{kind}"):
             shutil.rmtree(folder)
@@ -92,88 +83,71 @@ class Checkpoint:
         return self.info["step"]
 
     def sha256(self, name: str) -> str:
-        """The hash that info.json states of one part. Raises ValueError if it does not hold the part."""
+        """The hash that info.json states for a part. Raises ValueError if it does not hold the part."""
         file = f"{name}.safetensors"
         if file not in self.info["files"]:
-            other = {"ema": "model", "model": "ema"}.get(name)
-            raw = f"; weights={other} (of train.py: init_weights={other}) takes those" if other else ""
-            raise ValueError(f"{self.folder} holds no {name} part, only {', '.join(self.info['files'])}{raw}")
+            raise ValueError(f"{self.folder} holds no {name} part, only {', '.join(self.info['files'])}")
         return self.info["files"][file]["sha256"]
 
     def check(self, name: str) -> None:
-        """Raise ValueError unless one part's file is there in the size that info.json states."""
+        """Raise ValueError unless a part's file has the size that info.json states."""
         self.sha256(name)
         path = self.folder / f"{name}.safetensors"
         if not path.is_file():
-            raise Damaged(f"{path} is missing, though info.json names it", self.folder)
+            raise Damaged(f"{path} is missing, though info.json names it")
         size, stated = path.stat().st_size, self.info["files"][path.name]["bytes"]
         if size != stated:
-            cut = ", so it is cut short" if size < stated else ""
-            raise Damaged(f"{path} is damaged: {size} bytes, where {stated} were written{cut}", self.folder)
+            raise Damaged(f"{path} is damaged: {size} bytes, where {stated} were written")
 
     def verify(self, name: str) -> None:
-        """Raise ValueError unless one part's file has the size and hash that info.json states."""
+        """As `check`, and raise ValueError unless the file has the hash that info.json states."""
         self.check(name)
         path = self.folder / f"{name}.safetensors"
-        if sha256(path) != self.info["files"][path.name]["sha256"]:
-            raise Damaged(f"{path} is damaged: its content is not what was written, by info.json's hash", self.folder)
+        if sha256(path) != self.sha256(name):
+            raise Damaged(f"{path} is damaged: its content is not what was written, by info.json's hash")
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of one part on the CPU. Raises ValueError if it is damaged."""
+        """The tensors of a part on the CPU. Raises ValueError if it is damaged."""
         self.verify(name)
         return load_file(self.folder / f"{name}.safetensors")
 
 
 def find(path: Path) -> Checkpoint:
-    """Open a checkpoint folder, a run's `latest`, or a run folder (its newest).
+    """Open a checkpoint's folder, a run's `latest`, or a run's folder (its newest).
 
-    Raises FileNotFoundError if there is none, ValueError if it is none of ours.
+    Raises FileNotFoundError if there is none, ValueError if it is damaged or not ours.
     """
-    if path.name == "latest" and not path.is_dir():
-        there = path.is_symlink() or path.exists()
-        why = f"a link to {os.readlink(path)}, which is gone" if path.is_symlink() else "no link to a checkpoint"
-        other = newest(path.parent)
-        use = f"; the newest checkpoint there is {other}" if other else ""
-        raise FileNotFoundError(f"no checkpoint at {path}: it is {why if there else 'not there'}{use}")
     if path.is_file():
-        raise ValueError(
-            f"{path} is a file, but a checkpoint is a folder with info.json. A state dict can start a training run "
-            "(init_from=…), and scripts/import_checkpoint.py makes a checkpoint of one. It can be sampled if it was "
-            "trained by EDM or rectified flow; public DiT weights were not: they predict noise on timesteps 0..999"
-        )
-    named = path / "latest" if (path / "latest").is_dir() else path
-    folder = next((place for place in (path, named) if (place / "info.json").is_file()), None)
-    if folder is None and (named != path or _looks_like_one(path)):
-        lost = named.resolve()
-        raise Damaged(f"{lost / 'info.json'} is missing, without which nobody knows what {lost} is", lost)
+        raise ValueError(f"{path} is a file, but a checkpoint is a folder: scripts/import_checkpoint.py makes one")
+    folder = next((place for place in (path, path / "latest") if (place / "info.json").is_file()), None)
+    if folder is None and (path / "latest").is_dir():  # an older checkpoint would not be what was asked for
+        raise Damaged(f"{path / 'latest' / 'info.json'} is missing")
     if folder is None and (folder := newest(path)) is None:
-        why = "neither it nor a folder step_… in it has an info.json" if path.exists() else "it is not there"
-        raise FileNotFoundError(f"no checkpoint at {path}: {why}")
-    info = _parsed(folder)
+        raise FileNotFoundError(f"no checkpoint at {path}: neither it nor a folder step_… in it has an info.json")
+    info, file = _parsed(folder), folder / "info.json"
     stated = (info.get("format"), info.get("version")) if isinstance(info, dict) else (None, None)
     if None not in stated and stated != ("checkpoint", VERSION):
         kind = f"{stated[0]!r} version {stated[1]}"
         raise ValueError(f"{folder} is a {kind}, but this code reads 'checkpoint' version {VERSION}")
     if None in stated or not _is_complete(info):
-        what = "it does not state format, version, step, config, and size and sha256 of each file"
-        raise Damaged(f"{folder / 'info.json'} is damaged: {what}", folder)
+        raise Damaged(f"{file} is damaged: it lacks format, version, step, config, or size and sha256 of a file")
     try:
         for name in info["files"]:
-            plain_name(name, folder / "info.json")
+            plain_name(name, file)
     except ValueError as error:
-        raise Damaged(f"{folder / 'info.json'} is damaged: {error}", folder) from error
+        raise Damaged(f"{file} is damaged: {error}") from error
     return Checkpoint(folder.resolve(), info)
 
 
 def containing(path: Path) -> Checkpoint | None:
-    """The checkpoint that a file is a part of, where info.json beside it says so; None for files of others.
+    """The checkpoint that a file is a part of, where info.json beside it says so; None for other people's files.
 
     Raises ValueError if that info.json is damaged.
     """
     path = path.resolve()
     info = _parsed(path.parent) if (path.parent / "info.json").is_file() else None
     if not isinstance(info, dict) or info.get("format") != "checkpoint":
-        return None  # somebody else's, if any
+        return None
     checkpoint = find(path.parent)
     return checkpoint if path.name in checkpoint.info["files"] else None
 
@@ -181,8 +155,8 @@ def containing(path: Path) -> Checkpoint | None:
 def _parsed(folder: Path) -> object:
     try:
         return json.loads((folder / "info.json").read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Damaged(f"{folder / 'info.json'} is damaged ({error})", folder) from error
+    except ValueError as error:
+        raise Damaged(f"{folder / 'info.json'} is damaged ({error})") from error
 
 
 def _is_complete(info: dict) -> bool:
@@ -193,26 +167,8 @@ def _is_complete(info: dict) -> bool:
     return all(isinstance(file, dict) and {"bytes", "sha256"} <= file.keys() for file in info["files"].values())
 
 
-def _looks_like_one(folder: Path) -> bool:
-    """Whether a folder without info.json was a checkpoint, by its name or by what lies there."""
-    return folder.is_dir() and (folder.name.startswith("step_") or any(folder.glob("*.safetensors")))
-
-
-def _before(folder: Path) -> Path | None:
-    """The newest checkpoint of a lower step beside a folder whose files have the sizes that were written."""
-    number = folder.resolve().name.removeprefix("step_")
-    for other in reversed(_folders(folder.resolve().parent)):
-        if not number.isdecimal() or _step(other) < int(number):
-            with contextlib.suppress(ValueError, OSError, LookupError, TypeError, AttributeError):
-                checkpoint = find(other)
-                for name in checkpoint.info["files"]:
-                    checkpoint.check(name.removesuffix(".safetensors"))
-                return other
-    return None
-
-
 def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint of a run whose files are what was written, and what is wrong with newer ones.
+    """The newest undamaged checkpoint of a run, and what is wrong with newer ones.
 
     Begins with what `latest` names and goes back in steps; (None, []) without any. Reads all of the files.
     Raises ValueError if all are damaged, or if one is of another version.
@@ -222,21 +178,17 @@ def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
         try:
             checkpoint = find(folder)
             if checkpoint.step != _step(folder):
-                raise Damaged(f"{folder / 'info.json'} is damaged: it states step {checkpoint.step}", folder)
-            missing = [key for key in ("config", "latents", "samples") if key not in checkpoint.info]
+                raise Damaged(f"{folder / 'info.json'} is damaged: it states step {checkpoint.step}")
             parts = [file.removesuffix(".safetensors") for file in checkpoint.info["files"]]
-            missing += [name for name in ("model", "ema", "optimizer") if name not in parts]
-            if missing:
-                raise Damaged(f"{folder} lacks {', '.join(missing)}, so that no training can go on from it", folder)
+            if missing := {"latents", "samples", "model", "ema", "optimizer"} - {*checkpoint.info, *parts}:
+                raise Damaged(f"{folder} lacks {', '.join(sorted(missing))}, so no training can go on from it")
             for name in parts:
                 checkpoint.verify(name)
             return checkpoint, problems
-        except Damaged as error:
-            problems.append(error.args[0])
         except PermissionError:
             raise
-        except (OSError, LookupError, AttributeError, TypeError) as error:  # a disk's error; info.json of another shape
-            problems.append(f"{folder} can't be read ({type(error).__name__}: {error})")
+        except (Damaged, OSError) as error:
+            problems.append(f"{folder}: {error}")
     if problems:
         raise ValueError(f"no checkpoint of {run} is whole; name=… starts anew\n  " + "\n  ".join(problems))
     return None, []
@@ -260,7 +212,7 @@ def newest(run: Path) -> Path | None:
 
 
 def optimized_parameters(network: nn.Module, projector: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
-    """What a run's optimizer holds, by name, in its order: the network's, then the projector's if there is one."""
+    """The parameters of a run's optimizer, by name, in its order: the network's, then any projector's."""
     yield from network.named_parameters()
     if projector is not None:
         yield from projector.named_parameters(prefix="projector")
@@ -271,9 +223,9 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """The optimizer's state by parameter name: <state>/<parameter>.
 
-    What the optimizer changed in its groups is state too, <key>/group <number>, as is <state>/optimizer, of no
-    parameter. The tensor `values`, bytes of JSON, is there if some of it are no tensors: it holds numbers, text, None,
-    and lists, tuples and dicts of such and of tensors. Raises ValueError for other things.
+    Values that the optimizer changed in its groups are state too, <key>/group <number>, as is state without a
+    parameter, <state>/optimizer. State that is no tensor is JSON in the bytes of the tensor `values`: numbers, text,
+    None, and lists, tuples and dicts of these and of tensors. Raises TypeError for anything else.
     """
     names = {parameter: name for name, parameter in optimized_parameters(network, projector)}
     sections = [(name, optimizer.state[parameter]) for parameter, name in names.items() if parameter in optimizer.state]
@@ -290,15 +242,12 @@ def optimizer_tensors(
             if packed != ["tensor", f"{key}/{name}", False]:
                 values[f"{key}/{name}"] = packed
     if values:
-        try:
-            tensors["values"] = torch.tensor([*json.dumps(values).encode()], dtype=torch.uint8)
-        except TypeError as error:
-            raise ValueError(f"the state of {type(optimizer).__name__} can't be saved: {error}") from error
+        tensors["values"] = torch.tensor([*json.dumps(values).encode()], dtype=torch.uint8)
     return tensors
 
 
 def _pack(value: object, key: str, name: str, device: torch.device, tensors: dict[str, Tensor]) -> object:
-    """A value of an optimizer's state for JSON, lists with their kind; its tensors go to `tensors`."""
+    """A value of an optimizer's state as JSON, lists with their kind; its tensors go to `tensors`."""
     if torch.is_tensor(value):
         tensors[f"{key}/{name}"] = value
         return ["tensor", f"{key}/{name}", value.device != device]
@@ -311,7 +260,7 @@ def _pack(value: object, key: str, name: str, device: torch.device, tensors: dic
 
 
 def _unpack(value: object, device: torch.device, tensors: dict[str, Tensor]) -> object:
-    """What _pack was given, its tensors on this device or, if they were not on the parameters', on the CPU."""
+    """The value that _pack was given, its tensors on this device, or on the CPU if they were not on the parameters'."""
     if not isinstance(value, list):
         return value
     kind, *items = value
@@ -327,9 +276,9 @@ def load_optimizer(
     tensors: Mapping[str, Tensor],
     projector: nn.Module | None = None,
 ) -> None:
-    """Put back what optimizer_tensors returned; settings such as the learning rate stay the optimizer's own.
+    """Restore the state from optimizer_tensors; settings such as the learning rate stay as they are.
 
-    Not by optimizer.load_state_dict, which gives state the parameters' dtype and device.
+    optimizer.load_state_dict would give state the parameters' dtype and device.
     """
     parameters, tensors = dict(optimized_parameters(network, projector)), dict(tensors)
     groups = {f"group {number}": group for number, group in enumerate(optimizer.param_groups)}
@@ -344,50 +293,40 @@ def load_optimizer(
             groups.get(owner, optimizer.state)[key] = value
 
 
-def parts(
-    network: nn.Module,
-    averaged: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    powers: Mapping[float, nn.Module],
-    projector: nn.Module | None = None,
-) -> dict[str, dict[str, Tensor]]:
-    """What a training run saves.
+@dataclass(frozen=True)
+class Trained:
+    """The modules of a training run whose tensors are the parts of its checkpoints.
 
-    powers     averages by power functions, by width; without any there is no such part.
-    projector  alignment's; without one there is no such part.
+    averaged   the network with averaged weights.
+    optimizer  None: its state is not restored.
+    powers     networks with averages by power functions, by width; without any there is no such part.
+    projector  alignment's projector; without one there is no such part.
     """
-    tensors = {
-        "model": network.state_dict(),
-        "ema": averaged.state_dict(),
-        "optimizer": optimizer_tensors(optimizer, network, projector),
-    }
-    if projector is not None:
-        tensors["projector"] = projector.state_dict()
-    if powers:
-        named = ((width, power.named_parameters()) for width, power in powers.items())
-        tensors["powers"] = {f"{width}/{name}": value for width, parameters in named for name, value in parameters}
-    return tensors
 
+    network: nn.Module
+    averaged: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    powers: Mapping[float, nn.Module]
+    projector: nn.Module | None = None
 
-def restore(
-    checkpoint: Checkpoint,
-    network: nn.Module,
-    averaged: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    powers: Mapping[float, nn.Module],
-    projector: nn.Module | None = None,
-) -> None:
-    """Put back what `parts` gave, in place, on the devices the networks are on.
+    def parts(self) -> dict[str, dict[str, Tensor]]:
+        """Part → tensors by name."""
+        modules = {"model": self.network, "ema": self.averaged, "projector": self.projector}
+        parts = {name: module.state_dict() for name, module in modules.items() if module is not None}
+        parts["optimizer"] = optimizer_tensors(self.optimizer, self.network, self.projector)
+        named = {width: power.named_parameters() for width, power in self.powers.items()}
+        powers = {f"{width}/{name}": value for width, parameters in named.items() for name, value in parameters}
+        return parts | ({"powers": powers} if powers else {})
 
-    optimizer  None: its state is not put back.
-    """
-    network.load_state_dict(checkpoint.tensors("model"))
-    averaged.load_state_dict(checkpoint.tensors("ema"))
-    if optimizer is not None:
-        load_optimizer(optimizer, network, checkpoint.tensors("optimizer"), projector)
-    if projector is not None:
-        projector.load_state_dict(checkpoint.tensors("projector"))
-    kept = checkpoint.tensors("powers") if powers else {}
-    for width, power in powers.items():
-        for name, parameter in power.named_parameters():
-            parameter.copy_(kept[f"{width}/{name}"])
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Load a checkpoint's parts in place, on the modules' devices."""
+        self.network.load_state_dict(checkpoint.tensors("model"))
+        self.averaged.load_state_dict(checkpoint.tensors("ema"))
+        if self.optimizer is not None:
+            load_optimizer(self.optimizer, self.network, checkpoint.tensors("optimizer"), self.projector)
+        if self.projector is not None:
+            self.projector.load_state_dict(checkpoint.tensors("projector"))
+        kept = checkpoint.tensors("powers") if self.powers else {}
+        for width, power in self.powers.items():
+            for name, parameter in power.named_parameters():
+                parameter.copy_(kept[f"{width}/{name}"])

@@ -1,4 +1,4 @@
-"""What an export changes where it is asked to: weights in half precision, and a record without this machine's paths."""
+"""What an export changes if asked: weights in half precision, public names, a record without this machine's paths."""
 
 from __future__ import annotations
 
@@ -18,30 +18,27 @@ TYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
 def stored_dtype(info: Mapping) -> Dtype:
-    """What a checkpoint's weights are stored in; training writes fp32, and no record of it."""
+    """The type of a checkpoint's weights; training writes fp32 and does not record it."""
     return info.get("dtype", "fp32")
 
 
 def as_dtype(tensors: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
-    """The same tensors, rounded to a type. Raises ValueError where numbers are not finite in it."""
+    """The tensors rounded to a type. Raises ValueError where that leaves numbers that are not finite."""
     rounded = {n: value.to(TYPES[dtype]) if value.is_floating_point() else value for n, value in tensors.items()}
     if lost := [name for name, value in rounded.items() if not value.isfinite().all()]:
-        most = max(tensors[name].abs().max().item() for name in lost)
-        limit = f"{dtype} ends at {torch.finfo(TYPES[dtype]).max:,.0f}"
-        raise ValueError(
-            f"{listed(lost)}: no {dtype} holds numbers up to {most:,.6g}, where {limit}; dtype=fp32 keeps them"
-        )
+        limit = f"{torch.finfo(TYPES[dtype]).max:,.0f}"
+        raise ValueError(f"{listed(lost)}: numbers beyond {dtype}, which ends at {limit}; dtype=fp32 keeps them")
     return rounded
 
 
 def public_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """MaskDiT's weights by the names of its released files, labels as a matrix (D, classes) without the null class.
 
-    Raises ValueError for weights of another network, whose names are public ones already, or if the null class is not
-    zero, for which those files have no place.
+    Raises ValueError for other networks, whose names are public already, or if the null class is not zero, since those
+    files have no place for it.
     """
     if MASKDIT not in tensors:
-        raise ValueError("public=true is of MaskDiT: the names of this network are those of its public files already")
+        raise ValueError("public=true is of MaskDiT: this network's names are those of its public files already")
     if tensors[LABELS][-1].any():
         raise ValueError(f"the null class, the last row of {LABELS}, is not zero: MaskDiT's files have no place for it")
     return {
@@ -51,21 +48,19 @@ def public_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
-    """info.json's content for others to read.
+    """info.json's content for other people.
 
-    paths        "short": of each absolute path the last two names, as "imagenette/train".
-    autoencoder  the hub id that is named in the place of what is recorded, whose fingerprint stays; None: what is.
+    paths        "short" leaves the last two names of each absolute path, as in "imagenette/train".
+    autoencoder  a hub id to name in place of the recorded one, whose fingerprint stays; None keeps the recorded one.
 
-    Raises ValueError for another name than a hub id, or if there is no autoencoder.
+    Raises ValueError for a name that is no hub id, or if there is no autoencoder.
     """
     content, latents = dict(info), dict(info.get("latents", {}))
     if autoencoder is not None:
         if latents.get("autoencoder", "pixels") == "pixels":
             raise ValueError(f"autoencoder={autoencoder}, but this network draws pixels and has none")
         if not HUB_ID.fullmatch(autoencoder) or autoencoder.endswith(WEIGHT_FILES):
-            raise ValueError(
-                f"autoencoder={autoencoder} is no hub id, as madebyollin/taesd is: others have no such file"
-            )
+            raise ValueError(f"autoencoder={autoencoder} is no hub id, such as madebyollin/taesd")
         latents["autoencoder"] = autoencoder
     if paths == "short":
         content = shortened(content)
@@ -74,7 +69,7 @@ def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
 
 
 def shortened(value: object) -> object:
-    """A tree of JSON, where of absolute paths the last two names are left."""
+    """A tree of JSON with only the last two names of each absolute path."""
     if isinstance(value, Mapping):
         return {key: shortened(item) for key, item in value.items()}
     if isinstance(value, list):

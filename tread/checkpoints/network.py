@@ -1,4 +1,4 @@
-"""What a network depends on, as a checkpoint's config says it: its settings, its process, and building it."""
+"""The settings that a network depends on, read from a checkpoint's config; its process; and building it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Network:
 
 
 def read_network(config: dict) -> Network:
-    """What a checkpoint's config says of its network. Raises ValueError."""
+    """The network's settings in a checkpoint's config. Raises ValueError."""
     return read({item.name: config[item.name] for item in fields(Network) if item.name in config}, Network)
 
 
@@ -59,5 +59,5 @@ def process_of(cfg: Network) -> Process:
 
 
 def build_network(cfg: Network) -> Backbone:
-    """The network, initialised from torch's global generator on the default device, of these or of a run's settings."""
+    """The network of these or of a run's settings, initialised by torch's global generator on the default device."""
     return cfg.model.build(cfg.dataset.size, cfg.dataset.channels, cfg.dataset.num_classes, cfg.text)
