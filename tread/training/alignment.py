@@ -1,10 +1,10 @@
 """Alignment of a block's output, token by token, with targets of the clean picture, under routes too.
 
 repa  (Yu et al. 2025, arXiv 2410.06940): −cosine between the projected output and patch features of a frozen encoder.
-self  (SRA; Jiang et al. 2025, arXiv 2505.02831): smooth L1 between the output behind a head and that of a deeper
+self  (SRA; Jiang et al. 2025, arXiv 2505.02831): smooth L1 between the projected output and the output of a deeper
       block of the averaged network, which sees the same latents, noise and labels at a lower noise level, all tokens.
 
-The output is taken as the block leaves it: in a route it holds the kept tokens, and the targets are gathered by the
+The output is taken as the block leaves it. Inside a route it holds the kept tokens, and the targets are gathered by the
 same ids; elsewhere it holds all. Sampling needs neither projector nor targets.
 
 Shapes: B samples, N tokens, K of them in the aligned block, D hidden size, z channels of the targets.
@@ -29,21 +29,21 @@ from tread.models.conditions import Condition
 from tread.routing.ids import count_run
 from tread.runtime.schema import Count, Positive, Share
 
-BETA = 0.05  # of smooth L1, where it turns from a parabola into a line (SRA)
+BETA = 0.05  # where smooth L1 turns from a parabola into a line (SRA)
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """The settings.
+    """Section alignment of the settings.
 
-    block    the aligned one, 0-based, negative from the end; None: number min(8, depth // 3), counted from 1.
-    weight   of the alignment in the loss.
-    width    of repa's projector.
-    encoder  whose features are repa's targets.
-    source   stored: features that lie beside the latents; live: the encoder runs on pictures that do.
-    teacher  self's deeper block, as `block`; None: number 2·depth // 3, counted from 1.
-    gap      self's noise level lies below the training's by up to so much, uniformly: of the time in rectified flow, of
-             the training distribution's quantile in EDM.
+    block    the aligned block, 0-based, negative from the end; None: number min(8, depth // 3), counted from 1.
+    weight   the alignment's weight in the loss.
+    width    the width of repa's projector.
+    encoder  the encoder whose features are repa's targets.
+    source   stored: features that lie beside the latents; live: the encoder runs on pictures stored there.
+    teacher  self's deeper block, numbered like `block`; None: number 2·depth // 3, counted from 1.
+    gap      how far the teacher's noise level lies below the training's, at most: drawn uniformly, in units of time for
+             rectified flow, of the training distribution's quantile for EDM.
     """
 
     kind: Literal["none", "repa", "self"] = "none"
@@ -56,12 +56,11 @@ class Alignment:
     gap: Share = 0.2
 
     def blocks(self, depth: int) -> tuple[int, int]:
-        """The aligned block and self's deeper one of a network of so many, counted from 0. Raises ValueError."""
+        """The aligned block and the teacher's in a network of `depth` blocks, from 0. Raises ValueError."""
         blocks = {"block": max(1, min(8, depth // 3)) - 1, "teacher": max(1, 2 * depth // 3) - 1}
         for name, value in (("block", self.block), ("teacher", self.teacher)):
             if value is not None and not -depth <= value < depth:
-                given = f"alignment.{name} is {value}, but the network has {depth} blocks"
-                raise ValueError(f"{given}: 0..{depth - 1}, or -{depth}..-1 from the end")
+                raise ValueError(f"alignment.{name} is {value}, but the network has {depth} blocks")
             blocks[name] = blocks[name] if value is None else value % depth
         return blocks["block"], blocks["teacher"]
 
@@ -69,30 +68,26 @@ class Alignment:
 def alignment_loss(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
     """REPA's loss of each sample, −cosine averaged over the tokens: (B,) fp32.
 
-    projected  (B, K, z), of the tokens ids_keep (B, K), or of all, K = N, where that is None.
+    projected  (B, K, z), the tokens ids_keep (B, K), or all tokens, K = N, where that is None.
     targets    (B, N, z).
     """
-    return -F.cosine_similarity(*_met(projected, targets, ids_keep), dim=2).mean(dim=1)
+    return -F.cosine_similarity(projected.float(), _kept(targets, ids_keep), dim=2).mean(dim=1)
 
 
 def self_distance(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
     """SRA's loss of each sample, smooth L1 averaged over tokens and channels: (B,) fp32; as alignment_loss."""
-    return F.smooth_l1_loss(*_met(projected, targets, ids_keep), beta=BETA, reduction="none").mean(dim=(1, 2))
+    distance = F.smooth_l1_loss(projected.float(), _kept(targets, ids_keep), beta=BETA, reduction="none")
+    return distance.mean(dim=(1, 2))
 
 
-def _met(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    if ids_keep is not None:
-        targets = gather_tokens(targets, ids_keep)
-    if projected.shape != targets.shape:
-        shapes = f"{tuple(projected.shape)} projected tokens for targets of {tuple(targets.shape)}"
-        raise ValueError(f"{shapes}: each token needs one of as many channels")
-    return projected.float(), targets.float()
+def _kept(targets: Tensor, ids_keep: Tensor | None) -> Tensor:
+    return (targets if ids_keep is None else gather_tokens(targets, ids_keep)).float()
 
 
 def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Sequential:
-    """What stands between the aligned block and the targets, tokens (B, K, D) → (B, K, z); Xavier weights, no biases.
+    """The layers between the aligned block and the targets, (B, K, D) → (B, K, z); Xavier weights, biases 0.
 
-    width  z. repa: three layers, two of alignment.width; self: two, the first of 2D.
+    width  z. repa has three layers, two of them alignment.width wide; self has two, the first 2D wide.
     """
     inner = [alignment.width] * 2 if alignment.kind == "repa" else [2 * hidden_size]
     sizes, layers = [hidden_size, *inner, width], []
@@ -104,9 +99,9 @@ def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Se
 
 
 class Aligned(nn.Module):
-    """A network and its projector as one module, as the processes of a run share it.
+    """A network and its projector as one module, for the processes of a run to share.
 
-    forward is the network's; its record then holds the projected tokens (B, K, z) of the aligned block.
+    forward is the network's; its record then holds the aligned block's projected tokens (B, K, z).
     """
 
     def __init__(self, network: Backbone, projector: nn.Module, block: int) -> None:
@@ -124,7 +119,7 @@ class Aligned(nn.Module):
     ) -> Tensor:
         record = record or Record()
         record.blocks = (self.block,)
-        dropped = {} if path_drop is None else {"path_drop": path_drop}  # which SPRINT alone takes
+        dropped = {} if path_drop is None else {"path_drop": path_drop}  # SPRINT alone takes it
         output = self.network(x, t, y, routes, record=record, **dropped)
         tokens, ids_keep = record.outputs[self.block]
         record.outputs[self.block] = self.projector(tokens), ids_keep
@@ -133,13 +128,13 @@ class Aligned(nn.Module):
 
 @dataclass(frozen=True)
 class Aligner:
-    """What a run aligns with.
+    """The targets and losses of a run's alignment.
 
-    module   the network with its projector.
-    teacher  self's averaged network, else None.
-    encoder  repa's, of alignment.source=live, else None: the features are stored.
-    encoder_flops  of a picture.
-    fingerprint    of repa's encoder, whose features may be stored; None where nobody knows.
+    module         the network with its projector.
+    teacher        the averaged network for alignment=self, else None.
+    encoder        repa's encoder for alignment.source=live; None: the features are stored.
+    encoder_flops  the encoder's FLOPs for a picture.
+    fingerprint    the hash of repa's encoder, live or stored; None where it is not known.
     """
 
     settings: Alignment
@@ -149,18 +144,14 @@ class Aligner:
     encoder_flops: int = 0
     fingerprint: str | None = None
 
-    @property
-    def projector(self) -> nn.Module:
-        return self.module.projector
-
     @torch.no_grad()
     def targets(
         self, process: Process, batch: Batch, x: Tensor, y: Condition, normal: Tensor, noise: Tensor, back: Tensor
     ) -> Tensor:
-        """What the projected tokens are to meet, (B, N, z), of clean latents x and their conditions y.
+        """The targets (B, N, z) of the projected tokens, for clean latents x and their conditions y.
 
-        The teacher sees the noise of the training at the cleaner level that `back` (B,) says; normal (B,) gave the
-        training's own.
+        The teacher sees the training's noise at a lower level: normal (B,) gave the training's level, `back` (B,) is
+        the fraction of the gap between the two.
         """
         if self.teacher is None:
             return self.encoder.encode(batch.pictures) if self.encoder else batch.features
@@ -169,14 +160,14 @@ class Aligner:
         return self.teacher.output_of(block, *process.precondition(process.noised(x, level, noise), level), y)
 
     def distance(self, record: Record, targets: Tensor) -> Tensor:
-        """How far the projected tokens that a pass took down are from their targets: (B,) fp32."""
+        """The alignment loss of the projected tokens that a pass recorded: (B,) fp32."""
         projected, ids_keep = record.outputs[self.module.block]
         return (alignment_loss if self.teacher is None else self_distance)(projected, targets, ids_keep)
 
     def flops(self, routes: Sequence[Route]) -> int:
-        """What alignment adds to a training step, for one sample: projector forward and backward, teacher, encoder."""
+        """What alignment adds to a training step for one sample: projector forward and backward, teacher, encoder."""
         network = self.module.network
-        layers = [layer.weight.numel() for layer in self.projector if isinstance(layer, nn.Linear)]
+        layers = [layer.weight.numel() for layer in self.module.projector if isinstance(layer, nn.Linear)]
         flops = self.encoder_flops + 3 * 2 * sum(layers) * tokens_at(self.module.block, routes, network)
         if self.teacher is not None:
             flops += self.teacher.forward_flops(upto=self.settings.blocks(len(network.blocks))[1])
@@ -184,7 +175,7 @@ class Aligner:
 
 
 def tokens_at(block: int, routes: Sequence[Route], network: Backbone) -> int:
-    """How many tokens a block sees under routes."""
+    """The number of tokens that a block sees under routes."""
     tokens, grid = network.num_tokens, network.grid
     around = [route for route in check_routes(routes, len(network.blocks)) if route.start <= block <= route.end]
     return count_run(around[0], tokens, grid) if around else tokens

@@ -1,8 +1,8 @@
-"""One optimizer step that never waits for the device: bad numbers are skipped there, and counted there.
+"""One optimizer step that skips bad numbers.
 
-Whether a step is bad is known from the norm of the gradients, which DDP has made equal on all
-processes; a loss that is not finite spoils its gradients on purpose (`backward`). The flag stays on
-the device: fused AdamW takes it as `found_inf`, averages as `skip`, `step_unless` does it for other optimizers.
+Whether a step is bad is known from the norm of the gradients, which DDP has made equal on all processes; a loss that is
+not finite spoils its gradients on purpose (`backward`). The flag stays on the device, where fused AdamW takes it as
+`found_inf` and averages as `skip`; for other optimizers the device is waited for once a step.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import math
 import torch
 from torch import Tensor
 
-from tread.training.optimizers import step_unless
 from tread.training.settings import Settings
 
-SKIPPING = (torch.optim.AdamW, torch.optim.Adam)  # whose fused kernels clip and skip by themselves
+SKIPPING = (torch.optim.AdamW, torch.optim.Adam)  # their fused kernels clip and skip by themselves
 
 
 def learning_rate(cfg: Settings, step: int) -> float:
-    """Of training step `step` (0, 1, …): it rises to optim.lr, then may fall to final_lr, reached after the last."""
+    """The rate of training step `step` (0, 1, …): it rises to optim.lr, then may fall to final_lr after the last."""
     optim = cfg.optim
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
@@ -35,12 +34,12 @@ def backward(loss: Tensor) -> None:
 
 @torch.no_grad()
 def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, clip_norm: float | None) -> tuple[Tensor, Tensor]:
-    """Update the parameters by their gradients, which are then dropped, or leave all as it is if they are bad.
+    """Update the parameters by their gradients, or leave all as it is if these are bad; then drop the gradients.
 
-    clip_norm  to which the gradients are scaled down; None: never.
+    clip_norm  the norm that gradients are scaled down to; None: never.
 
-    Returns the gradients' norm before clipping, and 1.0 where it is not finite and the step was
-    skipped, else 0.0: 0-d fp32 on the device.
+    Returns the gradients' norm before clipping, and 1.0 if it was not finite and the step was skipped, else 0.0: 0-d
+    fp32 on the device.
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
@@ -55,6 +54,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, clip_norm: float
     else:
         if scale is not None:
             torch._foreach_div_(gradients, scale)
-        step_unless(optimizer, gradients, skip > 0)
+        if not skip:
+            optimizer.step()
     optimizer.zero_grad()
     return norm, skip

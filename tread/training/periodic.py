@@ -1,4 +1,4 @@
-"""What happens between training steps and after the last: logs, evaluation, FID, grids, checkpoints, judges."""
+"""The work between training steps and after the last: logs, evaluation, FID, grids, checkpoints, judges."""
 
 from __future__ import annotations
 
@@ -31,46 +31,42 @@ from tread.runtime.files import explain_failure
 from tread.training import posthoc_ema
 from tread.training.flops import sample_flops, training_flops
 from tread.training.optimizer import learning_rate
-from tread.training.run import Failure, Run, StepStatistics
+from tread.training.run import Failure, Run
 from tread.training.step import active_routes, step_draws
 
 
 class Clock:
-    """What training took, without pauses: all of it in the run's seconds and flops, and since the last log.
+    """The time that training takes, without pauses: in total as the run's seconds and flops, and since the last log.
 
-    The latter is for the speed, and leaves out the first step, which compiles, if others follow.
+    The time since the last log is for the speed. It leaves out the first step, which compiles, if others follow.
     """
 
     def __init__(self, run: Run) -> None:
         self.run, self.start_step, self.began = run, run.step, time.perf_counter()
-        self.first_step = self.cold_start = None
-        self.counted = run.step, self.began  # up to where the run's flops and seconds go
+        self.starting: dict[str, float] = {}  # seconds of the start, for the next record
+        self.counted = run.step, self.began  # up to where training is counted
         self.restart()
 
     def restart(self) -> None:
-        self.run.loader.waited = 0.0
-        self.first, self.since = self.run.step, time.perf_counter()
+        self.run.loader.waited = self.seconds = 0.0
+        self.first = self.run.step
 
     def tick(self, due: bool) -> None:
-        """After each step, before a log that is due: say how long the first took, and after 20 when the end comes."""
-        run, done = self.run, self.run.step - self.start_step
-        if done == 1:
-            wait_for(run.processes.device)
-            now = time.perf_counter()
-            self.first_step, self.cold_start = now - self.began, now - run.began
-            took = f"{self.cold_start:.1f} s, of which the first step took {self.first_step:.1f} s"
-            run.processes.say(f"  start     {took}")
+        """After each step, before a log that is due: say how long the start and its first step took."""
+        if self.run.step - self.start_step == 1:
+            wait_for(self.run.processes.device)
+            self.advance()
+            start, first = self.counted[1] - self.run.began, self.counted[1] - self.began
+            self.starting = {"cold_start_seconds": round(start, 2), "first_step_seconds": round(first, 3)}
+            self.run.processes.say(f"  start     {start:.1f} s, of which the first step took {first:.1f} s")
             if not due:
                 self.restart()
-        if done == 21:
-            left = run.cfg.train.steps - self.start_step
-            minutes = (time.perf_counter() - self.began - self.first_step) / 20 * left / 60
-            run.processes.say(f"  time      {minutes:.1f} min expected for {left:,} steps")
 
     def advance(self) -> None:
-        """Count what the run took up to here; for when the device has done what it was given."""
+        """Count the training up to here. The device must have done what it was given."""
         run, (step, since) = self.run, self.counted
         self.counted = run.step, time.perf_counter()
+        self.seconds += self.counted[1] - since
         run.flops += training_flops(run.cfg, run.network, range(step, run.step), run.aligner)
         if run.seconds is not None:
             run.seconds += self.counted[1] - since
@@ -81,13 +77,11 @@ class Clock:
         wait_for(self.run.processes.device)
         self.advance()
         yield
-        ended = time.perf_counter()
-        self.since += ended - self.counted[1]
-        self.counted = self.run.step, ended
+        self.counted = self.run.step, time.perf_counter()
 
 
 def log(run: Run, clock: Clock) -> str:
-    """Write down means and speed since the last log, and begin anew; returns them in short."""
+    """Record means and speed since the last log, and begin anew; returns a short summary."""
     sums = read_statistics(run)  # waits for the device, so the clock comes after
     clock.advance()
     values = {"lr": learning_rate(run.cfg, run.step - 1), "bad_steps": int(sums["bad"])}
@@ -96,46 +90,32 @@ def log(run: Run, clock: Clock) -> str:
         if run.aligner:
             values["alignment"] = sums["alignment"] / sums["good"]
             values["total"] = values["loss"] + run.cfg.alignment.weight * values["alignment"]
-    seconds, steps, waited = time.perf_counter() - clock.since, run.step - clock.first, run.loader.waited
-    speed = steps * run.cfg.train.batch_size / seconds
+    speed = (run.step - clock.first) * run.cfg.train.batch_size / clock.seconds
     flops = sample_flops(run.network, active_routes(run.cfg, run.step - 1), run.aligner) * speed
     values |= {"images_per_s": round(speed, 1), "flops_per_s": float(f"{flops:.4g}")}
     if (peak := peak_flops(run.processes.device, run.precision)) is not None:
         values["mfu"] = round(flops / (peak * run.processes.count), 4)
-    values["data_wait"] = round(waited / seconds, 5)
-    if clock.cold_start is not None:  # once a start
-        values["cold_start_seconds"] = round(clock.cold_start, 2)
-        values["first_step_seconds"] = round(clock.first_step, 3)
-        clock.cold_start = None
-    run.record(**values)
+    run.record(**values, data_wait=round(run.loader.waited / clock.seconds, 5), **clock.starting)
+    clock.starting = {}
     if sums["bad"] and run.processes.main:
-        with clock.paused():
-            text = f"warning: {sums['bad']:.0f} steps up to step {run.step} were skipped: loss or gradient not finite"
-            steps = recent_bad_steps(run, sums, int(sums["good"] + sums["bad"]))
-            run.processes.say(f"{text}; {look_at_samples(run, steps)[1]}" if steps else text)
+        skipped = f"{sums['bad']:.0f} steps up to step {run.step} were skipped"
+        run.processes.say(f"warning: {skipped}: loss or gradient not finite")
     run.statistics.restart()
     clock.restart()
     return f"loss {values['loss']:.4f}, {speed:.0f} images/s" if "loss" in values else "no good step"
 
 
 def read_statistics(run: Run) -> dict[str, float | str]:
-    """The sums by name, the loss averaged over the processes, on all of them. Raises Failure for too many bad steps:
-    a row of them, or more than half of the last ones.
+    """The sums by name on all processes, losses averaged over them.
+
+    Raises Failure if too many of the last steps were bad.
     """
-    sums, most = run.statistics.read(), run.cfg.train.max_bad_steps
-    for name, total in run.statistics.losses(run.aligner is not None).items():
-        sums[name] = (run.processes.sum(total) / run.processes.count).item()
-    if sums["longest"] > most:
-        end = run.step - int(sums["ago"])
-        row = range(end - int(sums["longest"]), end)
-        what = f"{len(row)} steps in a row, {row[0] + 1} to {row[-1] + 1} (train.max_bad_steps {most})"
-        raise Failure(explain_bad_steps(run, row, what))
-    recent = len(sums["recent"])
-    known = run.step if recent == min(run.step, StepStatistics.LAST) else recent  # older checkpoints did not keep them
-    if mostly_bad(sums) and (known >= most or known == run.step == run.cfg.train.steps):
-        steps = recent_bad_steps(run, sums, recent)
-        what = f"{len(steps)} of the last {recent} steps, up to {run.step} (more than half of them)"
-        raise Failure(explain_bad_steps(run, steps, what))
+    sums = run.statistics.read()
+    sums |= zip(("loss", "alignment"), (run.processes.sum(run.statistics.losses()) / run.processes.count).tolist())
+    flags = sums["recent"]
+    bad = [run.step - len(flags) + number for number, flag in enumerate(flags) if flag == "1"]
+    if len(bad) > run.cfg.train.max_bad_steps or (run.step == run.cfg.train.steps and mostly_bad(sums)):
+        raise Failure(explain_bad_steps(run, bad, len(flags)))
     return sums
 
 
@@ -144,46 +124,18 @@ def mostly_bad(sums: dict[str, float | str]) -> bool:
     return 2 * sums["recent"].count("1") > len(sums["recent"])
 
 
-def recent_bad_steps(run: Run, sums: dict[str, float | str], steps: int) -> list[int]:
-    """Which of the last `steps` steps were bad, as far as StepStatistics keeps them: their numbers, from 0."""
-    flags = sums["recent"][-steps:]
-    return [run.step - len(flags) + number for number, flag in enumerate(flags) if flag == "1"]
-
-
-def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
-    """For people: `what` was bad, at which noise levels, and what to try. The steps are drawn again to see that."""
+def explain_bad_steps(run: Run, bad: Sequence[int], last: int) -> str:
+    """A message about the bad ones of the `last` steps, by number from 0: their noise levels, and what to try."""
     process, device = process_of(run.cfg), run.processes.device
-    draws = [step_draws(run.cfg, run.data.latents, step, device) for step in steps[:100]]
+    draws = [step_draws(run.cfg, run.data.latents, step, device) for step in bad]  # again
     levels = torch.cat([process.noise_level(draw.level) for draw in draws])
-    spoilt, seen = look_at_samples(run, steps)
-    advice = "Try a smaller optim.lr, optim.clip_norm=1 or train.precision=fp32, or look at the data"
     kept = f"the last good checkpoint is that of step {run.saved}" if run.saved else "nothing was saved yet"
     return (
-        f"loss or gradient was not finite in {what}, which were skipped. Their {process.level_name} lay "
-        f"between {levels.min():.3g} and {levels.max():.3g}. {'Look at the data first' if spoilt else advice}: "
-        f"{seen}; {kept}"
+        f"loss or gradient was not finite in {len(bad)} of the last {last} steps, {bad[0] + 1} to {bad[-1] + 1} "
+        f"(train.max_bad_steps {run.cfg.train.max_bad_steps}), which were skipped. Their {process.level_name} lay "
+        f"between {levels.min():.3g} and {levels.max():.3g}. Try a smaller optim.lr, optim.clip_norm=1 or "
+        f"train.precision=fp32, or look at the data; {kept}"
     )
-
-
-def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
-    """Whether samples of some steps hold numbers that are not finite; and which, for people.
-
-    They are read again, of as many of the steps as that takes seconds for.
-    """
-    size, spoilt = run.cfg.train.batch_size, set()
-    looked = steps[: min(100, max(1, 25_600 // size))]
-    for step in looked:
-        batch = run.data.batch(run.cfg.seed, step, size)
-        for read in (batch.stored, batch.features):
-            if read is not None:
-                broken = ~read.flatten(1).isfinite().all(dim=1)
-                spoilt.update(batch.indices[broken.cpu().numpy()].tolist())
-    if not spoilt:
-        return False, f"no sample of the {len(looked)} steps looked at holds such numbers"
-    places = [(index, *run.data.locate(index)) for index in sorted(spoilt)[:3]]
-    named = ", ".join(f"{index} ({file}, row {row})" for index, file, row in places)
-    more = f" and {len(spoilt) - len(places)} more" if len(spoilt) > len(places) else ""
-    return True, f"these samples hold such numbers: {named}{more}"
 
 
 # an untrained network's loss is about 1, its velocity error 1 + the data's variance, which is about 1, too
@@ -192,7 +144,7 @@ DIVERGED = "the training has diverged, or the data is of another scale. Try a sm
 
 
 def interrupts(run: Run) -> bool:
-    """Whether something beside training is due after run.step steps."""
+    """Whether work beside training is due after run.step steps."""
     every, cfg = run.cfg.every, run.cfg
     intervals = (every.evaluate, every.sample, every.save, cfg.eval.fid_every, cfg.ema.snapshot_every)
     return run.step == cfg.train.steps or any(interval and run.step % interval == 0 for interval in intervals)
@@ -201,7 +153,7 @@ def interrupts(run: Run) -> bool:
 def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
     """Evaluate, score and draw what is due after run.step steps; False if the run was asked to stop meanwhile.
 
-    done  what was done at this step before an interruption: the evaluation by its name, "fid", "grid".
+    done  the work done at this step before an interruption: the evaluation by its name, "fid", "grid".
     """
     every, cfg, last = run.cfg.every, run.cfg, run.step == run.cfg.train.steps
 
@@ -228,22 +180,22 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
 
 
 def done_before(run: Run) -> set[str]:
-    """What `evaluate_and_draw` did at this step in an earlier start of the run."""
+    """The work that `evaluate_and_draw` did at this step in an earlier start of the run."""
     recorded = {name for record in run.log.records() if record["step"] == run.step for name in record}
     return recorded | ({"grid"} if grid_path(run).exists() else set())
 
 
 def evaluate(run: Run) -> float:
-    """Full-token loss of the EMA weights on held-out data, see tread/evaluation/heldout_loss.py.
+    """The loss of the EMA weights on held-out data, all tokens, see tread/evaluation/heldout_loss.py.
 
-    Cut short if the run was asked to stop: then it is no mean, as run.stop.agreed() tells all processes.
+    Cut short if the run was asked to stop, which run.stop.agreed() tells: then it is no mean.
     """
     options, processes, process, network = run.cfg.eval, run.processes, run.model.process, run.ema.network
     total = torch.zeros((), device=processes.device)
     mine = torch.arange(options.points)[processes.rank :: processes.count]
     size = max(1, min(options.batch_size, options.points) // processes.count)
     for numbers in mine.split(size) if len(mine) else ():
-        padded = torch.cat([numbers, numbers[-1:].expand(size - len(numbers))])  # one shape, so one graph
+        padded = torch.cat([numbers, numbers[-1:].expand(size - len(numbers))])  # one shape, one graph
         with autocast(processes.device, run.precision):
             losses = heldout_loss(process, network, run.heldout, padded, options.points, options.noise_levels)
         total += losses[: len(numbers)].sum()
@@ -253,7 +205,7 @@ def evaluate(run: Run) -> float:
 
 
 def log_fid(run: Run) -> bool:
-    """FID of a few EMA samples, for a trend: the same seeds each time, each process its share. False if stopped."""
+    """Record the FID of a few EMA samples, always of the same seeds, split over processes. False if stopped."""
     began, processes = time.perf_counter(), run.processes
     seeds = range(run.cfg.eval.fid_samples)[processes.rank :: processes.count]
     drawn_by = sampler(run, len(seeds))
@@ -275,7 +227,7 @@ def grid_path(run: Run) -> Path:
 
 
 def draw_grid(run: Run) -> None:
-    """The loss curve, and a grid of EMA samples: a row a class or caption, the same noise each time."""
+    """Draw the loss curve and a grid of EMA samples: a row a class or caption, the same noise each time."""
     sampling = run.cfg.sampling
     classes = spread_classes(run.model.num_labels, sampling.classes)
     pictures = draw_samples(run, torch.tensor(classes).repeat_interleave(sampling.per_class))
@@ -285,39 +237,35 @@ def draw_grid(run: Run) -> None:
 
 
 def draw_samples(run: Run, labels: Tensor, prompts: Text | None = None) -> Tensor:
-    """EMA samples of the classes or prompts asked for, with seeds 0, 1, …: pictures (n, 1 or 3, H, W) uint8.
+    """EMA samples of these classes or prompts, with seeds 0, 1, …: pictures (n, 1 or 3, H, W) uint8.
 
-    prompts  that labels number; None: the run's.
+    prompts  the texts that the labels number; None: the run's.
     """
     model = run.model if prompts is None else replace(run.model, prompts=prompts)
     return torch.cat(list(draw_pictures(model, run.decoder, range(len(labels)), labels, sampler(run, len(labels)))))
 
 
 def sampler(run: Run, samples: int) -> Sampler:
-    """The run's own, for so many samples at once, at most 64."""
+    """The run's sampler for `samples` samples at once, at most 64."""
     sampling = run.cfg.sampling
     return Sampler.of(run.model.process, sampling.steps, sampling.solver, min(64, samples), run.precision)
 
 
 def save(run: Run) -> bool:
-    """Write a checkpoint of this step, unless it or most of the last ones were skipped: what is saved is known to have
-    worked; True if written.
+    """Write a checkpoint, unless this step or most of the last ones were skipped: what is saved works. True if written.
 
-    The last step of a run is saved in any case, but then removes no older ones. Raises OSError if it can't be
-    written, Failure if the weights are broken.
+    The last step of a run is saved in any case, but then no older ones are removed. Raises OSError if the checkpoint
+    can't be written, Failure if the weights are broken.
     """
     counted = read_statistics(run)
-    skipped = counted["in_a_row"] > 0 or mostly_bad(counted)
+    skipped = counted["recent"].endswith("1") or mostly_bad(counted)
     if skipped and run.step < run.cfg.train.steps:
         return False
-    for name, total in run.statistics.losses(run.aligner is not None).items():
-        counted[name] = run.processes.gather(total[None]).tolist()  # of each process
+    each = run.processes.gather(run.statistics.losses()[None])  # (processes, 2)
+    counted |= {"loss": each[:, 0].tolist(), "alignment": each[:, 1].tolist()}
     norms = torch._foreach_norm(list(run.network.parameters()))
     if not torch.stack(norms).isfinite().all():
-        raise Failure(
-            f"weights are not finite after step {run.step}, which is not saved: try a smaller optim.lr; "
-            f"{'resume=auto goes on from ' + str(run.folder / 'latest') if run.saved else 'nothing was saved yet'}"
-        )
+        raise Failure(f"weights are not finite after step {run.step}, which is not saved: try a smaller optim.lr")
     networks = {width: average.network for width, average in run.averages.items()}
     info = {
         "tally": counted,
@@ -332,10 +280,10 @@ def save(run: Run) -> bool:
     }
 
     def write() -> None:
-        projector = run.aligner and run.aligner.projector
-        parts = checkpoint.parts(run.network, run.ema.network, run.optimizer, networks, projector)
+        projector = run.aligner and run.aligner.module.projector
+        trained = checkpoint.Trained(run.network, run.ema.network, run.optimizer, networks, projector)
         with explain_failure(run.folder / f"step_{run.step:07d}"):
-            checkpoint.save(run.folder, run.step, parts, info)
+            checkpoint.save(run.folder, run.step, trained.parts(), info)
             if run.cfg.checkpoints.keep_last is not None and not skipped:
                 checkpoint.prune(run.folder, run.cfg.checkpoints.keep_last, run.cfg.checkpoints.keep_every)
             run.log.status("running", run.step)
@@ -353,7 +301,7 @@ def save_snapshot(run: Run) -> None:
 
 
 def judge_demo(run: Run) -> None:
-    """Record what an embedded dataset's judge says of eval.demo_samples EMA samples, unless that is done.
+    """Record an embedded dataset's judgement of eval.demo_samples EMA samples, unless that is done.
 
     Raises ValueError or OSError for weights of Inception that are named and can't be read.
     """
@@ -367,12 +315,12 @@ def judge_demo(run: Run) -> None:
 
 
 def judged_samples(run: Run) -> dict[str, float]:
-    """Values of eval.demo_samples EMA samples, by name; none of classes of emoji, which has but one."""
+    """The judge's values for eval.demo_samples EMA samples, by name; none for other data, or emoji by class."""
     count, cfg = run.cfg.eval.demo_samples, run.cfg
     if cfg.dataset.embedded == "digits":
         labels = torch.arange(count) % cfg.dataset.num_classes
         return judge_digits(draw_samples(run, labels).numpy(), labels.numpy())
-    if not cfg.model.takes_text:
+    if cfg.dataset.embedded != "emoji" or not cfg.model.takes_text:
         return {}
     asked = ask(run.data, run.heldout, count)
     pictures = draw_samples(run, torch.arange(count), asked.texts)

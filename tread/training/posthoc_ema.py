@@ -1,8 +1,8 @@
-"""Averages of the weights of any width, made after training from stored ones.
+"""Averages of the weights of any width, made after training from stored averages.
 
-A run stores, every so many steps, its averages by one or two power functions of time; the average by
-another power function, at the step of any of them, is nearly a weighted sum of these (Karras et al. 2024,
-arXiv 2312.02696, "EDM2", Section 3.2 and Appendix C).
+A run stores its averages by one or two power functions of time every so many steps. The average by another power
+function, at any of these steps, is nearly a weighted sum of them (Karras et al. 2024, arXiv 2312.02696, "EDM2",
+Section 3.2 and Appendix C).
 
 results/<run>/ema_snapshots/step_0001000.safetensors
     <sigma_rel>/<parameter>  fp16, or fp32 for a tensor with values that fp16 does not reach
@@ -27,7 +27,7 @@ from tread.training.ema import exponent
 
 FORMAT = {"format": "ema_snapshot", "version": 1}
 NEGLIGIBLE = 1e-8  # a coefficient this small changes nothing in fp32
-Profiles = Sequence[tuple[int, float]]  # (step, sigma_rel) of averages
+Profiles = Sequence[tuple[int, float]]  # (step, sigma_rel) of each average
 FP16_ROUNDING = 2e-4  # root mean square of the relative error of rounding to fp16
 
 
@@ -37,7 +37,7 @@ class Snapshot:
 
     step       training steps done.
     sigma_rel  the widths stored, ascending.
-    shapes     of the parameters, by name.
+    shapes     the parameters' shapes by name.
     """
 
     step: int
@@ -47,11 +47,11 @@ class Snapshot:
 
 
 def save_snapshot(run: Path, step: int, averages: Mapping[float, Mapping[str, Tensor]]) -> Path:
-    """Store averages after `step` steps, whole or not at all; returns the file, which replaces an older one.
+    """Store averages after `step` steps, whole or not at all, in place of an older file; returns the file.
 
     averages  sigma_rel → parameters by name (not buffers), the same names for each width.
 
-    Raises ValueError for weights that are not finite, OSError if the disk does not take it.
+    Raises ValueError for weights that are not finite, OSError if the file can't be written.
     """
     named = ((width, *item) for width, parameters in averages.items() for item in parameters.items())
     tensors = {f"{float(width)!r}/{name}": _compact(value, name) for width, name, value in named}
@@ -68,13 +68,13 @@ def _compact(value: Tensor, name: str) -> Tensor:
     """A copy on the CPU in fp16, or in fp32 if fp16 would overflow."""
     value = value.detach()
     if not value.isfinite().all():
-        raise ValueError(f"{name} is not finite, so that no average of it can be stored")
+        raise ValueError(f"{name} is not finite, so no average of it can be stored")
     fits = value.abs().amax() <= torch.finfo(torch.float16).max if value.numel() else True
     return value.to("cpu", torch.float16 if fits else torch.float32, copy=True).contiguous()
 
 
 def forget_after(run: Path, step: int) -> None:
-    """Remove snapshots of later steps: a run that goes on from `step` makes others of its own."""
+    """Remove snapshots of later steps: a run that goes on from `step` makes them again."""
     for path in (run / "ema_snapshots").glob("step_*.safetensors"):
         number = path.stem.removeprefix("step_")
         if number.isdecimal() and int(number) > step:
@@ -82,44 +82,37 @@ def forget_after(run: Path, step: int) -> None:
 
 
 def find_snapshots(run: Path) -> list[Snapshot]:
-    """All snapshots of a run by step, read from their headers. Raises ValueError that names a damaged file."""
-    return sorted((_header(path) for path in (run / "ema_snapshots").glob("step_*.safetensors")), key=lambda s: s.step)
+    """All snapshots of a run by step, read from their headers. Raises ValueError for a damaged file."""
+    return sorted(map(_header, (run / "ema_snapshots").glob("step_*.safetensors")), key=lambda each: each.step)
 
 
 def _header(path: Path) -> Snapshot:
     try:
         with safe_open(path, "pt") as file:
-            metadata = json.loads((file.metadata() or {}).get("snapshot", "{}"))
-            stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
-        if any(metadata.get(key) != value for key, value in FORMAT.items()):
+            metadata = json.loads(file.metadata()["snapshot"])
+            stored = [(*key.split("/", 1), tuple(file.get_slice(key).get_shape())) for key in file.keys()]
+        if metadata | FORMAT != metadata:
             raise ValueError(f"its metadata is {metadata}, but must hold {FORMAT}")
-        parted = [(*key.split("/", 1), shape) for key, shape in stored.items()]
-        widths, shapes = {float(width) for width, _, _ in parted}, {name: shape for _, name, shape in parted}
+        widths, shapes = {float(width) for width, _, _ in stored}, {name: shape for _, name, shape in stored}
         return Snapshot(metadata["step"], tuple(sorted(widths)), path, shapes)
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         why = what_is_wrong(path) or error
         raise ValueError(f"{path} is damaged or no snapshot ({why}); remove it to do without") from error
 
 
 def usable(run: Path, step: int | None) -> list[Snapshot]:
-    """The snapshots that an average at `step` is made of, its own the last; None is the newest step.
+    """The snapshots that an average at `step` is made of, that step's the last; None is the newest step.
 
-    Raises FileNotFoundError without any snapshot, ValueError if there is none at that step, or one before it is of
-    other parameters.
+    Raises FileNotFoundError without snapshots, ValueError without one at that step, or if parameters differ.
     """
     snapshots = find_snapshots(run)
     if not snapshots:
-        raise FileNotFoundError(
-            f"{run}/ema_snapshots holds no snapshots: a run stores them if ema.power names widths, e.g. [0.05,0.1]"
-        )
+        raise FileNotFoundError(f"{run}/ema_snapshots holds no snapshots: ema.power=[0.05,0.1] stores them")
     steps = [snapshot.step for snapshot in snapshots]
     step = steps[-1] if step is None else step
     if step not in steps:
-        nearest = sorted(sorted(steps, key=lambda other: abs(other - step))[:2])
-        raise ValueError(
-            f"{run} has no snapshot at step {step}, but an average ends at one; the nearest of its {len(steps)} are "
-            f"at {' and '.join(map(str, nearest))}, the last is at {steps[-1]}"
-        )
+        nearest = min(steps, key=lambda other: abs(other - step))
+        raise ValueError(f"{run} has no snapshot at step {step}; the nearest of its {len(steps)} is at {nearest}")
     chosen = [snapshot for snapshot in snapshots if snapshot.step <= step]
     for snapshot in chosen:
         if snapshot.shapes != chosen[-1].shapes:
@@ -146,7 +139,7 @@ def inner_products(profiles: Profiles) -> np.ndarray:
 
 
 def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Products of profiles scaled to length 1, stored with stored and the target; and the scale of each coefficient."""
+    """Inner products of profiles scaled to length 1: stored with stored, stored with target; each one's scale."""
     products = inner_products([*stored, (step, sigma_rel)])
     lengths = np.sqrt(products.diagonal())
     scaled = products / lengths / lengths[:, None]
@@ -154,12 +147,11 @@ def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np
 
 
 def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
-    """Weights of stored averages (step, sigma_rel) whose sum is nearest to the one of width sigma_rel at `step`.
+    """The factors (len(stored),) of stored averages that give the nearest to the average of width sigma_rel at `step`.
 
-    Nearest in L2 over training time (EDM2, Appendix C), by the normal equations in fp64, among weights whose sum is
-    1, so that what does not move in training comes out as it is; the paper leaves the sum free, which shrinks or
-    grows all parameters where snapshots are few. Returns (len(stored),). Raises ValueError for widths outside
-    (0, 0.288).
+    Nearest in L2 over training time (EDM2, Appendix C), by the normal equations in fp64, among factors whose sum is 1:
+    parameters that do not move in training come out as they are. The paper leaves the sum free, which shrinks or grows
+    all parameters where snapshots are few. Raises ValueError for widths outside (0, 0.288).
     """
     products, goal, scale = _normal_equations(stored, step, sigma_rel)
     solved = np.linalg.lstsq(products, np.stack([goal, scale], axis=1), rcond=None)[0]
@@ -168,16 +160,16 @@ def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
 
 
 def profile_error(stored: Profiles, step: int, sigma_rel: float) -> float:
-    """‖Σ xᵢ pᵢ − p‖ / ‖p‖ over training time, of the coefficients x: 0 is an exact fit, resolved to 1e-7."""
+    """‖Σ xᵢ pᵢ − p‖ / ‖p‖ over training time, for the coefficients x: 0 is an exact fit, resolved to 1e-7."""
     products, goal, scale = _normal_equations(stored, step, sigma_rel)
     x = coefficients(stored, step, sigma_rel) / scale
     return float(np.sqrt(max(0.0, 1 - 2 * x @ goal + x @ products @ x)))
 
 
 def rounding_error(stored: Profiles, step: int, sigma_rel: float) -> float:
-    """What fp16 in storage does to a parameter, relative and as a root mean square: it grows with ‖coefficients‖.
+    """The root mean square of a parameter's relative error from fp16 storage: it grows with ‖coefficients‖.
 
-    Large for a width far below the stored ones, where coefficients of both signs cancel.
+    It is large for a width far below the stored ones, where coefficients of both signs cancel.
     """
     return float(FP16_ROUNDING * np.linalg.norm(coefficients(stored, step, sigma_rel)))
 
@@ -185,16 +177,17 @@ def rounding_error(stored: Profiles, step: int, sigma_rel: float) -> float:
 def reconstruct(run: Path, sigma_rel: float, step: int | None = None) -> dict[str, Tensor]:
     """The average of width sigma_rel at `step` (None: the newest snapshot's): parameters by name, fp32 on the CPU.
 
-    Holds one tensor of one snapshot at a time beside the result, and shows a progress bar.
-    Raises FileNotFoundError or ValueError, see `usable`, and ValueError for a width outside (0, 0.288).
+    Holds one tensor of one snapshot at a time beside the result, and shows a progress bar. Raises FileNotFoundError or
+    ValueError as `usable` does, and ValueError for a width outside (0, 0.288).
     """
     snapshots = usable(run, step)
-    shares = dict(zip(profiles(snapshots), coefficients(profiles(snapshots), snapshots[-1].step, sigma_rel)))
+    stored = profiles(snapshots)
+    factors = dict(zip(stored, coefficients(stored, snapshots[-1].step, sigma_rel).tolist()))
     result = {name: torch.zeros(shape) for name, shape in snapshots[-1].shapes.items()}
     for snapshot in tqdm(snapshots):
         with safe_open(snapshot.path, "pt") as file:
             for width in snapshot.sigma_rel:
-                share = float(shares[snapshot.step, width])
-                for name in result if abs(share) > NEGLIGIBLE else ():
-                    result[name].add_(file.get_tensor(f"{width!r}/{name}").float(), alpha=share)
+                factor = factors[snapshot.step, width]
+                for name in result if abs(factor) > NEGLIGIBLE else ():
+                    result[name].add_(file.get_tensor(f"{width!r}/{name}").float(), alpha=factor)
     return result

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean
 
 import torch
 from torch import Tensor
@@ -32,49 +32,42 @@ from tread.training.tracking import Tracker
 
 
 class StepStatistics:
-    """Sums over the steps since the last log, on the device: loss, norm of the gradients, good and bad steps.
+    """Sums over the steps since the last log, and which of the last steps were bad, on the device.
 
-    Beside them the bad steps in a row up to now, the longest such row since the last log, how many steps ago that
-    ended, and the alignment's sum. `sums` (8,) fp32 has them in the order of NAMES. `recent` (LAST,) fp32 has 1 for a
-    bad and 0 for a good one of the last steps, the newest last, and 0.5 for those that are not known.
+    sums    (5,) fp32 in the order of NAMES: losses and gradient norm of the good steps; good and bad steps.
+    recent  (keep,) fp32: 1 for a bad and 0 for a good one of the last steps, the newest last, 0.5 if not known.
     """
 
-    NAMES = ("loss", "grad_norm", "good", "bad", "in_a_row", "longest", "ago", "alignment")
-    LAST = 100
+    NAMES = ("loss", "alignment", "grad_norm", "good", "bad")
 
-    def __init__(self, device: torch.device | str, values: dict[str, float | str] | None = None) -> None:
+    def __init__(
+        self, device: torch.device | str, values: dict[str, float | str] | None = None, keep: int = 40
+    ) -> None:
         values = values or {}
         self.sums = torch.tensor([values.get(name, 0.0) for name in self.NAMES], device=device)
-        recent = [float(flag) for flag in values.get("recent", "")]
-        self.recent = torch.tensor([0.5] * (self.LAST - len(recent)) + recent, device=device)
+        recent = [float(flag) for flag in values.get("recent", "")][-keep:]
+        self.recent = torch.tensor([0.5] * (keep - len(recent)) + recent, device=device)
 
     def add(self, loss: Tensor, norm: Tensor, skip: Tensor, alignment: Tensor | None = None) -> None:
-        """Count a step: its mean loss, what optimizer_step returned, and its mean alignment where there is one."""
-        good = 1 - skip
-        step = torch.stack([loss.float().where(good > 0, 0.0), norm.where(good > 0, 0.0), good, skip])
-        in_a_row, longest, ago, aligned = self.sums[4:].unbind()
-        if alignment is not None:
-            aligned = aligned + alignment.float().where(good > 0, 0.0)
-        in_a_row = (in_a_row + 1) * skip
-        longer = in_a_row > longest
-        longest, ago = torch.where(longer, in_a_row, longest), torch.where(longer, 0.0, ago + 1)
-        self.sums = torch.cat([self.sums[:4] + step, torch.stack([in_a_row, longest, ago, aligned])])
+        """Count a step: its mean loss, what optimizer_step returned, and its mean alignment if there is one."""
+        good, alignment = 1 - skip, torch.zeros_like(loss) if alignment is None else alignment
+        loss, norm, alignment = (value.float().where(good > 0, 0.0) for value in (loss, norm, alignment))
+        self.sums = self.sums + torch.stack([loss, alignment, norm, good, skip])
         self.recent = torch.cat([self.recent[1:], skip[None]])
 
     def read(self) -> dict[str, float | str]:
-        """The sums by name, and as "recent" the known ones of the last steps, "1" a bad one. Waits for the device."""
+        """The sums by name, and as "recent" the known flags of the last steps, "1" a bad one. Waits for the device."""
         values = torch.cat([self.sums, self.recent]).tolist()
         flags = (f"{flag:.0f}" for flag in values[len(self.NAMES) :] if flag != 0.5)
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
 
-    def losses(self, aligned: bool) -> dict[str, Tensor]:
-        """This process's sums of the losses by name, 0-d each: denoising's, and alignment's if there is one."""
-        return {name: self.sums[self.NAMES.index(name)].clone() for name in ("loss", "alignment")[: 1 + aligned]}
+    def losses(self) -> Tensor:
+        """A copy of this process's sums of denoising and alignment: (2,)."""
+        return self.sums[:2].clone()
 
     def restart(self) -> None:
-        """Begin anew, but for the bad steps in a row up to now and the last steps."""
-        zeros, in_a_row = torch.zeros_like(self.sums), self.sums[4:5]
-        self.sums = torch.cat([zeros[:4], in_a_row, in_a_row, zeros[6:]])
+        """Begin new sums."""
+        self.sums = torch.zeros_like(self.sums)
 
 
 class Failure(Exception):
@@ -94,29 +87,29 @@ class Run:
     heldout: LatentDataset | None
     network: Backbone
     ema: EMA
-    averages: dict[float, EMA]  # of ema.power, by width
-    aligner: Aligner | None  # of alignment=repa and alignment=self
+    averages: dict[float, EMA]  # by ema.power's widths
+    aligner: Aligner | None  # for alignment=repa and alignment=self
     optimizer: torch.optim.Optimizer
     decoder: Decoder
-    online_fid: OnlineFID | None  # of eval.fid_every
+    online_fid: OnlineFID | None  # for eval.fid_every
     weights: str  # where its weights come from
-    warnings: list[str]  # what its settings, data or weights may mean otherwise than one thinks
+    warnings: list[str]  # about its settings, data or weights
     stop: Stop
     began: float  # when the start began, by time.perf_counter
-    earlier: Checkpoint | None = None  # what it goes on from
-    prompts: Text | None = None  # what grids are drawn of, of a network that takes texts
+    earlier: Checkpoint | None = None  # where it goes on
+    prompts: Text | None = None  # the grids' texts, for a network that takes texts
     captions: Sequence[str] = ()  # these, as people write them
     tracker: Tracker | None = None
     spent: dict[str, float] = field(default_factory=dict)  # seconds beside training since the last record, by what
 
     def __post_init__(self) -> None:
-        """What follows from the above: where it is written, and how far the training has come.
+        """Set what follows from the fields: where the run is written, and how far it has come.
 
-        wrapped     the network, or the aligner's module around it, in DDP where there are several processes.
+        wrapped     the network, or the aligner's module around it, in DDP if there are several processes.
         statistics  of the steps since the last log.
-        step        steps done; saved, that of the newest checkpoint.
-        flops       of the training up to what Clock has counted.
-        seconds     likewise; None: not known of a run that began before they were counted.
+        step        steps done; saved: the step of the newest checkpoint.
+        flops       of the training, as far as Clock has counted.
+        seconds     likewise; None if the run began before they were counted.
         """
         cfg, info = self.cfg, self.earlier.info if self.earlier else {}
         self.folder = Path(cfg.results) / cfg.name
@@ -125,7 +118,7 @@ class Run:
         self.loader = Loader(self.data, cfg.seed, batch_size, self.micro_batches, device, steps=cfg.train.steps)
         self.wrapped = self.processes.distribute(self.aligner.module if self.aligner else self.network)
         tally = self.earlier and statistics_of(info, self.processes.rank, self.processes.count)
-        self.statistics = StepStatistics(device, tally)
+        self.statistics = StepStatistics(device, tally, keep=2 * cfg.train.max_bad_steps)
         self.saved: int | None = self.earlier and self.earlier.step
         self.step: int = self.saved or 0
         self.flops: int = info.get("flops", 0)
@@ -137,11 +130,11 @@ class Run:
         return Model(process_of(self.cfg), self.ema.network, prompts=self.prompts)
 
     def checkpoint_bytes(self) -> int:
-        """What a checkpoint takes on the disk: weights and the optimizer's state; of the network averages too."""
+        """The size of a checkpoint: weights and the optimizer's state, and the averages of the network."""
         copies = 1 + self.cfg.optim.copies
         size = (copies + 1 + len(self.averages)) * sum(p.numel() for p in self.network.parameters())
         if self.aligner:
-            size += copies * sum(p.numel() for p in self.aligner.projector.parameters())
+            size += copies * sum(p.numel() for p in self.aligner.module.projector.parameters())
         return round(4 * size)
 
     @contextlib.contextmanager
@@ -152,12 +145,12 @@ class Run:
         self.spent[what] = self.spent.get(what, 0.0) + time.perf_counter() - began
 
     def take_spent(self) -> dict[str, float]:
-        """What was spent beside training since this was last asked for, as records state it."""
+        """The seconds spent beside training since the last call, as records state them."""
         spent, self.spent = self.spent, {}
         return {f"{what}_seconds": round(seconds, 3) for what, seconds in spent.items()}
 
     def record(self, **values: float) -> None:
-        """Write a line of metrics.jsonl, which also says what the training took up to here, and what else took time."""
+        """Write a line of metrics.jsonl, with FLOPs and seconds of the training up to here, and what else took time."""
         if self.processes.main:
             values |= {"flops": self.flops, **self.take_spent()}
             if self.seconds is not None:
@@ -169,16 +162,15 @@ class Run:
 
 
 def statistics_of(info: dict, process: int, processes: int) -> dict[str, float | str]:
-    """What a checkpoint says of the steps since the last log: this process's own loss, or else the mean."""
-    sums = dict(info["tally"])
-    for name, of_each in sums.items():
-        if isinstance(of_each, list):
-            sums[name] = of_each[process] if len(of_each) == processes else statistics.mean(of_each)
-    return sums
+    """A checkpoint's sums over the steps since the last log, with this process's losses; else the mean of all's."""
+    return {
+        name: value if not isinstance(value, list) else value[process] if len(value) == processes else mean(value)
+        for name, value in info["tally"].items()
+    }
 
 
 def leave(run: Run, finished: bool) -> None:
-    """Say how it ended, and give back the folder."""
+    """Say how the run ended, and give back the folder."""
     if run.processes.main:
         reason = None if finished else run.stop.reason or "another process was asked to stop"
         if not finished:
@@ -192,15 +184,15 @@ def leave(run: Run, finished: bool) -> None:
 
 
 def note_failure(run: Run | None, reason: str) -> None:
-    """Write down why the run failed, if it had begun and the disk still takes it."""
+    """Record why the run failed, if it had begun and the disk still takes it."""
     if run is not None:
         with contextlib.suppress(OSError):
-            time.sleep(0 if run.processes.main else 2)  # what all fail by is the main process's to say
+            time.sleep(0 if run.processes.main else 2)  # the main process tells a failure that all share
             who = "" if run.processes.main else f"process {run.processes.rank}: "
             run.log.status("failed", run.step, who + reason)
         run.log.close()
 
 
 def first_line(error: Exception) -> str:
-    """An error in a line: compilers say thousands."""
+    """An error in one line, where compilers print thousands."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"

@@ -1,4 +1,4 @@
-"""The run's settings: what configs/config.yaml means, typed, checked and completed by what the dataset says."""
+"""The run's settings: configs/config.yaml, typed, checked and completed from the dataset."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tread.runtime import schema
 from tread.runtime.compiling import Compile
 from tread.runtime.device import Precision
 from tread.runtime.plugins import absolute
-from tread.runtime.schema import BelowOne, Count, CountOrZero, Range, Share, TwoOrMore
+from tread.runtime.schema import BelowOne, Count, CountOrZero, PositiveOrZero, Range, Share, TwoOrMore
 from tread.runtime.tensor_files import Weights
 from tread.training.alignment import Alignment
 from tread.training.ema import Width
@@ -42,13 +42,12 @@ class Train:
     max_bad_steps: Count
     ratio_schedule: RatioSchedule | None
     loss_tokens: Literal["all", "kept"]
-    reconstruction: float
+    reconstruction: PositiveOrZero
     path_drop: Share = 0.0
 
     def __post_init__(self) -> None:
-        if self.reconstruction < 0 or (self.reconstruction and self.loss_tokens == "all"):
-            given = f"train.reconstruction is {self.reconstruction}"
-            raise ValueError(f"{given}, but must be 0, or positive with train.loss_tokens=kept")
+        if self.reconstruction and self.loss_tokens == "all":
+            raise ValueError(f"train.reconstruction is {self.reconstruction}, but that needs train.loss_tokens=kept")
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         if self.keep_every is not None and self.keep_last is None:
-            raise ValueError("checkpoints.keep_every spares some of what checkpoints.keep_last removes: set that too")
+            raise ValueError("checkpoints.keep_every needs checkpoints.keep_last, which removes the others")
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,7 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         if self.fid_every and self.fid_reference is None:
-            raise ValueError(
-                "eval.fid_every needs eval.fid_reference: an .npz with mu and sigma, as ADM's references have and "
-                "python fid.py reference=<folder> save_reference=stats.npz makes"
-            )
+            raise ValueError("eval.fid_every needs eval.fid_reference, an .npz as fid.py save_reference=… makes")
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ class WandbSettings:
 
 @dataclass(frozen=True)
 class Tags:
-    """How a run's default name ends, by objective and alignment."""
+    """The ends of a run's default name, by objective and alignment."""
 
     edm: str
     rf: str
@@ -156,52 +152,38 @@ class Settings:
     plugins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        fits = self.dataset.size and self.dataset.size % self.model.patch_size == 0  # else the network says so
-        for number, route in enumerate(self.model.routes if fits else ()):
-            side, schedule = self.dataset.size // self.model.patch_size, self.train.ratio_schedule
+        model, schedule, named = self.model, self.train.ratio_schedule, f"model={self.model.name}"
+        side, rest = divmod(self.dataset.size or 0, model.patch_size)
+        for number, route in enumerate(() if rest or not side else model.routes):  # with a rest the network refuses
             if schedule and (fixed := RULES[route.select].ratio) is not None:
                 given = f"train.ratio_schedule is given, but model.routes.{number}.select={route.select}"
                 raise ValueError(f"{given} fixes the ratio at {fixed}: select=token takes others")
             ratio = max(schedule.start, schedule.end) if schedule else route.selection_ratio
             key = "train.ratio_schedule" if schedule else f"model.routes.{number}.selection_ratio"
             check_ratio(replace(route, selection_ratio=ratio), (side, side), key)
+        if not model.routes and (schedule or (self.train.loss_tokens != "all" and not model.masks)):
+            raise ValueError(f"train.ratio_schedule and train.loss_tokens are of routes, but {named} has none")
+        if self.train.path_drop and not model.has_path:
+            raise ValueError(f"train.path_drop is {self.train.path_drop:g}, but {named} has no sparse path")
+        if model.takes_text and self.text.encoder is None:
+            raise ValueError(f"text.encoder is null, but {named} takes texts: scripts/prepare_text.py encodes captions")
+        if model.takes_text and self.eval.fid_every:
+            raise ValueError(f"eval.fid_every scores classes, which {named} has not: fid.py scores its checkpoints")
+        self.alignment.blocks(model.depth)  # raises ValueError for blocks that the network has not
+        if self.alignment.kind == "none" and self.alignment != Alignment():
+            raise ValueError("a key of section alignment is set, but alignment=none: alignment=repa or self reads it")
         if self.alignment.kind == "repa" and self.alignment.encoder is None:
             raise ValueError(
                 "alignment.encoder is null, but alignment=repa needs one: dinov2-s, -b, -l, -g, a hub id or folder of "
                 "DINOv2, inception, or module:function"
             )
-        named = f"model={self.model.name}"
-        if self.train.path_drop and not self.model.has_path:
-            dropped = f"train.path_drop is {self.train.path_drop:g}"
-            raise ValueError(f"{dropped}, but {named} has no sparse path: model=sprint has one")
-        if self.model.takes_text and self.text.encoder is None:
-            raise ValueError(
-                f"text.encoder is null, but {named} takes texts: text.encoder=… names the encoder whose text of the "
-                "captions scripts/prepare_text.py put beside the latents; dataset=emoji sets words"
-            )
-        if self.model.takes_text and self.eval.fid_every:
-            every = f"eval.fid_every is {self.eval.fid_every}, but FID in training is of classes"
-            raise ValueError(f"{every}, which {named} has not: fid.py scores its checkpoints")
-        self.alignment.blocks(self.model.depth)  # raises ValueError for blocks that the network has not
-        for key, kinds in (("block", ("repa", "self")), ("encoder", ("repa",)), ("teacher", ("self",))):
-            value, kind = getattr(self.alignment, key), self.alignment.kind
-            if value is not None and kind not in kinds:
-                asked = " or ".join(f"alignment={choice}" for choice in kinds)
-                raise ValueError(f"alignment.{key} is {value}, which is of {asked}, not of alignment={kind}")
-        for key, unset in (("ratio_schedule", None), ("loss_tokens", "all")):
-            set_by_model = key == "loss_tokens" and self.model.masks  # which is the plain loss where nothing is dropped
-            if getattr(self.train, key) != unset and not self.model.routes and not set_by_model:
-                raise ValueError(f"train.{key} is of routes, but {named} has none")
         process, steps = process_of(self), self.sampling.steps
-        process.schedule(process.default_steps if steps is None else steps)  # raises ValueError for what can't be
+        process.schedule(process.default_steps if steps is None else steps)  # raises ValueError for impossible ones
         if "/" in self.name or self.name in ("", ".", ".."):
             raise ValueError(f"name is {self.name!r}, but must be the name of one folder; see also results=…")
-        if self.eval.demo_samples and self.dataset.embedded not in ("digits", "emoji"):
-            asked = f"eval.demo_samples is {self.eval.demo_samples}, but only the embedded digits and emoji"
-            raise ValueError(f"{asked} can be judged that way, not {self.dataset.name}; set it to 0")
 
 
-# a composed config → Settings, or ValueError; all dotted keys; overrides as Hydra takes them where no file states a key
+# a composed config → Settings, or ValueError; all dotted keys; overrides as Hydra takes them if no file states the key
 read = partial(schema.read, kind=Settings)
 known_keys = partial(schema.known_keys, Settings)
 add_unstated = partial(schema.add_unstated, kind=Settings)
@@ -210,11 +192,11 @@ MEASURES = ("channels", "size", "num_classes")
 
 
 def complete(config: dict) -> tuple[Settings, dict]:
-    """The settings of a composed config, and the config with what they leave to the dataset and the architecture.
+    """The settings of a composed config, and the config itself, both completed.
 
-    The dataset says dataset.channels, size and num_classes where these are null, what there is to know of a text
-    network's encoder, and what dataset.heldout=auto is: the held-out data that was prepared with it, or null. The
-    config comes back with all keys of its architecture, and none of others.
+    The dataset fills in dataset.channels, size and num_classes where these are null, a text network's encoder, and
+    dataset.heldout=auto: the held-out data that was prepared with it, or null. The config has all keys of its
+    architecture, and none of others.
 
     Raises ValueError or FileNotFoundError.
     """
@@ -239,24 +221,23 @@ def complete(config: dict) -> tuple[Settings, dict]:
 
 
 def read_text_settings(cfg: Settings) -> TextSettings:
-    """What the dataset of a text network says of text.encoder.
+    """The text settings that a text network's dataset states for text.encoder.
 
-    Raises FileNotFoundError, or ValueError, also where the settings say otherwise.
+    Raises FileNotFoundError, or ValueError, also if given settings differ.
     """
     prepare_embedded(cfg, cfg.dataset.path, "train")
     stored = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
     for key, value in stored.items():
         if (given := getattr(cfg.text, key)) not in (getattr(TextSettings, key), value):
-            text = f"the text of {cfg.text.encoder} in {cfg.dataset.path}"
             raise ValueError(
-                f"text.{key} is {str(given)[:80]}, as typed or as the run was begun, but {str(value)[:80]} of {text}: "
-                "leave it null, or name=<another name> starts a run of its own"
+                f"text.{key} is {str(given)[:80]}, as typed or as the run was begun, but {str(value)[:80]} in "
+                f"{cfg.dataset.path}: leave it null, or name=<another name> starts a run of its own"
             )
     return TextSettings(**stored)
 
 
 def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
-    """Write a part of an embedded dataset, and its captions' text if a network takes it, unless they are there."""
+    """Write a part of an embedded dataset, and its captions' text if the network takes it, unless they are there."""
     if cfg.dataset.embedded == "digits":
         digits.prepare_digits(Path(path), part)
     elif cfg.dataset.embedded == "emoji":

@@ -1,4 +1,4 @@
-"""The first stage of training: open a run or continue one, with every check before any long work."""
+"""The first stage of training: start or continue a run, with every check before any long work."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ from tread.training import posthoc_ema
 from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.ema import EMA, exponential, power
 from tread.training.flops import training_flops
-from tread.training.optimizer import learning_rate
 from tread.training.run import Run
 from tread.training.run_folder import Claim, claim
 from tread.training.settings import Settings, prepare_embedded
@@ -44,14 +43,22 @@ from tread.training.tracking import check_tracker, open_tracker
 
 
 def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ()) -> Run:
-    """Open or continue a run, and say the warnings. Raises ValueError or OSError for bad input."""
+    """Start or continue a run, and say the warnings. Raises ValueError or OSError for bad input."""
     began = time.perf_counter()
     check_tracker(cfg.tracker)
     processes, precision = open_training(cfg.train.precision, cfg.train.cpu_threads, cfg.train.processes)
     stop.connect(processes.count)
     micro_batches = split_batch(cfg.train.batch_size, processes.count, processes.rank, cfg.train.micro_batch_size)
-    claimed = claim_folder(cfg, config, processes)
-    data, heldout = open_data(cfg, processes, claimed)
+    claimed = processes.from_main(lambda: claim(Path(cfg.results) / cfg.name, cfg.resume, config))
+    earlier = claimed.checkpoint
+    if earlier and not (earlier.folder / "info.json").is_file():
+        raise ValueError(f"{earlier.folder} is not seen by all processes; `results` must be a folder they share")
+    with processes.main_first():
+        data, heldout = open_datasets(cfg, processes.device)
+    info = earlier and earlier.info
+    if info and (LatentSpec.from_json(info["latents"]), info["samples"]) != (data.latents, len(data)):
+        run = Path(cfg.results) / cfg.name
+        raise ValueError(f"{cfg.dataset.path} is not the data that {run} was trained on; name=… starts another run")
     decoder, online_fid = open_drawing(cfg, data, processes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
@@ -60,51 +67,36 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     network.to(processes.device)
     ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
     averages = {width: EMA(network, power(width)) for width in cfg.ema.power}
-    with processes.main_first():  # which may fetch an encoder
+    with processes.main_first():  # the main process may fetch an encoder
         aligner = open_aligner(cfg, network, ema, data)
-    projector = aligner and aligner.projector
+    projector = aligner and aligner.module.projector
     optimizer = cfg.optim.build(parameter for _, parameter in checkpoint.optimized_parameters(network, projector))
-    if claimed.checkpoint:
+    if earlier:
         networks = {width: average.network for width, average in averages.items()}
         state = optimizer if cfg.optim.keeps_state(claimed.changed) else None
-        checkpoint.restore(claimed.checkpoint, network, ema.network, state, networks, projector)
-    uncompiled = compile_networks(cfg, network, ema)
+        checkpoint.Trained(network, ema.network, state, networks, projector).restore(earlier)
+    network.activation_checkpointing = cfg.train.activation_checkpointing
+    compiled, uncompiled = settle_compile(cfg.train.compile, processes.device)
+    if compiled:
+        compile_blocks([*network.compiled(), *ema.network.compiled()])
     prompts = grid_prompts(cfg, heldout or data) if cfg.model.takes_text else {}
     run = Run(
         cfg, config, processes, precision, micro_batches, data, heldout, network, ema, averages, aligner, optimizer,
-        decoder, online_fid, weights, notes, stop, began, claimed.checkpoint, **prompts
+        decoder, online_fid, weights, notes, stop, began, earlier, **prompts
     )  # fmt: skip
-    run.warnings += [*settings_warnings(cfg), *data_warnings(run)]
-    if claimed.checkpoint and "flops" not in claimed.checkpoint.info:
+    run.warnings += data_warnings(run)
+    if earlier and "flops" not in earlier.info:
         run.flops = training_flops(cfg, network, range(run.step), aligner)  # as the settings have them
     processes.from_main(lambda: take_folder(run, claimed))
-    for warning in [*warnings, *uncompiled]:
+    for warning in warnings:
         processes.say(warning)
+    if uncompiled:
+        processes.say(f"warning: running without torch.compile, which fails here: {uncompiled}")
     return run
 
 
-def claim_folder(cfg: Settings, config: dict, processes: Processes) -> Claim:
-    """The run's folder, taken by this launch, and what was found there. Raises ValueError if not all can see it."""
-    claimed = processes.from_main(lambda: claim(Path(cfg.results) / cfg.name, cfg.resume, config))
-    if claimed.checkpoint and not (claimed.checkpoint.folder / "info.json").is_file():
-        unseen = f"{claimed.checkpoint.folder} is not seen by all processes"
-        raise ValueError(f"{unseen}; `results` must be a folder they share")
-    return claimed
-
-
-def open_data(cfg: Settings, processes: Processes, claimed: Claim) -> tuple[LatentDataset, LatentDataset | None]:
-    """Training and held-out data, see open_datasets. Raises ValueError also if the run was trained on other data."""
-    with processes.main_first():
-        data, heldout = open_datasets(cfg, processes.device)
-    info = claimed.checkpoint and claimed.checkpoint.info
-    if info and (LatentSpec.from_json(info["latents"]), info["samples"]) != (data.latents, len(data)):
-        run = Path(cfg.results) / cfg.name
-        raise ValueError(f"{cfg.dataset.path} is not the data that {run} was trained on; name=… starts another run")
-    return data, heldout
-
-
 def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tuple[Decoder, OnlineFID | None]:
-    """What makes pictures of samples for grids, and what scores them while training, if anything."""
+    """The decoder that makes the grids' pictures, and the scoring while training, if any."""
     pictures, online_fid = None, None
     if (processes.main and cfg.sampling.decode) or cfg.eval.fid_every:
         pictures = autoencoder.load_decoder(data.latents, processes.device, cfg.sampling.autoencoder)
@@ -114,21 +106,12 @@ def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tu
     return pictures if cfg.sampling.decode and pictures else autoencoder.preview, online_fid
 
 
-def compile_networks(cfg: Settings, network: Backbone, ema: EMA) -> list[str]:
-    """Let the blocks be computed again, and compile them, as the settings say; returns a warning if that fails."""
-    network.activation_checkpointing = cfg.train.activation_checkpointing
-    compiled, reason = settle_compile(cfg.train.compile, network.pos_embed.device)
-    if compiled:
-        compile_blocks([*network.compiled(), *ema.network.compiled()])
-    return [f"warning: running without torch.compile, which fails here: {reason}"] if reason else []
-
-
 def take_folder(run: Run, claimed: Claim) -> None:
-    """Write down that the run starts, and bring its folder to the step it goes on from, in the main process.
+    """Record the start, and bring the run's folder to the step it goes on from, in the main process.
 
-    Raises OSError, also without room for a checkpoint, or ValueError for what a tracker refuses.
+    Raises OSError, also without room for a checkpoint, or ValueError if the tracker refuses.
     """
-    say, optim = run.processes.say, run.cfg.optim
+    say = run.processes.say
     check_place(run.folder, run.checkpoint_bytes() if run.step < run.cfg.train.steps else 0)
     facts = {"processes": run.processes.count, "device": str(run.processes.device), "precision": run.precision}
     run.log.start(run.step, run.config, **facts, weights=run.weights, warnings=run.warnings)
@@ -148,11 +131,6 @@ def take_folder(run: Run, claimed: Claim) -> None:
             say(f"{run.folder} goes on at step {run.step}{before}")
         for key, (before, now) in claimed.changed.items():
             say(f"warning: {key} was {written(before)}, is {written(now)}")
-        if claimed.checkpoint and not optim.keeps_state(claimed.changed):
-            say("warning: the optimizer is another one: its state begins anew, weights and averages go on")
-        if optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
-            rate = learning_rate(run.cfg, run.step)
-            say(f"warning: the learning rate falls until train.steps, so it now goes on at {rate:.3g}")
         run.tracker = open_tracker(run.cfg, run.config, run.folder, run.step)
     except (ValueError, OSError) as error:
         run.log.status("failed", run.step, str(error))
@@ -161,10 +139,10 @@ def take_folder(run: Run, claimed: Claim) -> None:
 
 
 def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: LatentDataset) -> tuple[str, list[str]]:
-    """Put in the weights of init_from where a run begins, and the text that stands for none.
+    """Load the weights of init_from if a run begins, and the text that stands for none.
 
-    Returns where the run's weights come from, and what to warn of. Raises FileNotFoundError, or ValueError
-    for weights that do not fit.
+    Returns where the run's weights come from, and warnings. Raises FileNotFoundError, or ValueError for weights that do
+    not fit.
     """
     weights, notes = f"new, drawn by seed {cfg.seed}", []
     if earlier := claimed.checkpoint:
@@ -175,13 +153,13 @@ def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: Latent
     elif cfg.init_from is not None:
         stored = load_weights(network, cfg.init_from, cfg.init_weights, cfg.model, cfg.text)
         weights, notes = stored.describe(), stored.warnings(cfg, data.latents)
-    if cfg.model.takes_text:  # of the encoder that these weights are for
+    if cfg.model.takes_text:
         network.take_null(data.null_text())
     return weights, notes
 
 
 def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset) -> Aligner | None:
-    """What the run aligns with, its projector drawn by the seed; None without alignment. Raises ValueError."""
+    """The run's alignment, its projector drawn by the seed; None without alignment. Raises ValueError."""
     alignment, device, encoder, flops, fingerprint = cfg.alignment, network.pos_embed.device, None, 0, None
     if alignment.kind == "none":
         return None
@@ -200,20 +178,8 @@ def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset
     return Aligner(alignment, module, ema.network if alignment.kind == "self" else None, encoder, flops, fingerprint)
 
 
-def settings_warnings(cfg: Settings) -> list[str]:
-    """What the settings ask that can't help."""
-    warnings, (block, teacher) = [], cfg.alignment.blocks(cfg.model.depth)
-    if cfg.alignment.kind == "self" and block >= teacher:
-        said = f"the teacher's block {teacher} is not deeper than the aligned one, {block}"
-        warnings.append(f"{said}: see alignment.teacher and .block")
-    if cfg.objective == "rf" and cfg.rf.direction and cfg.dataset.channels == 1:
-        said = f"rf.direction is {cfg.rf.direction:g}, but the latents have one channel"
-        warnings.append(f"{said}, of whose direction only the sign is left: the term teaches nothing")
-    return warnings
-
-
 def data_warnings(run: Run) -> list[str]:
-    """Held-out photos that were read otherwise than those of the training, and another encoder of them than so far."""
+    """Warnings of held-out photos read differently from the training's, and of an encoder that has changed."""
     warnings, dataset, aligner = [], run.cfg.dataset, run.aligner
     for key in ("orientation", "alpha") if run.heldout else ():
         here, there = getattr(run.data.latents, key), getattr(run.heldout.latents, key)
@@ -228,11 +194,14 @@ def data_warnings(run: Run) -> list[str]:
 
 
 def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:
-    """Text to draw grids of, and its captions where they are known: the first ones of samples spread over a dataset."""
+    """The grids' texts, and their captions if known: the first ones of samples spread over a dataset."""
     samples = spread_classes(len(data), cfg.sampling.classes)
-    known = "captions" in read_index(data.folder)  # of an import it may be their text alone
+    known = "captions" in read_index(data.folder)  # an import may have their text alone
     captions = [data.captions_of(sample)[0] for sample in samples] if known else []
     return {"prompts": data.read(np.array(samples)).text, "captions": captions}
+
+
+ALIKE = ("classes", "autoencoder", "fingerprint", "scale", "shift")  # in training and held-out data
 
 
 def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[LatentDataset, LatentDataset | None]:
@@ -249,18 +218,16 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
     if cfg.dataset.heldout is None:
         return data, None
     heldout = open_dataset(cfg, cfg.dataset.heldout, "heldout")
-    both = f"{cfg.dataset.heldout} and {cfg.dataset.path}"
-    for key in ("classes", "autoencoder", "fingerprint", "scale", "shift"):
-        ours, theirs = getattr(data.latents, key), getattr(heldout.latents, key)
-        if ours != theirs and not (key == "fingerprint" and None in (ours, theirs)):  # imports do not know it
-            said = f"{both} differ in {key}: prepare both alike, or set dataset.heldout=null"
-            raise ValueError(f"{said}\n  {str(theirs)[:100]}\n  {str(ours)[:100]}")
-    if data.text_spec != heldout.text_spec:
-        differing = [key for key, ours in vars(data.text_spec).items() if ours != getattr(heldout.text_spec, key)]
-        raise ValueError(
-            f"{both} hold text of other encoders named {cfg.text.encoder}: encode both by the same (they differ in "
-            f"{', '.join(differing)}), or set dataset.heldout=null"
-        )
+    pairs = {key: (getattr(heldout.latents, key), getattr(data.latents, key)) for key in ALIKE}
+    if None in pairs["fingerprint"]:  # imports do not know it
+        del pairs["fingerprint"]
+    for key, ours in vars(data.text_spec).items() if data.text_spec else ():
+        pairs[f"text.{key}"] = (getattr(heldout.text_spec, key), ours)
+    for key, (theirs, ours) in pairs.items():
+        if theirs != ours:
+            both = f"{cfg.dataset.heldout} and {cfg.dataset.path} differ in {key}"
+            shown = f"{str(theirs)[:100]}\n  {str(ours)[:100]}"
+            raise ValueError(f"{both}: prepare both alike, or set dataset.heldout=null\n  {shown}")
     normalization = {key: getattr(data.latents, key) for key in ("channel_shift", "channel_scale")}
     heldout.latents = replace(heldout.latents, **normalization)
     return data, heldout
@@ -269,9 +236,9 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
 def open_dataset(
     cfg: Settings, path: str, part: str, placement: str = "mmap", device: torch.device | str = "cpu"
 ) -> LatentDataset:
-    """Open a dataset, or the "heldout" `part` of it, and check that it fits the model.
+    """Open the "train" or "heldout" part of a dataset, and check that it fits the model.
 
-    The embedded one is written first if it is not there. Raises ValueError or FileNotFoundError.
+    An embedded dataset is written first if it is not there. Raises ValueError or FileNotFoundError.
     """
     prepare_embedded(cfg, path, part)
     repa = part == "train" and cfg.alignment.kind == "repa"
@@ -279,10 +246,9 @@ def open_dataset(
     pictures = repa and cfg.alignment.source == "live"
     text = cfg.text.encoder if cfg.model.takes_text else None
     data = LatentDataset(path, cfg.dataset.verify, placement, device, features, pictures, text)
-    shape, classes = data.latents.shape, len(data.latents.classes)
-    expected = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size)
-    if shape != expected:
-        raise ValueError(f"{path} holds latents of shape {shape}, but dataset.channels and dataset.size say {expected}")
-    if classes != cfg.dataset.num_classes:
-        raise ValueError(f"{path} has {classes} classes, but dataset.num_classes is {cfg.dataset.num_classes}")
+    expected = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, cfg.dataset.num_classes)
+    measures = (*data.latents.shape, len(data.latents.classes))
+    if measures != expected:
+        keys = "dataset.channels, size, size and num_classes"
+        raise ValueError(f"{path} holds latents and classes {measures}, but {keys} say {expected}")
     return data

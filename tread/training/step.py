@@ -28,14 +28,14 @@ from tread.training.token_losses import kept_terms
 
 @dataclass(frozen=True)
 class Draws:
-    """What one training step draws, for B samples of a batch.
+    """The random numbers of one training step, for the B samples of a batch.
 
     level      (B,) standard normal, to become noise levels.
     noise      (B, C, S, S) standard normal, to be added to the latents.
     drop       (B,) uniform, to drop labels or texts.
     routes     pairs (Route, ids_keep (B, K)), or (Route, draws (B, N)) where its rule scores the tokens.
     posterior  (B, C, S, S) standard normal, to sample latents from moments; None if they are plain.
-    back       (B,) uniform, by which share of alignment.gap self's teacher sees less noise; None without it.
+    back       (B,) uniform, the fraction of alignment.gap by which self's teacher sees less noise; None without it.
     path       (B,) uniform, to drop SPRINT's sparse path; None without train.path_drop.
     """
 
@@ -64,7 +64,7 @@ def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
 
 
 def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.device | str) -> Draws:
-    """All that is random in a training step, for the global batch; each kind has a stream of its own.
+    """All randomness of a training step, for the global batch; each kind has a stream of its own.
 
     A change of one kind (routes on or off, say) leaves the numbers of the others as they are, so that runs
     with and without routes see the same noise.
@@ -101,17 +101,17 @@ def loss(
     null: Condition,
     aligner: Aligner | None = None,
 ) -> list[Tensor]:
-    """The losses of each sample, (B,) fp32: denoising, and alignment's where there is an aligner, yet to be weighed.
+    """The losses of each sample, (B,) fp32, not yet weighted: denoising, and alignment if there is an aligner.
 
     network  the run's network, or its aligner's module, as the processes share it.
-    latents  what the stored numbers of the batch mean.
-    null     what dropped labels or texts become, see Backbone.null.
+    latents  the meaning of the batch's stored numbers.
+    null     the condition that replaces dropped labels or texts, see Backbone.null.
     """
     process, record = process_of(cfg), Record()
     x = to_network(batch.stored, latents, draws.posterior)
     y = drop(batch.condition, draws.drop, cfg.train.label_drop, null)
     level = process.noise_level(draws.level)
-    sparse = {} if draws.path is None else {"path_drop": draws.path < cfg.train.path_drop}  # of SPRINT's path
+    sparse = {} if draws.path is None else {"path_drop": draws.path < cfg.train.path_drop}  # SPRINT's path
     network = partial(network, record=record, **sparse)
     if cfg.train.loss_tokens == "all" or not draws.routes:
         terms = [process.loss(network, x, y, level, draws.noise, draws.routes)]

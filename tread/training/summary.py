@@ -1,4 +1,4 @@
-"""What a run prints before its first step and after its last."""
+"""The text that a run prints before its first step and after its last."""
 
 from __future__ import annotations
 
@@ -15,68 +15,66 @@ from tread.training.step import active_routes
 
 def describe(run: Run) -> str:
     """Data, size, where weights come from, FLOPs, tokens kept, the batch and its split, disk space: a line each."""
-    cfg, network, data, micro_batches, optim = run.cfg, run.network, run.data, run.micro_batches, run.cfg.optim
+    cfg, network, data, train, optim = run.cfg, run.network, run.data, run.cfg.train, run.cfg.optim
     parameters = sum(parameter.numel() for parameter in network.parameters())
-    schedule, active = cfg.train.ratio_schedule, active_routes(cfg, 0)
+    active, tokens = active_routes(cfg, 0), network.num_tokens
     dense, routed = network.forward_flops(), network.forward_flops(active)
     fewer = f"{dense / routed:.3f} times fewer than without routes; " if routed < dense else ""
-    epochs = cfg.train.steps / data.steps_per_epoch(cfg.train.batch_size)
-    accumulation, micro = len(micro_batches), micro_batches[0].stop - micro_batches[0].start
-    tokens, widths = network.num_tokens, len(cfg.ema.power)
+    images = run.micro_batches[0].stop - run.micro_batches[0].start
+    split = f"{run.processes.count} processes × {len(run.micro_batches)} accumulation steps × {images} images"
     routes = [
         f"{describe_route(route, tokens, network.grid)}{RULES[route.select].description}, fp32: {route.fp32}"
         for route in check_routes(active, cfg.model.depth)
     ]
     lines = {
-        "run": f"{cfg.name}, {cfg.train.steps:,} steps, {epochs:.1f} epochs",
+        "run": f"{cfg.name}, {train.steps:,} steps, {train.steps / data.steps_per_epoch(train.batch_size):.1f} epochs",
         "data": f"{cfg.dataset.name}, {len(data):,} samples of {data.latents.shape}",
         "objective": cfg.objective,
         "network": f"{cfg.model.architecture}, {parameters:,} parameters, {cfg.model.blocks}, {tokens} tokens",
         "weights": run.weights,
         "routes": "; ".join(routes) or "none",
         "FLOPs": f"{3 * routed:.3e} a training image, {fewer}{dense:.3e} a forward pass of all tokens",
-        "batch": f"{cfg.train.batch_size} = {run.processes.count} processes × {accumulation} accumulation steps × "
-        f"{micro} images; optimizer: {optim.name}{f' {written(optim.options)}' if optim.options else ''}",
+        "batch": f"{train.batch_size} = {split}; optimizer: {optim.name}"
+        f"{f' {written(optim.options)}' if optim.options else ''}",
         "device": f"{run.processes.device}, {run.precision}",
         "disk": f"{size_text(run.checkpoint_bytes())} a checkpoint, every {cfg.every.save:,} steps",
     }
     if run.aligner:
         lines["FLOPs"] += f"; alignment adds {run.aligner.flops(active):.3e} a training image"
         lines["alignment"] = describe_alignment(run)
-    if schedule:
+    if schedule := train.ratio_schedule:
         ratios = f"{schedule.start:g} up to step {schedule.first:,}, {schedule.end:g} from {schedule.last:,} on"
         lines["routes"] += f"; ratio {ratios}"
         lines["FLOPs"] += "; at the first step"
-    if cfg.train.loss_tokens == "kept" and active:
-        masked = f", with {cfg.train.reconstruction:g} of a masked reconstruction" * bool(cfg.train.reconstruction)
+    if train.loss_tokens == "kept" and active:
+        masked = f", with {train.reconstruction:g} of a masked reconstruction" * bool(train.reconstruction)
         lines["objective"] += f", of kept tokens{masked}"
-    if cfg.train.path_drop:
-        lines["objective"] += f", {cfg.train.path_drop:g} of the samples without the sparse part"
-    if cfg.train.routes_until is not None:
-        lines["routes"] += f"; none from step {cfg.train.routes_until:,} on"
-    if widths:
-        every = cfg.ema.snapshot_every or cfg.every.save
-        lines["disk"] += f"; {size_text(2 * widths * parameters)} of averages stored every {every:,} steps"
+    if train.path_drop:
+        lines["objective"] += f", {train.path_drop:g} of the samples without the sparse part"
+    if train.routes_until is not None:
+        lines["routes"] += f"; none from step {train.routes_until:,} on"
+    if cfg.ema.power:
+        every, size = cfg.ema.snapshot_every or cfg.every.save, 2 * len(cfg.ema.power) * parameters
+        lines["disk"] += f"; {size_text(size)} of averages stored every {every:,} steps"
     warnings = [f"warning: {text}" for text in run.warnings]
     if run.heldout is None:
         warnings.append(
             f"warning: there is no held-out data (dataset.heldout), so no {METRICS[process_of(cfg).evaluation].title}, "
-            "the number to compare runs by: scripts/prepare_latents.py … heldout=0.02 keeps 2% of the pictures in "
-            "<out>-heldout, where dataset=folder finds them"
+            "the number to compare runs by: scripts/prepare_latents.py … heldout=0.02 keeps 2% of the pictures"
         )
     return "\n".join([*(f"  {name:<10}{text}" for name, text in lines.items()), *warnings])
 
 
 def describe_alignment(run: Run) -> str:
-    """What is aligned with what, and what that adds."""
+    """The aligned block, its targets, and the size of the projector."""
     settings, network = run.cfg.alignment, run.network
     block, teacher = settings.blocks(len(network.blocks))
     kept = tokens_at(block, active_routes(run.cfg, 0), network)
     targets = f"block {teacher} of the averaged network"
     if settings.kind == "repa":
-        targets = f"{'stored' if run.aligner.encoder is None else 'live'} features of {settings.encoder}"
+        targets = f"{'live' if run.aligner.encoder else 'stored'} features of {settings.encoder}"
     aligned = f"{settings.kind}, block {block} ({kept} tokens) with {targets}, weight {settings.weight:g}"
-    parameters = sum(parameter.numel() for parameter in run.aligner.projector.parameters())
+    parameters = sum(parameter.numel() for parameter in run.aligner.module.projector.parameters())
     return f"{aligned}; the projector has {parameters:,} parameters"
 
 

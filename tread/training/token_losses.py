@@ -1,10 +1,10 @@
 """The training loss over kept tokens alone, for several routes: the first arXiv version of TREAD (2501.04765v1).
 
-What is known of it here: the denoising loss is averaged over the patches that each route leaves in the blocks,
-and over the routes; beside it stands, with a coefficient, a masked reconstruction (as MaskDiT's, Zheng et al.
-2023, arXiv 2306.09305) of the patches that each route takes around, also averaged over the routes. Its target
-is the noisy input, normalised over the numbers of each patch (0, where a patch is a single number), by the
-unbiased variance, as MaskDiT's code has it. The published method of TREAD has neither: all patches count, once.
+As far as it is known, the denoising loss is averaged over the patches that each route keeps in the blocks, and over the
+routes. A masked reconstruction of the skipped patches is added with a coefficient, as in MaskDiT (Zheng et al. 2023,
+arXiv 2306.09305), also averaged over the routes. Its target is the noisy input, normalised within each patch by the
+unbiased variance as in MaskDiT's code (0 where a patch is a single number). The published method of TREAD has neither:
+all patches count, once.
 
 MaskDiT is trained by the same two terms, of its one route. Only the denoising one has the process's weight. That is
 λ(σ) of EDM; of rectified flow it is 1 on the velocity's error, which is 1/t² on that of D = x_t − t·v, as
@@ -38,7 +38,7 @@ def kept_terms(
     patch_size: int,
     reconstruction: float,
 ) -> Tensor:
-    """The weighted error of the kept patches, and `reconstruction` times that of the others' reconstruction: (B,).
+    """The weighted error of the kept patches, plus `reconstruction` times the skipped patches' reconstruction: (B,).
 
     squared, denoised, noisy  as Process.errors gives them.
     weight                    (B,) of the noise levels.
@@ -59,11 +59,11 @@ def kept_error(squared: Tensor, ids: Sequence[Tensor], patch_size: int) -> Tenso
 
 
 def reconstruction_error(denoised: Tensor, noisy: Tensor, ids: Sequence[Tensor], patch_size: int) -> Tensor:
-    """Squared error of the patches that a route takes around, averaged over the routes: (B,).
+    """Squared error of the patches that a route skips, averaged over the routes: (B,).
 
-    denoised  (B, C, S, S), the network's estimate of the data, which stands for the reconstruction.
-    noisy     (B, C, S, S), its input; each patch of it with mean 0 and variance 1 is the target.
-    ids       each route's ids_keep (B, K). Where a route keeps all, its term is 0.
+    denoised  (B, C, S, S), the network's estimate of the data, taken as the reconstruction.
+    noisy     (B, C, S, S), its input; the target is each patch of it with mean 0 and variance 1.
+    ids       each route's ids_keep (B, K). If a route keeps all patches, its term is 0.
     """
     target = to_patches(noisy, patch_size)
     variance, mean = torch.var_mean(target, dim=2, keepdim=True, correction=min(1, target.shape[2] - 1))

@@ -1,4 +1,4 @@
-"""Where metrics go beside metrics.jsonl: Weights & Biases or TensorBoard."""
+"""Metrics beside metrics.jsonl: Weights & Biases or TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ from pathlib import Path
 from tread.runtime.files import write_whole
 from tread.training.settings import Settings
 
-PACKAGES = {"wandb": "requirements.txt", "tensorboard": "requirements-tensorboard.txt"}  # where each is named
-
 
 def check_tracker(name: str) -> None:
     """Raise ValueError unless the tracker's package is installed."""
     if name != "none" and importlib.util.find_spec(name) is None:
-        needed = f"tracker={name} needs the package {name}; pip install -r {PACKAGES[name]}"
-        raise ValueError(f"{needed}, or set tracker=none")
+        raise ValueError(f"tracker={name} needs a package: pip install {name}, or set tracker=none")
 
 
 class Wandb:
-    """A run of Weights & Biases; its id is kept in the folder, so that a resumed run goes on in the same one."""
+    """A run of Weights & Biases; the folder keeps its id, so a resumed run goes on in the same one."""
 
     def __init__(self, project: str, name: str, config: dict, folder: Path) -> None:
-        import wandb  # imported here because it takes seconds and is off by default
+        import wandb  # takes seconds, and is off by default
 
         kept = folder / "wandb_id.txt"
         if not kept.exists():
@@ -33,7 +30,7 @@ class Wandb:
         try:
             self._run = wandb.init(project=project, name=name, config=config, dir=folder, **same)
         except wandb.errors.Error as error:
-            raise ValueError(f"wandb: {error}. Run `wandb login`, or set tracker=none") from error
+            raise ValueError(f"wandb: {error}") from error
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
@@ -43,7 +40,7 @@ class Wandb:
 
 
 class TensorBoard:
-    """Events in <run>/tensorboard; those of steps that a resumed run does again are shown no more."""
+    """Events in <run>/tensorboard; those of steps that a resumed run does again are hidden."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # an optional package, which takes seconds
@@ -53,17 +50,17 @@ class TensorBoard:
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # what is logged is there, however the run ends
+        self._writer.flush()  # nothing is lost, however the run ends
 
     def close(self, code: int) -> None:
         self._writer.close()
 
 
-Tracker = Wandb | TensorBoard  # a run tells it numbers by name after so many steps, and the exit code it ends with
+Tracker = Wandb | TensorBoard
 
 
 def open_tracker(cfg: Settings, config: dict, folder: Path, step: int) -> Tracker | None:
-    """The tracker of a run that goes on after so many steps, in the main process. Raises ValueError for a refusal."""
+    """The tracker, in the main process, of a run that goes on after `step` steps. Raises ValueError if it refuses."""
     if cfg.tracker == "wandb":
         return Wandb(cfg.wandb.project, cfg.name, config, folder)
     return TensorBoard(folder, step) if cfg.tracker == "tensorboard" else None
