@@ -134,6 +134,12 @@ def state(run):
     }
 
 
+def same(run, other) -> bool:
+    """Whether the newest checkpoints of two runs hold the same weights, averages and optimizer's state, bit for bit."""
+    ours, theirs = state(run), state(other)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
 def records(run):
     fields = ("step", "loss", "eval_loss", "eval_velocity")
     return [{key: record[key] for key in fields if key in record} for record in RunLog(run).records()]

@@ -10,7 +10,6 @@ import importlib
 import json
 import shutil
 import sys
-from types import SimpleNamespace
 
 import diffusers
 import numpy as np
@@ -33,7 +32,6 @@ from tread.preparing import digits, encode_features, encode_photos
 from tread.runtime import schema
 from tread.runtime.distributed import share_work
 from tread.runtime.files import sha256
-from tread.training import periodic
 
 CPU, COUNT, SIZE = torch.device("cpu"), 13, 32
 FUNCTION = "own_patches:patches"
@@ -447,19 +445,6 @@ def test_every_placement_reads_the_same_features(with_features, placement):
     assert batch.pictures.shape == (4, 3, 8, 8) and batch.features.device == CPU
     again, same = data.__reduce__(), data.read(np.arange(2), 1)
     assert torch.equal(again[0](*again[1]).read(np.arange(2), 1).features, same.features)
-
-
-def test_bad_steps_name_samples_with_bad_features(with_features, tmp_path):
-    """What explains bad steps looks at features, too; here they were spoilt behind the dataset's back."""
-    folder = shutil.copytree(with_features, tmp_path / "data")
-    data = LatentDataset(folder, features=FUNCTION)
-    spoil(folder, np.nan, 1)
-    data._features._arrays[1] = np.load(folder / "features-00001.npy").reshape(-1, 64, 48)
-    run = SimpleNamespace(cfg=SimpleNamespace(seed=0, train=SimpleNamespace(batch_size=9)), data=data)
-    views = [int(data._chosen(0, step, 9, slice(None))[1][data.batch(0, step, 9).indices == 6][0]) for step in range(9)]
-    spoilt, seen = periodic.look_at_samples(run, [views.index(1)])
-    assert spoilt and "6 (" in seen and "shard-00001.npy, row 1" in seen
-    assert not periodic.look_at_samples(run, [views.index(0)])[0]
 
 
 def test_the_door_shares_the_work_among_processes(foreign, tmp_path, features):

@@ -9,8 +9,7 @@ import textwrap
 
 import export_checkpoint
 import pytest
-import torch
-from conftest import ROOT, TINY, launch, launch_door, score, state
+from conftest import ROOT, TINY, launch, launch_door, same, score
 from forked import run_python
 
 import sample
@@ -73,15 +72,11 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_network_of_ones_own_trains_resumes_samples_and_is_exported(folder, monkeypatch):
     given = ("--config-dir", str(folder / "mine"), "plugins=[mine.py]", "model=mine", "model.head_width=8")
-    for steps in (1, 2):
-        done = run_python(ROOT / "train.py", *given, *TINY, f"train.steps={steps}", "name=run", cwd=folder)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert (
-        "mine, " in done.stdout and "r(2→2) keeps 8 of 16 tokens" in done.stdout and "goes on at step 1" in done.stdout
-    )
+    done = run_python(ROOT / "train.py", *given, *TINY, "train.steps=2", "name=run", cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mine, " in done.stdout and "r(2→2) keeps 8 of 16 tokens" in done.stdout
     launch(folder, "train.steps=2", "name=dit")  # heads of 8 channels too
-    found, expected = state(folder / "results/run"), state(folder / "results/dit")
-    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    assert same(folder / "results/run", folder / "results/dit")
     config = checkpoint.find(folder / "results/run").info["config"]
     assert config["plugins"] == [str(folder / "mine.py")] and config["model"]["head_width"] == 8
     assert not {"num_heads", "norm", "state"} & config["model"].keys()
@@ -109,7 +104,6 @@ def test_a_plugin_that_has_moved_is_the_one_that_is_imported_already(tmp_path):
 def test_a_plugin_that_can_not_be_imported_is_named(tmp_path):
     (tmp_path / "broken.py").write_text("import nowhere_at_all")
     for name, shown in (
-        ("nowhere_at_all", "plugins names nowhere_at_all, which can't be imported: ModuleNotFoundError"),
         (f"{tmp_path}/broken.py", "broken.py, which can't be imported: ModuleNotFoundError: No module"),
         (f"{tmp_path}/none.py", "none.py, which can't be imported: FileNotFoundError"),
     ):

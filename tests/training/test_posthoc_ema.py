@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from torch import nn
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.for_sampling import open_network
-from tread.checkpoints.weights import read_weights
 from tread.diffusion.sampling import Sampler, draw
 from tread.runtime import tensor_files
 from tread.training import posthoc_ema
@@ -26,27 +24,59 @@ STORED, TRACKED = (0.05, 0.1), (0.07, 0.15, 0.2)
 STEPS, EVERY = 640, 40
 
 
+def gamma_of(sigma_rel):
+    """The exponent whose density (γ+1)·τ^γ on [0, 1] has that standard deviation, by bisection."""
+    low, high = 0.0, 1e8
+    for _ in range(200):
+        gamma = (low + high) / 2
+        wide = (gamma + 1) / (gamma + 3) - ((gamma + 1) / (gamma + 2)) ** 2 > sigma_rel**2  # E τ² − (E τ)²
+        low, high = (gamma, high) if wide else (low, gamma)
+    return gamma
+
+
 def on_a_grid(profiles, end, count=200_000):
     """Densities of profiles at midpoints of [0, end]: (len(profiles), count)."""
     tau = (np.arange(count) + 0.5) * end / count
     rows = []
     for step, sigma_rel in profiles:
-        gamma = exponent(sigma_rel)
+        gamma = gamma_of(sigma_rel)
         rows.append(np.where(tau <= step, (gamma + 1) * (np.minimum(tau, step) / step) ** gamma / step, 0.0))
     return np.stack(rows)
 
 
+def test_exponents_are_edm2s():
+    """The two that EDM2 prints (Section 3.1), and the standard deviation that each one has."""
+    assert (round(exponent(0.05), 2), round(exponent(0.10), 2)) == (16.97, 6.94)
+    for width in (0.003, 0.05, 0.1, 0.2, 0.28):
+        assert exponent(width) == pytest.approx(gamma_of(width), rel=1e-6)
+    for width in (0.0, 0.29):
+        with pytest.raises(ValueError, match="must lie between 0 and 0.288"):
+            exponent(width)
+
+
+@pytest.mark.parametrize(("width", "gamma"), [(0.05, 16.97), (0.1, 6.94)])
+def test_a_power_functions_average_is_its_sum(width, gamma):
+    """Weights (i^(γ+1) − (i−1)^(γ+1)) / t^(γ+1) of steps i = 1 … t, with none left of where it began."""
+    values = torch.randn(30)
+    network = nn.Linear(1, 1, bias=False)
+    average = EMA(network, power(width))
+    for step, value in enumerate(values):
+        nn.init.constant_(network.weight, value)
+        average.update(network, step, torch.tensor(0.0))
+    i = np.arange(1, 31)
+    factors = (i ** (gamma + 1) - (i - 1) ** (gamma + 1)) / 30 ** (gamma + 1)
+    assert average.network.weight.item() == pytest.approx(float(factors @ values.numpy()), abs=2e-3)
+
+
 def test_inner_products_are_integrals():
+    """And overflow for no training and no width."""
     profiles = [(300, 0.05), (300, 0.28), (700, 0.1), (1000, 0.05), (1000, 0.2), (1000, 0.01)]
     grid = on_a_grid(profiles, 1000)
-    found = posthoc_ema.inner_products(profiles)
-    np.testing.assert_allclose(found, grid @ grid.T * 1000 / grid.shape[1], rtol=1e-3, atol=1e-12)
-
-
-def test_long_trainings_and_narrow_widths_do_not_overflow():
+    products = posthoc_ema.inner_products(profiles)
+    np.testing.assert_allclose(products, grid @ grid.T * 1000 / grid.shape[1], rtol=1e-3, atol=1e-12)
     profiles = [(step, width) for step in (1, 400_000, 4_000_000) for width in (0.0005, 0.05, 0.288)]
-    found = posthoc_ema.inner_products(profiles)
-    assert np.isfinite(found).all() and (found >= 0).all() and np.array_equal(found, found.T)
+    products = posthoc_ema.inner_products(profiles)
+    assert np.isfinite(products).all() and (products >= 0).all() and np.array_equal(products, products.T)
     assert np.isfinite(posthoc_ema.coefficients(profiles[3:], 4_000_000, 0.001)).all()
 
 
@@ -66,11 +96,11 @@ def test_coefficients_are_those_of_a_naive_fit(width):
     grid, (target,) = on_a_grid(stored, 1000, 20_000), on_a_grid([(1000, width)], 1000, 20_000)
     free, *_ = np.linalg.lstsq((grid[:-1] - grid[-1]).T, target - grid[-1], rcond=None)
     expected = np.append(free, 1 - free.sum())
-    found = posthoc_ema.coefficients(stored, 1000, width)
-    np.testing.assert_allclose(found, expected, atol=1e-3)
+    actual = posthoc_ema.coefficients(stored, 1000, width)
+    np.testing.assert_allclose(actual, expected, atol=1e-3)
     error = np.linalg.norm(expected @ grid - target) / np.linalg.norm(target)
     assert posthoc_ema.profile_error(stored, 1000, width) == pytest.approx(error, rel=1e-2)
-    assert found.sum() == pytest.approx(1, abs=1e-12)
+    assert actual.sum() == pytest.approx(1, abs=1e-12)
 
 
 def test_errors_say_which_widths_can_be_had():
@@ -112,22 +142,21 @@ def distance(ours, theirs):
     return sum((ours[name] - theirs[name]).square().sum() for name in theirs).sqrt().item()
 
 
-@pytest.mark.parametrize("step", [320, 640])
-@pytest.mark.parametrize("width", TRACKED)
+@pytest.mark.parametrize(("step", "width"), [(320, 0.15), *((640, width) for width in TRACKED)])
 def test_a_reconstruction_is_the_average_that_was_tracked(trained, step, width):
     """To fp16's rounding and the fit of the profile; the nearest of the stored averages is 29 to 121 times as far."""
     folder, tracked = trained
     direct = tracked[step][width]
-    found = posthoc_ema.reconstruct(folder, width, step)
-    assert {name: value.shape for name, value in found.items()} == {name: v.shape for name, v in direct.items()}
-    assert all(value.dtype == torch.float32 for value in found.values())
+    actual = posthoc_ema.reconstruct(folder, width, step)
+    assert {name: value.shape for name, value in actual.items()} == {name: v.shape for name, v in direct.items()}
+    assert all(value.dtype == torch.float32 for value in actual.values())
     nearest = min(distance(tracked[step][stored], direct) for stored in STORED)
     size = distance(direct, {name: torch.zeros_like(value) for name, value in direct.items()})
-    assert distance(found, direct) < nearest / 25
-    assert distance(found, direct) < (1e-3 if step == 320 or width == 0.2 else 3e-4) * size
+    assert distance(actual, direct) < nearest / 25
+    assert distance(actual, direct) < (1e-3 if step == 320 or width == 0.2 else 3e-4) * size
     if step == STEPS:
         last = posthoc_ema.reconstruct(folder, width)
-        assert all(torch.equal(last[name], value) for name, value in found.items())
+        assert all(torch.equal(last[name], value) for name, value in actual.items())
 
 
 def test_what_is_stored_comes_back(trained):
@@ -136,16 +165,11 @@ def test_what_is_stored_comes_back(trained):
     for step in (EVERY, 320):
         for name, value in posthoc_ema.reconstruct(folder, 0.1, step).items():
             torch.testing.assert_close(value, tracked[step][0.1][name].half().float(), rtol=0, atol=1e-6)
-
-
-def test_snapshots_are_compact_and_found_by_header(trained):
-    folder, _ = trained
-    found = posthoc_ema.find_snapshots(folder)
-    assert [snapshot.step for snapshot in found] == list(range(EVERY, STEPS + 1, EVERY))
-    assert {snapshot.sigma_rel for snapshot in found} == {STORED}
-    assert found[0].path == folder / "ema_snapshots" / "step_0000040.safetensors"
-    content = load_file(found[0].path)
-    assert set(content) == {f"{width}/{name}" for width in ("0.05", "0.1") for name in found[0].shapes}
+    snapshots = posthoc_ema.find_snapshots(folder)
+    assert [snapshot.step for snapshot in snapshots] == list(range(EVERY, STEPS + 1, EVERY))
+    assert {snapshot.sigma_rel for snapshot in snapshots} == {STORED}
+    content = load_file(folder / "ema_snapshots" / "step_0000040.safetensors")
+    assert set(content) == {f"{width}/{name}" for width in ("0.05", "0.1") for name in snapshots[0].shapes}
     assert {value.dtype for value in content.values()} == {torch.float16}
 
 
@@ -156,14 +180,8 @@ def test_values_beyond_fp16_are_kept_in_fp32(tmp_path):
         "0.1/large": torch.float32,
         "0.1/small": torch.float16,
     }
-    found = posthoc_ema.reconstruct(tmp_path, 0.1)
-    assert torch.equal(found["large"], large) and torch.equal(found["small"], small)
-
-
-def test_what_can_not_be_stored_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="w is not finite"):
-        posthoc_ema.save_snapshot(tmp_path, 5, {0.1: {"w": torch.tensor([1.0, torch.nan])}})
-    assert not list(tmp_path.iterdir())
+    actual = posthoc_ema.reconstruct(tmp_path, 0.1)
+    assert torch.equal(actual["large"], large) and torch.equal(actual["small"], small)
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
@@ -180,41 +198,27 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
     assert torch.equal(posthoc_ema.reconstruct(tmp_path, 0.1)["w"], torch.ones(2))
 
 
-def test_later_snapshots_can_be_forgotten(tmp_path):
-    for step in (5, 10, 15):
-        posthoc_ema.save_snapshot(tmp_path, step, {0.1: {"w": torch.ones(2)}})
-    posthoc_ema.forget_after(tmp_path, 10)
-    assert [snapshot.step for snapshot in posthoc_ema.find_snapshots(tmp_path)] == [5, 10]
-
-
 def test_refusals_name_what_is_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no snapshots.*ema.power"):
         posthoc_ema.reconstruct(tmp_path, 0.1)
-    for step in (10, 20, 30):
-        posthoc_ema.save_snapshot(tmp_path, step, {0.1: {"w": torch.ones(2)}})
-    for step, message in ((17, "nearest of its 3 are at 10 and 20, the last is at 30"), (40, "at 20 and 30")):
-        with pytest.raises(ValueError, match=f"no snapshot at step {step}.*{message}"):
-            posthoc_ema.reconstruct(tmp_path, 0.1, step)
-    for width in (0.0, 0.29):
-        with pytest.raises(ValueError, match="must lie between 0 and 0.288"):
-            posthoc_ema.reconstruct(tmp_path, width)
+    with pytest.raises(ValueError, match="w is not finite"):
+        posthoc_ema.save_snapshot(tmp_path, 5, {0.1: {"w": torch.tensor([1.0, torch.nan])}})
+    for step in (10, 20, 30, 40):
+        path = posthoc_ema.save_snapshot(tmp_path, step, {0.1: {"w": torch.ones(2)}})
+    posthoc_ema.forget_after(tmp_path, 30)
+    assert [snapshot.step for snapshot in posthoc_ema.find_snapshots(tmp_path)] == [10, 20, 30]
+    with pytest.raises(ValueError, match="no snapshot at step 17; the nearest of its 3 is at 20"):
+        posthoc_ema.reconstruct(tmp_path, 0.1, 17)
     posthoc_ema.save_snapshot(tmp_path, 20, {0.1: {"w": torch.ones(3)}})
     with pytest.raises(ValueError, match="step_0000010.*step_0000020.*different networks"):
         posthoc_ema.reconstruct(tmp_path, 0.1, 20)
-
-
-def test_damaged_snapshots_are_named(tmp_path):
-    path = posthoc_ema.save_snapshot(tmp_path, 10, {0.1: {"w": torch.ones(20)}})
-    whole = path.read_bytes()
-    os.truncate(path, len(whole) - 1)
-    with pytest.raises(ValueError, match="step_0000010.safetensors is damaged"):
-        posthoc_ema.find_snapshots(tmp_path)
-    path.write_bytes(b"")
-    with pytest.raises(ValueError, match="step_0000010.safetensors is damaged"):
-        posthoc_ema.find_snapshots(tmp_path)
+    for content in (path.with_stem("step_0000030").read_bytes()[:-1], b""):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="step_0000040.safetensors is damaged"):
+            posthoc_ema.find_snapshots(tmp_path)
     for key, metadata in (("0.1/w", {}), ("w", {**posthoc_ema.FORMAT, "step": 10}), ("0.1/w", posthoc_ema.FORMAT)):
         save_file({key: torch.ones(2)}, path, {"snapshot": json.dumps(metadata)})
-        with pytest.raises(ValueError, match="step_0000010.safetensors is damaged or no snapshot"):
+        with pytest.raises(ValueError, match="step_0000040.safetensors is damaged or no snapshot"):
             posthoc_ema.find_snapshots(tmp_path)
 
 
@@ -226,16 +230,11 @@ def launch(folder, *overrides):
 def run(tmp_path, composed):
     """results/a with a checkpoint at step 3 and snapshots of random weights at 1000 to 16000; returns its network."""
     network, _ = save_checkpoint(tmp_path / "results" / "a", composed)
+    generator = torch.Generator().manual_seed(0)
     for step in range(1000, 17_000, 1000):
-        generator = torch.Generator().manual_seed(step)
-        averages = {
-            width: {
-                name: value + 0.01 * torch.randn(value.shape, generator=generator)
-                for name, value in network.named_parameters()
-            }
-            for width in STORED
-        }
-        posthoc_ema.save_snapshot(tmp_path / "results" / "a", step, averages)
+        noise = {name: 0.01 * torch.randn(v.shape, generator=generator) for name, v in network.named_parameters()}
+        averages = {name: value + noise[name] for name, value in network.named_parameters()}
+        posthoc_ema.save_snapshot(tmp_path / "results" / "a", step, dict.fromkeys(STORED, averages))
     return network
 
 
@@ -243,66 +242,41 @@ def test_the_script_makes_a_checkpoint_to_sample(tmp_path, run):
     """A network that was given the reconstructed parameters by hand draws the same pictures."""
     text = launch(tmp_path, "run=results/a", "sigma_rel=0.075", "step=12000")
     folder = tmp_path / "results" / "a" / "ema_0.075_at_12000"
-    assert "12 snapshots with σ_rel 0.05, 0.1" in text and "results/a/ema_0.075_at_12000/step_0012000" in text
-    assert "warning" not in text
+    assert "12 snapshots with σ_rel 0.05, 0.1" in text and "warning" not in text
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_0012000"]
     assert sorted(path.name for path in (folder / "latest").iterdir()) == ["ema.safetensors", "info.json"]
-    found, before = checkpoint.find(folder), checkpoint.find(tmp_path / "results" / "a")
-    assert found.step == 12_000 and before.step == 3
-    assert {key: found.info[key] for key in ("config", "latents", "samples", "versions")} == {
-        key: before.info[key] for key in ("config", "latents", "samples", "versions")
-    }
-    facts = found.info["posthoc"]
+    made, before = checkpoint.find(folder), checkpoint.find(tmp_path / "results" / "a")
+    assert made.step == 12_000 and before.step == 3
+    assert all(made.info[key] == before.info[key] for key in ("config", "latents", "samples", "versions"))
+    facts, stored = made.info["posthoc"], [(step, width) for step in range(1000, 13_000, 1000) for width in STORED]
     assert (facts["sigma_rel"], facts["snapshots"], facts["widths"]) == (0.075, 12, [0.05, 0.1])
-    stored = [(step, width) for step in range(1000, 13_000, 1000) for width in STORED]
     assert facts["profile_error"] == posthoc_ema.profile_error(stored, 12_000, 0.075) < 0.01
-
-    model = open_network(found, "ema").load(torch.device("cpu"))
+    model = open_network(made, "ema").load(torch.device("cpu"))
     run.load_state_dict(posthoc_ema.reconstruct(tmp_path / "results" / "a", 0.075, 12_000), strict=False)
     assert model.network.state_dict().keys() == run.state_dict().keys()
     for name, value in run.state_dict().items():
         assert torch.equal(model.network.state_dict()[name], value), name
-    labels, sampler = torch.tensor([0, 1]), Sampler(steps=2, batch_size=2)
-    samples = next(draw(model, [0, 1], labels, sampler))
+    samples = next(draw(model, [0, 1], torch.tensor([0, 1]), Sampler(steps=2, batch_size=2)))
     assert samples.shape == (2, 3, 16, 16) and samples.isfinite().all()
-    weights = read_weights(folder).state
-    assert torch.equal(weights["pos_embed"], run.state_dict()["pos_embed"])
 
 
 def test_the_script_warns_of_widths_that_fit_poorly(tmp_path, run):
     text = launch(tmp_path, "run=results/a", "sigma_rel=0.01", "out=narrow")
     assert "fit σ_rel 0.01 poorly" in text and "fp16's rounding is multiplied by" in text
-    assert checkpoint.find(tmp_path / "narrow").step == 16_000
-    info = json.loads((tmp_path / "narrow" / "latest" / "info.json").read_text())
-    assert info["posthoc"]["profile_error"] > reconstruct_ema.POOR_FIT
+    made = checkpoint.find(tmp_path / "narrow")
+    assert made.step == 16_000 and made.info["posthoc"]["profile_error"] > reconstruct_ema.POOR_FIT
 
 
 def test_refusals_of_the_script_come_before_any_work(tmp_path, run, composed):
     before = sorted(path.name for path in (tmp_path / "results" / "a").iterdir())
-    (tmp_path / "there").mkdir()
     save_checkpoint(tmp_path / "results" / "bare", composed)
+    posthoc_ema.save_snapshot(tmp_path / "results" / "bare", 5, {0.1: {"w": torch.ones(2)}})
     for overrides, message in (
         (["run=results/a"], "sigma_rel=… is needed"),
-        (["run=results/a", "sigma_rel=0.3"], "sigma_rel is 0.3, but must lie between 0 and 0.288"),
-        (["run=results/a", "sigma_rel=0.1", "step=12345"], "nearest of its 16 are at 12000 and 13000"),
-        (["run=results/a", "sigma_rel=0.1", "out=there"], "there is there already"),
-        (["run=results/bare", "sigma_rel=0.1"], "holds no snapshots"),
-        (["run=results/none", "sigma_rel=0.1"], "holds no snapshots"),
+        (["run=results/a", "sigma_rel=0.1", "step=12345"], "nearest of its 16 is at 12000"),
+        (["run=results/a", "sigma_rel=0.1", "out=results"], "results is there already"),
+        (["run=results/bare", "sigma_rel=0.1"], "step_0000005.safetensors is not of the network"),
     ):
         with pytest.raises(SystemExit, match=message):
             launch(tmp_path, *overrides)
-    posthoc_ema.save_snapshot(tmp_path / "results" / "bare", 5, {0.1: {"w": torch.ones(2)}})
-    with pytest.raises(SystemExit, match="step_0000005.safetensors is not of the network"):
-        launch(tmp_path, "run=results/bare", "sigma_rel=0.1")
     assert sorted(path.name for path in (tmp_path / "results" / "a").iterdir()) == before
-    assert not list((tmp_path / "there").iterdir())
-
-
-def test_a_failed_write_leaves_no_folder(tmp_path, run, monkeypatch):
-    def fail(*_):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(tensor_files, "save_file", fail)
-    with pytest.raises(SystemExit, match="narrow could not be written.*No space left"):
-        launch(tmp_path, "run=results/a", "sigma_rel=0.1", "out=narrow")
-    assert not [path.name for path in tmp_path.iterdir() if "narrow" in path.name]

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, launch, launch_processes, records, state
+from conftest import ROOT, TINY, launch, launch_processes, records, same, state
 from forked import run_python
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -24,39 +24,31 @@ from tread.checkpoints import checkpoint
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.models import backbone
-from tread.training import failures, periodic, step
+from tread.training import periodic, step
 from tread.training.run_folder import RunLog
 
 RUN = Path("results/digits-tread")
-
-
-def same(a: Path, b: Path) -> bool:
-    first, second = state(a), state(b)
-    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
 def status(folder) -> dict:
     return json.loads((folder / RUN / "status.json").read_text())
 
 
+OPTIONS = ("train.steps=8", "every.save=2", "train.micro_batch_size=4", "ema.power=[0.1]")
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Eight steps, undisturbed, with a checkpoint each two."""
     folder = tmp_path_factory.mktemp("whole")
-    launch(folder, "train.steps=8", "every.save=2", "train.micro_batch_size=4", "ema.power=[0.1]")
+    launch(folder, *OPTIONS)
     return folder
 
 
-OPTIONS = ("train.steps=8", "every.save=2", "train.micro_batch_size=4", "ema.power=[0.1]")
-
-
-# ----------------------------------------------------------------------------------------- resume
-
-
 def test_resumed_twice_within_an_epoch_with_accumulation(whole, tmp_path):
-    for steps in (2, 5, 8):
+    for steps in (5, 7, 8):
         launch(tmp_path, *OPTIONS, f"train.steps={steps}")
-    assert [start["step"] for start in RunLog(tmp_path / RUN).starts()] == [0, 2, 5]
+    assert [start["step"] for start in RunLog(tmp_path / RUN).starts()] == [0, 5, 7]
     assert same(tmp_path / RUN, whole / RUN)
     powers = [checkpoint.find(folder / RUN).tensors("powers") for folder in (tmp_path, whole)]
     assert all(torch.equal(value, powers[1][key]) for key, value in powers[0].items()) and powers[0]
@@ -69,10 +61,10 @@ def test_another_number_of_processes_keeps_batches_and_draws(whole, tmp_path):
     """Four steps by one process, four by two: equal up to the order of sums."""
     launch(tmp_path, *OPTIONS, "train.steps=4")
     launch_processes(tmp_path, *OPTIONS, processes=2)
-    found, expected = ([r for r in records(folder / RUN) if r["step"] != 4] for folder in (tmp_path, whole))
-    for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, rel=1e-5)
-    assert [r["step"] for r in found if "eval_loss" in r] == [3, 6, 8]
+    actual, expected = ([r for r in records(folder / RUN) if r["step"] != 4] for folder in (tmp_path, whole))
+    for this, other in zip(actual, expected, strict=True):
+        assert this == pytest.approx(other, rel=1e-5)
+    assert [r["step"] for r in actual if "eval_loss" in r] == [3, 6, 8]
 
 
 def test_two_processes_equal_one_over_20_steps_of_uneven_data(tmp_path):
@@ -85,20 +77,24 @@ def test_two_processes_equal_one_over_20_steps_of_uneven_data(tmp_path):
     options += ["train.steps=20", "every.evaluate=7", "every.sample=20", "every.save=20", "eval.points=5"]
     launch(tmp_path, *options, "name=one")
     text = launch_processes(tmp_path, *options, "name=two", processes=2)
-    one, two = (records(tmp_path / "results" / name) for name in ("one", "two"))
+    this, two = (records(tmp_path / "results" / name) for name in ("one", "two"))
     assert [r["step"] for r in two if "loss" in r] == list(range(1, 21))  # written once
-    for found, expected in zip(two, one, strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
+    for actual, expected in zip(two, this, strict=True):
+        assert actual == pytest.approx(expected, rel=1e-5)
     assert text.count("expected for") <= 1 and text.count("  checkpoint  ") == 1
 
 
-# ----------------------------------------------------------------------------------- checkpoints
+@pytest.fixture
+def copied(whole, tmp_path):
+    """A folder with a copy of the undisturbed run."""
+    shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
+    return tmp_path
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "step", '{"format"', "", "{}", "[]"])
-def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(whole, tmp_path, damage):
-    shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
-    folder = tmp_path / RUN / "step_0000008"
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(whole, copied, damage):
+    """With leftovers of a kill beside them, which are removed."""
+    folder = copied / RUN / "step_0000008"
     weights = folder / "ema.safetensors"
     if damage == "flip":
         content = bytearray(weights.read_bytes())
@@ -113,36 +109,27 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(whol
         (folder / "info.json").write_text(json.dumps({**info, "step": 7}))
     else:
         (folder / "info.json").write_text(damage)
-    text = launch(tmp_path, *OPTIONS)
-    assert "warning: " in text and str(RUN / "step_0000008") in text
-    assert "goes on at step 6, from the checkpoint before" in text
-    assert same(tmp_path / RUN, whole / RUN) and "goes on at step 8" in launch(tmp_path, *OPTIONS)
+    checked, (problem,) = checkpoint.find_whole(copied / RUN)
+    assert checked.step == 6 and str(folder) in problem
+    if damage == "flip":
+        for name in (".step_0000010.partial", ".step_0000002.old"):
+            shutil.copytree(copied / RUN / "step_0000002", copied / RUN / name)
+        text = launch(copied, *OPTIONS)
+        assert "warning: " in text and "goes on at step 6, from the checkpoint before" in text
+        assert same(copied / RUN, whole / RUN) and not list((copied / RUN).glob(".step_*"))
 
 
-def test_without_a_whole_checkpoint_nothing_is_begun(whole, tmp_path):
-    shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
-    for folder in (tmp_path / RUN).glob("step_*"):
+@pytest.mark.parametrize(("last", "every", "left"), [(1, None, [8]), (2, None, [6, 8]), (1, 4, [4, 8])])
+def test_which_checkpoints_are_kept(copied, last, every, left):
+    checkpoint.prune(copied / RUN, last, every)
+    assert sorted(path.name for path in (copied / RUN).glob("*step_*")) == [f"step_{step:07d}" for step in left]
+
+
+def test_without_a_whole_checkpoint_nothing_is_begun(copied):
+    for folder in (copied / RUN).glob("step_*"):
         os.truncate(folder / "model.safetensors", 10)
     with pytest.raises(SystemExit, match=r"no checkpoint of \S+ is whole(?s:.*)step_0000008(?s:.*)step_0000002"):
-        launch(tmp_path, *OPTIONS)
-
-
-@pytest.mark.parametrize(
-    ("options", "left"),
-    [(("keep_last=1",), [8]), (("keep_last=2",), [6, 8]), (("keep_last=1", "keep_every=4"), [4, 8])],
-)
-def test_which_checkpoints_are_kept(tmp_path, options, left):
-    launch(tmp_path, "train.steps=8", "every.save=2", *(f"checkpoints.{option}" for option in options))
-    assert sorted(path.name for path in (tmp_path / RUN).glob("*step_*")) == [f"step_{step:07d}" for step in left]
-    assert checkpoint.find(tmp_path / RUN).step == 8
-
-
-def test_leftovers_of_a_kill_are_swept(whole, tmp_path):
-    shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
-    for name in (".step_0000010.partial", ".step_0000002.old"):
-        shutil.copytree(tmp_path / RUN / "step_0000002", tmp_path / RUN / name)
-    launch(tmp_path, *OPTIONS)
-    assert not list((tmp_path / RUN).glob(".step_*"))
+        launch(copied, *OPTIONS)
 
 
 FULL = """
@@ -154,26 +141,12 @@ launch(".", *sys.argv[2:])
 """
 
 
-@pytest.mark.parametrize("how", ["full", "read-only"])
-def test_a_disk_that_takes_no_more_stops_with_a_message_and_leaves_older_checkpoints_whole(whole, tmp_path, how):
-    shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
-    if how == "full":
-        done = run_python("-c", FULL, ROOT, *OPTIONS, "train.steps=10", cwd=tmp_path)
-        assert done.returncode == 1, done.stderr
-        assert status(tmp_path)["state"] == "failed" and "could not be written" in status(tmp_path)["reason"]
-    else:
-        if os.geteuid() == 0:
-            pytest.skip("root may write anywhere")
-        (tmp_path / RUN).chmod(0o500)
-        done = run_python(ROOT / "train.py", *TINY, *OPTIONS, "train.steps=10", cwd=tmp_path)
-        (tmp_path / RUN).chmod(0o700)
-        assert done.returncode == 1
-    assert "could not be written" in done.stderr and "Traceback" not in done.stderr
-    assert checkpoint.find_whole(tmp_path / RUN)[0].step == 8 and same(tmp_path / RUN, whole / RUN)
-    assert not list((tmp_path / RUN).glob(".step_*"))
-
-
-# ------------------------------------------------------------------------------------ bad numbers
+def test_a_full_disk_stops_with_a_message_and_leaves_older_checkpoints_whole(whole, copied):
+    done = run_python("-c", FULL, ROOT, *OPTIONS, "train.steps=10", cwd=copied)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert status(copied)["state"] == "failed" and "could not be written" in status(copied)["reason"]
+    assert checkpoint.find_whole(copied / RUN)[0].step == 8 and same(copied / RUN, whole / RUN)
+    assert not list((copied / RUN).glob(".step_*"))
 
 
 def spoil(monkeypatch, steps: set[int]) -> None:
@@ -181,66 +154,59 @@ def spoil(monkeypatch, steps: set[int]) -> None:
     loss, count = step.loss, {"now": 0}
 
     def spoilt(*arguments):
-        [found] = loss(*arguments)
+        [actual] = loss(*arguments)
         count["now"] += 1
-        return [found * float("nan") if count["now"] - 1 in steps else found]
+        return [actual * float("nan") if count["now"] - 1 in steps else actual]
 
     monkeypatch.setattr(step, "loss", spoilt)
 
 
 def test_bad_steps_are_skipped_and_counted(tmp_path, monkeypatch):
     """Reference: the optimizer's own count of steps, and the mean of the good losses logged one by one."""
-    options = ("train.steps=6", "every.save=6")
-    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    with monkeypatch.context() as patch:
-        spoil(patch, {1, 2, 4})
-        text = launch(tmp_path / "a", *options, "every.log=6")
-    with monkeypatch.context() as patch:
-        spoil(patch, {1, 2, 4})
-        launch(tmp_path / "b", *options, "every.log=1")
-    found = state(tmp_path / "a" / RUN)
-    assert int(found["optimizer/step/x_embedder.proj.bias"]) == 3
-    assert "3 steps up to step 6 were skipped: loss or gradient not finite" in text
-    [line] = [r for r in RunLog(tmp_path / "a" / RUN).records() if "bad_steps" in r]
-    single = [r for r in RunLog(tmp_path / "b" / RUN).records() if "bad_steps" in r]
+    for every in (6, 1):
+        with monkeypatch.context() as patch:
+            spoil(patch, {1, 2, 4})
+            text = launch(tmp_path, "every.save=6", f"every.log={every}", f"name=every{every}")
+        if every == 6:
+            assert "3 steps up to step 6 were skipped: loss or gradient not finite" in text
+    together, alone = (tmp_path / "results" / f"every{every}" for every in (6, 1))
+    assert int(state(together)["optimizer/step/x_embedder.proj.bias"]) == 3
+    [line] = [r for r in RunLog(together).records() if "bad_steps" in r]
+    single = [r for r in RunLog(alone).records() if "bad_steps" in r]
     assert line["bad_steps"] == 3 and [r["bad_steps"] for r in single] == [0, 1, 1, 0, 1, 0]
     good = [r for r in single if "loss" in r]
     assert [r["step"] for r in good] == [1, 4, 6]
     assert line["loss"] == pytest.approx(np.mean([r["loss"] for r in good]))
     assert line["grad_norm"] == pytest.approx(np.mean([r["grad_norm"] for r in good]))
-    assert same(tmp_path / "a" / RUN, tmp_path / "b" / RUN)
+    assert same(together, alone)
 
 
-def test_too_many_bad_steps_in_a_row_end_the_run_and_keep_the_checkpoint(tmp_path, monkeypatch):
-    spoil(monkeypatch, set(range(9, 100)))
+@pytest.mark.parametrize(("bad", "log", "shown"), [(range(9, 100), 1, (10, 15)), (range(4, 10), 12, (5, 10))])
+def test_too_many_bad_steps_in_a_row_end_the_run_and_keep_the_checkpoint(tmp_path, monkeypatch, bad, log, shown):
+    """Also a row that has ended before the log."""
+    spoil(monkeypatch, set(bad))
+    options = ("train.steps=24", "every.save=3", "train.max_bad_steps=5", f"every.log={log}", "every.sample=100")
     with pytest.raises(SystemExit) as error:
-        launch(tmp_path, "train.steps=50", "every.save=3", "train.max_bad_steps=5")
-    found = re.search(
-        r"in (\d+) steps in a row, (\d+) to (\d+) .* σ lay between (\S+) and (\S+)\. Try", str(error.value)
+        launch(tmp_path, *options, "every.evaluate=100")
+    actual = re.search(
+        r"in 6 of the last 10 steps, (\d+) to (\d+) .* σ lay between (\S+) and (\S+)\. Try", str(error.value)
     )
-    assert found and [int(found[i]) for i in (1, 2, 3)] == [6, 10, 15]
-    assert 0 < float(found[4]) < float(found[5]) and "that of step 9" in str(error.value)
+    assert actual and (int(actual[1]), int(actual[2])) == shown and 0 < float(actual[3]) < float(actual[4])
     assert status(tmp_path)["state"] == "failed" and "optim.lr" in status(tmp_path)["reason"]
-    assert checkpoint.find_whole(tmp_path / RUN)[0].step == 9  # what was skipped is not saved
-
-
-def test_a_row_of_bad_steps_that_has_ended_counts_too(tmp_path, monkeypatch):
-    spoil(monkeypatch, set(range(4, 10)))
-    with pytest.raises(SystemExit, match="not finite in 6 steps in a row, 5 to 10 "):
-        launch(tmp_path, "train.steps=12", "every.log=12", "every.save=12", "train.max_bad_steps=5")
+    kept = shown[0] - 1 - (shown[0] - 1) % 3
+    assert f"that of step {kept}" in str(error.value)
+    assert checkpoint.find_whole(tmp_path / RUN)[0].step == kept  # what was skipped is not saved
 
 
 def test_skipped_steps_change_no_average_and_remove_no_checkpoint(tmp_path, monkeypatch):
-    """Three steps and three bad ones, against three steps. The last one is saved all the same."""
-    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    options = ("ema.power=[0.1]", "checkpoints.keep_last=1")
-    launch(tmp_path / "b", *options, "train.steps=3")
+    """Three steps and three bad ones, against the checkpoint of three steps. The last one is saved all the same."""
     spoil(monkeypatch, {3, 4, 5})
-    launch(tmp_path / "a", *options)
-    found, expected = (checkpoint.find(tmp_path / name / RUN) for name in "ab")
-    assert found.step == 6 and (tmp_path / "a" / RUN / "step_0000003").is_dir()
+    launch(tmp_path, "ema.power=[0.1]", "checkpoints.keep_last=1")
+    run = tmp_path / RUN
+    actual, expected = checkpoint.find(run), checkpoint.find(run / "step_0000003")
+    assert actual.step == 6
     for part in ("model", "ema", "powers", "optimizer"):
-        ours, theirs = found.tensors(part), expected.tensors(part)
+        ours, theirs = actual.tensors(part), expected.tensors(part)
         assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
@@ -284,9 +250,6 @@ def test_a_bad_loss_of_one_process_is_skipped_by_all(tmp_path):
     assert int(state(tmp_path / RUN)["optimizer/step/x_embedder.proj.bias"]) == 2
 
 
-# ---------------------------------------------------------------------------------------- launches
-
-
 @pytest.mark.slow
 def test_a_number_of_processes_that_was_not_asked_for_is_an_error(tmp_path):
     with pytest.raises(SystemExit, match="train.processes is 2, but 1 were launched: torchrun --nproc_per_node=2"):
@@ -305,25 +268,18 @@ def test_a_number_of_processes_that_was_not_asked_for_is_an_error(tmp_path):
     assert not (tmp_path / "results").exists()
 
 
-def test_out_of_memory_names_the_micro_batch_that_fits(tmp_path, monkeypatch):
-    """A device that takes at most 3 images: of 8, 4, 2, 1 it takes 2."""
-    loss = step.loss
+def test_out_of_memory_says_what_needs_less(tmp_path, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
 
-    def limited(cfg, network, latents, batch, draws, null, aligner):
-        if len(batch.stored) > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
-        return loss(cfg, network, latents, batch, draws, null, aligner)
-
-    for module in (step, failures):
-        monkeypatch.setattr(module, "loss", limited)
-    with pytest.raises(SystemExit, match="(?s)micro-batches of 8 images: CUDA out.*train.micro_batch_size=2 would fit"):
+    monkeypatch.setattr(step, "loss", full)
+    with pytest.raises(SystemExit, match="(?s)micro-batches of 8 images: .*CUDA out.*train.micro_batch_size=4 gives"):
         launch(tmp_path)
     assert status(tmp_path)["state"] == "failed"
-    launch(tmp_path, "train.micro_batch_size=2")
 
 
 def test_a_compiler_that_fails_in_a_step_is_left_out_from_there(whole, tmp_path, monkeypatch):
-    """Reference: the run that never compiled."""
+    """In the second of two micro-batches, when the first one's gradients are there; reference: the eager run."""
 
     class Broken(BackendCompilerFailed):
         def __init__(self):
@@ -333,7 +289,7 @@ def test_a_compiler_that_fails_in_a_step_is_left_out_from_there(whole, tmp_path,
 
     def failing(*arguments):
         calls.append(1)
-        if len(calls) == 2:  # the second of two micro-batches: the first one's gradients are there
+        if len(calls) == 2:
             raise Broken
         return loss(*arguments)
 
@@ -348,14 +304,10 @@ def test_a_compiler_that_fails_in_a_step_is_left_out_from_there(whole, tmp_path,
 
 def test_activation_checkpointing_changes_no_bit(whole, tmp_path, monkeypatch):
     calls, recompute = [], backbone.checkpoint
-    monkeypatch.setattr(
-        backbone, "checkpoint", lambda *given, **options: calls.append(1) or recompute(*given, **options)
-    )
+    watched = lambda *given, **options: calls.append(1) or recompute(*given, **options)  # noqa: E731
+    monkeypatch.setattr(backbone, "checkpoint", watched)
     launch(tmp_path, *OPTIONS, "train.activation_checkpointing=true")
     assert len(calls) == 8 * 2 * 6 and same(tmp_path / RUN, whole / RUN)
-
-
-# --------------------------------------------------------------------------------------- interrupted
 
 
 def test_an_evaluation_that_was_interrupted_is_done_on_resumption(whole, tmp_path, monkeypatch):
@@ -389,53 +341,45 @@ def test_the_first_reason_of_a_failure_stays(tmp_path):
     assert log.read_status() == {} and log.starts() == []
 
 
-# ------------------------------------------------------------------------------------------ stages
-
-
-def test_snapshots_of_averages_come_as_asked_and_go_when_the_run_goes_back(whole, tmp_path):
-    launch(tmp_path, *OPTIONS, "ema.snapshot_every=3")
-    folder = tmp_path / RUN / "ema_snapshots"
-    assert sorted(path.name for path in folder.iterdir()) == [f"step_000000{step}.safetensors" for step in (3, 6, 8)]
-    first = (folder / "step_0000006.safetensors").read_bytes()
-    (folder / "step_0000006.safetensors").rename(folder / "step_0000007.safetensors")
-    os.truncate(tmp_path / RUN / "step_0000008" / "ema.safetensors", 10)
-    launch(tmp_path, *OPTIONS, "ema.snapshot_every=8")  # from step 6
-    assert sorted(path.name for path in folder.iterdir()) == [f"step_000000{step}.safetensors" for step in (3, 8)]
-    launch(tmp_path, *OPTIONS, "name=again", "ema.snapshot_every=6")
-    assert (tmp_path / "results" / "again" / "ema_snapshots" / "step_0000006.safetensors").read_bytes() == first
+def test_snapshots_of_averages_come_as_asked_and_go_when_the_run_goes_back(copied):
+    """The run of every.save=2, asked for one each three steps from step 6 on."""
+    folder = copied / RUN / "ema_snapshots"
+    assert sorted(path.name for path in folder.iterdir()) == [f"step_000000{step}.safetensors" for step in (2, 4, 6, 8)]
+    last = (folder / "step_0000008.safetensors").read_bytes()
+    (folder / "step_0000008.safetensors").rename(folder / "step_0000007.safetensors")
+    os.truncate(copied / RUN / "step_0000008" / "ema.safetensors", 10)
+    launch(copied, *OPTIONS, "ema.snapshot_every=3")
+    assert sorted(path.name for path in folder.iterdir()) == [f"step_000000{step}.safetensors" for step in (2, 4, 6, 8)]
+    assert (folder / "step_0000008.safetensors").read_bytes() == last
 
 
 def test_routes_until_is_training_without_routes_from_there(tmp_path):
     """Reference: a dense run that starts from the routed one's checkpoint."""
-    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    launch(tmp_path / "a", "train.routes_until=3")
-    launch(tmp_path / "b", "train.steps=3")
-    config = json.loads((tmp_path / "b" / RUN / "latest" / "info.json").read_text())
-    config["config"]["model"]["routes"] = []
-    (tmp_path / "b" / RUN / "step_0000003" / "info.json").write_text(json.dumps(config))
-    launch(tmp_path / "b", "model.routes=[]")
-    assert same(tmp_path / "a" / RUN, tmp_path / "b" / RUN)
-    flops = [
-        r["flops_per_s"] / r["images_per_s"] for r in RunLog(tmp_path / "a" / RUN).records() if "images_per_s" in r
-    ]
+    routed, dense = tmp_path / RUN, tmp_path / "results" / "dense"
+    launch(tmp_path, "train.routes_until=3")
+    shutil.copytree(routed / "step_0000003", dense / "step_0000003")
+    path = dense / "step_0000003" / "info.json"
+    info = json.loads(path.read_text())
+    info["config"]["model"]["routes"], info["config"]["train"]["routes_until"] = [], None
+    path.write_text(json.dumps(info))
+    launch(tmp_path, "model.routes=[]", "name=dense")
+    assert same(routed, dense)
+    flops = [r["flops_per_s"] / r["images_per_s"] for r in RunLog(routed).records() if "images_per_s" in r]
     assert flops[-1] > 1.05 * flops[0]
 
 
-def test_init_from_raw_weights_and_a_learning_rate_schedule(tmp_path):
-    launch(tmp_path, "train.steps=3")
-    source = state(tmp_path / RUN)
+def test_init_from_raw_weights_and_a_learning_rate_schedule(whole, tmp_path):
+    source = state(whole / RUN)
     options = ("model=dit", "train.steps=4", "optim.lr=1e-30", "optim.schedule=linear", "optim.warmup_steps=2")
     for weights in ("ema", "model"):
-        launch(tmp_path, *options, f"init_from={RUN}", f"init_weights={weights}", f"name={weights}")
-        found = state(tmp_path / "results" / weights)
+        launch(tmp_path, *options, f"init_from={whole / RUN}", f"init_weights={weights}", f"name={weights}")
+        actual = state(tmp_path / "results" / weights)
         for key, value in source.items():
             if key.startswith(f"{weights}/"):
-                torch.testing.assert_close(found[f"model/{key[len(weights) + 1 :]}"], value, rtol=0, atol=1e-20)
+                torch.testing.assert_close(actual[f"model/{key[len(weights) + 1 :]}"], value, rtol=0, atol=1e-20)
     rates = [r["lr"] for r in RunLog(tmp_path / "results" / "ema").records() if "lr" in r]
     assert rates == pytest.approx([0.5e-30, 1e-30, 1e-30, 0.5e-30])
 
-
-# ------------------------------------------------------------------------------------------- kills
 
 FORKS = """
 import json, os, random, signal, sys, time
