@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tread.data.columns import TextSpec
 from tread.data.latents import LatentSpec
-from tread.data.text_writer import TextWriter
+from tread.data.sections import TextWriter
 from tread.encoders.words import BEGIN, UNKNOWN
 from tread.models.conditions import Text
 from tread.runtime.cli import answer_help, explained
@@ -71,8 +71,7 @@ def random_text(folder: Path, count: int, words: bool) -> None:
         return Text(tokens, mask, pooled)
 
     for number in writer.missing():
-        writer.write(number, text(len(writer.ranges[number])))
-    writer.write_null(text(1))
+        writer.write(number, [text(len(writer.ranges[number]))])
     writer.publish()
 
 

@@ -23,10 +23,10 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from tread.data.dataset import LatentDataset
+from tread.data.store import pieces_of
 from tread.data.writer import DatasetWriter
 from tread.drawing.grids import save_grid
 from tread.preparing import encode_photos
-from tread.preparing.encode_photos import pieces_of
 from tread.preparing.imports import ForeignLatents, ImportOptions, open_foreign
 from tread.preparing.lightningdit import STATISTICS
 from tread.preparing.uvit import write_text
@@ -58,14 +58,14 @@ def import_all(options: ImportOptions) -> None:
     if foreign.text is not None:
         plan["captions"] = hashlib.sha256(foreign.text.counts.tobytes()).hexdigest()
         plan["captions_of"] = options.captions and str(Path(options.captions).resolve())
-    writer = DatasetWriter(Path(options.out), latents, plan)
+    writer = DatasetWriter(Path(options.out), latents, plan, ranges=ranges)
     if writer.is_finished():
         print(f"{options.out} is finished")
         return
-    writer.begin(anew=not writer.has_any())
-    missing = writer.missing(len(ranges))
+    writer.begin()
+    missing = writer.missing()
     text_bytes = int(foreign.text.counts.sum()) * foreign.text.spec.caption_bytes if foreign.text else 0
-    writer.check_space(sum(len(ranges[number]) for number in missing), text_bytes if missing else 0)
+    writer.check_space(writer.rows(missing), text_bytes if missing else 0)
     views = "with flipped copies" if latents.views == 2 else "one view"
     print(f"  source    {options.kind}, {len(foreign.labels):,} samples, {views}, {options.source}")
     print(f"  holds     {encode_photos.stored_meaning(latents)}")
@@ -80,7 +80,7 @@ def import_all(options: ImportOptions) -> None:
         by = STATISTICS if foreign.normalize else f"what is measured here, for there is no {STATISTICS}"
         print(f"  normal    dataset.normalize=true takes {by}")
     print(f"  work      {len(missing)} of {len(ranges)} shards")
-    with progress(sum(len(ranges[number]) for number in missing), "sample") as bar:
+    with progress(writer.rows(missing), "sample") as bar:
         for number in missing:
             stored = []
             for index in ranges[number]:
@@ -89,7 +89,7 @@ def import_all(options: ImportOptions) -> None:
                     raise ValueError(f"{foreign.name(index)} has shape {shape}, but the first sample has {first}")
                 bar.update()
             writer.write(number, np.stack(stored), foreign.labels[ranges[number]])
-    finish(writer, len(ranges), options, foreign)
+    finish(writer, options, foreign)
 
 
 def progress(total: int, unit: str) -> tqdm:
@@ -103,9 +103,9 @@ def disagreement(data: LatentDataset) -> float:
     return float(np.abs([(mean - taken) / by, std / by - 1]).max())
 
 
-def finish(writer: DatasetWriter, shards: int, options: ImportOptions, foreign: ForeignLatents) -> None:
+def finish(writer: DatasetWriter, options: ImportOptions, foreign: ForeignLatents) -> None:
     """Assemble the dataset, look at it, write its report, and give it its name."""
-    writer.assemble(shards, **({"normalize_by": foreign.normalize} if foreign.normalize else {}))
+    writer.assemble(**({"normalize_by": foreign.normalize} if foreign.normalize else {}))
     data = LatentDataset(writer.data)
     made = encode_photos.dataset_numbers(data)
     pictures = f"  pictures  {writer.folder / 'report.png'}: decoded samples; look whether they are whole"

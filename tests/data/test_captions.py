@@ -17,8 +17,8 @@ from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
+from tread.data.sections import TextWriter
 from tread.data.shards import PLACEMENTS
-from tread.data.text_writer import TextWriter
 from tread.data.writer import write_dataset
 from tread.models.conditions import Text
 from tread.runtime.distributed import split_batch
@@ -46,15 +46,14 @@ def part(text: Text, rows: object) -> Text:
     return Text(*(None if one is None else one[rows] for one in text))
 
 
-def write_text(folder, spec: TextSpec, shard_size: int = 13) -> Text:
-    text, writer = encoded(spec), TextWriter(folder, spec, COUNTS, shard_size)
+def write_text(folder, spec: TextSpec, text: Text) -> TextWriter:
+    """In shards of 13 captions, and batches of 5; of the empty caption row 0."""
+    writer = TextWriter(folder, spec, COUNTS, 13)
     writer.begin()
-    for number in writer.missing():
-        own = writer.ranges[number]
-        writer.write(number, part(text, slice(own.start, own.stop)))
-    writer.write_null(part(text, slice(1)))
+    rows = [*range(TOTAL), 0]
+    writer.encode(5, lambda batches: (part(text, rows[own.start : own.stop]) for own in batches), writer.missing())
     writer.publish()
-    return text
+    return writer
 
 
 def latents(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -68,12 +67,20 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made") / "data"
     write_dataset(folder, MEANING, [latents(20), latents(3)])
     add_captions(folder, CAPTIONS)
-    return folder, {spec.encoder: write_text(folder, spec) for spec in (WORDS, FROZEN)}
+    texts = {spec.encoder: encoded(spec) for spec in (WORDS, FROZEN)}
+    for spec in (WORDS, FROZEN):
+        write_text(folder, spec, texts[spec.encoder])
+    return folder, texts
 
 
 @pytest.fixture
 def folder(made, tmp_path):
     return shutil.copytree(made[0], tmp_path / "data")
+
+
+def stored(text: Text) -> Text:
+    """As it is read: numbers in float16."""
+    return Text(*(part.half() if part.is_floating_point() else part for part in text if part is not None))
 
 
 def same(a: Text, b: Text) -> bool:
@@ -85,13 +92,13 @@ def same(a: Text, b: Text) -> bool:
 def test_every_placement_reads_the_text_that_was_written(made, spec, placement):
     folder, texts = made
     data, text = LatentDataset(folder, "full", placement, text=spec.encoder), texts[spec.encoder]
-    stored = text if spec.width is None else Text(text.tokens.half(), text.mask, text.pooled.half())
+    expected = stored(text)
     assert data.text_spec == spec
-    assert same(data.text_of(np.arange(TOTAL)), stored)
-    assert same(data.null_text(), part(stored, slice(1)))
+    assert same(data.text_of(np.arange(TOTAL)), expected)
+    assert same(data.null_text(), part(expected, slice(1)))
     read = data.read(np.array([22, 0, 7]))  # of each picture the first caption
-    assert same(read.text, part(stored, FIRSTS[[22, 0, 7]]))
-    assert same(read.rows(slice(1, 2)).text, part(stored, FIRSTS[[0]]))
+    assert same(read.text, part(expected, FIRSTS[[22, 0, 7]]))
+    assert same(read.rows(slice(1, 2)).text, part(expected, FIRSTS[[0]]))
     assert data.captions_of(6) == CAPTIONS[6] and data.captions_of(22) == CAPTIONS[22]
     with pytest.raises(IndexError, match=f"captions 0..{TOTAL}, but there are {TOTAL}"):
         data.text_of(np.array([0, TOTAL]))
@@ -153,10 +160,10 @@ def damage(folder, kind: str) -> None:
         (folder / f"{stem}-00001.npy").write_bytes((folder / f"{stem}-00001.npy").read_bytes()[:-2])
     elif kind == "nan":
         array = np.load(folder / f"{stem}-00001.npy")
-        array[3, 2, 1] = np.nan
+        array[3:5, 2, 1] = np.nan
         np.save(folder / f"{stem}-00001.npy", array)
     elif kind == "null":
-        np.save(folder / f"{stem}-null.npy", np.full((1, T, 8), np.inf, np.float16))
+        np.save(folder / section["null"]["file"], np.full((1, T, 8), np.inf, np.float16))
     elif kind == "lengths":
         np.save(folder / f"{stem}-00000.lengths.npy", np.full(13, T, np.int32))
     elif kind == "counts":
@@ -179,8 +186,8 @@ def damage(folder, kind: str) -> None:
         ("key", "index.json is damaged: KeyError: 'tokens'"),
         ("missing", "00001.npy is missing, though index.json names it"),
         ("truncated", "00001.npy .* is truncated|00001.npy is truncated|00001.npy has"),
-        ("nan", "00001.npy, row 3, holds numbers that are not finite"),
-        ("null", "null.npy, row 0, holds numbers that are not finite"),
+        ("nan", "00001.npy, row [34], holds numbers that are not finite"),
+        ("null", "00005.npy, row 0, holds numbers that are not finite"),
         ("lengths", "00000.lengths.npy was changed"),
         ("counts", "counts.npy was changed"),
         ("path", "must name files beside it"),
@@ -277,14 +284,14 @@ def test_text_that_is_not_what_was_said_is_not_written(made, folder):
     writer, text = TextWriter(folder, FROZEN, COUNTS, 13), part(encoded(FROZEN), slice(13))
     writer.begin(again=True)
     for wrong, message in (
-        (text._replace(tokens=text.tokens[..., :7]), "has tokens"),
-        (text._replace(pooled=None), "pooled none, but must have"),
+        (text._replace(tokens=text.tokens[..., :7]), "but must have"),
+        (text._replace(pooled=None), "but must have"),
         (text._replace(tokens=text.tokens * 1e6), "not finite in float16"),
         (text._replace(mask=text.mask.flip(1)), "must begin with its words"),
         (text._replace(mask=text.mask & False), "must begin with its words, at least one"),
     ):
         with pytest.raises(ValueError, match=message):
-            writer.write(0, wrong)
+            writer.write(0, [wrong])
     with pytest.raises(OSError, match="shards .* are missing"):
         writer.publish()
     with pytest.raises(ValueError, match="each of which needs a count of captions above 0"):
@@ -298,25 +305,13 @@ def test_work_that_was_stopped_goes_on_and_other_work_is_not_lost(folder):
     spec = TextSpec("later", "hash", T, 8, 6)
     text, writer = encoded(spec), TextWriter(folder, spec, COUNTS, 13)
     writer.begin()
-    writer.write(1, part(text, slice(13, 26)))
-    with pytest.raises(FileExistsError, match="another process is making text"):
-        TextWriter(folder, spec, COUNTS, 13).begin()
-    writer.release()
+    writer.write(1, [part(text, slice(13, 26))])
     other = TextWriter(folder, TextSpec("later", "other hash", T, 8, 6), COUNTS, 13)
     with pytest.raises(ValueError, match="(?s)unfinished work of another .*fingerprint: hash there, other hash here"):
         other.begin()
-    writer = TextWriter(folder, spec, COUNTS, 13)
-    writer.begin()
     assert writer.missing() == [0, *range(2, len(writer.ranges))]
-    for number in writer.missing():
-        own = writer.ranges[number]
-        writer.write(number, part(text, slice(own.start, own.stop)))
-    writer.write_null(part(text, slice(1)))
-    writer.publish()
-    assert same(
-        LatentDataset(folder, "full", text="later").text_of(np.arange(TOTAL)),
-        Text(*(p.half() if p.is_floating_point() else p for p in text)),
-    )
+    write_text(folder, spec, text)
+    assert same(LatentDataset(folder, "full", text="later").text_of(np.arange(TOTAL)), stored(text))
     assert writer.is_finished() and not (folder / ".text-later.unfinished").exists()
     with pytest.raises(ValueError, match="holds other text of later: again=true(?s:.*)fingerprint: hash there, other"):
         other.is_finished()

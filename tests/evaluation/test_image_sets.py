@@ -11,7 +11,7 @@ import pytest
 from conftest import open_pictures, open_reference
 from PIL import Image
 
-from tread.data.parts import PartStore
+from tread.data.store import ShardStore, pieces_of
 from tread.evaluation.image_sets import save_npz
 from tread.evaluation.reference import check_size, save_statistics
 from tread.preparing.images import centre_crop
@@ -207,11 +207,11 @@ def test_wrong_references_are_refused(tmp_path):
 
 def test_statistics_that_are_saved_are_a_reference(tmp_path):
     rng = np.random.default_rng(0)
-    parts = PartStore(tmp_path / "work", {}, count=6, size=4)
+    parts = ShardStore(tmp_path / "work", {}, pieces_of(range(6), 4))
     parts.begin()
     pool, spatial = rng.standard_normal((6, 2048)), rng.standard_normal((6, 2023))
     for number, rows in enumerate(parts.ranges):
-        parts.write(number, {"pool": pool[rows.start : rows.stop], "spatial": spatial[rows.start : rows.stop]})
+        parts.keep(number, {"pool": pool[rows.start : rows.stop], "spatial": spatial[rows.start : rows.stop]})
     save_statistics(tmp_path / "out" / "stats.npz", parts, 6, (16, 16), share_work(None))
     found = open_reference(tmp_path / "out" / "stats.npz")
     np.testing.assert_allclose(found.pool[1], np.cov(pool, rowvar=False), atol=1e-12)

@@ -135,8 +135,7 @@ def test_stopped_work_goes_on_with_the_parts_that_are_missing(tmp_path, run, inc
 
     monkeypatch.setattr(scoring, "draw_pictures", drawing)
     assert refusal(tmp_path, *options) == "130" and "go on" in capsys.readouterr().err
-    work = next((tmp_path / "results/a/step_0000003").glob(".fid-*/part-00001"))
-    (work / "pictures.npy").write_bytes(b"damaged")
+    next((tmp_path / "results/a/step_0000003").glob(".fid-*/data/pictures-00001.npy")).write_bytes(b"damaged")
     launch(tmp_path, *options)
     assert drawn == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [4, 5, 6, 7], [8, 9]]
     found, whole = record(tmp_path / "results/a/step_0000003/fid.json"), record(tmp_path / "whole/fid.json")

@@ -454,7 +454,6 @@ def test_bad_steps_name_samples_with_bad_features(with_features, tmp_path):
     folder = shutil.copytree(with_features, tmp_path / "data")
     data = LatentDataset(folder, features=FUNCTION)
     spoil(folder, np.nan, 1)
-    data._features._arrays[1] = np.load(folder / "features-00001.npy").reshape(-1, 64, 48)
     run = SimpleNamespace(cfg=SimpleNamespace(seed=0, train=SimpleNamespace(batch_size=9)), data=data)
     views = [int(data._chosen(0, step, 9, slice(None))[1][data.batch(0, step, 9).indices == 6][0]) for step in range(9)]
     spoilt, seen = periodic.look_at_samples(run, [views.index(1)])

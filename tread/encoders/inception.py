@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tread.data.parts import PartStore
+from tread.data.store import ShardStore, pieces_of
 from tread.runtime.device import exact
 from tread.runtime.distributed import Processes
 from tread.runtime.files import sha256
@@ -340,23 +340,23 @@ class Pictures:
     read: Callable[[int, int], np.ndarray]
 
 
-def extract_all(pictures: Pictures, folder: Path, network: Inception, weights: str, processes: Processes) -> PartStore:
+def extract_all(pictures: Pictures, folder: Path, network: Inception, weights: str, processes: Processes) -> ShardStore:
     """Features of a set of pictures, kept below a folder by the hashes of pictures and weights.
 
     All processes extract their share of what is missing.
     """
     name, plan = f"{pictures.sha256[:16]}-{weights[:16]}", {"pictures": pictures.sha256, "inception": weights}
-    parts = PartStore(folder / name, plan, pictures.count, part_size(pictures.count, batch_size=32))
-    with processes.lock(parts.folder.with_suffix(".lock")):
-        processes.from_main(parts.begin)
-        mine = processes.from_main(lambda: parts.missing(processes))[processes.rank :: processes.count]
-        total = sum(len(parts.ranges[number]) for number in mine)
-        with processes.bar(f"features of {Path(pictures.where).name}", total) as progress:
-            for number in mine:
-                rows = parts.ranges[number]
-                parts.write(number, extract(network, torch.from_numpy(pictures.read(rows.start, rows.stop))))
-                progress.update(len(rows))
-        processes.wait()
-        if processes.main and (missing := parts.missing(processes)):
-            raise OSError(f"parts {missing} of {parts.folder} are missing: all processes must share cache={folder}")
+    size = part_size(pictures.count, batch_size=32)
+    parts = ShardStore(folder / name, plan, pieces_of(range(pictures.count), size))
+
+    def work(numbers: list[int], done: Callable[[int], object]) -> None:
+        for number in numbers:
+            rows = parts.ranges[number]
+            parts.keep(number, extract(network, torch.from_numpy(pictures.read(rows.start, rows.stop))))
+            done(len(rows))
+
+    with processes.lock(parts.work.with_suffix(".lock")):
+        processes.from_main(lambda: parts.begin(again=True))
+        parts.share(processes, f"features of {Path(pictures.where).name}", work, verify=True)
+        processes.from_main(lambda: parts.check_complete(processes))
     return parts

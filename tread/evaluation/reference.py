@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tread.data.parts import PartStore
+from tread.data.store import ShardStore
 from tread.encoders.inception import FeatureSizes, Inception, Pictures
 from tread.evaluation.image_sets import Npz, hash_of, open_pictures
 from tread.evaluation.metrics import Moments, Seen
@@ -104,7 +104,7 @@ def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int | N
     return mean.astype(np.float64), covariance.astype(np.float64)
 
 
-def moments(what: str, features: PartStore, kind: str, processes: Processes) -> Moments:
+def moments(what: str, features: ShardStore, kind: str, processes: Processes) -> Moments:
     """Of the "pool" or "spatial" features of a set of pictures, under a bar that says whose they are."""
     with processes.bar(f"mean and covariance of {what}, {kind}", sum(map(len, features.ranges))) as progress:
 
@@ -117,7 +117,7 @@ def moments(what: str, features: PartStore, kind: str, processes: Processes) -> 
 
 
 @functools.lru_cache(maxsize=4)  # a reference's are wanted for each checkpoint
-def statistics(features: PartStore, kind: str, processes: Processes) -> Statistics:
+def statistics(features: ShardStore, kind: str, processes: Processes) -> Statistics:
     """Mean and covariance of the "pool" or "spatial" features of a reference's pictures."""
     return moments("the reference", features, kind, processes).gaussian
 
@@ -133,8 +133,8 @@ class FeatureSets:
     Whatever is missing raises Unavailable when it is asked for.
     """
 
-    samples: PartStore
-    features: PartStore | None
+    samples: ShardStore
+    features: ShardStore | None
     reference: Reference
     network: Inception
     processes: Processes
@@ -190,7 +190,7 @@ class FeatureSets:
 
 
 def save_statistics(
-    path: Path, features: PartStore, count: int, resolution: tuple[int, int], processes: Processes
+    path: Path, features: ShardStore, count: int, resolution: tuple[int, int], processes: Processes
 ) -> None:
     """Write mu, sigma, mu_s, sigma_s, and the pictures' count and resolution, as open_reference reads them."""
     arrays = {}

@@ -12,6 +12,7 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from tqdm import tqdm
 from tread.checkpoints import checkpoint
 from tread.checkpoints.for_sampling import SavedNetwork, open_network, open_weak
 from tread.data.latents import Alpha, Orientation
-from tread.data.parts import PartStore
+from tread.data.store import ShardStore, pieces_of
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.labels import Labels, seeded_labels
 from tread.diffusion.process import Process
@@ -346,8 +347,11 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
         if reference is not None:
             check_size(plan.folder, tuple(picture.shape), reference)
         if processes.main:
-            missing = plan.count - sum(map(len, work_of(plan, options).kept()))
-            needed = missing * (picture.numel() + feature_bytes) + options.save_samples * plan.count * picture.numel()
+            parts = work_of(plan, options)
+            needed = (
+                parts.rows(parts.missing()) * (picture.numel() + feature_bytes)
+                + options.save_samples * plan.count * picture.numel()
+            )
             check_place(files_of(plan, options).folder, needed)
             check_place(lines_of(plan, options).parent, 0)
     if samples is not None:
@@ -377,12 +381,12 @@ def lines_of(plan: ScoringPlan, options: ScoringOptions) -> Path:
     return (Path(options.out) if options.out else plan.folder.parent) / "fid.csv"
 
 
-def work_of(plan: ScoringPlan, options: ScoringOptions) -> PartStore:
+def work_of(plan: ScoringPlan, options: ScoringOptions) -> ShardStore:
     """Where a checkpoint's samples and their features are kept until they are scored; a reference does not matter."""
     drawn = {key: value for key, value in plan.fingerprint.items() if key != "reference"}
     name = f".fid-{hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]}"
     size = part_size(plan.count, plan.sampler.batch_size)
-    return PartStore(files_of(plan, options).folder / name, drawn, plan.count, size)
+    return ShardStore(files_of(plan, options).folder / name, drawn, pieces_of(range(plan.count), size))
 
 
 def files_beside(options: ScoringOptions) -> ScoreFiles:
@@ -432,7 +436,7 @@ def score_checkpoint(
         record = processes.from_main(lambda: find_score(plan, options))
         if record is not None:  # by another launch meanwhile
             return record
-        processes.from_main(parts.begin)
+        processes.from_main(lambda: parts.begin(again=True))
         guidance = plan.sampler.guidance
         shift = "" if plan.saved.shift in (None, 1) else f"shift {plan.saved.shift:g}, "
         cost = "" if guidance.kind == "none" else f"{plan.flops_relative:.3f} times the FLOPs of none, "
@@ -440,12 +444,11 @@ def score_checkpoint(
             f"{plan.folder}: {plan.count:,} samples, guidance {guidance.describe()}, "
             f"NFE {plan.nfe}, {shift}{cost}{plan.sampler.precision}"
         )
-        for other in set(folder.glob(".fid-*")) - {parts.folder}:
+        for other in set(folder.glob(".fid-*")) - {parts.work}:
             processes.say(f"  note: {other} holds unfinished work by other settings; remove it if you do not want it")
         for text in scorer.warnings(plan.count):
             processes.say(f"  note: {text}")
         seconds = draw_parts(plan, decoder, scorer, clip, parts, processes)
-        processes.wait()
         if processes.main:
             record = conclude(plan, scorer, parts, seconds, processes)
             record["seconds"]["total"] = time.perf_counter() - began
@@ -460,20 +463,20 @@ def draw_parts(
     decoder: autoencoder.Decoder,
     scorer: Scorer,
     clip: ClipScore | None,
-    parts: PartStore,
+    parts: ShardStore,
     processes: Processes,
 ) -> dict[str, float]:
-    """Draw this process's share of the missing parts, with what the scorer keeps of them; seconds by stage."""
-    mine = processes.from_main(lambda: parts.missing(processes))[processes.rank :: processes.count]
+    """Draw this process's part of the missing samples, with what the scorer keeps of them; seconds by stage."""
     spent = {"sampling": 0.0, "features": 0.0}
-    if not mine:
-        return spent
-    guidance, device = plan.sampler.guidance, processes.device
-    model, weak = plan.saved.load(device, guidance), plan.weak and plan.weak.load(device, guidance)
-    if plan.compiled:
-        compile_blocks([block for branch in (model, weak) if branch for block in branch.network.compiled()])
-    with processes.bar("samples", sum(len(parts.ranges[number]) for number in mine)) as progress:
-        for number in mine:
+
+    def draw(numbers: list[int], done: Callable[[int], object]) -> None:
+        if not numbers:
+            return
+        guidance, device = plan.sampler.guidance, processes.device
+        model, weak = plan.saved.load(device, guidance), plan.weak and plan.weak.load(device, guidance)
+        if plan.compiled:
+            compile_blocks([block for branch in (model, weak) if branch for block in branch.network.compiled()])
+        for number in numbers:
             seeds, began = [plan.seeds[i] for i in parts.ranges[number]], time.perf_counter()
             labels = asked = seeded_labels(seeds, plan.num_labels, plan.labels)
             if plan.prompts is not None:  # this part's alone, which are few
@@ -481,25 +484,27 @@ def draw_parts(
             drawn = []
             for pictures in draw_pictures(model, decoder, seeds, asked, plan.sampler, weak, check=True):
                 drawn.append(pictures)
-                progress.update(len(pictures))
+                done(len(pictures))
             pictures, sampled = torch.cat(drawn), time.perf_counter()
             arrays = scorer.prepare(pictures)
             if clip is not None:
                 arrays[CLIP] = clip.score(pictures, plan.prompts.captions(labels))
             seconds = {"sampling": sampled - began, "features": time.perf_counter() - sampled}
-            parts.write(number, {"pictures": pictures.numpy(), "labels": labels.numpy(), **arrays}, seconds=seconds)
-            spent = {stage: spent[stage] + seconds[stage] for stage in spent}
+            parts.keep(number, {"pictures": pictures.numpy(), "labels": labels.numpy(), **arrays}, seconds=seconds)
+            for stage in spent:
+                spent[stage] += seconds[stage]
+
+    parts.share(processes, "samples", draw, verify=True)
     return spent
 
 
 def conclude(
-    plan: ScoringPlan, scorer: Scorer, parts: PartStore, seconds: dict[str, float], processes: Processes
+    plan: ScoringPlan, scorer: Scorer, parts: ShardStore, seconds: dict[str, float], processes: Processes
 ) -> dict:
     """Score what was drawn: the content of fid.json. seconds are those of this launch in the main process."""
-    if missing := parts.missing(processes):
-        raise OSError(f"parts {missing} of {parts.folder} are missing: all processes must share the folder")
+    parts.check_complete(processes)
     began = time.perf_counter()
-    spent = [parts.info(number)["seconds"] for number in range(len(parts.ranges))]
+    spent = [parts.note(number)["seconds"] for number in range(len(parts.ranges))]
     record = common_record(scorer, parts, plan.count, processes)
     if plan.clip is not None:
         record |= {CLIP: float(np.concatenate(list(parts.arrays(CLIP))).mean(dtype=np.float64))}
@@ -526,7 +531,7 @@ def conclude(
     }
 
 
-def common_record(scorer: Scorer, samples: PartStore, count: int, processes: Processes) -> dict:
+def common_record(scorer: Scorer, samples: ShardStore, count: int, processes: Processes) -> dict:
     """What every fid.json has: each value with its count, and what it was made with."""
     (values, unavailable, counts), reference = scorer.score(samples), scorer.reference
     return {
@@ -546,7 +551,7 @@ def common_record(scorer: Scorer, samples: PartStore, count: int, processes: Pro
     }
 
 
-def write_down(plan: ScoringPlan, record: dict, parts: PartStore, options: ScoringOptions) -> None:
+def write_down(plan: ScoringPlan, record: dict, parts: ShardStore, options: ScoringOptions) -> None:
     """fid.json, fid.png, a line in fid.csv, and samples.npz if asked for; then print the table."""
     files = files_of(plan, options)
     with explain_failure(files.folder):

@@ -28,10 +28,10 @@ from tread.data.captions import read_captions
 from tread.data.columns import read_spec
 from tread.data.index import read_index
 from tread.data.latents import LatentSpec
-from tread.data.text_writer import TextWriter
+from tread.data.sections import TextWriter
 from tread.data.writer import write_once
 from tread.encoders.language import text_encoder
-from tread.preparing.encode_text import write_shards
+from tread.preparing.encode_text import encoding
 from tread.runtime.files import Lock, explain_failure
 
 TONES = "🏻🏼🏽🏾🏿"
@@ -248,8 +248,7 @@ def _write_text(folder: Path, name: str) -> None:
     flat = list(itertools.chain.from_iterable(captions))
     writer = TextWriter(folder, encoder.spec, list(map(len, captions)))
     writer.begin(again=True)
-    write_shards(writer, encoder, flat, writer.missing(), batch_size=16)
-    writer.write_null(encoder.encode([""]))
+    writer.encode(16, encoding(encoder, flat), writer.missing())
     writer.publish()
 
 

@@ -1,15 +1,14 @@
 """Features of a dataset's pictures: `prepare_features` checks everything before long work, which processes share.
 
-Started again after it was stopped, it goes on with the shards that are missing, see tread/data/section_writer.py.
+Started again after it was stopped, it goes on with the shards that are missing, see tread/data/store.py.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,19 +19,18 @@ from tread.data.columns import FeatureSpec, latents_hash
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.latents import holds_pixels
-from tread.data.section_writer import SectionWriter
-from tread.data.shards import write_rows
-from tread.encoders.vision import Encoder, open_encoder
-from tread.preparing.encode_photos import pieces_of, read_crops, source_hash
+from tread.data.sections import FeatureWriter
+from tread.encoders.vision import open_encoder
+from tread.preparing.encode_photos import read_crops, source_hash
 from tread.preparing.encode_text import DatasetPlace
 from tread.preparing.heldout import held_out
 from tread.preparing.images import Crop
 from tread.preparing.sources import NONE, find_photos
 from tread.runtime.distributed import Processes
-from tread.runtime.files import explain_failure, sha256, size_text, whole_file
+from tread.runtime.files import size_text
 from tread.runtime.schema import Count, CountOrZero
 
-PictureReader = Callable[[Sequence[np.ndarray]], Iterator[tuple[Tensor, ...]]]
+PictureReader = Callable[[Sequence[range]], Iterator[tuple[Tensor, ...]]]
 
 
 @dataclass(frozen=True)
@@ -62,14 +60,6 @@ def prepare_features(options: FeatureOptions, processes: Processes) -> None:
     cost = encoder.cost(size)
     spec = FeatureSpec(encoder.name, encoder.fingerprint, math.isqrt(cost.tokens), cost.width, latents_hash(index))
     writer = FeatureWriter(folder, spec, data.latents.views, [shard["count"] for shard in index["shards"]])
-    batch_size = options.batch_size or (8 if processes.device.type == "cpu" else 64)
-
-    def write(numbers: list[int], done: Callable[[int], object]) -> None:
-        parts = [pieces_of(np.array(writer.ranges[number]), batch_size) for number in numbers]
-        coming = pictures(list(itertools.chain(*parts)))
-        for number, batches in zip(numbers, parts):
-            writer.write(number, encode_batches(itertools.islice(coming, len(batches)), encoder, done))
-
     lines = [
         f"  dataset   {folder}: {len(data):,} samples, {'both views' if data.latents.views == 2 else 'one view'}",
         f"  pictures  {size}×{size}, {where}",
@@ -77,55 +67,52 @@ def prepare_features(options: FeatureOptions, processes: Processes) -> None:
         f"{cost.flops / 1e9:.3g} GFLOP a picture",
         f"  stores    float16, {size_text(writer.nbytes)}",
     ]
-    if writer.make(processes, options.again, lines, "image", write):
+
+    def encode(batches: Sequence[range]) -> Iterator[np.ndarray]:
+        for views in pictures(batches):
+            features = torch.stack([encoder.encode(view) for view in views], dim=1).half()
+            if not features.isfinite().all():
+                raise ValueError(
+                    f"{encoder.name} makes features of some picture that are not finite in float16: they are too large "
+                    "for it, or its weights are broken"
+                )
+            yield features.cpu().numpy()
+
+    batch_size = options.batch_size or (8 if processes.device.type == "cpu" else 64)
+    if writer.make(processes, options.again, lines, "image", batch_size, encode):
         processes.say(f"  features  {folder}: {encoder.name}, read with alignment.source=stored")
-
-
-def encode_batches(
-    batches: Iterable[tuple[Tensor, ...]], encoder: Encoder, done: Callable[[int], object]
-) -> Iterator[np.ndarray]:
-    """(n, views, T, z) float16 of batches of pictures by view; `done` is told of each n."""
-    for views in batches:
-        features = torch.stack([encoder.encode(view) for view in views], dim=1).half()
-        if not features.isfinite().all():
-            raise ValueError(
-                f"{encoder.name} makes features that are not finite in float16 of some picture: they are too large for "
-                "it, or its weights are broken"
-            )
-        yield features.cpu().numpy()
-        done(len(features))
 
 
 def open_source(
     options: FeatureOptions, index: dict, processes: Processes
 ) -> tuple[LatentDataset, PictureReader, int, str]:
-    """The dataset, a function from batches of indices to their pictures by view, their size, where they lie.
+    """The dataset, a function from batches of indices to their pictures by view, their size, and where they lie.
 
     Raises ValueError or OSError where there are none, or others than the latents were made of.
     """
     folder = Path(options.dataset.path)
-    if options.source is not None:
-        data, workers = LatentDataset(folder), min(16, processes.cores) if options.workers is None else options.workers
-        source = SourcePictures(data, Path(options.source), options.root, options.labels)
-
-        def of_photos(parts: Sequence[np.ndarray]) -> Iterator[tuple[Tensor, ...]]:
-            for pictures in source.batches(parts, workers):
-                yield (pictures, pictures.flip(-1))[: data.latents.views]
-
-        return data, of_photos, source.size, source.where
-    if "pictures" not in index and not holds_pixels(LatentDataset(folder).latents):
+    if options.source is None and "pictures" not in index and not holds_pixels(LatentDataset(folder).latents):
         raise ValueError(
             f"{folder} keeps no pictures beside its latents: name the photos that it was made of, source=…, or prepare "
             "it again by scripts/prepare_latents.py keep_pictures=true"
         )
-    data = LatentDataset(folder, pictures=True)
+    data = LatentDataset(folder, pictures=options.source is None)
+    if options.source is None:
+        where = "kept beside the latents" if "pictures" in index else "which the stored pixels are"
 
-    def of_dataset(parts: Sequence[np.ndarray]) -> Iterator[tuple[Tensor, ...]]:
-        for part in parts:
-            yield tuple(data.read(part, view).pictures for view in range(data.latents.views))
+        def stored(batches: Sequence[range]) -> Iterator[tuple[Tensor, ...]]:
+            for rows in batches:
+                yield tuple(data.read(rows, view).pictures for view in range(data.latents.views))
 
-    kept = "kept beside the latents" if "pictures" in index else "which the stored pixels are"
-    return data, of_dataset, data.picture_size, kept
+        return data, stored, data.picture_size, where
+    source = SourcePictures(data, Path(options.source), options.root, options.labels)
+    workers = min(16, processes.cores) if options.workers is None else options.workers
+
+    def of_photos(batches: Sequence[range]) -> Iterator[tuple[Tensor, ...]]:
+        for pictures in source.batches(batches, workers):
+            yield (pictures, pictures.flip(-1))[: data.latents.views]
+
+    return data, of_photos, source.size, source.where
 
 
 class SourcePictures:
@@ -181,33 +168,3 @@ class SourcePictures:
                 if why:
                     raise ValueError(f"{self.where}: {self._photos.names[number]} can't be read as a picture ({why})")
             yield pictures
-
-
-class FeatureWriter(SectionWriter):
-    """Features of a dataset in the making.
-
-    spec    what they are.
-    views   how many of each sample are stored.
-    counts  samples of each shard.
-    """
-
-    def __init__(self, folder: Path, spec: FeatureSpec, views: int, counts: list[int]) -> None:
-        self.row_shape = (views, spec.grid**2, spec.width)
-        super().__init__(
-            folder,
-            "features",
-            "features",
-            place=("features",),
-            facts=asdict(spec),
-            plan={**asdict(spec), "shards": [], "views": views},
-            ranges=[range(end - count, end) for count, end in zip(counts, itertools.accumulate(counts))],
-            row_bytes=2 * math.prod(self.row_shape),
-            open=lambda full: LatentDataset(folder, "full" if full else "open", features=spec.encoder),
-        )
-
-    def write(self, number: int, parts: Iterator[np.ndarray]) -> None:
-        """Write a shard of parts (n, views, T, z) float16."""
-        path = self.work / f"features-{number:05d}.npy"
-        with explain_failure(path), whole_file(path) as partial, partial.open("wb") as file:
-            write_rows(file, "float16", (len(self.ranges[number]), *self.row_shape), parts)
-        self.note(self.names[number], {"file": path.name, "sha256": sha256(path)})

@@ -17,11 +17,11 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from tread.data.captions import add_captions
 from tread.data.dataset import LatentDataset
 from tread.data.latents import Alpha, Dtype, LatentSpec, Orientation, to_network
+from tread.data.store import pieces_of
 from tread.data.writer import DatasetWriter
 from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder
@@ -105,11 +106,6 @@ def read_crops(
         ) from error
 
 
-def pieces_of(numbers: range | np.ndarray, size: int) -> list[range | np.ndarray]:
-    """Numbers in pieces of one size, such as shards or batches; the last one may be smaller."""
-    return [numbers[first : first + size] for first in range(0, len(numbers), size)]
-
-
 def source_hash(classes: Sequence[str], names: Sequence[str], labels: np.ndarray) -> str:
     """Hex sha256 of the pictures' names, labels and classes: what an unfinished dataset was begun with."""
     digest = hashlib.sha256("\0".join((*classes, *names)).encode(errors="surrogateescape"))
@@ -117,32 +113,29 @@ def source_hash(classes: Sequence[str], names: Sequence[str], labels: np.ndarray
     return digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class Begun:
+class Begun(NamedTuple):
     """The pictures as they were when the work was begun: those of now, and damaged ones that were removed since.
 
     names, labels  of them all.
     at             (n,) where the pictures of now are among them.
     """
 
-    names: Sequence[str]
+    names: list[str]
     labels: np.ndarray
     at: np.ndarray
 
     def cut(self, classes: int, heldout: float | int | str | None, shard_size: int) -> dict[str, list[np.ndarray]]:
         """{"train" and, if some are held out, "heldout"} → the pictures of each shard, as indices into those of now."""
-        parts = {"train": np.ones(len(self.names), dtype=bool)}
+        out = np.zeros(len(self.names), dtype=bool)
         if heldout is not None:
             out = held_out(self.names, self.labels, classes, heldout)
-            parts = {"train": ~out, "heldout": out}
-        cuts = {part: pieces_of(np.flatnonzero(chosen), shard_size) for part, chosen in parts.items()}
-        return {part: list(map(self._now, cut)) for part, cut in cuts.items()}
-
-    def _now(self, places: np.ndarray) -> np.ndarray:
-        """Indices into the pictures of now of those that were at some places."""
-        indices = np.searchsorted(self.at, places)
-        there = self.at[np.minimum(indices, len(self.at) - 1)] == places
-        return indices[there]
+        parts = {"train": ~out} if heldout is None else {"train": ~out, "heldout": out}
+        there = np.isin(np.arange(len(self.names)), self.at)
+        now = np.cumsum(there) - 1
+        return {
+            part: [now[shard[there[shard]]] for shard in pieces_of(np.flatnonzero(chosen), shard_size)]
+            for part, chosen in parts.items()
+        }
 
 
 class Damage:
@@ -154,24 +147,24 @@ class Damage:
     def __init__(self, folder: Path, photos: Photos) -> None:
         self.folder, self.photos = folder, photos
 
-    def _of(self, files: Iterable[Path]) -> list[tuple[int, str, str, str]]:
+    def _known(self, shards: str = "*") -> list[tuple[int, str, str, str]]:
         """(where it was among the pictures, its name, its class, why it can't be read) of pictures, in order."""
-        return sorted(tuple(picture) for file in files if file.exists() for picture in json.loads(file.read_text()))
+        files = self.folder.glob(f"{shards}.json")
+        return sorted(tuple(picture) for file in files for picture in json.loads(file.read_text()))
 
-    def _gone(self, files: Iterable[Path]) -> list[tuple[int, str, str, str]]:
+    def _removed(self, shards: str = "*") -> list[tuple[int, str, str, str]]:
         """Those that were removed since; not of classes that went with them, whose work is another."""
-        damaged = self._of(files)
-        there, classes = (set(self.photos.names), set(self.photos.classes)) if damaged else ((), ())
-        return [picture for picture in damaged if picture[1] not in there and picture[2] in classes]
+        known = self._known(shards)
+        there, classes = (set(self.photos.names), set(self.photos.classes)) if known else ((), ())
+        return [picture for picture in known if picture[1] not in there and picture[2] in classes]
 
     def begun(self) -> Begun:
         """The pictures that the work was begun with."""
-        names, labels = list(self.photos.names), self.photos.labels.tolist()
-        gone = self._gone(self.folder.glob("*.json"))
-        for place, name, its_class, _ in gone:
+        names, labels, removed = list(self.photos.names), self.photos.labels.tolist(), self._removed()
+        for place, name, its_class, _ in removed:
             names.insert(place, name)
             labels.insert(place, self.photos.classes.index(its_class))
-        at = np.setdiff1d(np.arange(len(names)), [place for place, *_ in gone])
+        at = np.setdiff1d(np.arange(len(names)), [place for place, *_ in removed])
         return Begun(names, np.array(labels, dtype=np.int64), at)
 
     def keep(self, shard: str, damaged: list[tuple[int, str, str, str]]) -> None:
@@ -179,29 +172,19 @@ class Damage:
         file = self.folder / f"{shard}.json"
         with explain_failure(file):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps([*damaged, *self._gone([file])]) + "\n")
+            write_whole(file, json.dumps([*damaged, *self._removed(shard)]) + "\n")
 
     def check(self, shards: Iterable[str]) -> None:
         """Raise ValueError that names the damaged pictures of shards which could not be made."""
-        files = [self.folder / f"{shard}.json" for shard in shards]
-        gone = {name for _, name, *_ in self._gone(files)}
-        damaged = [(name, why) for _, name, _, why in self._of(files) if name not in gone]
+        removed = {*self._removed()}
+        known = [picture for shard in shards for picture in self._known(shard) if picture not in removed]
+        damaged = [(name, why) for _, name, _, why in sorted(known)]
         if damaged:
             listed = named(damaged, "can't be read as a picture ({})")
             raise ValueError(
                 f"{self.photos.where}: damaged pictures, {len(damaged):,} in all{listed}\nReplace or remove them and "
                 "start the same command again: it goes on with what is done. Or leave such files out with on_error=skip"
             )
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A shard that is to be made: by which writer, which number, of which pictures, and its name in Damage."""
-
-    writer: DatasetWriter
-    number: int
-    pictures: np.ndarray
-    name: str
 
 
 def check_sizes(photos: Photos, resolution: int) -> None:
@@ -217,62 +200,67 @@ def check_sizes(photos: Photos, resolution: int) -> None:
 
 
 def make_shards(
+    part: str,
+    writer: DatasetWriter,
     photos: Photos,
-    pieces: Sequence[Piece],
     encode: LatentEncoder,
     damage: Damage,
-    begun: Begun,
+    at: np.ndarray,
     options: PhotoOptions,
     processes: Processes,
 ) -> None:
-    """Write shards, with a progress bar, and the speed at the end.
+    """Make the missing shards of "train" or "heldout" together with other processes.
 
-    Notes for each shard which pictures were left out, how many were enlarged, and which more than MUCH times.
+    Notes for each which pictures were left out, how many were enlarged, and which more than MUCH times.
 
-    damage  where damaged pictures are written down, of whose shards nothing is written; on_error=skip leaves them out.
+    damage, at  where damaged pictures, and their places when the work was begun, are written down. Nothing is written
+                of their shards, unless on_error=skip leaves them out.
     """
     batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
-    batches, stops = [pieces_of(piece.pictures, batch_size) for piece in pieces], options.on_error == "stop"
     workers = min(16, processes.cores) if options.workers is None else options.workers
-    coming = read_crops(photos, options.crop, itertools.chain.from_iterable(batches), workers)
-    total = sum(len(piece.pictures) for piece in pieces)
-    began, waited = time.perf_counter(), 0.0
-    with processes.bar("encoding", total) as bar:
-        for piece, parts in zip(pieces, batches):
-            stored, kept, labels, left_out, enlarged, much_enlarged, damaged = [], [], [], [], 0, [], []
-            for indices in parts:
+    no_latents = np.zeros((0, *writer.latents.stored_shape), np.float32)
+    no_pictures = np.zeros((0, *(writer.pictures or ())), np.uint8)
+
+    def make(numbers: list[int], done: Callable[[int], object]) -> None:
+        shards = [pieces_of(writer.ranges[number], batch_size) for number in numbers]
+        coming = read_crops(photos, options.crop, itertools.chain(*shards), workers)
+        began, waited = time.perf_counter(), 0.0
+        for number, batches in zip(numbers, shards):
+            stored, pictures, good, sides, faults = [no_latents], [no_pictures], [], [], []
+            for indices in batches:
                 asked = time.perf_counter()
                 pixels, notes = next(coming)
                 waited += time.perf_counter() - asked
-                for index, (why, size) in zip(indices.tolist(), notes):
-                    name, label = photos.names[index], int(photos.labels[index])
-                    if why:
-                        left_out.append((name, why))
-                        damaged.append((int(begun.at[index]), name, photos.classes[label], why))
-                        continue
-                    labels.append(label)
-                    enlarged += min(size) < options.resolution
-                    if MUCH * min(size) < options.resolution:
-                        much_enlarged.append(name)
-                if pixels is not None and not (damaged and stops):
+                faults += [(index, why) for index, (why, _) in zip(indices.tolist(), notes) if why]
+                good += [index for index, (why, _) in zip(indices.tolist(), notes) if not why]
+                sides += [min(size) for why, size in notes if not why]
+                if pixels is not None and not (faults and options.on_error == "stop"):
                     stored.append(encode(pixels))
-                    if piece.writer.pictures:
-                        kept.append(pixels.numpy().copy())  # not in the memory that a worker shares with us
-                bar.update(len(indices))
-            if damaged and stops:
-                damage.keep(piece.name, damaged)
+                    if writer.pictures:
+                        pictures.append(pixels.numpy().copy())  # not in the memory that a worker shares with us
+                done(len(indices))
+            names = photos.names
+            if faults and options.on_error == "stop":
+                where = [(int(at[index]), names[index], photos.classes[photos.labels[index]]) for index, _ in faults]
+                damage.keep(f"{part}-{number:05d}", [(*place, why) for place, (_, why) in zip(where, faults)])
                 continue
-            whole = np.concatenate(stored) if stored else np.zeros((0, *piece.writer.latents.stored_shape), np.float32)
-            numbers = np.array(labels, dtype=np.int64)
-            pictures = np.concatenate(kept) if kept else np.zeros((0, *(piece.writer.pictures or ())), np.uint8)
-            counts = {"left_out": left_out, "enlarged": enlarged, "much_enlarged": much_enlarged}
-            piece.writer.write(piece.number, whole, numbers, pictures if piece.writer.pictures else None, **counts)
-    if total:
-        wall = time.perf_counter() - began
-        processes.say(
-            f"  speed     {total / wall:.1f} images/s a process, of whose time {100 * waited / wall:.1f}% waiting for "
-            f"pictures from {workers} reading processes"
-        )
+            writer.write(
+                number,
+                np.concatenate(stored),
+                photos.labels[np.array(good, dtype=np.int64)],
+                np.concatenate(pictures),
+                left_out=[(names[index], why) for index, why in faults],
+                enlarged=sum(side < options.resolution for side in sides),
+                much_enlarged=[names[index] for index, side in zip(good, sides) if MUCH * side < options.resolution],
+            )
+        if numbers:
+            wall = time.perf_counter() - began
+            processes.say(
+                f"  speed     {writer.rows(numbers) / wall:.1f} images/s a process, of whose time "
+                f"{100 * waited / wall:.1f}% waiting for pictures from {workers} reading processes"
+            )
+
+    writer.share(processes, "encoding" if part == "train" else "encoding what is held out", make)
 
 
 @dataclass(frozen=True)
@@ -312,11 +300,63 @@ class PhotoOptions:
 
 def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
     """Check everything, make this process's shards, and, in the main process, the dataset of all."""
+    photos, heldout = open_photos(options)
+    use_precision(options.precision, processes.device)
+    stored = {"store": options.store, "dtype": options.dtype, "views": 2 if options.flip else 1}
+    stored |= {"orientation": options.orientation, "alpha": options.alpha}
+    if options.autoencoder == "none":
+        model, latents = None, autoencoder.as_pixels(options.resolution, photos.classes, **stored)
+    else:
+        model = autoencoder.load_autoencoder(options.autoencoder, processes.device)
+        latents = autoencoder.encoded(model, options.autoencoder, options.resolution, photos.classes, **stored)
+    writers = open_writers(photos, heldout, latents, options)
+    unfinished = {part: writer for part, writer in writers.items() if not writer.is_finished()}
+    for writer in writers.values():
+        if writer not in unfinished.values():
+            processes.say(f"{writer.folder} is finished")
+    if not unfinished:
+        return
+    first = next(iter(unfinished.values()))
+    damage = Damage(first.work / "damaged", photos)
+    cut = (len(photos.classes), heldout, options.shard_size)
+
+    def begin() -> None:
+        for writer in unfinished.values():
+            writer.check_free()
+        begun, again = damage.begun(), not first.has_any()  # both parts begin anew, or neither
+        begun.cut(*cut)  # which may be refused
+        for writer in unfinished.values():
+            writer.begin(again, {"pictures": source_hash(photos.classes, begun.names, begun.labels)})
+
+    processes.from_main(begin)
+    begun = damage.begun()
+    for part, shards in begun.cut(*cut).items():
+        writers[part].ranges = shards
+    missing = {part: writer.missing() for part, writer in unfinished.items()}
+    rows = sum(writer.rows(missing[part]) for part, writer in unfinished.items())
+    processes.from_main(lambda: first.check_space(rows))
+    for line in describe(photos, writers, options, model is None):
+        processes.say(line)
+    work = f"{sum(map(len, missing.values()))} of {sum(len(writer.ranges) for writer in unfinished.values())} shards"
+    processes.say(f"  work      {work}, {processes.count} processes on {processes.device}")
+    encode = autoencoder.encoder(model, latents, options.precision)
+    for part, writer in unfinished.items():
+        make_shards(part, writer, photos, encode, damage, begun.at, options, processes)
+    lacking = [f"{part}-{number:05d}" for part, writer in unfinished.items() for number in writer.missing()]
+    processes.from_main(lambda: damage.check(lacking))
+    if processes.main:
+        finish(photos, unfinished, writers, options, processes)
+
+
+def open_photos(options: PhotoOptions) -> tuple[Photos, float | int | str | None]:
+    """The pictures, checked, and what is held out of them, see `held_out`. Raises ValueError or OSError."""
     out, source = Path(options.out), Path(options.source)
     if source.is_dir() and source.resolve() in (out.resolve(), *out.resolve().parents):
         raise ValueError(
             f"out {out} lies inside source {source}, whose pictures it would be among; choose another place"
         )
+    if options.autoencoder == "none" and options.keep_pictures:
+        raise ValueError("keep_pictures=true would keep what autoencoder=none stores already: leave one of them out")
     root = None if options.root is None else str(options.root)
     photos = find_photos(source, root, options.labels, options.captions)
     if options.on_error == "stop" and (photos.names or photos.unpaired):
@@ -327,98 +367,63 @@ def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
             f"{photos.where} holds out {photos.heldout.rstrip('/')} itself: leave heldout={options.heldout} out, or "
             "choose one split by root="
         )
-    heldout = photos.heldout or options.heldout
     if not options.enlarge:
         check_sizes(photos, options.resolution)
-    use_precision(options.precision, processes.device)
-    stored = {"store": options.store, "dtype": options.dtype, "views": 2 if options.flip else 1}
-    stored |= {"orientation": options.orientation, "alpha": options.alpha}
-    if options.autoencoder == "none" and options.keep_pictures:
-        raise ValueError("keep_pictures=true would keep what autoencoder=none stores already: leave one of them out")
-    if options.autoencoder == "none":
-        model, latents = None, autoencoder.as_pixels(options.resolution, photos.classes, **stored)
-    else:
-        model = autoencoder.load_autoencoder(options.autoencoder, processes.device)
-        latents = autoencoder.encoded(model, options.autoencoder, options.resolution, photos.classes, **stored)
+    return photos, photos.heldout or options.heldout
+
+
+def open_writers(
+    photos: Photos, heldout: float | int | str | None, latents: LatentSpec, options: PhotoOptions
+) -> dict[str, DatasetWriter]:
+    """{"train" and, if some are held out, "heldout"} → the writer of that dataset."""
+    out = Path(options.out)
     plan = {key: getattr(options, key) for key in ("resolution", "precision", "shard_size")}
     plan["pictures"] = source_hash(photos.classes, photos.names, photos.labels)
-    crop_shape = (3, options.resolution, options.resolution) if options.keep_pictures else None
-    said = {} if photos.captions is None else {"captions": captions_hash(photos.captions)}
-    said |= {"captions_in": options.captions} if photos.captions is not None and options.captions else {}
-    said |= {"attribution": options.attribution} if options.attribution else {}
-    folders, plans = {"train": out}, {"train": plan}
-    if heldout is not None:
-        folders["heldout"] = out.with_name(f"{out.name}-heldout")
-        plans = {part: {**plan, "heldout": heldout, "part": part} for part in folders}
-    writers = {part: DatasetWriter(folders[part], latents, plans[part], crop_shape, said) for part in folders}
-    unfinished = {part: writer for part, writer in writers.items() if not writer.is_finished()}
-    for part, writer in writers.items():
-        if part not in unfinished:
-            processes.say(f"{writer.folder} is finished")
-    if not unfinished:
-        return
-    first = next(iter(unfinished.values()))
-    damage = Damage(first.work / "damaged", photos)
-    with processes.main_first():
-        if processes.main:
-            for writer in unfinished.values():
-                writer.check_free()
-            pictures = damage.begun()
-            pictures.cut(len(photos.classes), heldout, options.shard_size)  # which may be refused
-            pictures = source_hash(photos.classes, pictures.names, pictures.labels)
-            anew = not first.has_any()  # both parts, or neither
-            for writer in unfinished.values():
-                writer.begin(anew, pictures=pictures)
-        begun = damage.begun()
-        shards = begun.cut(len(photos.classes), heldout, options.shard_size)
-        pieces = [
-            Piece(writer, number, shards[part][number], f"{part}-{number:05d}")
-            for part, writer in unfinished.items()
-            for number in writer.missing(len(shards[part]))
-        ]
-    processes.wait()  # nobody writes before all have seen the same list
-    if processes.main:
-        first.check_space(sum(len(piece.pictures) for piece in pieces))
-    stored = f"{latents.stored_shape[1:]} {latents.dtype}, {size_text(len(photos) * latents.sample_bytes)}"
+    kept = (3, options.resolution, options.resolution) if options.keep_pictures else None
+    besides = {} if photos.captions is None else {"captions": captions_hash(photos.captions)}
+    besides |= {"captions_in": options.captions} if photos.captions is not None and options.captions else {}
+    besides |= {"attribution": options.attribution} if options.attribution else {}
+    if heldout is None:
+        return {"train": DatasetWriter(out, latents, plan, kept, besides)}
+    folders = {"train": out, "heldout": out.with_name(f"{out.name}-heldout")}
+    plan["heldout"] = heldout
+    return {part: DatasetWriter(folders[part], latents, {**plan, "part": part}, kept, besides) for part in folders}
+
+
+def describe(photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOptions, pixels: bool) -> list[str]:
+    """What is going to be made, as lines to print."""
+    latents, count = writers["train"].latents, len(photos)
     classes = f"in {len(photos.classes):,} classes, " if photos.classes != ONE_CLASS else ""
-    processes.say(f"  pictures  {len(photos):,} {classes}{photos.where}")
+    lines = [f"  pictures  {count:,} {classes}{photos.where}"]
     if photos.captions is not None:
         counts = sorted(map(len, photos.captions))
         each = f"{counts[0]} to {counts[-1]}" if counts[0] < counts[-1] else str(counts[0])
-        processes.say(f"  captions  {sum(counts):,}, {each} a picture")
-    if heldout is not None:
-        kept, by = sum(map(len, shards["heldout"])), photos.heldout or "chosen by a hash of their names"
-        processes.say(f"  held out  {kept:,} of them, {by.rstrip('/')}: {writers['heldout'].folder}")
-    processes.say(
+        lines.append(f"  captions  {sum(counts):,}, {each} a picture")
+    if writer := writers.get("heldout"):
+        by = photos.heldout or "chosen by a hash of their names"
+        lines.append(f"  held out  {sum(map(len, writer.ranges)):,} of them, {by.rstrip('/')}: {writer.folder}")
+    lines += [
         f"  crop      {options.resolution}², {'with' if options.flip else 'without'} flipped copies; "
-        f"orientation={options.orientation}, alpha={options.alpha}"
-    )
-    processes.say(f"  encoder   {latents.autoencoder}, {options.precision}")
-    processes.say(f"  stores    {stored}: {stored_meaning(latents)}")
-    if options.keep_pictures:
-        size = size_text(len(photos) * writers["train"].picture_bytes)
-        processes.say(f"  keeps     the pictures too, {writers['train'].pictures} uint8, {size}")
-    if model is None and (patch := autoencoder.patch_for(options.resolution)) > 2:
+        f"orientation={options.orientation}, alpha={options.alpha}",
+        f"  encoder   {latents.autoencoder}, {options.precision}",
+        f"  stores    {latents.stored_shape[1:]} {latents.dtype}, {size_text(count * latents.sample_bytes)}: "
+        f"{stored_meaning(latents)}",
+    ]
+    if pictures := writers["train"].pictures:
+        size = size_text(count * writers["train"].picture_bytes)
+        lines.append(f"  keeps     the pictures too, {pictures} uint8, {size}")
+    if pixels and (patch := autoencoder.patch_for(options.resolution)) > 2:
         many, few = ((options.resolution // side) ** 2 for side in (2, patch))
-        processes.say(
+        lines.append(
             f"  note      {many:,} tokens a picture with model.patch_size=2, {few} with model.patch_size={patch}"
         )
-    work = f"{len(pieces)} of {sum(len(shards[part]) for part in unfinished)} shards"
-    processes.say(f"  work      {work}, {processes.count} processes on {processes.device}")
-    mine, encode = pieces[processes.rank :: processes.count], autoencoder.encoder(model, latents, options.precision)
-    make_shards(photos, mine, encode, damage, begun, options, processes)
-    processes.wait()
-    if options.on_error == "stop":
-        processes.from_main(lambda: damage.check(piece.name for piece in pieces if not piece.writer.has(piece.number)))
-    if processes.main:
-        finish(photos, unfinished, writers, shards, options, processes)
+    return lines
 
 
 def finish(
     photos: Photos,
     unfinished: dict[str, DatasetWriter],
     writers: dict[str, DatasetWriter],
-    shards: dict[str, list[np.ndarray]],
     options: PhotoOptions,
     processes: Processes,
 ) -> None:
@@ -428,11 +433,11 @@ def finish(
         other = next((writers[other].folder for other in writers if other != part), None)
         fields = {"train" if part == "heldout" else "heldout": os.path.relpath(other, writer.folder)} if other else {}
         fields |= {"attribution": options.attribution} if options.attribution else {}
-        made[part] = look_at(part, photos, writer, shards[part], fields, options, processes.device)
+        made[part] = look_at(part, photos, writer, fields, options, processes.device)
     for part in sorted(made):  # what is held out first: the work on the rest knows what was damaged
         unfinished[part].publish(made[part])
-    for part in made:
-        folder, report = writers[part].folder, made[part]
+    for part, report in made.items():
+        folder = writers[part].folder
         if part == "heldout":
             classes = sum(map(bool, report["class_counts"].values()))
             counts = f"{report['count']:,} samples of {classes:,} classes"
@@ -450,16 +455,15 @@ def look_at(
     part: str,
     photos: Photos,
     writer: DatasetWriter,
-    shards: list[np.ndarray],
     fields: dict[str, str],
     options: PhotoOptions,
     device: torch.device,
 ) -> dict:
-    """Assemble a dataset and return its report; shards are indices into photos, fields further ones of index.json."""
-    notes = writer.notes(len(shards))
+    """Assemble a dataset and return its report; fields are further ones of index.json."""
+    writer.assemble(**fields)
+    notes = [writer.note(number) for number in range(len(writer.ranges))]
     skipped = {name for note in notes for name, _ in note["left_out"]}
-    kept = [index for index in np.concatenate(shards).tolist() if photos.names[index] not in skipped]
-    writer.assemble(len(shards), **fields)
+    kept = [index for index in np.concatenate(writer.ranges).tolist() if photos.names[index] not in skipped]
     if photos.captions is not None:
         add_captions(writer.data, (photos.captions[index] for index in kept))
     data = LatentDataset(writer.data)
@@ -472,11 +476,10 @@ def look_at(
             "command again, or set allow_empty=true"
         )
     refused = [*photos.refused, *photos.unpaired] if part == "train" else []
-    left_out = [*refused, *(tuple(fault) for note in notes for fault in note["left_out"])]
     made |= {
         "enlarged": sum(note["enlarged"] for note in notes),
-        "much_enlarged": [name for note in notes for name in note.get("much_enlarged", [])],  # not in older notes
-        "left_out": left_out,
+        "much_enlarged": [name for note in notes for name in note["much_enlarged"]],
+        "left_out": [*refused, *(tuple(fault) for note in notes for fault in note["left_out"])],
     }
     if options.decode:
         chosen = spread_indices(len(data), options.decode)

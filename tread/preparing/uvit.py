@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 
 from tread.data.captions import add_captions
 from tread.data.columns import TextSpec
-from tread.data.text_writer import TextWriter
+from tread.data.sections import TextWriter
 from tread.models.conditions import Text
 from tread.preparing.coco import read_coco
 from tread.runtime.tensor_files import listed
@@ -89,23 +89,19 @@ def write_text(folder: Path, text: ForeignText, progress: Callable[[int], Abstra
     writer = TextWriter(folder, text.spec, text.counts)
     writer.begin()
     missing = writer.missing()
-    writer.check_space(missing)
+    writer.check_space(writer.rows(missing))
     samples = np.repeat(np.arange(len(text.counts)), text.counts)
-    numbers = np.arange(writer.total) - np.repeat(np.cumsum(text.counts) - text.counts, text.counts)
+    numbers = np.arange(len(samples)) - np.repeat(np.cumsum(text.counts) - text.counts, text.counts)
+
+    def read(batches: Sequence[range]) -> Iterator[Text]:
+        for rows in batches:
+            known = [text.read(samples[row], numbers[row]) if row < len(samples) else text.empty for row in rows]
+            tokens = torch.from_numpy(np.stack(known))
+            yield Text(tokens, torch.ones(tokens.shape[:2], dtype=torch.bool))  # nobody says what is padding
+
     with progress(writer.rows(missing)) as bar:
-        for number in missing:
-            tokens = []
-            for at in writer.ranges[number]:
-                tokens.append(text.read(samples[at], numbers[at]))
-                bar.update()
-            writer.write(number, _unpadded(np.stack(tokens)))
-    writer.write_null(_unpadded(text.empty[None]))
+        writer.encode(64, read, missing, bar.update)
     writer.publish()
-
-
-def _unpadded(tokens: np.ndarray) -> Text:
-    """Texts (n, T, C) of which nobody says what is padding."""
-    return Text(torch.from_numpy(tokens), torch.ones(tokens.shape[:2], dtype=torch.bool))
 
 
 def _check_names(source: Path) -> np.ndarray:

@@ -1,0 +1,268 @@
+"""Writing what lies beside a dataset's latents: encoded text and features, each a section of its index.json.
+
+    <dataset>/.<stem>.unfinished/    the work on their shards, see store.py
+
+When all shards are there they move beside the latents and index.json names them: until then the dataset is as it was.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial, reduce
+from pathlib import Path
+
+import numpy as np
+
+from tread.data.columns import FeatureSpec, TextSpec, latents_hash, open_features, open_text
+from tread.data.index import read_index
+from tread.data.shards import Stream
+from tread.data.store import ShardStore, differences, pieces_of
+from tread.models.conditions import Text, join
+from tread.runtime.distributed import Processes
+from tread.runtime.files import explain_failure, plain_name, sync, write_whole
+
+SHARD = 1 << 28  # bytes of a shard of text, about
+Encode = Callable[[Sequence[range]], Iterator]  # batches of rows → what SectionWriter.write takes of each
+
+
+class SectionWriter(ShardStore):
+    """A section of index.json in the making, of a dataset that is finished or that its writer has just assembled.
+
+    folder  of the dataset (writer.data).
+    what    it is, for messages.
+    stem    how the names of its files begin.
+    place   the keys in index.json that lead to the section.
+    facts   what the section says beside its shards, as JSON; a finished one must have them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        what: str,
+        stem: str,
+        place: Sequence[str],
+        facts: Mapping,
+        ranges: Sequence[range],
+        names: Mapping[str, str],
+        row_bytes: int,
+    ) -> None:
+        self.folder, self._what, self._place = Path(folder), what, place
+        super().__init__(self.folder / f".{stem}.unfinished", facts, ranges, names, row_bytes)
+
+    def open(self, full: bool) -> object:
+        """Open what a finished section names. Raises ValueError or OSError for what is damaged."""
+        raise NotImplementedError
+
+    def shards(self, entries: list[dict]) -> dict:
+        """What the section says of its shards."""
+        raise NotImplementedError
+
+    def write(self, number: int, parts: Iterable) -> None:
+        """Write a shard, which comes in parts."""
+        raise NotImplementedError
+
+    def _around(self, index: dict) -> tuple[dict, str]:
+        """The part of a parsed index.json that holds the section, and the section's key in there."""
+        for key in self._place[:-1]:
+            index = index.setdefault(key, {})
+        return index, self._place[-1]
+
+    def is_finished(self, again: bool = False) -> bool:
+        """Whether the dataset holds this already. Raises ValueError for what is damaged or other, unless again."""
+        around, key = self._around(read_index(self.folder))
+        if (section := around.get(key)) is None:
+            return False
+        there = {name: section.get(name) for name in self.plan}
+        try:
+            if there != self.plan:
+                differ = differences(there, self.plan)
+                raise ValueError(f"{self.folder} holds other {self._what}: again=true replaces it\n{differ}")
+            self.open(again)
+        except (ValueError, OSError):
+            if not again:
+                raise
+            return False
+        self.remove()  # a process may have been killed just then
+        return True
+
+    def make(
+        self, processes: Processes, again: bool, lines: Iterable[str], unit: str, batch_size: int, encode: Encode
+    ) -> bool:
+        """Make what is missing with other processes and publish it; False if all was there.
+
+        again  replace a section, and unfinished work, that is other or damaged.
+        lines  describe the work to people.
+        unit   what a row is called.
+
+        Raises ValueError for what is other, FileExistsError where another launch makes it.
+        """
+        if processes.from_main(lambda: self.is_finished(again)):
+            processes.say(f"{self.folder} holds the same {self._what} already")
+            return False
+        with processes.lock(self.work / "lock", f"another process is making {self._what} in {self.folder}"):
+            processes.from_main(lambda: self.begin(again))
+            for line in lines:
+                processes.say(line)
+            processes.from_main(lambda: self.check_space(self.rows(self.missing())))
+            self.share(processes, self._what, partial(self.encode, batch_size, encode), unit)
+            processes.from_main(self.publish)
+        return True
+
+    def encode(
+        self,
+        batch_size: int,
+        encode: Encode,
+        numbers: Iterable[int],
+        done: Callable[[int], object] = lambda rows: None,
+    ) -> None:
+        """Write some shards.
+
+        encode  is given all batches, which never cross shards.
+        done    is told of each count of rows.
+        """
+        batches = [pieces_of(self.ranges[number], batch_size) for number in numbers]
+        coming = encode(list(itertools.chain(*batches)))
+
+        def parts(shard: list[range]) -> Iterator:
+            for rows, part in zip(shard, coming):
+                yield part
+                done(len(rows))
+
+        for number, shard in zip(numbers, batches):
+            self.write(number, parts(shard))
+
+    def publish(self) -> None:
+        """Put all shards beside the latents, in the place of older ones, and let index.json name them.
+
+        Raises OSError if some are missing.
+        """
+        self.check_complete()
+        section = self.plan | self.shards([self.note(number)["entry"] for number in range(len(self.ranges))])
+        path, index = self.folder / "index.json", read_index(self.folder)
+        around, key = self._around(index)
+        with explain_failure(path):
+            if before := around.pop(key, None):
+                write_whole(path, json.dumps(index, indent=1) + "\n")  # which names none while files change
+                for name in section_files(before):
+                    (self.folder / plain_name(name, path)).unlink(missing_ok=True)
+            for name in section_files(section):
+                if (self.data / name).exists():  # else a process was killed behind it
+                    (self.data / name).rename(self.folder / name)
+            sync(self.folder)
+            around[key] = section
+            write_whole(path, json.dumps(index, indent=1) + "\n")
+        self.remove()
+
+
+def section_files(section: dict) -> list[str]:
+    """The names of all files that a section of index.json names."""
+    entries = [{"file": section.get("counts")}, *section["shards"], section.get("null", {})]
+    return [entry[kind] for entry in entries for kind in ("file", "lengths", "pooled") if entry.get(kind)]
+
+
+class TextWriter(SectionWriter):
+    """An encoder's text of a dataset in the making. Its last shard is the empty caption, one row.
+
+    folder      of the dataset.
+    spec        the encoder, and the shape of what it makes.
+    counts      (samples,) how many captions each sample has, at least one.
+    shard_size  captions in a shard, the unit of resuming; None: as many as take 256 MB.
+    """
+
+    def __init__(self, folder: Path, spec: TextSpec, counts: Sequence[int], shard_size: int | None = None) -> None:
+        self.spec, self.counts = spec, np.asarray(counts, dtype=np.int32)
+        index = read_index(folder)
+        if len(self.counts) != index["count"] or self.counts.min() < 1:
+            raise ValueError(
+                f"{folder} holds {index['count']:,} samples, each of which needs a count of captions above 0"
+            )
+        total, size = int(self.counts.sum()), shard_size or max(1, SHARD // spec.caption_bytes)
+        super().__init__(
+            folder,
+            f"text of {spec.encoder}",
+            spec.stem,
+            place=("text", spec.encoder),
+            facts={
+                **asdict(spec),
+                "captions_sha256": index["captions"]["sha256"] if "captions" in index else None,
+                "of": latents_hash(index),
+                "captions": total,
+            },
+            ranges=[*pieces_of(range(total), size), range(total, total + 1)],
+            names={
+                "file": f"{spec.stem}-{{}}.npy",
+                "lengths": f"{spec.stem}-{{}}.lengths.npy",
+                "pooled": f"{spec.stem}-{{}}.pooled.npy",
+                "counts": f"{spec.stem}-counts.npy",
+            },
+            row_bytes=spec.caption_bytes,
+        )
+
+    def open(self, full: bool) -> object:
+        return open_text(self.folder, read_index(self.folder), self.spec.encoder, full)
+
+    def shards(self, entries: list[dict]) -> dict:
+        return {**self.save("counts", 0, self.counts), "shards": entries[:-1], "null": entries[-1]}
+
+    def write(self, number: int, parts: Iterable[Text]) -> None:
+        """Write a shard: the text of the captions in `ranges[number]`, in parts.
+
+        Raises ValueError for text that is not what `spec` says, or not finite in float16.
+        """
+        spec, count, where = self.spec, len(self.ranges[number]), f"shard {number} of text"
+        text = reduce(join, parts)
+        mask = text.mask.cpu().numpy()
+        lengths = mask.sum(axis=1).astype(np.int32)
+        if not np.array_equal(mask, np.arange(mask.shape[1]) < lengths[:, None]) or not lengths.min():
+            raise ValueError(f"{where} must begin with its words, at least one, and end with its padding")
+        arrays = {"file": (text.tokens.int() if spec.width is None else text.tokens.half()).cpu().numpy()}
+        arrays["lengths"] = lengths
+        expected = {"file": (count, *spec.token_shape), "lengths": (count,)}
+        if text.pooled is not None:
+            arrays["pooled"] = text.pooled.half().cpu().numpy()
+        if spec.pooled is not None:
+            expected["pooled"] = (count, spec.pooled)
+        if (shapes := {kind: array.shape for kind, array in arrays.items()}) != expected:
+            raise ValueError(f"{where} has arrays of {shapes}, but must have {expected}")
+        if not all(np.isfinite(array).all() for array in arrays.values()):
+            raise ValueError(
+                f"{where} holds numbers that are not finite in float16: they are too large for it, or the weights of "
+                f"{spec.encoder} are broken"
+            )
+        self.keep(number, arrays)
+
+
+class FeatureWriter(SectionWriter):
+    """Features of a dataset in the making.
+
+    spec    what they are.
+    views   how many of each sample are stored.
+    counts  samples of each shard.
+    """
+
+    def __init__(self, folder: Path, spec: FeatureSpec, views: int, counts: Sequence[int]) -> None:
+        self.spec, self.views, self.row_shape = spec, views, (views, spec.grid**2, spec.width)
+        super().__init__(
+            folder,
+            "features",
+            "features",
+            place=("features",),
+            facts=asdict(spec),
+            ranges=[range(end - count, end) for count, end in zip(counts, itertools.accumulate(counts))],
+            names={"file": "features-{}.npy"},
+            row_bytes=2 * math.prod(self.row_shape),
+        )
+
+    def open(self, full: bool) -> object:
+        return open_features(self.folder, read_index(self.folder), self.spec.encoder, self.views, full)
+
+    def shards(self, entries: list[dict]) -> dict:
+        return {"shards": [{"file": entry["file"], "sha256": entry["file_sha256"]} for entry in entries]}
+
+    def write(self, number: int, parts: Iterable[np.ndarray]) -> None:
+        """Write a shard, in parts (n, views, T, z) float16."""
+        self.keep(number, {"file": Stream("float16", (len(self.ranges[number]), *self.row_shape), parts)})
