@@ -22,7 +22,7 @@ from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.latents import stored_pictures
 from tread.preparing import encode_photos
-from tread.preparing.encode_features import SourcePictures
+from tread.preparing.encode_features import find_again, read_again
 from tread.preparing.sources import find_photos
 from tread.runtime import schema
 from tread.runtime.distributed import share_work
@@ -259,8 +259,8 @@ def test_stopped_it_goes_on_with_the_captions_of_now(coco, prepare, tmp_path, mo
 def test_photos_are_found_again_in_the_order_of_their_samples(coco, prepare, tmp_path):
     prepare(coco)
     for part, pictures in (("data", TRAIN), ("data-heldout", VAL)):
-        found = SourcePictures(LatentDataset(tmp_path / part), coco, None, None)
-        (batch,) = found.batches([np.arange(len(pictures))], workers=0)
+        data = LatentDataset(tmp_path / part)
+        ((batch,),) = read_again(data, *find_again(data, coco, None, None), 0, [range(len(pictures))])
         assert numbers_of(batch.numpy()) == list(pictures)
 
 
@@ -456,7 +456,7 @@ def test_parquet_has_captions_in_a_column(prepare, tmp_path, case):
     prepare(tmp_path / "source", *([f"captions={chosen}"] if chosen else []))
     one = {number: own[:1] for number, own in TRAIN.items()}
     assert held(tmp_path / "data") == expected(one if case == "one each" else TRAIN)
-    SourcePictures(LatentDataset(tmp_path / "data"), tmp_path / "source", None, None)
+    find_again(LatentDataset(tmp_path / "data"), tmp_path / "source", None, None)
 
 
 def test_parquet_whose_captions_are_not_clear_is_refused(prepare, tmp_path):

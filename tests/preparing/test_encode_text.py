@@ -125,8 +125,8 @@ def test_work_that_was_stopped_goes_on_to_the_same_bytes(place, here, monkeypatc
     refused(here, "the machine goes down", *words)
     assert content(here / "train") == before and len(made) == 2  # until all is there the dataset is as it was
     monkeypatch.setattr(encode_text.TextWriter, "write", write)
-    refused(here, "unfinished work of another kind: go on", *words, "tokens=9")
-    assert "4 of 6 shards" in prepare(here, *words)
+    refused(here, "unfinished work of another kind", *words, "tokens=9")
+    assert "5 of 7 shards" in prepare(here, *words)
     assert content(here / "train") == content(here / "whole")
 
 
@@ -169,7 +169,7 @@ def test_other_text_of_the_same_encoder_is_kept_unless_replaced(here):
 
 
 def test_a_full_disk_is_said_before_the_work(place, here, monkeypatch):
-    monkeypatch.setattr("tread.data.section_writer.free_bytes", lambda folder: 100)
+    monkeypatch.setattr("tread.data.store.free_bytes", lambda folder: 100)
     refused(here, "has 100 B free", f"encoder={place / 'bert'}")
 
 

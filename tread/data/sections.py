@@ -141,7 +141,7 @@ class SectionWriter(ShardStore):
         Raises OSError if some are missing.
         """
         self.check_complete()
-        section = self.plan | self.shards([self.note(number)["entry"] for number in range(len(self.ranges))])
+        section = self.plan | self.shards([note["entry"] for note in self.notes()])
         path, index = self.folder / "index.json", read_index(self.folder)
         around, key = self._around(index)
         with explain_failure(path):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,7 +67,7 @@ class ShardStore:
         except (OSError, ValueError):
             before = {}
         same = before == {**fresh, **(begun or {})}
-        if not (same or again) and self.has_any():
+        if not (same or again) and any(self.notes()):
             raise ValueError(
                 f"{self.work} holds unfinished work of another kind: continue it as it was begun, or start anew "
                 f"(again=true, or remove the folder)\n{differences(before, fresh)}"
@@ -92,13 +93,11 @@ class ShardStore:
         """A finished shard's facts, and its `entry`: count, and for each kind of array its file and sha256."""
         return json.loads(self._note(number).read_text())
 
-    def has(self, number: int) -> bool:
-        """Whether a shard is there."""
-        return self._note(number).exists()
-
-    def has_any(self) -> bool:
-        """Whether any shard is there."""
-        return any(self.done.glob("[0-9]*.json"))
+    def notes(self, forgotten: bool = False) -> Iterator[dict]:
+        """The notes of all shards that are there, in order; with `forgotten` also of those to be made again."""
+        files = self.done.glob("[0-9]*.json*" if forgotten else "[0-9]*.json")
+        for file in sorted(files, key=lambda file: int(file.name.split(".")[0])):
+            yield json.loads(file.read_text())
 
     def rows(self, numbers: Iterable[int]) -> int:
         """Rows of some shards."""
@@ -109,16 +108,14 @@ class ShardStore:
 
         verify  whose progress bar shows that all files are read: a shard is missing, too, if one of them was changed.
         """
-        missing = [number for number in range(len(self.ranges)) if not self.has(number)]
+        there = [number for number in range(len(self.ranges)) if self._note(number).exists()]
         if verify is not None:
-            there = sorted(set(range(len(self.ranges))) - set(missing))
             with verify.bar(f"checking {self.work.name}", self.rows(there)) as bar:
-                for number in there:
-                    missing += [] if self._is_whole(number) else [number]
-                    bar.update(len(self.ranges[number]))
-        return sorted(missing)
+                there = [number for number in there if self._is_whole(number, bar.update)]
+        return sorted({*range(len(self.ranges))}.difference(there))
 
-    def _is_whole(self, number: int) -> bool:
+    def _is_whole(self, number: int, done: Callable[[int], object]) -> bool:
+        done(len(self.ranges[number]))
         try:
             entry = self.note(number)["entry"]
             kinds = [key.removesuffix("_sha256") for key in entry if key.endswith("_sha256")]
@@ -159,10 +156,11 @@ class ShardStore:
             sync(self.data)  # the files' names are on the disk before the shard is said to be done
             write_whole(self._note(number), json.dumps({"entry": entry, **facts}) + "\n")
 
-    def forget(self, numbers: Iterable[int]) -> None:
-        """Have shards made again."""
-        for number in numbers:
-            self._note(number).unlink()
+    def forget(self, which: Callable[[dict], bool]) -> None:
+        """Have shards made again, by their notes."""
+        for file in self.done.glob("[0-9]*.json"):
+            if which(json.loads(file.read_text())):
+                file.replace(file.with_suffix(".json.old"))
 
     def share(
         self,
@@ -179,6 +177,8 @@ class ShardStore:
         verify  see `missing`.
         """
         missing = processes.from_main(lambda: self.missing(processes if verify else None))
+        work = f"{len(missing)} of {len(self.ranges)} shards, {processes.count} processes on {processes.device}"
+        processes.say(f"  work      {work}")
         mine = missing[processes.rank :: processes.count]
         with processes.bar(what, self.rows(mine), unit) as bar:
             make(mine, bar.update)
@@ -191,8 +191,7 @@ class ShardStore:
 
     def first(self, kind: str, count: int) -> np.ndarray:
         """The first rows of one kind, at most `count`, over as many shards as they take."""
-        starts = itertools.accumulate(map(len, self.ranges), initial=0)
-        shards = sum(start < count for start in itertools.islice(starts, len(self.ranges)))
+        shards = math.ceil(count / len(self.ranges[0]))
         return np.concatenate(list(itertools.islice(self.arrays(kind), shards)))[:count]
 
     def remove(self) -> None:

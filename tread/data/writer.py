@@ -120,7 +120,7 @@ class DatasetWriter(ShardStore):
         Raises ValueError if the dataset would be empty, OSError if shards are missing.
         """
         self.check_complete()
-        notes = [self.note(number) for number in range(len(self.ranges))]
+        notes = list(self.notes())
         entries = [note["entry"] for note in notes if note["entry"]["count"]]
         if not entries:
             raise ValueError(f"{self.folder} would hold no sample")
@@ -162,43 +162,40 @@ class DatasetWriter(ShardStore):
 
 
 def write_dataset(
-    folder: Path, latents: LatentSpec, shards: Iterable[tuple[np.ndarray, np.ndarray]], **fields: object
+    folder: Path,
+    latents: LatentSpec,
+    shards: Iterable[tuple[np.ndarray, np.ndarray]],
+    captions: Sequence = (),
+    once: bool = False,
+    **fields: object,
 ) -> None:
     """Write a dataset in one go; the folder appears under its name only when it is whole.
 
-    shards yields (stored (n, *latents.stored_shape), labels (n,)); fields are further ones of index.json. Raises
-    FileExistsError if the folder is there already, ValueError for a shard that is not what `latents` says.
+    shards    (stored (n, *latents.stored_shape), labels (n,)) of each.
+    captions  of each sample, if there are any.
+    once      several processes may do so at once: each writes its own copy, and the first one done gives it the name.
+    fields    further ones of index.json.
+
+    Raises FileExistsError if the folder is there already, ValueError for a shard that is not what `latents` says.
     """
-    writer = DatasetWriter(folder, latents, plan={})
-    writer.begin()
-    try:
+    folder = Path(folder)
+    if folder.exists() and not once:
+        raise FileExistsError(f"{folder} exists already; remove it or choose another folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as place:
+        writer = DatasetWriter(Path(place) / folder.name, latents, plan={})
+        writer.begin()
         for number, (stored, labels) in enumerate(shards):
             writer.write(number, stored, labels)
             writer.ranges.append(range(len(labels)))
         writer.assemble(**fields)
-        writer.publish()
-    except BaseException:
-        writer.discard()
-        raise
-
-
-def write_once(
-    folder: Path, latents: LatentSpec, stored: np.ndarray, labels: np.ndarray, captions: Sequence = (), **fields: object
-) -> None:
-    """As write_dataset, of one shard, with captions if there are any, and by several processes at once.
-
-    Each writes its own copy, and the first one done gives it the name.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as place:
-        copy = Path(place) / folder.name
-        write_dataset(copy, latents, [(stored, labels)], **fields)
         if captions:
-            add_captions(copy, captions)
+            add_captions(writer.data, captions)
+        writer.publish()
         try:
-            copy.rename(folder)
+            writer.folder.rename(folder)
         except OSError:
-            if not folder.exists():
+            if not (once and folder.exists()):
                 raise
 
 

@@ -504,7 +504,7 @@ def conclude(
     """Score what was drawn: the content of fid.json. seconds are those of this launch in the main process."""
     parts.check_complete(processes)
     began = time.perf_counter()
-    spent = [parts.note(number)["seconds"] for number in range(len(parts.ranges))]
+    spent = [note["seconds"] for note in parts.notes()]
     record = common_record(scorer, parts, plan.count, processes)
     if plan.clip is not None:
         record |= {CLIP: float(np.concatenate(list(parts.arrays(CLIP))).mean(dtype=np.float64))}

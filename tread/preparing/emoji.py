@@ -29,7 +29,7 @@ from tread.data.columns import read_spec
 from tread.data.index import read_index
 from tread.data.latents import LatentSpec
 from tread.data.sections import TextWriter
-from tread.data.writer import write_once
+from tread.data.writer import write_dataset
 from tread.encoders.language import text_encoder
 from tread.preparing.encode_text import encoding
 from tread.runtime.files import Lock, explain_failure
@@ -259,7 +259,7 @@ def _write(folder: Path, part: str) -> None:
     fields = {other: f"../{other}"} if folder.name == part else {}
     fields |= {"compositions": len(emoji_parts()["compositions"])} if part == "heldout" else {}
     captions, labels = [sample.captions for sample in samples], np.zeros(len(samples), dtype=np.int64)
-    write_once(folder, MEANING, stored, labels, captions, **fields, attribution=ATTRIBUTION)
+    write_dataset(folder, MEANING, [(stored, labels)], captions, once=True, **fields, attribution=ATTRIBUTION)
 
 
 def write_pictures(folder: Path | str, size: int) -> None:

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from tread.preparing.encode_photos import read_crops, source_hash
 from tread.preparing.encode_text import DatasetPlace
 from tread.preparing.heldout import held_out
 from tread.preparing.images import Crop
-from tread.preparing.sources import NONE, find_photos
+from tread.preparing.sources import NONE, Photos, find_photos
 from tread.runtime.distributed import Processes
 from tread.runtime.files import size_text
 from tread.runtime.schema import Count, CountOrZero
@@ -91,80 +92,73 @@ def open_source(
     Raises ValueError or OSError where there are none, or others than the latents were made of.
     """
     folder = Path(options.dataset.path)
-    if options.source is None and "pictures" not in index and not holds_pixels(LatentDataset(folder).latents):
+    if options.source is not None:
+        data, workers = LatentDataset(folder), min(16, processes.cores) if options.workers is None else options.workers
+        photos, crop, chosen = find_again(data, Path(options.source), options.root, options.labels)
+        return data, partial(read_again, data, photos, crop, chosen, workers), crop.size, photos.where
+    if "pictures" not in index and not holds_pixels(LatentDataset(folder).latents):
         raise ValueError(
             f"{folder} keeps no pictures beside its latents: name the photos that it was made of, source=…, or prepare "
             "it again by scripts/prepare_latents.py keep_pictures=true"
         )
-    data = LatentDataset(folder, pictures=options.source is None)
-    if options.source is None:
-        where = "kept beside the latents" if "pictures" in index else "which the stored pixels are"
+    data = LatentDataset(folder, pictures=True)
 
-        def stored(batches: Sequence[range]) -> Iterator[tuple[Tensor, ...]]:
-            for rows in batches:
-                yield tuple(data.read(rows, view).pictures for view in range(data.latents.views))
+    def stored(batches: Sequence[range]) -> Iterator[tuple[Tensor, ...]]:
+        for rows in batches:
+            yield tuple(data.read(rows, view).pictures for view in range(data.latents.views))
 
-        return data, stored, data.picture_size, where
-    source = SourcePictures(data, Path(options.source), options.root, options.labels)
-    workers = min(16, processes.cores) if options.workers is None else options.workers
-
-    def of_photos(batches: Sequence[range]) -> Iterator[tuple[Tensor, ...]]:
-        for pictures in source.batches(batches, workers):
-            yield (pictures, pictures.flip(-1))[: data.latents.views]
-
-    return data, of_photos, source.size, source.where
+    where = "kept beside the latents" if "pictures" in index else "which the stored pixels are"
+    return data, stored, data.picture_size, where
 
 
-class SourcePictures:
-    """Pictures by the samples' indices in a dataset.
+def find_again(
+    data: LatentDataset, source: Path, root: str | None, labels: str | None
+) -> tuple[Photos, Crop, np.ndarray]:
+    """The photos that a dataset was made of, how they were cropped, and the photo of each of its samples.
 
-    data          the dataset, or what was held out with it: report.json says how it was made.
-    source, root, labels
-                  the photos, as scripts/prepare_latents.py took them.
-
-    where, size   where they lie, and the side of their crops in pixels.
+    data  the dataset, or what was held out with it: report.json says how it was made.
+    source, root, labels  as scripts/prepare_latents.py took them.
 
     Raises ValueError or OSError unless they are those that the latents were made of, by names, labels and classes.
     """
+    report = data.folder / "report.json"
+    made = json.loads(report.read_text()) if report.is_file() else {}
+    plan = made.get("plan", {})
+    if not {"pictures", "resolution"} <= plan.keys():
+        raise ValueError(
+            f"{data.folder} does not say which photos it was made of: scripts/prepare_latents.py did not make it. "
+            "Prepare it from the photos, or take a dataset that keeps its pictures"
+        )
+    photos = find_photos(source, root, labels, plan.get("captions_in") if "captions" in plan else NONE)
+    if source_hash(photos.classes, photos.names, photos.labels) != plan["pictures"]:
+        raise ValueError(
+            f"{photos.where} holds other pictures than {data.folder} was made of ({len(photos):,}, by names and "
+            "classes): name the same source=…, root=… and labels=… as then"
+        )
+    chosen = np.ones(len(photos), dtype=bool)
+    if "heldout" in plan:
+        out = held_out(photos.names, photos.labels, len(photos.classes), plan["heldout"])
+        chosen = out if plan["part"] == "heldout" else ~out
+    left_out = {name for name, _ in made.get("left_out", [])}
+    chosen &= np.array([name not in left_out for name in photos.names])
+    if photos.labels[chosen].tolist() != data.labels.tolist():
+        raise ValueError(
+            f"{photos.where} has {chosen.sum():,} pictures where {data.folder} has {len(data):,} samples, or of "
+            "other classes: some were damaged or removed when it was made. Prepare it again with keep_pictures=true"
+        )
+    return photos, Crop(plan["resolution"], data.latents.orientation, data.latents.alpha), np.flatnonzero(chosen)
 
-    def __init__(self, data: LatentDataset, source: Path, root: str | None, labels: str | None) -> None:
-        report = data.folder / "report.json"
-        made = json.loads(report.read_text()) if report.is_file() else {}
-        plan, latents = made.get("plan", {}), data.latents
-        if not {"pictures", "resolution"} <= plan.keys():
-            raise ValueError(
-                f"{data.folder} does not say which photos it was made of: scripts/prepare_latents.py did not make it. "
-                "Prepare it from the photos, or take a dataset that keeps its pictures"
-            )
-        photos = find_photos(source, root, labels, plan.get("captions_in") if "captions" in plan else NONE)
-        if source_hash(photos.classes, photos.names, photos.labels) != plan["pictures"]:
-            raise ValueError(
-                f"{photos.where} holds other pictures than {data.folder} was made of ({len(photos):,}, by names and "
-                "classes): name the same source=…, root=… and labels=… as then"
-            )
-        chosen = np.ones(len(photos), dtype=bool)
-        if "heldout" in plan:
-            out = held_out(photos.names, photos.labels, len(photos.classes), plan["heldout"])
-            chosen = out if plan["part"] == "heldout" else ~out
-        left_out = {name for name, _ in made.get("left_out", [])}
-        chosen &= np.array([name not in left_out for name in photos.names])
-        self._photos, self._chosen = photos, np.flatnonzero(chosen)
-        if photos.labels[chosen].tolist() != data.labels.tolist():
-            raise ValueError(
-                f"{photos.where} has {chosen.sum():,} pictures where {data.folder} has {len(data):,} samples, or of "
-                "other classes: some were damaged or removed when it was made. Prepare it again with keep_pictures=true"
-            )
-        self.where, self.size = photos.where, plan["resolution"]
-        self._crop = Crop(self.size, latents.orientation, latents.alpha)
 
-    def batches(self, parts: Sequence[np.ndarray], workers: int) -> Iterator[Tensor]:
-        """For each of some arrays of samples' indices, their pictures (B, 3, size, size) uint8.
+def read_again(
+    data: LatentDataset, photos: Photos, crop: Crop, chosen: np.ndarray, workers: int, batches: Sequence[range]
+) -> Iterator[tuple[Tensor, ...]]:
+    """For each batch of samples the views of their pictures, (B, 3, size, size) uint8 each.
 
-        Raises ValueError for one that can't be read any more, OSError if a reading process ends.
-        """
-        parts = [self._chosen[part] for part in parts]
-        for part, (pictures, notes) in zip(parts, read_crops(self._photos, self._crop, parts, workers)):
-            for number, (why, _) in zip(part.tolist(), notes):
-                if why:
-                    raise ValueError(f"{self.where}: {self._photos.names[number]} can't be read as a picture ({why})")
-            yield pictures
+    Raises ValueError for one that can't be read any more, OSError if a reading process ends.
+    """
+    parts = [chosen[rows] for rows in batches]
+    for part, (pictures, notes) in zip(parts, read_crops(photos, crop, parts, workers)):
+        for number, (why, _) in zip(part.tolist(), notes):
+            if why:
+                raise ValueError(f"{photos.where}: {photos.names[number]} can't be read as a picture ({why})")
+        yield (pictures, pictures.flip(-1))[: data.latents.views]

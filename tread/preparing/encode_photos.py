@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 import threading
 import time
@@ -42,7 +41,7 @@ from tread.preparing.images import Crop, centre_crop, read_rgb
 from tread.preparing.sources import ONE_CLASS, Photos, find_photos, named
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes
-from tread.runtime.files import explain_failure, size_text, write_whole
+from tread.runtime.files import explain_failure, size_text
 from tread.runtime.schema import Count, CountOrZero, Fraction
 from tread.runtime.tensor_files import listed
 
@@ -114,22 +113,25 @@ def source_hash(classes: Sequence[str], names: Sequence[str], labels: np.ndarray
 
 
 class Begun(NamedTuple):
-    """The pictures as they were when the work was begun: those of now, and damaged ones that were removed since.
+    """The pictures as they were when unfinished work was begun: those of now, and damaged ones that were removed since,
+    so that the work goes on in the same shards.
 
     names, labels  of them all.
     at             (n,) where the pictures of now are among them.
+    removed        (place among them all, name, label, why it could not be read) of the others.
     """
 
     names: list[str]
     labels: np.ndarray
     at: np.ndarray
+    removed: list[tuple[int, str, int, str]]
 
     def cut(self, classes: int, heldout: float | int | str | None, shard_size: int) -> dict[str, list[np.ndarray]]:
         """{"train" and, if some are held out, "heldout"} → the pictures of each shard, as indices into those of now."""
-        out = np.zeros(len(self.names), dtype=bool)
+        parts = {"train": np.ones(len(self.names), dtype=bool)}
         if heldout is not None:
             out = held_out(self.names, self.labels, classes, heldout)
-        parts = {"train": ~out} if heldout is None else {"train": ~out, "heldout": out}
+            parts = {"train": ~out, "heldout": out}
         there = np.isin(np.arange(len(self.names)), self.at)
         now = np.cumsum(there) - 1
         return {
@@ -138,53 +140,29 @@ class Begun(NamedTuple):
         }
 
 
-class Damage:
-    """Pictures that could not be read, kept beside unfinished work: a file for each shard that lacks them.
+def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Begun:
+    """The pictures that unfinished work was begun with, by what its shards note of damaged ones."""
+    known = {tuple(picture) for writer in writers for note in writer.notes(True) for picture in note.get("damaged", ())}
+    there = set(photos.names) if known else ()
+    removed = sorted(picture for picture in known if picture[1] not in there)
+    names, labels = list(photos.names), photos.labels.tolist()
+    for place, name, label, _ in removed:
+        names.insert(place, name)
+        labels.insert(place, label)
+    at = np.setdiff1d(np.arange(len(names)), [place for place, *_ in removed])
+    return Begun(names, np.array(labels, dtype=np.int64), at, removed)
 
-    By them the work goes on in the same shards when they were removed from the source.
-    """
 
-    def __init__(self, folder: Path, photos: Photos) -> None:
-        self.folder, self.photos = folder, photos
-
-    def _known(self, shards: str = "*") -> list[tuple[int, str, str, str]]:
-        """(where it was among the pictures, its name, its class, why it can't be read) of pictures, in order."""
-        files = self.folder.glob(f"{shards}.json")
-        return sorted(tuple(picture) for file in files for picture in json.loads(file.read_text()))
-
-    def _removed(self, shards: str = "*") -> list[tuple[int, str, str, str]]:
-        """Those that were removed since; not of classes that went with them, whose work is another."""
-        known = self._known(shards)
-        there, classes = (set(self.photos.names), set(self.photos.classes)) if known else ((), ())
-        return [picture for picture in known if picture[1] not in there and picture[2] in classes]
-
-    def begun(self) -> Begun:
-        """The pictures that the work was begun with."""
-        names, labels, removed = list(self.photos.names), self.photos.labels.tolist(), self._removed()
-        for place, name, its_class, _ in removed:
-            names.insert(place, name)
-            labels.insert(place, self.photos.classes.index(its_class))
-        at = np.setdiff1d(np.arange(len(names)), [place for place, *_ in removed])
-        return Begun(names, np.array(labels, dtype=np.int64), at)
-
-    def keep(self, shard: str, damaged: list[tuple[int, str, str, str]]) -> None:
-        """Write down the damaged pictures of a shard."""
-        file = self.folder / f"{shard}.json"
-        with explain_failure(file):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps([*damaged, *self._removed(shard)]) + "\n")
-
-    def check(self, shards: Iterable[str]) -> None:
-        """Raise ValueError that names the damaged pictures of shards which could not be made."""
-        removed = {*self._removed()}
-        known = [picture for shard in shards for picture in self._known(shard) if picture not in removed]
-        damaged = [(name, why) for _, name, _, why in sorted(known)]
-        if damaged:
-            listed = named(damaged, "can't be read as a picture ({})")
-            raise ValueError(
-                f"{self.photos.where}: damaged pictures, {len(damaged):,} in all{listed}\nReplace or remove them and "
-                "start the same command again: it goes on with what is done. Or leave such files out with on_error=skip"
-            )
+def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
+    """Raise ValueError that names the pictures that could not be read."""
+    there = set(photos.names)
+    faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
+    if damaged := [(name, why) for _, name, _, why in faults if name in there]:
+        listed = named(damaged, "can't be read as a picture ({})")
+        raise ValueError(
+            f"{photos.where}: damaged pictures, {len(damaged):,} in all{listed}\nReplace or remove them and start the "
+            "same command again: it goes on with what is done. Or leave such files out with on_error=skip"
+        )
 
 
 def check_sizes(photos: Photos, resolution: int) -> None:
@@ -200,58 +178,51 @@ def check_sizes(photos: Photos, resolution: int) -> None:
 
 
 def make_shards(
-    part: str,
     writer: DatasetWriter,
     photos: Photos,
+    begun: Begun,
     encode: LatentEncoder,
-    damage: Damage,
-    at: np.ndarray,
     options: PhotoOptions,
     processes: Processes,
 ) -> None:
-    """Make the missing shards of "train" or "heldout" together with other processes.
+    """Make the missing shards of a dataset together with other processes.
 
-    Notes for each which pictures were left out, how many were enlarged, and which more than MUCH times.
-
-    damage, at  where damaged pictures, and their places when the work was begun, are written down. Nothing is written
-                of their shards, unless on_error=skip leaves them out.
+    Each notes its damaged pictures, which it lacks, how many were enlarged, and which more than MUCH times.
     """
     batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
     workers = min(16, processes.cores) if options.workers is None else options.workers
     no_latents = np.zeros((0, *writer.latents.stored_shape), np.float32)
     no_pictures = np.zeros((0, *(writer.pictures or ())), np.uint8)
+    names, labels = photos.names, photos.labels
 
     def make(numbers: list[int], done: Callable[[int], object]) -> None:
         shards = [pieces_of(writer.ranges[number], batch_size) for number in numbers]
         coming = read_crops(photos, options.crop, itertools.chain(*shards), workers)
         began, waited = time.perf_counter(), 0.0
         for number, batches in zip(numbers, shards):
-            stored, pictures, good, sides, faults = [no_latents], [no_pictures], [], [], []
+            stored, pictures, read, damaged = [no_latents], [no_pictures], {}, begun.removed.copy()
             for indices in batches:
                 asked = time.perf_counter()
                 pixels, notes = next(coming)
                 waited += time.perf_counter() - asked
-                faults += [(index, why) for index, (why, _) in zip(indices.tolist(), notes) if why]
-                good += [index for index, (why, _) in zip(indices.tolist(), notes) if not why]
-                sides += [min(size) for why, size in notes if not why]
-                if pixels is not None and not (faults and options.on_error == "stop"):
+                for index, (why, size) in zip(indices.tolist(), notes):
+                    if why:
+                        damaged.append((int(begun.at[index]), names[index], int(labels[index]), why))
+                    else:
+                        read[index] = min(size)
+                if pixels is not None:
                     stored.append(encode(pixels))
                     if writer.pictures:
                         pictures.append(pixels.numpy().copy())  # not in the memory that a worker shares with us
                 done(len(indices))
-            names = photos.names
-            if faults and options.on_error == "stop":
-                where = [(int(at[index]), names[index], photos.classes[photos.labels[index]]) for index, _ in faults]
-                damage.keep(f"{part}-{number:05d}", [(*place, why) for place, (_, why) in zip(where, faults)])
-                continue
             writer.write(
                 number,
                 np.concatenate(stored),
-                photos.labels[np.array(good, dtype=np.int64)],
+                labels[np.array([*read], dtype=np.int64)],
                 np.concatenate(pictures),
-                left_out=[(names[index], why) for index, why in faults],
-                enlarged=sum(side < options.resolution for side in sides),
-                much_enlarged=[names[index] for index, side in zip(good, sides) if MUCH * side < options.resolution],
+                damaged=damaged,
+                enlarged=sum(side < options.resolution for side in read.values()),
+                much_enlarged=[names[index] for index, side in read.items() if MUCH * side < options.resolution],
             )
         if numbers:
             wall = time.perf_counter() - began
@@ -260,7 +231,7 @@ def make_shards(
                 f"{100 * waited / wall:.1f}% waiting for pictures from {workers} reading processes"
             )
 
-    writer.share(processes, "encoding" if part == "train" else "encoding what is held out", make)
+    writer.share(processes, "encoding", make)
 
 
 @dataclass(frozen=True)
@@ -316,34 +287,31 @@ def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
             processes.say(f"{writer.folder} is finished")
     if not unfinished:
         return
-    first = next(iter(unfinished.values()))
-    damage = Damage(first.work / "damaged", photos)
     cut = (len(photos.classes), heldout, options.shard_size)
 
     def begin() -> None:
-        for writer in unfinished.values():
-            writer.check_free()
-        begun, again = damage.begun(), not first.has_any()  # both parts begin anew, or neither
+        begun, there = begun_with(photos, unfinished.values()), set(photos.names)
         begun.cut(*cut)  # which may be refused
         for writer in unfinished.values():
+            writer.check_free()
+        again = all(note.get("damaged") for writer in unfinished.values() for note in writer.notes())  # nothing is lost
+        for writer in unfinished.values():
             writer.begin(again, {"pictures": source_hash(photos.classes, begun.names, begun.labels)})
+            writer.forget(lambda note: any(name in there for _, name, *_ in note["damaged"]))  # it may be repaired
 
     processes.from_main(begin)
-    begun = damage.begun()
+    begun = begun_with(photos, unfinished.values())
     for part, shards in begun.cut(*cut).items():
         writers[part].ranges = shards
-    missing = {part: writer.missing() for part, writer in unfinished.items()}
-    rows = sum(writer.rows(missing[part]) for part, writer in unfinished.items())
-    processes.from_main(lambda: first.check_space(rows))
+    rows = sum(writer.rows(writer.missing()) for writer in unfinished.values())
+    processes.from_main(lambda: next(iter(unfinished.values())).check_space(rows))
     for line in describe(photos, writers, options, model is None):
         processes.say(line)
-    work = f"{sum(map(len, missing.values()))} of {sum(len(writer.ranges) for writer in unfinished.values())} shards"
-    processes.say(f"  work      {work}, {processes.count} processes on {processes.device}")
     encode = autoencoder.encoder(model, latents, options.precision)
-    for part, writer in unfinished.items():
-        make_shards(part, writer, photos, encode, damage, begun.at, options, processes)
-    lacking = [f"{part}-{number:05d}" for part, writer in unfinished.items() for number in writer.missing()]
-    processes.from_main(lambda: damage.check(lacking))
+    for writer in unfinished.values():
+        make_shards(writer, photos, begun, encode, options, processes)
+    if options.on_error == "stop":
+        processes.from_main(lambda: check_damage(photos, unfinished.values()))
     if processes.main:
         finish(photos, unfinished, writers, options, processes)
 
@@ -461,8 +429,9 @@ def look_at(
 ) -> dict:
     """Assemble a dataset and return its report; fields are further ones of index.json."""
     writer.assemble(**fields)
-    notes = [writer.note(number) for number in range(len(writer.ranges))]
-    skipped = {name for note in notes for name, _ in note["left_out"]}
+    notes, there = list(writer.notes()), set(photos.names)
+    left_out = [(name, why) for note in notes for _, name, _, why in note["damaged"] if name in there]
+    skipped = {name for name, _ in left_out}
     kept = [index for index in np.concatenate(writer.ranges).tolist() if photos.names[index] not in skipped]
     if photos.captions is not None:
         add_captions(writer.data, (photos.captions[index] for index in kept))
@@ -470,16 +439,14 @@ def look_at(
     made = dataset_numbers(data)
     empty = [name for name, count in made["class_counts"].items() if not count]
     if empty and not options.allow_empty and part == "train":
-        writer.forget(number for number, note in enumerate(notes) if note["left_out"])
         raise ValueError(
             f"no picture of {', '.join(empty[:5])} could be read; repair some of {photos.where} and start the same "
             "command again, or set allow_empty=true"
         )
-    refused = [*photos.refused, *photos.unpaired] if part == "train" else []
     made |= {
         "enlarged": sum(note["enlarged"] for note in notes),
         "much_enlarged": [name for note in notes for name in note["much_enlarged"]],
-        "left_out": [*refused, *(tuple(fault) for note in notes for fault in note["left_out"])],
+        "left_out": [*photos.refused, *photos.unpaired, *left_out] if part == "train" else left_out,
     }
     if options.decode:
         chosen = spread_indices(len(data), options.decode)
