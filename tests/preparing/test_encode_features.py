@@ -343,7 +343,7 @@ def test_other_or_damaged_features_are_replaced_when_that_is_asked_for(prepare_l
 
 def test_features_that_do_not_fit_float16_or_the_disk_are_refused(prepare_latents, features, tmp_path, monkeypatch):
     prepare_latents()
-    with pytest.raises(ValueError, match="own_patches:large makes features that are not finite in float16"):
+    with pytest.raises(ValueError, match="own_patches:large makes features of some picture that are not finite"):
         features("encoder=own_patches:large")
     with pytest.raises(ValueError, match="grid is 9, but own_patches:patches has 8×8 tokens of pictures of 32×32"):
         features("grid=9")

@@ -109,7 +109,7 @@ def test_a_stopped_import_goes_on_and_ends_with_the_same_bytes(bring, tmp_path, 
             patch.setattr(writer, "write", stop)
             bring("captions=captions.json")
         gc.collect()  # the stopped one's locks
-    first = tmp_path / ".data.unfinished" / "data" / ".text-clip-l.unfinished" / "text-clip-l-00000.npy"
+    first = tmp_path / ".data.unfinished" / "data" / ".text-clip-l.unfinished/data/text-clip-l-00000.npy"
     begun = first.stat().st_mtime_ns
     capsys.readouterr()
     bring("captions=captions.json")
@@ -153,7 +153,7 @@ FAULTS = {  # what is done to the source, what the message says
     "other annotations": (listing(9, 25), "lists 2 pictures, but features/train holds 3"),
     "more captions": (listing(9, 25, 30), "captions.json has 1 captions of picture 0, but features/train 2"),
     "damaged annotations": (lambda s: (s / "../../captions.json").write_text("{"), "captions.json is damaged, or no"),
-    "not finite": (save("0_1.npy", EMPTY * np.inf), "text 00000 holds numbers that are not finite"),
+    "not finite": (save("0_1.npy", EMPTY * np.inf), "text holds numbers that are not finite"),
     "absent": (lambda s: s.rename(s.parent / "val"), "features/train is not there, or holds no 0.npy"),
 }
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -336,57 +337,35 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
             clip = ClipScore(options.clip, processes.device)
     hashes = {"reference": reference and reference.sha256, "inception": inception, "clip": clip and clip.sha256}
     plans = [replace(plan, **hashes) for plan in plans]
-    records = processes.from_main(lambda: [find_score(plan, options) for plan in plans])
-    all_plans, plans = plans, [plan for plan, record in zip(plans, records) if record is None]
-    decoders = {}
-    for plan in plans:
-        latents = plan.saved.latents
+    scorings = [CheckpointScoring(plan, options, processes) for plan in plans]
+    records = processes.from_main(lambda: [scoring.find_score() for scoring in scorings])
+    decoders, left = {}, [scoring for scoring, record in zip(scorings, records) if record is None]
+    for scoring in left:
+        latents = scoring.plan.saved.latents
         if latents not in decoders:
             decoders[latents] = autoencoder.load_decoder(latents, processes.device, options.autoencoder)
         picture = decoders[latents](torch.zeros(1, *latents.shape, device=processes.device))[0]
         if reference is not None:
-            check_size(plan.folder, tuple(picture.shape), reference)
+            check_size(scoring.plan.folder, tuple(picture.shape), reference)
         if processes.main:
-            parts = work_of(plan, options)
-            needed = (
-                parts.rows(parts.missing()) * (picture.numel() + feature_bytes)
-                + options.save_samples * plan.count * picture.numel()
-            )
-            check_place(files_of(plan, options).folder, needed)
-            check_place(lines_of(plan, options).parent, 0)
+            scoring.check_space(picture.numel(), feature_bytes)
     if samples is not None:
         check_size(samples.where, (3, *samples.resolution), reference)
         check_place(files_beside(options).folder, 0)
     if options.save_reference:
         check_target(Path(options.save_reference), reference)
     against = None
-    if reference is not None and (plans or samples or options.save_reference):
+    if reference is not None and (left or samples or options.save_reference):
         against = open_scorer(reference, weights, inception, Path(options.cache), processes)
     if options.save_reference:
         keep_statistics(Path(options.save_reference), against, processes)
-    for number, plan in enumerate(all_plans):
-        if records[number] is None:
-            scorer = choose_scorer(plan.embedded, against)
-            records[number] = score_checkpoint(plan, decoders[plan.saved.latents], scorer, clip, options, processes)
+    for number, scoring in enumerate(scorings):
+        if scoring in left:
+            scorer = choose_scorer(scoring.plan.embedded, against)
+            records[number] = scoring.score(decoders[scoring.plan.saved.latents], scorer, clip)
     if samples is not None:
         score_pictures(samples, against, options, processes)
     return records
-
-
-def files_of(plan: ScoringPlan, options: ScoringOptions) -> ScoreFiles:
-    return ScoreFiles(Path(options.out) if options.out else plan.folder)
-
-
-def lines_of(plan: ScoringPlan, options: ScoringOptions) -> Path:
-    return (Path(options.out) if options.out else plan.folder.parent) / "fid.csv"
-
-
-def work_of(plan: ScoringPlan, options: ScoringOptions) -> ShardStore:
-    """Where a checkpoint's samples and their features are kept until they are scored; a reference does not matter."""
-    drawn = {key: value for key, value in plan.fingerprint.items() if key != "reference"}
-    name = f".fid-{hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]}"
-    size = part_size(plan.count, plan.sampler.batch_size)
-    return ShardStore(files_of(plan, options).folder / name, drawn, pieces_of(range(plan.count), size))
 
 
 def files_beside(options: ScoringOptions) -> ScoreFiles:
@@ -394,14 +373,6 @@ def files_beside(options: ScoringOptions) -> ScoreFiles:
     path = Path(options.samples)
     folder = next(parent for parent in path.parents if parent.is_dir())
     return ScoreFiles(Path(options.out)) if options.out else ScoreFiles(folder, f"{path.stem}.")
-
-
-def find_score(plan: ScoringPlan, options: ScoringOptions) -> dict | None:
-    """What an earlier scoring by the same settings found, and says so; None if there is something left to do."""
-    before = files_of(plan, options).find(plan.fingerprint, with_samples=options.save_samples)
-    if before is not None:
-        tqdm.write(f"{plan.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
-    return before and before[1]
 
 
 def check_target(path: Path, reference: Reference) -> None:
@@ -422,62 +393,84 @@ def keep_statistics(path: Path, scorer: ReferenceScorer, processes: Processes) -
         processes.say(f"{path}: statistics of {pictures.count:,} pictures of {scorer.reference.where}")
 
 
-def score_checkpoint(
-    plan: ScoringPlan,
-    decoder: autoencoder.Decoder,
-    scorer: Scorer,
-    clip: ClipScore | None,
-    options: ScoringOptions,
-    processes: Processes,
-) -> dict | None:
-    """Draw, score, and write down; what is drawn is kept until then. Returns the score in the main process."""
-    began, folder, parts = time.perf_counter(), files_of(plan, options).folder, work_of(plan, options)
-    with processes.lock(folder / ".fid.lock", f"another process is scoring in {folder}"):
-        record = processes.from_main(lambda: find_score(plan, options))
-        if record is not None:  # by another launch meanwhile
-            return record
-        processes.from_main(lambda: parts.begin(again=True))
-        guidance = plan.sampler.guidance
-        shift = "" if plan.saved.shift in (None, 1) else f"shift {plan.saved.shift:g}, "
-        cost = "" if guidance.kind == "none" else f"{plan.flops_relative:.3f} times the FLOPs of none, "
-        processes.say(
-            f"{plan.folder}: {plan.count:,} samples, guidance {guidance.describe()}, "
-            f"NFE {plan.nfe}, {shift}{cost}{plan.sampler.precision}"
-        )
-        for other in set(folder.glob(".fid-*")) - {parts.work}:
-            processes.say(f"  note: {other} holds unfinished work by other settings; remove it if you do not want it")
-        for text in scorer.warnings(plan.count):
-            processes.say(f"  note: {text}")
-        seconds = draw_parts(plan, decoder, scorer, clip, parts, processes)
-        if processes.main:
-            record = conclude(plan, scorer, parts, seconds, processes)
-            record["seconds"]["total"] = time.perf_counter() - began
-            write_down(plan, record, parts, options)
-            parts.remove()
-        processes.wait()
-    return record
+class CheckpointScoring:
+    """A checkpoint that is scored.
 
+    files  where its score goes.
+    lines  the table that gets a line of it.
+    parts  its samples and their features, kept until they are scored; they do not depend on a reference.
+    """
 
-def draw_parts(
-    plan: ScoringPlan,
-    decoder: autoencoder.Decoder,
-    scorer: Scorer,
-    clip: ClipScore | None,
-    parts: ShardStore,
-    processes: Processes,
-) -> dict[str, float]:
-    """Draw this process's part of the missing samples, with what the scorer keeps of them; seconds by stage."""
-    spent = {"sampling": 0.0, "features": 0.0}
+    def __init__(self, plan: ScoringPlan, options: ScoringOptions, processes: Processes) -> None:
+        self.plan, self.options, self.processes = plan, options, processes
+        self.files = ScoreFiles(Path(options.out) if options.out else plan.folder)
+        self.lines = (Path(options.out) if options.out else plan.folder.parent) / "fid.csv"
+        drawn = {key: value for key, value in plan.fingerprint.items() if key != "reference"}
+        name = f".fid-{hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]}"
+        size = part_size(plan.count, plan.sampler.batch_size)
+        self.parts = ShardStore(self.files.folder / name, drawn, pieces_of(range(plan.count), size))
 
-    def draw(numbers: list[int], done: Callable[[int], object]) -> None:
+    def find_score(self) -> dict | None:
+        """The record of an earlier scoring by the same settings, which is printed; None if something is left to do."""
+        before = self.files.find(self.plan.fingerprint, with_samples=self.options.save_samples)
+        if before is not None:
+            tqdm.write(f"{self.plan.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
+        return before and before[1]
+
+    def check_space(self, picture_bytes: int, feature_bytes: int) -> None:
+        """Raise OSError unless the disk can take what is left to draw, its features, and the files of the score."""
+        needed = self.parts.rows(self.parts.missing()) * (picture_bytes + feature_bytes)
+        check_place(self.files.folder, needed + self.options.save_samples * self.plan.count * picture_bytes)
+        check_place(self.lines.parent, 0)
+
+    def score(self, decoder: autoencoder.Decoder, scorer: Scorer, clip: ClipScore | None) -> dict | None:
+        """Draw, score, and write down; what is drawn is kept until then. Returns the score in the main process."""
+        began, folder, plan, processes = time.perf_counter(), self.files.folder, self.plan, self.processes
+        with processes.lock(folder / ".fid.lock", f"another process is scoring in {folder}"):
+            record = processes.from_main(self.find_score)
+            if record is not None:  # by another launch meanwhile
+                return record
+            processes.from_main(lambda: self.parts.begin(again=True))
+            guidance = plan.sampler.guidance
+            shift = "" if plan.saved.shift in (None, 1) else f"shift {plan.saved.shift:g}, "
+            cost = "" if guidance.kind == "none" else f"{plan.flops_relative:.3f} times the FLOPs of none, "
+            processes.say(
+                f"{plan.folder}: {plan.count:,} samples, guidance {guidance.describe()}, "
+                f"NFE {plan.nfe}, {shift}{cost}{plan.sampler.precision}"
+            )
+            for other in set(folder.glob(".fid-*")) - {self.parts.work}:
+                processes.say(f"  note: {other} holds unfinished work by other settings; remove it if unwanted")
+            for text in scorer.warnings(plan.count):
+                processes.say(f"  note: {text}")
+            seconds = {"sampling": 0.0, "features": 0.0}
+            draw = partial(self._draw, decoder, scorer, clip, seconds)
+            self.parts.share(processes, "samples", draw, verify=True)
+            if processes.main:
+                record = self._conclude(scorer, seconds)
+                record["seconds"]["total"] = time.perf_counter() - began
+                self._write_down(record)
+                self.parts.remove()
+            processes.wait()
+        return record
+
+    def _draw(
+        self,
+        decoder: autoencoder.Decoder,
+        scorer: Scorer,
+        clip: ClipScore | None,
+        spent: dict[str, float],
+        numbers: list[int],
+        done: Callable[[int], object],
+    ) -> None:
+        """Draw some parts, with what the scorer keeps of them; adds to the seconds that were spent, by stage."""
         if not numbers:
             return
-        guidance, device = plan.sampler.guidance, processes.device
+        plan, guidance, device = self.plan, self.plan.sampler.guidance, self.processes.device
         model, weak = plan.saved.load(device, guidance), plan.weak and plan.weak.load(device, guidance)
         if plan.compiled:
             compile_blocks([block for branch in (model, weak) if branch for block in branch.network.compiled()])
         for number in numbers:
-            seeds, began = [plan.seeds[i] for i in parts.ranges[number]], time.perf_counter()
+            seeds, began = [plan.seeds[i] for i in self.parts.ranges[number]], time.perf_counter()
             labels = asked = seeded_labels(seeds, plan.num_labels, plan.labels)
             if plan.prompts is not None:  # this part's alone, which are few
                 model, asked = replace(model, prompts=plan.prompts.read(labels.numpy())), torch.arange(len(labels))
@@ -486,49 +479,57 @@ def draw_parts(
                 drawn.append(pictures)
                 done(len(pictures))
             pictures, sampled = torch.cat(drawn), time.perf_counter()
-            arrays = scorer.prepare(pictures)
+            arrays = {"pictures": pictures.numpy(), "labels": labels.numpy(), **scorer.prepare(pictures)}
             if clip is not None:
                 arrays[CLIP] = clip.score(pictures, plan.prompts.captions(labels))
             seconds = {"sampling": sampled - began, "features": time.perf_counter() - sampled}
-            parts.keep(number, {"pictures": pictures.numpy(), "labels": labels.numpy(), **arrays}, seconds=seconds)
+            self.parts.keep(number, arrays, seconds=seconds)
             for stage in spent:
                 spent[stage] += seconds[stage]
 
-    parts.share(processes, "samples", draw, verify=True)
-    return spent
+    def _conclude(self, scorer: Scorer, seconds: dict[str, float]) -> dict:
+        """Score what was drawn: the content of fid.json. seconds are those of this launch in the main process."""
+        plan, parts = self.plan, self.parts
+        parts.check_complete(self.processes)
+        began, spent = time.perf_counter(), [note["seconds"] for note in parts.notes()]
+        record = common_record(scorer, parts, plan.count, self.processes)
+        if plan.clip is not None:
+            record |= {CLIP: float(np.concatenate(list(parts.arrays(CLIP))).mean(dtype=np.float64))}
+            record["counts"][CLIP] = plan.count
+        if plan.prompts is not None:
+            record["prompts"] = str(plan.prompts.folder)
+        return record | {
+            "checkpoint": str(plan.folder),
+            "step": plan.saved.found.step,
+            "resolution": list(parts.first("pictures", 1).shape[2:]),
+            "ema": plan.saved.weights == "ema",
+            "seeds": [plan.seeds[0], plan.seeds[-1]],
+            "settings": plan.fingerprint,
+            "weak_network": plan.weak and str(plan.weak.found.folder),
+            "shift": plan.saved.shift,
+            "flops": plan.flops,
+            "flops_relative": plan.flops_relative,
+            "seconds": {
+                "reference": scorer.seconds,
+                **seconds,
+                "scoring": time.perf_counter() - began,
+                "of_all_processes_and_launches": {stage: sum(part[stage] for part in spent) for stage in seconds},
+            },
+        }
 
-
-def conclude(
-    plan: ScoringPlan, scorer: Scorer, parts: ShardStore, seconds: dict[str, float], processes: Processes
-) -> dict:
-    """Score what was drawn: the content of fid.json. seconds are those of this launch in the main process."""
-    parts.check_complete(processes)
-    began = time.perf_counter()
-    spent = [note["seconds"] for note in parts.notes()]
-    record = common_record(scorer, parts, plan.count, processes)
-    if plan.clip is not None:
-        record |= {CLIP: float(np.concatenate(list(parts.arrays(CLIP))).mean(dtype=np.float64))}
-        record["counts"][CLIP] = plan.count
-    if plan.prompts is not None:
-        record["prompts"] = str(plan.prompts.folder)
-    return record | {
-        "checkpoint": str(plan.folder),
-        "step": plan.saved.found.step,
-        "resolution": list(parts.first("pictures", 1).shape[2:]),
-        "ema": plan.saved.weights == "ema",
-        "seeds": [plan.seeds[0], plan.seeds[-1]],
-        "settings": plan.fingerprint,
-        "weak_network": plan.weak and str(plan.weak.found.folder),
-        "shift": plan.saved.shift,
-        "flops": plan.flops,
-        "flops_relative": plan.flops_relative,
-        "seconds": {
-            "reference": scorer.seconds,
-            **seconds,
-            "scoring": time.perf_counter() - began,
-            "of_all_processes_and_launches": {stage: sum(part[stage] for part in spent) for stage in seconds},
-        },
-    }
+    def _write_down(self, record: dict) -> None:
+        """fid.json, fid.png, a line in fid.csv, and samples.npz if asked for; then print the table."""
+        files, parts = self.files, self.parts
+        with explain_failure(files.folder):
+            files.make_room(self.plan.fingerprint)
+            save_grid(files.path("fid.png"), parts.first("pictures", GRID), columns=8)
+            if self.options.save_samples:
+                tqdm.write(f"  writing   {files.path('samples.npz')}")
+                labels = np.concatenate(list(parts.arrays("labels")))
+                save_npz(files.path("samples.npz"), parts.arrays("pictures"), labels)
+            add_line(self.lines, record)
+            where = files.write(record)
+        tqdm.write(f"{table(record)}\n  written   {where}")
 
 
 def common_record(scorer: Scorer, samples: ShardStore, count: int, processes: Processes) -> dict:
@@ -549,21 +550,6 @@ def common_record(scorer: Scorer, samples: ShardStore, count: int, processes: Pr
         "processes": processes.count,
         "versions": versions(),
     }
-
-
-def write_down(plan: ScoringPlan, record: dict, parts: ShardStore, options: ScoringOptions) -> None:
-    """fid.json, fid.png, a line in fid.csv, and samples.npz if asked for; then print the table."""
-    files = files_of(plan, options)
-    with explain_failure(files.folder):
-        files.make_room(plan.fingerprint)
-        save_grid(files.path("fid.png"), parts.first("pictures", GRID), columns=8)
-        if options.save_samples:
-            labels = np.concatenate(list(parts.arrays("labels")))
-            tqdm.write(f"  writing   {files.path('samples.npz')}")
-            save_npz(files.path("samples.npz"), parts.arrays("pictures"), labels)
-        add_line(lines_of(plan, options), record)
-        where = files.write(record)
-    tqdm.write(f"{table(record)}\n  written   {where}")
 
 
 def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: ScoringOptions, processes: Processes) -> None:
