@@ -144,7 +144,7 @@ def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Begun:
     """The pictures that unfinished work was begun with, by what its shards note of damaged ones."""
     known = {tuple(picture) for writer in writers for note in writer.notes(True) for picture in note.get("damaged", ())}
     there = set(photos.names) if known else ()
-    removed = sorted(picture for picture in known if picture[1] not in there)
+    removed = sorted(picture for picture in known if picture[1] not in there and picture[2] < len(photos.classes))
     names, labels = list(photos.names), photos.labels.tolist()
     for place, name, label, _ in removed:
         names.insert(place, name)
@@ -294,7 +294,7 @@ def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
         begun.cut(*cut)  # which may be refused
         for writer in unfinished.values():
             writer.check_free()
-        again = all(note.get("damaged") for writer in unfinished.values() for note in writer.notes())  # nothing is lost
+        again = all(note.get("damaged") for writer in unfinished.values() for note in writer.notes())  # no whole shard
         for writer in unfinished.values():
             writer.begin(again, {"pictures": source_hash(photos.classes, begun.names, begun.labels)})
             writer.forget(lambda note: any(name in there for _, name, *_ in note["damaged"]))  # it may be repaired
