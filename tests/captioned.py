@@ -13,7 +13,7 @@ from tread.checkpoints.network import build_network, read_network
 from tread.data.captions import add_captions
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
-from tread.data.sections import TextWriter
+from tread.data.section_writer import TextWriter
 from tread.data.writer import write_dataset
 from tread.encoders.language import TextEncoder
 

@@ -17,7 +17,7 @@ from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
-from tread.data.sections import TextWriter
+from tread.data.section_writer import TextWriter
 from tread.data.shards import PLACEMENTS
 from tread.data.writer import write_dataset
 from tread.models.conditions import Text

@@ -17,7 +17,7 @@ from PIL import Image
 
 from tread.data.captions import add_captions
 from tread.data.dataset import LatentDataset
-from tread.data.sections import TextWriter
+from tread.data.section_writer import TextWriter
 from tread.data.writer import write_dataset
 from tread.encoders.inception import load_inception
 from tread.encoders.words import WordEncoder, make_vocabulary

@@ -20,7 +20,7 @@ from conftest import ROOT
 from forked import run_python
 from PIL import Image
 
-from tread.data import sections, store
+from tread.data import section_writer, store
 from tread.data.columns import check_grid, latents_hash
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
@@ -304,17 +304,17 @@ def test_features_that_were_stopped_are_gone_on_with(prepare_latents, features, 
     ):
         features("encoder=own_patches:other")
     monkeypatch.undo()
-    write_whole = sections.write_whole
+    write_whole = section_writer.write_whole
 
     def killed(path, text):
         if path.name == "index.json":
             raise KeyboardInterrupt
         write_whole(path, text)
 
-    monkeypatch.setattr(sections, "write_whole", killed)
+    monkeypatch.setattr(section_writer, "write_whole", killed)
     with pytest.raises(KeyboardInterrupt):
         features()
-    monkeypatch.setattr(sections, "write_whole", write_whole)
+    monkeypatch.setattr(section_writer, "write_whole", write_whole)
     assert "0 of 4 shards" in features()
     assert files(folder) == whole and not list(folder.glob(".*"))
     assert features() == f"{folder} holds the same features already\n"

@@ -97,7 +97,7 @@ def test_without_annotations_the_captions_stay_unknown(bring, capsys):
 
 def test_a_stopped_import_goes_on_and_ends_with_the_same_bytes(bring, tmp_path, monkeypatch, capsys):
     """Stopped in the latents, then in the text."""
-    monkeypatch.setattr("tread.data.sections.SHARD", 2 * uvit.SPEC.caption_bytes)
+    monkeypatch.setattr("tread.data.section_writer.SHARD", 2 * uvit.SPEC.caption_bytes)
     bring("captions=captions.json", out="whole")
     for writer in (import_latents.DatasetWriter, uvit.TextWriter):
         write = writer.write

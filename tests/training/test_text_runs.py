@@ -20,7 +20,7 @@ from tread.checkpoints.weights import load_weights, sizes
 from tread.data.captions import add_captions
 from tread.data.columns import TextSpec
 from tread.data.dataset import LatentDataset
-from tread.data.sections import TextWriter
+from tread.data.section_writer import TextWriter
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Sampler, draw
 from tread.evaluation.sample_files import facts_of

@@ -17,7 +17,7 @@ Text has files of its own:
     text-words-00007.npy            and its .lengths and .pooled, the last: the empty caption, n = 1
 
 Captions lie one behind the other in the order of samples, whatever shards those lie in. index.json has a section for
-each encoder, text[<name>], see TextSpec. sections.py writes all this.
+each encoder, text[<name>], see TextSpec. section_writer.py writes all this.
 """
 
 from __future__ import annotations

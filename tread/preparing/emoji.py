@@ -28,7 +28,7 @@ from tread.data.captions import read_captions
 from tread.data.columns import read_spec
 from tread.data.index import read_index
 from tread.data.latents import LatentSpec
-from tread.data.sections import TextWriter
+from tread.data.section_writer import TextWriter
 from tread.data.writer import write_dataset
 from tread.encoders.language import text_encoder
 from tread.preparing.encode_text import encoding

@@ -20,7 +20,7 @@ from tread.data.columns import FeatureSpec, latents_hash
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.latents import holds_pixels
-from tread.data.sections import FeatureWriter
+from tread.data.section_writer import FeatureWriter
 from tread.encoders.vision import open_encoder
 from tread.preparing.encode_photos import read_crops, source_hash
 from tread.preparing.encode_text import DatasetPlace

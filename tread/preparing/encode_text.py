@@ -15,7 +15,7 @@ from pathlib import Path
 from tread.data.captions import add_captions, parse_captions, read_captions
 from tread.data.columns import TextSpec, read_spec
 from tread.data.index import read_index
-from tread.data.sections import Encode, TextWriter
+from tread.data.section_writer import Encode, TextWriter
 from tread.encoders.language import AT_ONCE, TextEncoder, text_encoder
 from tread.runtime.distributed import Processes
 from tread.runtime.files import size_text

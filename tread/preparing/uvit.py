@@ -23,7 +23,7 @@ import torch
 
 from tread.data.captions import add_captions
 from tread.data.columns import TextSpec
-from tread.data.sections import TextWriter
+from tread.data.section_writer import TextWriter
 from tread.models.conditions import Text
 from tread.preparing.coco import read_coco
 from tread.runtime.tensor_files import listed
