@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tread.data.shards import Rows, open_array
+from tread.data.shards import ShardRows, open_array
 from tread.models.conditions import Text
 from tread.runtime.schema import Count, read
 
@@ -100,14 +100,14 @@ def check_grid(grid: int, side: int, whose: str) -> None:
         )
 
 
-def open_pictures(folder: Path, index: dict, full: bool) -> Rows:
+def open_pictures(folder: Path, index: dict, full: bool) -> ShardRows:
     """The pictures that were kept with a dataset. Raises FileNotFoundError or ValueError, KeyError for a bad index."""
     shape, shards = index["pictures"], index["shards"]
     arrays = [open_array(folder, shard, "pictures", "uint8", (shard["count"], *shape), full) for shard in shards]
-    return Rows([array[:, None] for array in arrays])
+    return ShardRows([array[:, None] for array in arrays])
 
 
-def open_features(folder: Path, index: dict, encoder: str, views: int, full: bool) -> tuple[FeatureSpec, Rows]:
+def open_features(folder: Path, index: dict, encoder: str, views: int, full: bool) -> tuple[FeatureSpec, ShardRows]:
     """The features of a dataset, checked: they are there, of this encoder and these latents, and finite.
 
     full  look at all of them, hashes too; else at headers and sizes, and at some samples.
@@ -133,7 +133,7 @@ def open_features(folder: Path, index: dict, encoder: str, views: int, full: boo
         for shard, entry in zip(index["shards"], entries)
     ]
     check_rows(folder, arrays, entries, full, f"{make} again=true")
-    return spec, Rows(arrays)
+    return spec, ShardRows(arrays)
 
 
 CLIP_L = "openai/clip-vit-large-patch14"  # its short name is clip-l
@@ -204,7 +204,9 @@ class EncodedText:
     null    the empty caption, one row.
     """
 
-    def __init__(self, spec: TextSpec, counts: np.ndarray, lengths: np.ndarray, rows: list[Rows], null: Text) -> None:
+    def __init__(
+        self, spec: TextSpec, counts: np.ndarray, lengths: np.ndarray, rows: list[ShardRows], null: Text
+    ) -> None:
         self.spec, self.counts, self.rows, self.null = spec, counts, rows, null
         self.firsts = np.cumsum([0, *counts])[:-1]
         self._lengths = torch.from_numpy(lengths.astype(np.int64))
@@ -283,5 +285,5 @@ def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedTex
     if not 1 <= whole.min() <= whole.max() <= spec.tokens:
         raise ValueError(f"the text of {encoder} in {folder} must have lengths in 1..{spec.tokens}; {make}")
     empty = (torch.from_numpy(np.array(arrays[-1])) for arrays in (tokens, lengths, *pooled))
-    rows = [Rows([array[:, None] for array in arrays[:-1]]) for arrays in (tokens, *pooled)]
+    rows = [ShardRows([array[:, None] for array in arrays[:-1]]) for arrays in (tokens, *pooled)]
     return EncodedText(spec, counts, whole[:-1], rows, as_text(spec, *empty))

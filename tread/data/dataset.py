@@ -26,7 +26,7 @@ from tread.data.captions import captions_of
 from tread.data.columns import FeatureSpec, TextSpec, open_features, open_pictures, open_text
 from tread.data.index import damaged, read_index
 from tread.data.latents import LatentSpec, holds_pixels, stored_pictures
-from tread.data.shards import Placement, Rows, open_latents, place
+from tread.data.shards import Placement, ShardRows, open_latents, place
 from tread.models import conditions
 from tread.models.conditions import Condition, Text
 from tread.runtime.randomness import generator
@@ -124,7 +124,7 @@ class LatentDataset:
 
     def _open(self, index: dict, full: bool) -> None:
         shards, self.labels = open_latents(self.folder, index, self.latents, full)
-        self._latents, self._features, self._pictures, self._text = Rows(shards), None, None, None
+        self._latents, self._features, self._pictures, self._text = ShardRows(shards), None, None, None
         if self.text is not None:
             self._text = open_text(self.folder, index, self.text, full)
             self.text_spec = self._text.spec
@@ -174,7 +174,7 @@ class LatentDataset:
         return len(self) // batch_size
 
     def batch(self, seed: int, step: int, batch_size: int, rows: slice = slice(None), pin: bool = False) -> Batch:
-        """Rows of the global batch of a step (0, 1, …), the same whoever reads them.
+        """ShardRows of the global batch of a step (0, 1, …), the same whoever reads them.
 
         No sample comes twice in a batch or an epoch. The view and the caption are drawn by (seed, step).
         """

@@ -117,7 +117,7 @@ def rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, lis
     return flat.as_strided(((end - base) // size - width + 1, width), (1, 1)), [(s - base) // size for s in starts]
 
 
-class Rows:
+class ShardRows:
     """Shards (n, views, …) as one matrix with a row for each view of each sample: memory-mapped, or, after `place`, in
     a device's memory. Of a view that is not stored, the mirror image of a stored one is read."""
 
@@ -190,7 +190,7 @@ class Rows:
             array._mmap.madvise(mmap.MADV_WILLNEED, first, array.offset + start + size - first)
 
 
-def place(rows: Sequence[Rows], placement: Placement, device: torch.device | str, folder: Path) -> None:
+def place(rows: Sequence[ShardRows], placement: Placement, device: torch.device | str, folder: Path) -> None:
     """Have rows lie where a dataset's placement says: "mmap", "ram", or "device", which is the device given.
 
     Raises ValueError that names the dataset's folder where memory does not suffice.
