@@ -174,7 +174,7 @@ class LatentDataset:
         return len(self) // batch_size
 
     def batch(self, seed: int, step: int, batch_size: int, rows: slice = slice(None), pin: bool = False) -> Batch:
-        """ShardRows of the global batch of a step (0, 1, …), the same whoever reads them.
+        """Rows of the global batch of a step (0, 1, …), the same whoever reads them.
 
         No sample comes twice in a batch or an epoch. The view and the caption are drawn by (seed, step).
         """
