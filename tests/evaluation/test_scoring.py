@@ -1,4 +1,4 @@
-"""The door: python fid.py. The references are the same steps taken by hand, and other ways to the same numbers."""
+"""The command python fid.py. The references are the same steps taken by hand, and other ways to the same numbers."""
 
 from __future__ import annotations
 

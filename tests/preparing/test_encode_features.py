@@ -238,7 +238,7 @@ def test_stored_features_are_what_the_live_encoder_makes(kind, prepare_latents, 
 
 
 def test_photos_give_the_features_of_kept_pictures(place, prepare_latents, features, tmp_path):
-    """Of both parts, with what is held out left out, one picture damaged, and workers that read."""
+    """In both parts, one picture being damaged, and with workers that read."""
     shutil.copytree(place / "photos", tmp_path / "photos")
     (tmp_path / "photos" / "bee" / "08.png").write_bytes(b"none")
     source, parts = f"source={tmp_path / 'photos'}", ("data", "data-heldout")
@@ -444,7 +444,7 @@ def test_bad_steps_name_samples_with_bad_features(with_features, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_door_shares_the_work_among_processes(foreign, tmp_path, features):
+def test_two_processes_make_the_same_features(foreign, tmp_path, features):
     """As from the command line, by the user's function in the current folder; the bytes are those of one process."""
     folder = foreign(autoencoder="pixels", channels=1)
     shutil.copytree(folder, tmp_path / "alone")

@@ -1,4 +1,4 @@
-"""What may lie beside the latents: their pictures, an encoder's features of them, and encoded text of their captions.
+"""Pictures, features and encoded text that lie beside the latents.
 
 Pictures and features are of the same samples in the same shards:
 
@@ -69,7 +69,7 @@ def check_rows(
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """Which features lie beside some latents: the section "features" of index.json, but for its shards.
+    """The features beside some latents: the section "features" of index.json without its shards.
 
     encoder      its name, as tread/encoders/vision.py records it.
     fingerprint  hash of its weights, or of its source; None where nobody knows.
@@ -140,7 +140,7 @@ CLIP_L = "openai/clip-vit-large-patch14"  # its short name is clip-l
 
 
 def text_encoder_name(name: str) -> str:
-    """What is recorded of an encoder's name: CLIP-L's short one, folders in full, others as given."""
+    """An encoder's recorded name: CLIP-L's short one, a folder's full path, others as given."""
     return "clip-l" if name == CLIP_L else str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
@@ -154,7 +154,7 @@ class TextSpec:
     width        C, numbers of a token; None: tokens are word numbers.
     pooled       P, numbers of a whole caption; None: none are stored.
     vocabulary   of word numbers, in their order: "<begin>", "<unknown>", and words.
-    padding      True: what the encoder makes of its padding counts as words, as in U-ViT's features; nothing is masked.
+    padding      True: the encoder's padding tokens count as words, as in U-ViT's features; nothing is masked.
     """
 
     encoder: str
@@ -167,7 +167,7 @@ class TextSpec:
 
     @property
     def dtype(self) -> str:
-        """Of the stored tokens."""
+        """NumPy's name of the stored tokens' type."""
         return "int32" if self.width is None else "float16"
 
     @property
@@ -237,7 +237,7 @@ def as_text(spec: TextSpec, tokens: Tensor, lengths: Tensor, pooled: Tensor | No
 
 
 def read_spec(folder: Path, index: dict, encoder: str) -> TextSpec | None:
-    """What a parsed index.json says of an encoder's text; None if there is none. Raises ValueError for a bad one."""
+    """An encoder's text by a parsed index.json; None if there is none. Raises ValueError for a damaged section."""
     section = index.get("text", {}).get(text_encoder_name(encoder))
     if section is None:
         return None

@@ -1,7 +1,7 @@
-"""A checkpoint or pictures → scores: everything is settled and checked before long work, which is done in parts that
-processes share.
+"""Scores of checkpoints or pictures. Read from `run` down.
 
-Read from `run` down. Started again after it was stopped, it goes on with the parts that are missing.
+Everything is settled and checked before long work starts. Processes share the work part by part; after a stop, the same
+command goes on with the missing parts.
 """
 
 from __future__ import annotations
@@ -114,15 +114,16 @@ def read_options(config: dict) -> ScoringOptions:
 
 @dataclass(frozen=True)
 class ScoringPlan:
-    """What scoring a checkpoint means.
+    """How a checkpoint is scored.
 
-    weak        the weak network of the guidance, if it is another.
+    weak        the weak network of the guidance, if it is another one.
     embedded    the dataset whose own judge scores it, where there is no reference.
-    compiled    whether the networks' blocks are, when samples are drawn.
-    decoder     what makes pictures of latents, by its fingerprint.
-    prompts     the captions that it draws, of a network that takes texts.
-    flops       of the networks, a sample; flops_relative: over those of the same steps without guidance.
-    reference   sha256 of what it is scored against, of the Inception, and of CLIP; None without them.
+    compiled    whether the networks' blocks are compiled for drawing samples.
+    decoder     fingerprint of the decoder of its latents.
+    prompts     the captions that are drawn, for a network that takes texts.
+    flops       of the networks, per sample; flops_relative: their ratio to the same steps without guidance.
+    reference, inception, clip
+                sha256 of the reference, and of the networks that score; None without them.
     """
 
     saved: SavedNetwork
@@ -152,7 +153,7 @@ class ScoringPlan:
 
     @property
     def num_labels(self) -> int:
-        """Classes or captions that it draws of."""
+        """How many classes or captions samples are drawn from."""
         return self.saved.cfg.dataset.num_classes if self.prompts is None else self.prompts.count
 
     @property
@@ -161,13 +162,13 @@ class ScoringPlan:
 
     @property
     def fingerprint(self) -> dict:
-        """All that decides about the numbers, for JSON: what was scored by an equal one need not be scored again."""
+        """Everything that decides the numbers, as JSON: with an equal fingerprint nothing is scored again."""
         saved, weak, sampler, latents = self.saved, self.weak, self.sampler, self.saved.latents
         routed = [network for network in (saved, weak) if network and sampler.guidance.row.routed]
         routes = [asdict(route) for network in routed for route in network.routes(sampler.guidance)]
         for route in routes:
             if route["rejoin"] is None:
-                del route["rejoin"]  # a younger key: what was scored without it stays scored
+                del route["rejoin"]  # as in scores from before it existed, so that they are recognised
         return {
             "step": self.saved.found.step,
             "checkpoint": saved.sha256,
@@ -195,16 +196,16 @@ class ScoringPlan:
 
 
 def _constants(process: Process) -> dict:
-    """A process's; those that are younger than the first scores only where they are set, so that these are found."""
+    """A process's constants; those at the defaults of later versions are left out, so that older scores are recognised."""
     added = {"direction": 0.0, "shift": 1.0}
     return {key: value for key, value in asdict(process).items() if key not in added or value != added[key]}
 
 
 def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
-    """The options with the weak network's own folder, and the checkpoints' folders, each once, by step.
+    """Resolve the checkpoints, as `latest` may soon name another one.
 
-    checkpoint is a path, or a pattern with *; `latest` may name another a moment later. Raises
-    FileNotFoundError or ValueError.
+    Returns the options with the weak network's folder, and the folders that options.checkpoint, a path or a pattern with
+    *, names: each once, by step. Raises FileNotFoundError or ValueError.
     """
     pattern, weak = options.checkpoint, options.guidance.checkpoint
     paths = [pattern] if pattern else []
@@ -220,9 +221,9 @@ def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
 
 
 def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | None:
-    """How photos are prepared: as asked, else as those that the checkpoints were trained on; exif, white without one.
+    """How photos are read: as asked, else as the checkpoints' training photos were; without a checkpoint exif and white.
 
-    Raises ValueError if the checkpoints' were read in different ways.
+    Raises ValueError if the checkpoints' photos were read in different ways.
     """
     chosen = {}
     for key, usual in (("orientation", "exif"), ("alpha", "white")) if options.crop else ():
@@ -239,9 +240,9 @@ def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | Non
 def plan_scoring(
     options: ScoringOptions, entry: checkpoint.Checkpoint, precision: str, compiled: bool = False
 ) -> ScoringPlan:
-    """Settle what scoring a checkpoint means, but for the reference; precision and compiled are of sampling, settled.
+    """Settle how a checkpoint is scored, except for the reference; precision and compiled are settled ones.
 
-    Raises ValueError or FileNotFoundError if it can't be scored so.
+    Raises ValueError or FileNotFoundError if it cannot be scored that way.
     """
     saved = open_network(entry, options.weights, options.shift)
     weak, cfg, process = open_weak(options.guidance, saved), saved.cfg, saved.process
@@ -276,9 +277,9 @@ def plan_scoring(
 
 
 def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPrompts | None:
-    """The captions that a network is scored on; None of one that takes classes.
+    """The captions that a network is scored on; None for a network of classes.
 
-    Raises ValueError or FileNotFoundError, also for what a network of classes has no use for.
+    Raises ValueError or FileNotFoundError, also for options that a network of classes cannot use.
     """
     if saved.text is not None:
         prompts = open_prompts(saved, options.prompts or HELDOUT)
@@ -292,10 +293,8 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
 
 
 def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
-    """The options with the folder of the held-out data as reference, where reference=heldout asks for it, or nothing
-    is named and networks of texts are to be scored.
-
-    Raises ValueError or FileNotFoundError.
+    """The options, with the held-out data's folder as the reference if it is asked for (reference=heldout), or if none is
+    named and all networks take texts. Raises ValueError or FileNotFoundError.
     """
     unnamed = options.reference is None and not options.save_samples and all(plan.prompts for plan in plans)
     if not plans or not (options.reference == HELDOUT or unnamed):
@@ -309,9 +308,9 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
 
 
 def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
-    """Check everything that can be checked at once, then score one thing after the other.
+    """Check everything first, then score one thing after the other.
 
-    Returns the scores of the checkpoints, in the main process.
+    Returns the checkpoints' scores, in the main process.
     """
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)

@@ -1,6 +1,7 @@
-"""Features of a dataset's pictures: `prepare_features` checks everything before long work, which processes share.
+"""Features of a dataset's pictures, written by `prepare_features`.
 
-Started again after it was stopped, it goes on with the shards that are missing, see tread/data/store.py.
+Everything is checked before long work starts, which processes share; after a stop, the same command goes on with the
+missing shards.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class FeatureOptions:
 
 
 def prepare_features(options: FeatureOptions, processes: Processes) -> None:
-    """Check everything, make this process's shards, and, in the main process, give all of them their place."""
+    """Check everything, make this process's part of the shards, and publish them in the main process."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     data, pictures, size, where = open_source(options, index, processes)

@@ -1,12 +1,11 @@
-"""Photos → a dataset of latents: checked, read, cropped, encoded and written, then reported in numbers and pictures.
+"""Photos → a dataset of latents and a report on it, written by `prepare_latents`.
 
-`prepare_latents` checks everything before long work, which processes share. Started again after it was stopped, it
-goes on with the shards that are missing.
+Everything is checked before long work starts, which processes share; after a stop, the same command goes on with the
+missing shards.
 
-Pictures are read and cropped by worker processes while the autoencoder runs. A shard is a fixed range of pictures,
-encoded in batches that never cross it; so what a shard holds depends on the pictures, the autoencoder, the device and
-the batch size alone, and not on who makes it or what was done before. (The last bits of a CPU's results depend on its
-number of threads, too.)
+Worker processes read and crop pictures while the autoencoder runs. A shard is a fixed range of pictures, and batches
+never cross it, so its content depends on the pictures, the autoencoder, the device and the batch size alone. (The last
+bits of a CPU's results also depend on its number of threads.)
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
 
 
 def end_with(process: int, worker: int) -> None:
-    """Let a reading process end when the one it reads for is gone: PyTorch watches its parent, a fork server."""
+    """Have a reading process end with the one it reads for. (PyTorch only watches its parent, a fork server.)"""
 
     def watch() -> None:
         while True:
@@ -93,7 +92,7 @@ def end_with(process: int, worker: int) -> None:
 def read_crops(
     photos: Photos, crop: Crop, batches: Iterable[np.ndarray], workers: int
 ) -> Iterator[tuple[Tensor | None, list[tuple]]]:
-    """What `collate` makes of each batch of indices, read by worker processes. Raises OSError if one died."""
+    """Each batch of indices as `collate` returns it, read by worker processes. Raises OSError if one died."""
     sampler, start = [indices.tolist() for indices in batches], partial(end_with, os.getpid())
     options = {"num_workers": workers, "collate_fn": collate, "worker_init_fn": start}
     try:
@@ -106,7 +105,7 @@ def read_crops(
 
 
 def source_hash(classes: Sequence[str], names: Sequence[str], labels: np.ndarray) -> str:
-    """Hex sha256 of the pictures' names, labels and classes: what an unfinished dataset was begun with."""
+    """Hex sha256 of the pictures' names, labels and classes."""
     digest = hashlib.sha256("\0".join((*classes, *names)).encode(errors="surrogateescape"))
     digest.update(labels.tobytes())
     return digest.hexdigest()
@@ -359,7 +358,7 @@ def open_writers(
 
 
 def describe(photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOptions, pixels: bool) -> list[str]:
-    """What is going to be made, as lines to print."""
+    """The dataset to be made, as lines to print."""
     latents, count = writers["train"].latents, len(photos)
     classes = f"in {len(photos.classes):,} classes, " if photos.classes != ONE_CLASS else ""
     lines = [f"  pictures  {count:,} {classes}{photos.where}"]
@@ -518,7 +517,7 @@ def report_text(report: dict) -> str:
 
 
 def stored_meaning(latents: LatentSpec) -> str:
-    """What stored numbers are, in words."""
+    """The meaning of stored numbers, in words."""
     spread = {"logvar": "log-variance", "std": "standard deviation"}.get(latents.spread)
     content = f"posterior mean and {spread}" if spread else "latents"
     if latents.autoencoder == "pixels":

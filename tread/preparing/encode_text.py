@@ -1,7 +1,7 @@
-"""Encoded text of a dataset's captions: `prepare_text` checks everything before long work, which processes share.
+"""Encoded text of a dataset's captions, written by `prepare_text`.
 
-Started again after it was stopped, it goes on with the shards that are missing, and makes the same: a shard is encoded
-in batches that never cross it.
+Everything is checked before long work starts, which processes share; after a stop, the same command goes on with the
+missing shards. Batches never cross a shard, so its content does not depend on who makes it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _take_captions(options: TextOptions, folder: Path, index: dict) -> None:
 
 
 def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Processes) -> None:
-    """Check everything, make this process's shards, and, in the main process, give all of them their place."""
+    """Check everything, make this process's part of the shards, and publish them in the main process."""
     captions = read_captions(folder, read_index(folder))
     flat = list(itertools.chain.from_iterable(captions))
     shape = None if like is None else _shape_of(Path(like), options.encoder)
@@ -111,7 +111,7 @@ def _shape_of(like: Path, encoder: str) -> TextSpec:
 
 
 def remarks(encoder: TextEncoder, captions: Sequence[str]) -> list[str]:
-    """What of some captions an encoder does not take, as lines to print."""
+    """The words and ends of captions that an encoder ignores, as lines to print."""
     longest, spec = encoder.lengths(captions), encoder.spec
     lines = []
     if cut := sum(length > spec.tokens for length in longest):
