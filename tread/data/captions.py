@@ -81,7 +81,7 @@ def read_captions(folder: Path, index: dict) -> list[list[str]]:
 
 
 def parse_captions(file: Path) -> Iterable[list[str]]:
-    """The captions of each sample, by the lines of a file: .jsonl, a list or one string each, or .txt, one caption each.
+    """The captions of each sample, line by line: a .jsonl file's lists or strings, or a .txt file's single captions.
 
     Raises FileNotFoundError, or ValueError that names the line."""
     if file.suffix not in (".jsonl", ".txt"):

@@ -196,7 +196,7 @@ class ScoringPlan:
 
 
 def _constants(process: Process) -> dict:
-    """A process's constants; those at the defaults of later versions are left out, so that older scores are recognised."""
+    """A process's constants, without later ones at their defaults, so that older scores are recognised."""
     added = {"direction": 0.0, "shift": 1.0}
     return {key: value for key, value in asdict(process).items() if key not in added or value != added[key]}
 
@@ -204,8 +204,8 @@ def _constants(process: Process) -> dict:
 def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
     """Resolve the checkpoints, as `latest` may soon name another one.
 
-    Returns the options with the weak network's folder, and the folders that options.checkpoint, a path or a pattern with
-    *, names: each once, by step. Raises FileNotFoundError or ValueError.
+    Returns the options with the weak network's folder, and the folders that options.checkpoint (a path, or a pattern
+    with *) names: each once, by step. Raises FileNotFoundError or ValueError.
     """
     pattern, weak = options.checkpoint, options.guidance.checkpoint
     paths = [pattern] if pattern else []
@@ -221,7 +221,7 @@ def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
 
 
 def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | None:
-    """How photos are read: as asked, else as the checkpoints' training photos were; without a checkpoint exif and white.
+    """How photos are read: as asked, else as the checkpoints' training photos; without checkpoints exif and white.
 
     Raises ValueError if the checkpoints' photos were read in different ways.
     """
@@ -293,8 +293,8 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
 
 
 def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
-    """The options, with the held-out data's folder as the reference if it is asked for (reference=heldout), or if none is
-    named and all networks take texts. Raises ValueError or FileNotFoundError.
+    """The options, with the held-out data's folder as the reference if that is asked for (reference=heldout), or if no
+    reference is named and all networks take texts. Raises ValueError or FileNotFoundError.
     """
     unnamed = options.reference is None and not options.save_samples and all(plan.prompts for plan in plans)
     if not plans or not (options.reference == HELDOUT or unnamed):
