@@ -42,6 +42,7 @@ from tread.data.latents import LatentSpec
 from tread.encoders.inception import Inception, sizes_of
 from tread.evaluation import image_sets, reference
 from tread.preparing.images import Crop
+from tread.runtime import schema
 from tread.runtime.cli import take_literally
 from tread.runtime.distributed import share_work
 from tread.training import settings
@@ -230,6 +231,21 @@ def composed():
             return OmegaConf.to_container(compose(name, overrides=settings.add_unstated(overrides)), resolve=True)
 
     return build
+
+
+@pytest.fixture
+def run_pipeline(composed, capsys):
+    """A function (a pipeline of tread.preparing, the class of its options, its config, overrides) → what it prints."""
+
+    def run(pipeline: Callable, options: type, config: str, *overrides: str) -> str:
+        tree, threads = composed(*overrides, name=config), torch.get_num_threads()
+        try:
+            pipeline(schema.read(tree, options), share_work("cpu"))
+        finally:
+            torch.set_num_threads(threads)
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.fixture

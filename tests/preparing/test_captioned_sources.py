@@ -24,8 +24,6 @@ from tread.data.latents import stored_pictures
 from tread.preparing import encode_photos
 from tread.preparing.encode_features import find_again, read_again
 from tread.preparing.sources import find_photos
-from tread.runtime import schema
-from tread.runtime.distributed import share_work
 
 TRAIN = {9: ["a red\n apple ", "fruit"], 25: ["a giraffe"], 30: ["flowers", "a vase", "Blumen in einer Väse"]}
 VAL = {42: ["shoes", "a dog"], 73: ["a motorbike"]}
@@ -76,16 +74,11 @@ def zipped(root):
 
 
 @pytest.fixture
-def prepare(tmp_path, composed, capsys):
+def prepare(tmp_path, run_pipeline):
     """A function from overrides to what the script prints; the dataset is tmp_path/data, of pixels."""
-
-    def run(source, *overrides: str) -> str:
-        given = [f"source={source}", f"out={tmp_path / 'data'}", "autoencoder=none", "resolution=8", "workers=0"]
-        tree = composed(*given, "shard_size=2", "decode=0", *overrides, name="prepare_latents")
-        encode_photos.prepare_latents(schema.read(tree, encode_photos.PhotoOptions), share_work("cpu"))
-        return capsys.readouterr().out
-
-    return run
+    given = [f"out={tmp_path / 'data'}", "autoencoder=none", "resolution=8", "workers=0", "shard_size=2", "decode=0"]
+    pipeline = (encode_photos.prepare_latents, encode_photos.PhotoOptions, "prepare_latents")
+    return lambda source, *overrides: run_pipeline(*pipeline, f"source={source}", *given, *overrides)
 
 
 def numbers_of(pictures: np.ndarray) -> list[int]:

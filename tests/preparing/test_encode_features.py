@@ -29,8 +29,6 @@ from tread.data.loader import Loader
 from tread.data.writer import DatasetWriter, write_dataset
 from tread.encoders.vision import open_encoder
 from tread.preparing import digits, encode_features, encode_photos
-from tread.runtime import schema
-from tread.runtime.distributed import share_work
 from tread.runtime.files import sha256
 from tread.training import periodic
 
@@ -76,39 +74,20 @@ def own_module(place, monkeypatch):
 
 
 @pytest.fixture
-def run(place, tmp_path, composed, capsys):
-    """A function from a pipeline, its dataclass of options, its config's name and overrides to what it prints."""
-
-    def work(pipeline, options: type, name: str, values: dict, overrides: tuple[str, ...]) -> str:
-        values = values | dict(word.split("=", 1) for word in overrides)
-        tree = composed(*(f"{key}={value}" for key, value in values.items()), name=name)
-        threads = torch.get_num_threads()
-        try:
-            pipeline(schema.read(tree, options), share_work("cpu"))
-        finally:
-            torch.set_num_threads(threads)
-        return capsys.readouterr().out
-
-    return work
+def prepare_latents(run_pipeline, place, tmp_path):
+    given = [f"source={place / 'photos'}", f"out={tmp_path / 'data'}", f"autoencoder={place / 'kl'}"]
+    given += [f"resolution={SIZE}", "workers=0", "shard_size=4", "decode=0", "flip=true", "keep_pictures=true"]
+    pipeline = (encode_photos.prepare_latents, encode_photos.PhotoOptions, "prepare_latents")
+    return lambda *overrides: run_pipeline(*pipeline, *given, *overrides)
 
 
 @pytest.fixture
-def prepare_latents(run, place, tmp_path):
-    values = {"source": place / "photos", "out": tmp_path / "data", "autoencoder": place / "kl", "resolution": SIZE}
-    values |= {"workers": 0, "shard_size": 4, "decode": 0, "flip": "true", "keep_pictures": "true"}
-    return lambda *overrides: run(
-        encode_photos.prepare_latents, encode_photos.PhotoOptions, "prepare_latents", values, overrides
-    )
-
-
-@pytest.fixture
-def features(run, tmp_path, monkeypatch):
+def features(run_pipeline, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def encode(pictures):\n    return pictures.float().flatten(2).mT\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    values = {"dataset.path": tmp_path / "data", "encoder": FUNCTION, "workers": 0, "batch_size": 3}
-    return lambda *overrides: run(
-        encode_features.prepare_features, encode_features.FeatureOptions, "prepare_features", values, overrides
-    )
+    given = [f"dataset.path={tmp_path / 'data'}", f"encoder={FUNCTION}", "workers=0", "batch_size=3"]
+    pipeline = (encode_features.prepare_features, encode_features.FeatureOptions, "prepare_features")
+    return lambda *overrides: run_pipeline(*pipeline, *given, *overrides)
 
 
 @pytest.fixture

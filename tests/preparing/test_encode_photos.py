@@ -70,22 +70,12 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
-def prepare(place, tmp_path, composed, capsys):
+def prepare(place, tmp_path, run_pipeline):
     """A function from overrides to what the script prints; the dataset is tmp_path/data."""
-
-    def run(*overrides: str) -> str:
-        values = {"source": place / "photos", "out": tmp_path / "data", "autoencoder": place / "kl", "resolution": 16}
-        values |= {"workers": 0, "shard_size": 4, "decode": 2} | dict(o.split("=", 1) for o in overrides)
-        tree = composed(*(f"{key}={value}" for key, value in values.items()), name="prepare_latents")
-        options = schema.read(tree, encode_photos.PhotoOptions)
-        before = torch.get_num_threads()
-        try:
-            encode_photos.prepare_latents(options, share_work("cpu"))
-        finally:
-            torch.set_num_threads(before)
-        return capsys.readouterr().out
-
-    return run
+    given = [f"source={place / 'photos'}", f"out={tmp_path / 'data'}", f"autoencoder={place / 'kl'}", "resolution=16"]
+    given += ["workers=0", "shard_size=4", "decode=2"]
+    pipeline = (encode_photos.prepare_latents, encode_photos.PhotoOptions, "prepare_latents")
+    return lambda *overrides: run_pipeline(*pipeline, *given, *overrides)
 
 
 def files(folder):
@@ -556,7 +546,7 @@ def test_the_command_line_names_what_is_wrong(tmp_path):
 
 
 def test_weight_files_of_every_kind_give_the_same_autoencoder(tmp_path, monkeypatch):
-    """A folder and files in diffusers' names (LDM's: test_ldm_names.py); SD's size is cut down, for it takes a while."""
+    """A folder and files in diffusers' names (LDM's: test_ldm_names.py); SD's size is cut down."""
     small = {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1}
     monkeypatch.setattr(autoencoder, "SD_CONFIG", autoencoder.SD_CONFIG | small)
     model = diffusers.AutoencoderKL.from_config(autoencoder.SD_CONFIG)
