@@ -26,7 +26,7 @@ from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
-from tread.data.writer import DatasetWriter, write_dataset
+from tread.data.writer import write_dataset
 from tread.encoders.vision import open_encoder
 from tread.preparing import digits, encode_features, encode_photos
 from tread.runtime.files import sha256
@@ -136,25 +136,6 @@ def test_pictures_are_kept_beside_the_latents_and_mirrored_when_read(prepare_lat
     assert {shard.pop("pictures") for shard in index["shards"]} == set(kept) - set(plain)
     assert all(shard.pop("pictures_sha256") for shard in index["shards"]) and index == expected
     assert "keep_pictures" not in json.loads(plain["report.json"])["plan"]
-
-
-def test_kept_pictures_are_gone_on_with(prepare_latents, tmp_path, monkeypatch):
-    write = DatasetWriter.write
-
-    def stop(self, number, *rest, **note):
-        if number == 2:
-            raise OSError("killed")
-        write(self, number, *rest, **note)
-
-    monkeypatch.setattr(DatasetWriter, "write", stop)
-    with pytest.raises(OSError, match="killed"):
-        prepare_latents()
-    with pytest.raises(ValueError, match="unfinished work of another kind(?s:.*)keep_pictures: True there, None here"):
-        prepare_latents("keep_pictures=false")
-    monkeypatch.undo()
-    assert "2 of 4 shards" in prepare_latents()
-    prepare_latents(f"out={tmp_path / 'whole'}")
-    assert files(tmp_path / "data") == files(tmp_path / "whole")
 
 
 def test_pixels_are_pictures_already(prepare_latents, tmp_path):
