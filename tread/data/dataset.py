@@ -36,8 +36,8 @@ from tread.runtime.schema import check
 class Batch(NamedTuple):
     """Samples as stored (B, stored channels, S, S), labels (B,) int64, indices into the dataset (B,).
 
-    And of the same views, where the dataset was opened with them, features (B, T, z) float16 and pictures
-    (B, 3, H, W) uint8; and of one caption of each sample its text.
+    Where the dataset was opened with them: the same views' features (B, T, z) float16 and pictures (B, 3, H, W) uint8,
+    and the text of one caption of each sample.
     """
 
     stored: Tensor
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
 
     @property
     def condition(self) -> Condition:
-        """What a network gets of them: the text where the dataset was opened with it, else the labels."""
+        """The network's condition: the text where the dataset was opened with it, else the labels."""
         return self.labels if self.text is None else self.text
 
     def rows(self, rows: slice) -> Batch:
@@ -70,14 +70,13 @@ def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
 class LatentDataset:
     """A dataset opened for reading: checked, addressed by (seed, step), held where `placement` says.
 
-    verify     "open" checks headers and sizes of all files and the hashes of the labels; "full" hashes
-               the latents as well.
-    placement  "mmap": memory-mapped, the operating system keeps in memory what it can; "ram": read
-               into this process's memory at once; "device": read into the memory of `device`.
-    features   the encoder whose features are to be read too; `feature_spec` says more of them.
-    pictures   read the pictures too: those that were kept, or the latents themselves where they are pixels.
+    verify     "open" checks headers and sizes of all files, and the labels' hashes; "full" also hashes the latents.
+    placement  "mmap": memory-mapped, so that the operating system keeps in memory what it can; "ram": read into this
+               process's memory at once; "device": read into the memory of `device`.
+    features   the encoder whose features are read too; `feature_spec` describes them.
+    pictures   read the pictures too: those that were kept, or the latents themselves if they are pixels;
                `picture_size` is their side.
-    text       the encoder whose text of the captions is to be read too; `text_spec` says more of it.
+    text       the encoder whose text of the captions is read too; `text_spec` describes it.
 
     Features and pictures are memory-mapped, whatever the placement; text lies where the latents do.
 
