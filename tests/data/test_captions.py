@@ -189,8 +189,7 @@ def test_hashes_of_all_text_are_looked_at_when_asked_to(folder):
 
 def test_text_counts_where_memory_is_asked_for(folder, monkeypatch):
     """As much memory as the latents take: enough for them, and not for text besides."""
-    size = COUNT * 2 * 2 * 4 * 4 * 2
-    monkeypatch.setattr("tread.data.shards.free_memory", lambda device: size)
+    monkeypatch.setattr("tread.data.shards.free_memory", lambda device: COUNT * 2 * 2 * 4 * 4 * 2)
     LatentDataset(folder, placement="ram")
     with pytest.raises(ValueError, match="dataset.placement=ram needs more"):
         LatentDataset(folder, placement="ram", text=FROZEN.encoder)
@@ -202,7 +201,6 @@ def test_captions_that_do_not_fit_are_refused_and_nothing_is_lost(folder):
         (CAPTIONS[:-1], f"captions of 22 samples, but .* holds {COUNT}"),
         ([*CAPTIONS, ["more"]], f"captions of more than {COUNT} samples"),
         ([*CAPTIONS[:4], [], *CAPTIONS[5:]], "sample 4 of .* has no caption"),
-        ([*CAPTIONS[:4], ["  "], *CAPTIONS[5:]], "sample 4 of .* has a blank caption"),
         ([*CAPTIONS[:4], "red apple", *CAPTIONS[5:]], "sample 4 .* must have a list of strings"),
         ([["other"]] * COUNT, "has other captions already: again=true replaces them"),
     ):
@@ -242,7 +240,6 @@ def test_captions_are_read_from_lines(tmp_path):
         assert list(parse_captions(tmp_path / "a.jsonl")) == [["one", "two"], ["three"]]
     for name, content, message in (
         ("b.jsonl", b'["one"]\n["two"\n', "b.jsonl, line 2, is no JSON"),
-        ("b.jsonl", b'["one"]\n{"two": 3}\n', "b.jsonl, line 2, has captions"),
         ("b.jsonl", b'["one", 2]\n', "b.jsonl, line 1, has captions"),
         ("b.txt", b"one\n\nthree\n", "b.txt, line 2, has a blank caption"),
         ("b.txt", b"one\n\xff\n", "b.txt, line 2, is no UTF-8"),
