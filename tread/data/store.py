@@ -67,7 +67,8 @@ class ShardStore:
         except (OSError, ValueError):
             before = {}
         same = before == {**fresh, **(begun or {})}
-        if not (same or again) and any(self.notes()):
+        older = before.get("format") != FORMAT and bool(before)
+        if not (same or again) and (older or any(self.notes())):
             raise ValueError(
                 f"{self.work} holds unfinished work of another kind: continue it as it was begun, or start anew "
                 f"(again=true, or remove the folder)\n{differences(before, fresh)}"
