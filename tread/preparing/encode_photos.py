@@ -397,8 +397,8 @@ def finish(
     """Assemble the datasets, look at them, write their reports, and give them their names."""
     made = {}
     for part, writer in unfinished.items():
-        other = next((writers[other].folder for other in writers if other != part), None)
-        fields = {"train" if part == "heldout" else "heldout": os.path.relpath(other, writer.folder)} if other else {}
+        other = "train" if part == "heldout" else "heldout"
+        fields = {other: os.path.relpath(writers[other].folder, writer.folder)} if other in writers else {}
         fields |= {"attribution": options.attribution} if options.attribution else {}
         made[part] = look_at(part, photos, writer, fields, options, processes.device)
     for part in sorted(made):  # what is held out first: the work on the rest knows what was damaged
