@@ -164,13 +164,15 @@ class ShardRows:
 
     def read(self, indices: np.ndarray, views: np.ndarray | int = 0, pin: bool = False) -> Tensor:
         """Views of samples, (B, …), where the rows lie; in page-locked CPU memory with `pin`."""
-        views = np.asarray(views)
-        chosen = self._row_of[torch.from_numpy(indices)] + torch.as_tensor(views % self._views * self._stride)
+        views, mirrored = np.asarray(views), None
+        if views.max(initial=0) >= self._views:
+            mirrored, views = np.broadcast_to(views >= self._views, indices.shape), views % self._views
+        chosen = self._row_of[torch.from_numpy(indices)] + torch.as_tensor(views * self._stride)
         lock = pin and self.device.type == "cpu"
         shape = (len(indices), self._rows.shape[1])
         batch = torch.empty(shape, dtype=self._rows.dtype, device=self.device, pin_memory=lock)
         batch = torch.index_select(self._rows, 0, chosen.to(self.device), out=batch).view(-1, *self._shape)
-        if (mirrored := np.broadcast_to(views >= self._views, indices.shape)).any():
+        if mirrored is not None:
             batch[mirrored] = batch[mirrored].flip(-1)
         return batch
 
