@@ -52,7 +52,7 @@ def check_rows(
 
     full        look at all rows; else at LOOKED_AT of them, spread over all.
     make        the command that replaces them.
-    vocabulary  of arrays that hold word numbers.
+    vocabulary  for arrays of word numbers.
     """
     counts = np.cumsum([0, *map(len, arrays)])
     looked = np.linspace(0, counts[-1] - 1, counts[-1] if full else min(LOOKED_AT, counts[-1])).round().astype(int)

@@ -30,13 +30,13 @@ Encode = Callable[[Sequence[range]], Iterator]  # batches of rows → what Secti
 
 
 class SectionWriter(ShardStore):
-    """A section of index.json in the making, of a dataset that is finished or that its writer has just assembled.
+    """A section of index.json in the making.
 
-    folder  of the dataset (writer.data).
-    what    it is, for messages.
-    stem    how the names of its files begin.
+    folder  the dataset: one that is finished, or that its writer has just assembled (writer.data).
+    what    the section's name in messages.
+    stem    the beginning of its files' names.
     place   the keys in index.json that lead to the section.
-    facts   what the section says beside its shards, as JSON; a finished one must have them.
+    facts   the section without its shards, as JSON: a finished section with other facts is another one.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SectionWriter(ShardStore):
         raise NotImplementedError
 
     def shards(self, entries: list[dict]) -> dict:
-        """What the section says of its shards."""
+        """The part of the section that names its shards."""
         raise NotImplementedError
 
     def write(self, number: int, parts: Iterable) -> None:
@@ -72,7 +72,7 @@ class SectionWriter(ShardStore):
         return index, self._place[-1]
 
     def is_finished(self, again: bool = False) -> bool:
-        """Whether the dataset holds this already. Raises ValueError for what is damaged or other, unless again."""
+        """Whether the dataset has this section already. Raises ValueError if it is damaged or another, unless again."""
         around, key = self._around(read_index(self.folder))
         if (section := around.get(key)) is None:
             return False
@@ -92,13 +92,13 @@ class SectionWriter(ShardStore):
     def make(
         self, processes: Processes, again: bool, lines: Iterable[str], unit: str, batch_size: int, encode: Encode
     ) -> bool:
-        """Make what is missing with other processes and publish it; False if all was there.
+        """Make the missing shards together with other processes and publish them; False if the section was there.
 
-        again  replace a section, and unfinished work, that is other or damaged.
+        again  replace another or a damaged section, and discard unfinished work on another.
         lines  describe the work to people.
-        unit   what a row is called.
+        unit   the name of a row.
 
-        Raises ValueError for what is other, FileExistsError where another launch makes it.
+        Raises ValueError for another or a damaged section, FileExistsError if another launch is making it.
         """
         if processes.from_main(lambda: self.is_finished(again)):
             processes.say(f"{self.folder} holds the same {self._what} already")
@@ -119,11 +119,7 @@ class SectionWriter(ShardStore):
         numbers: Iterable[int],
         done: Callable[[int], object] = lambda rows: None,
     ) -> None:
-        """Write some shards.
-
-        encode  is given all batches, which never cross shards.
-        done    is told of each count of rows.
-        """
+        """Write some shards from batches of rows, which never cross shards; `done` is told of each count of rows."""
         batches = [pieces_of(self.ranges[number], batch_size) for number in numbers]
         coming = encode(list(itertools.chain(*batches)))
 
@@ -136,7 +132,7 @@ class SectionWriter(ShardStore):
             self.write(number, parts(shard))
 
     def publish(self) -> None:
-        """Put all shards beside the latents, in the place of older ones, and let index.json name them.
+        """Move all shards beside the latents, in place of older ones, and have index.json name them.
 
         Raises OSError if some are missing.
         """
@@ -168,8 +164,8 @@ class TextWriter(SectionWriter):
     """An encoder's text of a dataset in the making. Its last shard is the empty caption, one row.
 
     folder      of the dataset.
-    spec        the encoder, and the shape of what it makes.
-    counts      (samples,) how many captions each sample has, at least one.
+    spec        the encoder, and the shapes of its text.
+    counts      (samples,) number of captions of each sample, at least 1.
     shard_size  captions in a shard, the unit of resuming; None: as many as take 256 MB.
     """
 
@@ -239,8 +235,8 @@ class TextWriter(SectionWriter):
 class FeatureWriter(SectionWriter):
     """Features of a dataset in the making.
 
-    spec    what they are.
-    views   how many of each sample are stored.
+    spec    their encoder and shape.
+    views   number of stored views of each sample.
     counts  samples of each shard.
     """
 

@@ -32,7 +32,7 @@ class Stream:
 
 
 def write_array(file: BinaryIO, array: np.ndarray | Stream) -> None:
-    """What np.save does, by the file's own write: NumPy's does not notice when the disk is full.
+    """As np.save, but by the file's own write method: NumPy's does not notice that the disk is full.
 
     Raises ValueError if the parts of a stream do not add up to its shape.
     """
@@ -54,7 +54,7 @@ def open_array(
 ) -> np.memmap:
     """Memory-map a dataset's .npy file read-only.
 
-    entry  the part of index.json that names the file by its kind, with its sha256.
+    entry   the part of index.json that names the file by its kind, with its sha256.
     hashed  compare the hash too; `then` says what to do if it differs.
 
     Raises FileNotFoundError or ValueError unless the file is what index.json says.
@@ -118,8 +118,11 @@ def rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, lis
 
 
 class ShardRows:
-    """Shards (n, views, …) as one matrix with a row for each view of each sample: memory-mapped, or, after `place`, in
-    a device's memory. Of a view that is not stored, the mirror image of a stored one is read."""
+    """Shards (n, views, …) as one matrix with a row for each view of each sample.
+
+    They are memory-mapped, or, after `place`, in a device's memory. A view that is not stored is the mirror image of a
+    stored one.
+    """
 
     def __init__(self, arrays: Sequence[np.memmap]) -> None:
         self._arrays, counts = list(arrays), list(map(len, arrays))
@@ -193,9 +196,9 @@ class ShardRows:
 
 
 def place(rows: Sequence[ShardRows], placement: Placement, device: torch.device | str, folder: Path) -> None:
-    """Have rows lie where a dataset's placement says: "mmap", "ram", or "device", which is the device given.
+    """Move the rows of the dataset in `folder` to where its placement asks: "mmap", "ram", or "device", the given one.
 
-    Raises ValueError that names the dataset's folder where memory does not suffice.
+    Raises ValueError if memory does not suffice.
     """
     if placement == "mmap":
         return
@@ -211,5 +214,5 @@ def place(rows: Sequence[ShardRows], placement: Placement, device: torch.device 
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be taken of a GPU's memory, or of the CPU's."""
+    """Bytes that a GPU, or the CPU, has left."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

@@ -95,7 +95,7 @@ class ShardStore:
         return json.loads(self._note(number).read_text())
 
     def notes(self, forgotten: bool = False) -> Iterator[dict]:
-        """The notes of all shards that are there, in order; with `forgotten` also of those to be made again."""
+        """The notes of all finished shards, in order; with `forgotten` also the older ones of shards made again."""
         files = self.done.glob("[0-9]*.json*" if forgotten else "[0-9]*.json")
         for file in sorted(files, key=lambda file: int(file.name.split(".")[0])):
             yield json.loads(file.read_text())
@@ -107,7 +107,7 @@ class ShardStore:
     def missing(self, verify: Processes | None = None) -> list[int]:
         """The shards that are not there.
 
-        verify  whose progress bar shows that all files are read: a shard is missing, too, if one of them was changed.
+        verify  read all files, under these processes' progress bar: a shard with a changed file is missing too.
         """
         there = [number for number in range(len(self.ranges)) if self._note(number).exists()]
         if verify is not None:
@@ -158,7 +158,7 @@ class ShardStore:
             write_whole(self._note(number), json.dumps({"entry": entry, **facts}) + "\n")
 
     def forget(self, which: Callable[[dict], bool]) -> None:
-        """Have shards made again, by their notes."""
+        """Have those shards made again whose notes `which` picks; the notes themselves are kept."""
         for file in self.done.glob("[0-9]*.json"):
             if which(json.loads(file.read_text())):
                 file.replace(file.with_suffix(".json.old"))
@@ -196,7 +196,7 @@ class ShardStore:
         return np.concatenate(list(itertools.islice(self.arrays(kind), shards)))[:count]
 
     def remove(self) -> None:
-        """Forget the work."""
+        """Remove the work folder."""
         shutil.rmtree(self.work, ignore_errors=True)
 
 

@@ -31,8 +31,8 @@ class DatasetWriter(ShardStore):
     folder    where it will be.
     plan      everything that decides its content, as JSON: an unfinished dataset by another plan is not continued.
     pictures  (3, H, W) of the uint8 pictures that are kept beside the latents; None: none are.
-    besides   the part of the plan that shards do not depend on: a finished dataset must have it, unfinished work may
-              have begun with another.
+    besides   the part of the plan that shards do not depend on: it tells finished datasets apart, but not unfinished
+              work.
     ranges    the rows of each shard; may be set later.
     """
 
@@ -114,8 +114,8 @@ class DatasetWriter(ShardStore):
     def assemble(self, **fields: object) -> None:
         """Write index.json into `data`, once all shards are there.
 
-        fields  further ones of index.json: where the dataset is that belongs to this one (heldout, train), or the mean
-                and std that each channel is to be normalised by, where those are not the measured ones (normalize_by).
+        fields  further fields of index.json: the folder of the dataset that belongs to this one (heldout, train), or
+                the mean and std by which channels are normalised, if those are not the measured ones (normalize_by).
 
         Raises ValueError if the dataset would be empty, OSError if shards are missing.
         """
@@ -142,9 +142,9 @@ class DatasetWriter(ShardStore):
             write_whole(self.data / "index.json", json.dumps(index, indent=1) + "\n")
 
     def publish(self, report: dict | None = None) -> None:
-        """Give the assembled dataset its name and forget the work.
+        """Give the assembled dataset its name, and remove the work folder.
 
-        report  the content of report.json beside the plan; by it `is_finished` knows the dataset again.
+        report  the content of report.json besides the plan, by which `is_finished` recognises the dataset.
         """
         if report is not None:
             path = self.data / "report.json"
@@ -173,8 +173,8 @@ def write_dataset(
 
     shards    (stored (n, *latents.stored_shape), labels (n,)) of each.
     captions  of each sample, if there are any.
-    once      several processes may do so at once: each writes its own copy, and the first one done gives it the name.
-    fields    further ones of index.json.
+    once      several processes may write it at once: each writes its own copy, and the first one to finish names it.
+    fields    further fields of index.json.
 
     Raises FileExistsError if the folder is there already, ValueError for a shard that is not what `latents` says.
     """
@@ -202,8 +202,7 @@ def write_dataset(
 def channel_sums(stored: np.ndarray, latents: LatentSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Count (0-d), sums and sums of squares (C,) of network latents, float64, before any normalisation.
 
-    stored is (n, views, C or 2C, S, S). Moments count as the samples that are drawn from them:
-    E[x²] = mean² + std².
+    stored is (n, views, C or 2C, S, S). Moments stand for the samples drawn from them: E[x²] = mean² + std².
     """
     channels = latents.shape[0]
     total, squares = np.zeros(channels), np.zeros(channels)
