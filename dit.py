@@ -19,6 +19,8 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"hidden_size {dim} is not a multiple of num_heads {num_heads}")
         self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
@@ -90,7 +92,5 @@ class DiT(Backbone):
         learn_sigma: bool = False,
         init: str = "adaln_zero",
     ) -> None:
-        if hidden_size % num_heads:
-            raise ValueError(f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}")
         sizes = (input_size, patch_size, in_channels, hidden_size, depth)
         super().__init__(lambda: DiTBlock(hidden_size, num_heads, mlp_ratio), *sizes, num_classes, learn_sigma, init)

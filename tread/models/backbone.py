@@ -35,8 +35,10 @@ def sincos_positions(dim: int, grid_size: int) -> Tensor:
     """Fixed 2-D sine-cosine positions, (grid_size², dim) fp32, computed in float64.
 
     The first half of the channels holds the column (w), the second the row (h), each as sines
-    followed by cosines: the order of public DiT checkpoints.
+    followed by cosines: the order of public DiT checkpoints. Raises ValueError unless dim is a multiple of 4.
     """
+    if dim % 4:
+        raise ValueError(f"hidden_size {dim} is not a multiple of 4 (2-D sine-cosine positions)")
     frequency = 10000.0 ** (-torch.arange(dim // 4, dtype=torch.float64) / (dim / 4))
     angle = torch.arange(grid_size, dtype=torch.float64)[:, None] * frequency
     line = torch.cat([angle.sin(), angle.cos()], dim=1)
@@ -115,7 +117,7 @@ class Backbone(nn.Module):
     init         "adaln_zero": modulations and the last layer start at zero, so that an untrained
                  network outputs 0 (the paper's); "xavier": all linear layers Xavier-uniform, what
                  the released TREAD code runs, since there the zeroing is overwritten.
-    embedder     makes what embeds conditions that are no labels, where num_classes is None (TextDiT).
+    embedder     hidden_size → what embeds conditions other than labels, where num_classes is None (TextDiT).
 
     Raises ValueError for sizes that do not fit one another.
     """
@@ -135,13 +137,11 @@ class Backbone(nn.Module):
         num_classes: int | None,
         learn_sigma: bool,
         init: Init,
-        embedder: Callable[[], nn.Module] | None = None,
+        embedder: Callable[[int], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         if input_size % patch_size:
             raise ValueError(f"input_size {input_size} is not a multiple of patch_size {patch_size}")
-        if hidden_size % 4:
-            raise ValueError(f"hidden_size {hidden_size} is not a multiple of 4 (2-D sine-cosine positions)")
         check("init", init, Init)
         side = input_size // patch_size
         self.input_size, self.patch_size, self.in_channels = input_size, patch_size, in_channels
@@ -152,7 +152,7 @@ class Backbone(nn.Module):
 
         self.x_embedder = PatchEmbed(in_channels, patch_size, hidden_size)
         self.t_embedder = TimestepEmbedder(hidden_size)
-        self.y_embedder = embedder() if embedder else LabelEmbedder(num_classes, hidden_size)
+        self.y_embedder = embedder(hidden_size) if embedder else LabelEmbedder(num_classes, hidden_size)
         self.register_buffer("pos_embed", sincos_positions(hidden_size, side)[None])
         self.blocks = nn.ModuleList(make_block() for _ in range(depth))
         self.final_layer = FinalLayer(hidden_size, patch_size**2 * self.out_channels, hidden_size)

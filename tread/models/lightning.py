@@ -125,7 +125,7 @@ class LightningDiT(Backbone):
         positions: Positions = "rope",
         qk_norm: bool = False,
         block: Callable[..., nn.Module] = LightningBlock,
-        embedder: Callable[[], nn.Module] | None = None,
+        embedder: Callable[[int], nn.Module] | None = None,
     ) -> None:
         if hidden_size % num_heads:
             raise ValueError(f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}")

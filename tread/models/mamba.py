@@ -25,7 +25,7 @@ from dit import DiTBlock, Mlp
 from tread.models.backbone import Backbone, modulate
 from tread.models.causal_conv import causal_conv
 from tread.models.ssd import fused_ssd, products, ssd
-from tread.runtime.schema import Count, CountOrZero, PositiveOrZero, check
+from tread.runtime.schema import check
 
 Directions = Literal[1, 2, 4]
 Kernel = Literal["torch", "mamba_ssm"]
@@ -178,12 +178,6 @@ class Mamba(Backbone):
         allow_token_routes: bool = False,
     ) -> None:
         check("directions", directions, Directions)
-        check("kernel", kernel, Kernel)
-        counts = {"state": state, "head_dim": head_dim, "expand": expand, "conv": conv, "num_heads": num_heads}
-        for name, size in counts.items():
-            check(name, size, Count)
-        check("attention_every", attention_every, CountOrZero)
-        check("mlp_ratio", mlp_ratio, PositiveOrZero)
         if expand * hidden_size % head_dim:
             raise ValueError(f"expand {expand} × hidden_size {hidden_size} is not a multiple of head_dim {head_dim}")
         if directions == 4 and allow_token_routes:
@@ -196,8 +190,6 @@ class Mamba(Backbone):
                 f"attention_every is {attention_every}, but must be 0, for none, or 2 to {depth}, the depth, so that "
                 "there are blocks of both kinds"
             )
-        if attention_every and hidden_size % num_heads:
-            raise ValueError(f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}")
         if attention_every and not mlp_ratio:
             raise ValueError("mlp_ratio is 0, but attention_every asks for DiT's blocks, which have an MLP")
         numbers = count(1)

@@ -48,18 +48,9 @@ class MaskDiT(DiT):
         decoder_depth: int = 8,
         decoder_heads: int = 16,
     ) -> None:
-        if decoder_hidden_size % decoder_heads:
-            raise ValueError(
-                f"decoder_hidden_size {decoder_hidden_size} is not a multiple of decoder_heads {decoder_heads}"
-            )
-        if decoder_hidden_size % 4:
-            raise ValueError(
-                f"decoder_hidden_size {decoder_hidden_size} is not a multiple of 4 (2-D sine-cosine positions)"
-            )
         sizes = (input_size, patch_size, in_channels, hidden_size, depth)
         super().__init__(*sizes, num_heads, mlp_ratio, num_classes, learn_sigma, init)
-        width = decoder_hidden_size
-        self.decoder_hidden_size = width
+        self.decoder_hidden_size = width = decoder_hidden_size
         table = self.y_embedder.embedding_table
         table.padding_idx = num_classes  # no gradient for the null class
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width))

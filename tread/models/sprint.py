@@ -11,6 +11,7 @@ Shapes: B samples, N tokens of a grid in raster order, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ DENSE = 2  # blocks of f, and of h
 
 
 class Sprint(LightningDiT):
-    """The network F(x; t, y) of parts f, g and h; sizes, labels and start: see Backbone; choices: see LightningDiT.
+    """The network F(x; t, y) of parts f, g and h. Arguments are LightningDiT's; the choices are DiT's by default.
 
     Raises ValueError for sizes that do not fit one another, and for a depth that leaves g no block.
     """
@@ -31,30 +32,19 @@ class Sprint(LightningDiT):
 
     def __init__(
         self,
-        input_size: int = 32,
-        patch_size: int = 2,
-        in_channels: int = 4,
-        hidden_size: int = 1152,
-        depth: int = 28,
-        num_heads: int = 16,
-        mlp_ratio: float = 4.0,
-        num_classes: int = 1000,
-        learn_sigma: bool = False,
-        init: str = "adaln_zero",
-        *,
+        *sizes: Any,
         norm: Norm = "layer",
         mlp: MlpKind = "gelu",
         positions: Positions = "sincos",
-        qk_norm: bool = False,
+        **more: Any,
     ) -> None:
-        check_sparse_part((), depth)
-        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
-        choices = {"norm": norm, "mlp": mlp, "positions": positions, "qk_norm": qk_norm}
-        super().__init__(*sizes, num_heads, mlp_ratio, num_classes, learn_sigma, init, **choices)
-        self.fusion_proj = nn.Linear(2 * hidden_size, hidden_size)
+        super().__init__(*sizes, norm=norm, mlp=mlp, positions=positions, **more)
+        check_sparse_part((), len(self.blocks))
+        D = self.hidden_size
+        self.fusion_proj = nn.Linear(2 * D, D)
         nn.init.xavier_uniform_(self.fusion_proj.weight)
         nn.init.zeros_(self.fusion_proj.bias)
-        self.mask_token = nn.Parameter(0.02 * torch.randn(1, 1, hidden_size))
+        self.mask_token = nn.Parameter(0.02 * torch.randn(1, 1, D))
 
     def forward(
         self,
