@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dit import Mlp
+from dit import DiTBlock, Mlp
 from tread.models.backbone import Backbone, modulate
 from tread.models.rotary import TABLES, check_tables, rotary_angles, rotate
 from tread.runtime.schema import check
@@ -81,12 +81,7 @@ class LightningBlock(nn.Module):
         x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
         return x
 
-    def multiply_adds(self, tokens: int, attention: bool = True) -> int:
-        """Of a forward pass for one sample of so many tokens; attention false: of the linear layers alone."""
-        D = self.attn.proj.out_features
-        mlp = sum(layer.weight.numel() for layer in self.mlp.children())
-        products = 2 * tokens * tokens * D if attention else 0
-        return tokens * (4 * D * D + mlp) + products + 6 * D * D
+    multiply_adds = DiTBlock.multiply_adds
 
 
 def make_norm(norm: Norm, dim: int) -> nn.Module:

@@ -1,15 +1,16 @@
 """Diffusion-RWKV (Fei et al. 2024, arXiv 2404.04478): bidirectional RWKV blocks in the place of DiT's.
 
-A block mixes tokens (spatial mix: gated WKV, wkv.py) and then channels, each behind a shift that hands
-every token a part of its four neighbours' channels, as Vision-RWKV does (Duan et al. 2024, arXiv
-2403.02308). Conditioning, gates and last layer are DiT's adaLN-Zero (backbone.py), which is one of that
-paper's own choices; its long skips between shallow and deep blocks are left out, so that the
-configuration is DiT's, as in TREAD. All costs are linear in the number of tokens.
+A block mixes tokens (spatial mix: gated WKV, wkv.py) and then channels, each after a shift that gives every token
+some channels of its four neighbours, as in Vision-RWKV (Duan et al. 2024, arXiv 2403.02308). Conditioning, gates and
+last layer are DiT's adaLN-Zero (backbone.py), one of the choices in that paper; its long skips between shallow and deep
+blocks are left out, as in TREAD. All costs are linear in the number of tokens.
 
 Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -95,27 +96,18 @@ class RWKVBlock(nn.Module):
 
 
 class RWKV(Backbone):
-    """The network F(x; t, y) of RWKV blocks; sizes, labels and start: see Backbone.
+    """The network F(x; t, y) of RWKV blocks. The other arguments are Backbone's.
 
-    Its blocks look at neighbours, so that routes take whole rows: Route(…, select="row").
+    Its blocks look at neighbours, so routes take whole rows: Route(…, select="row").
     mlp_ratio  width of the channel mix over hidden_size.
 
-    Raises ValueError for sizes that do not fit one another.
+    Raises ValueError for sizes that do not fit together.
     """
 
     needs_grid = True
 
     def __init__(
-        self,
-        input_size: int = 32,
-        patch_size: int = 2,
-        in_channels: int = 4,
-        hidden_size: int = 768,
-        depth: int = 12,
-        mlp_ratio: float = 4.0,
-        num_classes: int = 1000,
-        learn_sigma: bool = False,
-        init: str = "adaln_zero",
+        self, *sizes: Any, hidden_size: int = 768, depth: int = 12, mlp_ratio: float = 4.0, **more: Any
     ) -> None:
-        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
-        super().__init__(lambda: RWKVBlock(hidden_size, mlp_ratio), *sizes, num_classes, learn_sigma, init)
+        sizes_here = {"hidden_size": hidden_size, "depth": depth}
+        super().__init__(lambda: RWKVBlock(hidden_size, mlp_ratio), *sizes, **sizes_here, **more)
