@@ -36,10 +36,17 @@ def test_frechet_distance_equals_the_square_root_way():
     assert frechet_distance(m1, c1, m2, c2) == pytest.approx(expected, rel=1e-9)
 
 
-def test_frechet_distance_on_rank_deficient_sets():
+@pytest.mark.parametrize("scale", [1.0, 1e-9, 1e9])
+def test_frechet_distance_on_rank_deficient_sets(scale):
+    """Closed form with an isotropic set: tr Σ + D − 2·Σ√λ. Small eigenvalues count, and those of rounding do not."""
     rng = np.random.default_rng(0)
-    few = rng.standard_normal((5, 30))
+    few, mean, values = rng.standard_normal((5, 30)), np.zeros(30), np.array([3.0, 1.0, 1e-6, 1e-11])
     assert frechet_distance(*Moments.of(few).gaussian, *Moments.of(few).gaussian) == pytest.approx(0, abs=1e-9)
+    axes = np.linalg.qr(rng.standard_normal((30, 4)))[0]
+    found = frechet_distance(mean, scale * (axes * values) @ axes.T, mean, scale * np.eye(30))
+    assert found == pytest.approx(scale * (values.sum() + 30 - 2 * np.sqrt(values).sum()), rel=1e-10)
+    nothing = np.zeros((30, 30))
+    assert frechet_distance(mean, nothing, mean, scale * np.eye(30)) == pytest.approx(30 * scale)
 
 
 def test_frechet_distance_of_numbers_that_are_not_finite_is_refused():
@@ -55,8 +62,10 @@ def test_moments_merge_to_numpys_whatever_the_parts():
         assert found.count == 100
         np.testing.assert_allclose(found.mean, features.astype(np.float64).mean(axis=0), rtol=1e-12)
         np.testing.assert_allclose(found.gaussian[1], np.cov(features.astype(np.float64), rowvar=False), rtol=1e-9)
-    back = Moments.unpack(found.pack())
-    assert back.count == 100 and np.array_equal(back.mean, found.mean) and np.array_equal(back.scatter, found.scatter)
+    for width in range(1, 8):
+        part = Moments.of(features[:, :width])
+        back = Moments.unpack(part.pack())
+        assert back.count == 100 and np.array_equal(back.mean, part.mean) and np.array_equal(back.scatter, part.scatter)
 
 
 def test_inception_score_of_known_distributions():
@@ -64,6 +73,7 @@ def test_inception_score_of_known_distributions():
     assert inception_score(certain) == pytest.approx(8)  # certain and diverse: the number of classes
     assert inception_score(np.full((64, 8), 1 / 8)) == pytest.approx(1)
     assert inception_score(np.eye(8)[np.zeros(64, dtype=int)]) == pytest.approx(1)
+    assert inception_score(np.eye(8)[np.arange(5001) % 8]) == pytest.approx((8 + 1) / 2)  # 5,000, and one that is left
 
 
 def test_inception_score_is_the_mean_over_splits_with_the_rest_as_one():

@@ -55,6 +55,7 @@ def test_bf16_is_summed_in_the_weights_fp32():
         torch.testing.assert_close(a.float(), b.float(), rtol=2**-7, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_compiled_it_is_conv1d(tokens):
     """Compilers see another sum; torch 2.11's has made wrong gradients of the one that others run."""

@@ -8,10 +8,8 @@ import math
 import pytest
 import torch
 from conftest import launch, launch_door, launch_processes, records, state
+from modes import assert_modes_agree, counted_flops
 from safetensors.torch import load_file
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 import sample
 from rf import RF
@@ -25,8 +23,6 @@ from tread.evaluation.similarity import block_states
 from tread.models.lightning import LightningDiT
 from tread.models.sprint import Sprint
 from tread.routing.ids import choose_ids
-from tread.runtime import compiling
-from tread.runtime.device import autocast
 from tread.training import settings
 from tread.training.step import loss, step_draws
 
@@ -196,22 +192,17 @@ def test_fusion_is_all_that_it_adds_to_the_backbone():
 @pytest.mark.parametrize("choices", [{}, ALL_CHOICES])
 @pytest.mark.parametrize(("routed", "path_drop"), [(False, False), (True, False), (False, True)])
 def test_flops_agree_with_torchs_counter(choices, routed, path_drop):
-    network, (x, t, y) = tiny(7, **choices), batch(2)
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        network(x, t, y, drawn(2) if routed else (), path_drop or None)
-    assert 2 * network.forward_flops([ROUTE] if routed else [], path_drop=path_drop) == counter.get_total_flops()
+    network, given = tiny(7, **choices), (*batch(2), drawn(2) if routed else (), path_drop or None)
+    found = network.forward_flops([ROUTE] if routed else [], path_drop=path_drop)
+    assert 2 * found == counted_flops(network, *given)
 
 
 @pytest.mark.parametrize("block", [0, 2, 4, 5])
 def test_output_of_a_block_and_its_flops(block):
-    network, (x, t, y) = tiny(), batch()
-    record = Record((block,))
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        network(x, t, y, record=record)
-        with FlopCounterMode(display=False) as counter:
-            found = network.output_of(block, x, t, y)
-    assert torch.equal(found, record.outputs[block][0]) and record.outputs[block][1] is None
-    assert 3 * network.forward_flops(upto=block) == counter.get_total_flops()
+    network, given, record = tiny(), batch(), Record((block,))
+    network(*given, record=record)
+    assert torch.equal(network.output_of(block, *given), record.outputs[block][0]) and record.outputs[block][1] is None
+    assert 3 * network.forward_flops(upto=block) == counted_flops(network.output_of, block, *given)
 
 
 def test_states_of_the_sparse_part_hold_its_tokens_alone_behind_it_too():
@@ -232,31 +223,10 @@ def test_states_of_the_sparse_part_hold_its_tokens_alone_behind_it_too():
 
 @pytest.mark.slow
 def test_bf16_recomputation_and_compiled_blocks_agree_with_the_plain_network():
-    network, (x, t, y) = tiny(**ALL_CHOICES), batch()
-    route = Route(2, 3, 0.75, "end")
+    """One graph for all tokens and one for kept ones."""
+    network, given, routes = tiny(**ALL_CHOICES), batch(), drawn(route=Route(2, 3, 0.75, "end"))
     path_drop = torch.tensor([False, True, False])
-
-    def results(one, precision="fp32"):
-        one.zero_grad()
-        with autocast(torch.device("cpu"), precision):
-            outputs = [one(x, t, y), one(x, t, y, drawn(route=route), path_drop)]
-        sum(out.float().square().mean() for out in outputs).backward()
-        return [*(out.float() for out in outputs), one.blocks[2].attn.qkv.weight.grad.clone()]
-
-    plain = results(network)
-    network.activation_checkpointing = True
-    for one, other in zip(results(network), plain):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    network.activation_checkpointing = False
-    for one, other in zip(results(network, "bf16"), plain):
-        assert (one - other).norm() / other.norm() < 0.1
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiling.compile_blocks(network.blocks, counter)
-    for one, other in zip(results(network), plain):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert counter.frame_count == 2  # all tokens, kept ones
-    torch._dynamo.reset()
+    assert_modes_agree(network, lambda: [network(*given), network(*given, routes, path_drop)], graphs=2)
 
 
 @pytest.mark.parametrize(
@@ -294,9 +264,8 @@ def test_path_drop_guidance_is_its_equation_and_costs_what_runs(kind, weak_class
     network, labels = tiny(std=0.1).requires_grad_(False), torch.tensor([1, 2])
     model, guidance = Model(RF(), network, (ROUTE,)), Guidance(kind, 2.0)
     sampler = Sampler(steps=1, batch_size=2, solver="euler", guidance=guidance)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        (found,) = draw(model, [1, 2], labels, sampler)
-    assert 2 * sampler.flops(model) == counter.get_total_flops()
+    (found,) = draw(model, [1, 2], labels, sampler)
+    assert 2 * sampler.flops(model) == counted_flops(lambda: list(draw(model, [1, 2], labels, sampler)))
     assert sampler.flops(model) < 0.95 * Sampler(steps=1, solver="euler", guidance=Guidance("cfg", 2.0)).flops(model)
 
     def dropped(*given, **more):
@@ -384,12 +353,6 @@ def test_doors_guide_by_a_dropped_path_where_it_was_trained(tmp_path):
     assert "guidance path_drop 2, 1." in printed and (tmp_path / "samples.png").exists()
     with pytest.raises(SystemExit, match="error: .* trained with train.path_drop=0 and never ran so"):
         launch_door(sample.main, "sample", tmp_path, "checkpoint=results/without", *given)
-
-
-def test_groups_route_other_networks_too(tmp_path):
-    route = ["model.routes.0.select=group", "model.routes.0.selection_ratio=0.75"]
-    printed = launch(tmp_path, "model=tread", *route, "train.steps=1", "every.save=1", "every.sample=1")
-    assert "r(2→2) keeps 4 of 16 tokens, one of each 2×2" in printed
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,7 @@ import math
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from modes import assert_modes_agree, counted_flops
 
 import routing_module
 from dit import DiT
@@ -22,7 +20,6 @@ from tread.models.conditions import Text
 from tread.models.lightning import LightningDiT
 from tread.models.text_dit import TextDiT
 from tread.routing.ids import choose_ids
-from tread.runtime import compiling
 from tread.runtime.device import autocast
 
 SIZES = {"input_size": 4, "patch_size": 1, "hidden_size": 16, "depth": 4, "num_heads": 2}
@@ -259,8 +256,6 @@ def test_guidance_works_as_of_classes(guidance):
     assert torch.equal(found[0], found[1]) == (guidance.kind == "sparse_uncond")
     with pytest.raises(ValueError, match="classes lie in 0..4, but must lie in 0..2, or be 3"):
         samples([0, 4], [1, 2])
-    with pytest.raises(ValueError, match="takes texts, but there are no prompts"):
-        list(draw(Model(EDM(), network), [1], torch.tensor([0]), Sampler(2)))
 
 
 def test_labels_and_texts_share_their_functions():
@@ -291,9 +286,8 @@ def test_labels_and_texts_share_their_functions():
 @pytest.mark.parametrize("routes", [(), (ROUTE,)], ids=["dense", "routed"])
 def test_flops_are_those_that_torch_counts(encoder, routes):
     network = tiny(**encoder)
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        network(*batch(2), texts(network, lengths=(5, 2)), drawn(2) if routes else ())
-    assert 2 * network.forward_flops(routes) == counter.get_total_flops()
+    given = *batch(2), texts(network, lengths=(5, 2)), drawn(2) if routes else ()
+    assert 2 * network.forward_flops(routes) == counted_flops(network, *given)
     products = [2 * 16 * (tokens**2 + tokens * 5) for tokens in ((16, 8, 8, 16) if routes else (16,) * 4)]
     assert network.forward_flops(routes) - network.forward_flops(routes, attention=False) == 2 * sum(products)
 
@@ -303,29 +297,8 @@ def test_flops_are_those_that_torch_counts(encoder, routes):
 def test_bf16_recomputation_and_compiled_blocks_agree_with_the_plain_network(choices):
     """One graph for all tokens and one for kept ones, whatever the lengths of the captions."""
     network, (x, t) = tiny(**ENCODER, **choices), batch()
-    routes = drawn(route=Route(1, 2, 0.5, "end"))
-
-    def results(precision="fp32", lengths=LENGTHS):
-        network.zero_grad()
-        with autocast(torch.device("cpu"), precision):
-            outputs = [network(x, t, texts(network, lengths=lengths), which) for which in ((), routes)]
-        sum(one.float().square().mean() for one in outputs).backward()
-        return [*outputs, torch.cat([parameter.grad.flatten() for parameter in network.parameters()])]
-
-    plain = [one.clone() for one in results()]
-    for one, other in zip(results("bf16"), plain):
-        assert (one - other).norm() / other.norm() < 0.1
-    network.activation_checkpointing = True
-    assert all(torch.equal(one, other) for one, other in zip(results(), plain))
-    network.activation_checkpointing = False
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiling.compile_blocks(network.compiled(), counter)
-    for one, other in zip(results(), plain):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
-    results(lengths=(1, 1, 4))
-    assert counter.frame_count == 2
-    torch._dynamo.reset()
+    captions, routes = (texts(network), texts(network, lengths=(1, 1, 4))), drawn(route=Route(1, 2, 0.5, "end"))
+    assert_modes_agree(network, lambda: [network(x, t, y, which) for y in captions for which in ((), routes)], graphs=2)
 
 
 def test_outputs_of_blocks_are_those_of_the_pass():
@@ -341,17 +314,9 @@ def test_outputs_of_blocks_are_those_of_the_pass():
     ("encoder", "change", "shown"),
     [
         (ENCODER, lambda y: torch.arange(3), "y is Tensor, but this network takes Text"),
-        (
-            ENCODER,
-            lambda y: y._replace(tokens=y.tokens[..., :4]),
-            r"tokens have shape \(3, 5, 4\), .* takes \(3, 5, 6\)",
-        ),
-        (ENCODER, lambda y: conditions.rows(y, slice(0, 2)), r"tokens have shape \(2, 5, 6\)"),
-        (ENCODER, lambda y: y._replace(pooled=None), r"pooled have shape None, .* takes \(3, 3\)"),
-        (UNPOOLED, lambda y: y._replace(pooled=torch.zeros(3, 3)), r"pooled have shape \(3, 3\), .* takes None"),
+        (ENCODER, lambda y: conditions.rows(y, slice(0, 2)), r"tokens have shape \(2, 5, 6\), .* \(3, 5, 6\)"),
+        (ENCODER, lambda y: y._replace(pooled=None), r"pooled have shape None, .* \(3, 3\)"),
         (ENCODER, lambda y: y._replace(mask=y.mask & False), "no token at all: the empty caption is one begin token"),
-        (WORDS, lambda y: y._replace(tokens=y.tokens.float()), "tokens are torch.float32, .* takes int64 word numbers"),
-        (WORDS, lambda y: y._replace(tokens=y.tokens + 9), r"word numbers lie in 9\.\.1\d, .* knows 0..8"),
     ],
 )
 def test_texts_of_another_encoder_are_refused(encoder, change, shown):
@@ -367,5 +332,5 @@ def test_networks_of_labels_say_that_they_take_labels():
 
 @pytest.mark.parametrize("more", [{}, {**ENCODER, "vocabulary": 4}, {**WORDS, "text_pooled": 3}])
 def test_sizes_that_do_not_fit_are_refused(more):
-    with pytest.raises(ValueError, match="tokens of a width, pooled or not, or word numbers"):
+    with pytest.raises(ValueError, match="do not fit"):
         TextDiT(**SIZES, **{"text_tokens": 5, **more})

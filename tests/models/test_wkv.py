@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from modes import counted_flops
 
 from tread.models.wkv import products, wkv
 from tread.runtime.device import exact
@@ -19,28 +19,6 @@ def naive(k, v, w, u):
     distance = (torch.arange(T)[:, None] - torch.arange(T)).abs()[:, :, None]  # (T, T, 1)
     exponent = k[:, None] + torch.where(distance == 0, u, -(distance - 1) * w / T)  # (B, T, T, D)
     return (exponent.softmax(dim=2) * v[:, None]).sum(dim=2)
-
-
-def recurrent(k, v, w, u):
-    """The same by two scans, from the front and from the back, one token a step."""
-    k, v, w, u = (x.double() for x in (k, v, w, u))
-    T, top = k.shape[1], k.max()
-
-    def scan(order):
-        sums, seen = [torch.zeros_like(k[:, 0]) for _ in range(2)], {}
-        for t in order:
-            seen[t] = sums
-            weight = (k[:, t] - top).exp()
-            sums = [s * (-w / T).exp() + x for s, x in zip(sums, (weight * v[:, t], weight))]
-        return seen
-
-    before, behind = scan(range(T)), scan(reversed(range(T)))
-    own = [(k[:, t] - top + u).exp() for t in range(T)]
-    pairs = [
-        [a + b + x for a, b, x in zip(before[t], behind[t], (own[t] * v[:, t], own[t]))]  # numerator, denominator
-        for t in range(T)
-    ]
-    return torch.stack([above / below for above, below in pairs], dim=1)
 
 
 def inputs(tokens, size=1.0, w=(0.0, 3.0, -3.0, 8.0), u=(0.0, 1.0, -1.0, 0.5), batch=2, seed=0):
@@ -75,13 +53,6 @@ def test_equals_the_formula(tokens):
         assert_as_naive(inputs(tokens, w=(3.0, -3.0), u=(1.0, -1.0), batch=1))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 33, 100])
-def test_equals_two_scans(tokens):
-    given = inputs(tokens)
-    torch.testing.assert_close(naive(*given), recurrent(*given))  # the twins agree
-    torch.testing.assert_close(wkv(*given).double(), recurrent(*given), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("size", [1.0, 60.0, 400.0])
 @pytest.mark.parametrize("tokens", [1, 2, 16, 31, 32, 33, 64, 255])
 def test_keys_decays_and_bonuses_of_any_size(tokens, size):
@@ -111,24 +82,6 @@ def test_a_single_large_key(tokens, w):
         k, v, w_all, u = inputs(tokens, w=(w,), u=(-15.0,), batch=1)
         k[:, place] += 300
         assert_as_naive((k, v, w_all, u), tolerance=2e-4)
-
-
-def test_one_token_is_its_own_value():
-    k, v, w, u = inputs(1)
-    torch.testing.assert_close(wkv(k, v, w, u), v)
-
-
-@pytest.mark.parametrize("tokens", [5, 32, 77, 256])
-def test_reversing_the_tokens_reverses_the_output(tokens):
-    k, v, w, u = inputs(tokens)
-    torch.testing.assert_close(wkv(k.flip(1), v.flip(1), w, u), wkv(k, v, w, u).flip(1))
-
-
-@pytest.mark.parametrize("tokens", [5, 77])
-def test_adding_to_all_keys_of_a_channel_changes_nothing(tokens):
-    k, v, w, u = inputs(tokens)
-    k = (k * 8).round() / 8  # so that the sum has no rounding
-    torch.testing.assert_close(wkv(k + torch.tensor([1.0, -7.0, 64.0, -200.0]), v, w, u), wkv(k, v, w, u))
 
 
 @pytest.mark.parametrize("tokens", [3, 40])
@@ -163,6 +116,7 @@ def derived_of_sum(given):
     return torch.autograd.grad(naive(*leaves).sum(), leaves)
 
 
+@pytest.mark.slow
 def test_compiled_it_is_one_graph_with_the_same_numbers():
     torch._dynamo.reset()
     given = inputs(100)
@@ -174,9 +128,7 @@ def test_compiled_it_is_one_graph_with_the_same_numbers():
 
 @pytest.mark.parametrize("tokens", [1, 5, 32, 33, 100, 1024, 1100])
 def test_products_are_those_that_torch_counts(tokens):
-    with FlopCounterMode(display=False) as counter:
-        wkv(*inputs(tokens, batch=3))
-    assert counter.get_total_flops() == 2 * 3 * products(tokens, 4)
+    assert counted_flops(wkv, *inputs(tokens, batch=3)) == 2 * 3 * products(tokens, 4)
 
 
 def test_products_are_linear_in_the_tokens():

@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 import torch
 from test_routing_module import mixing
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from dit import DiT
 from rf import RF
 from routing_module import RULES, Record, Route, draw_ids, num_keep, run_blocks, settle_ids
 from tread.data.dataset import Batch
@@ -134,8 +131,6 @@ def test_a_forced_token_stays_for_its_group_and_two_of_one_are_refused():
     assert (ids == 5).any(dim=1).all() and number == 4 and errors < 5
     with pytest.raises(ValueError, match="2 tokens of a 2×2 group"):
         choose_ids(route, noise[:3], (2, 4), mask(3, 8, (1, 5), (1, 0)))
-    with pytest.raises(ValueError, match=r"force_keep is .* but must be \(3, 8\)"):
-        choose_ids(route, noise[:3], (2, 4), mask(3, 7))
 
 
 def test_groups_have_one_ratio_and_even_grids():
@@ -149,8 +144,6 @@ def test_groups_have_one_ratio_and_even_grids():
             choose_ids(route, uniform(2, 12), grid)
         with pytest.raises(ValueError, match=odd):
             check_ratio(route, grid, "key")
-    with pytest.raises(ValueError, match="group.* needs grid="):
-        choose_ids(route, uniform(2, 16))
     check_ratio(route, (4, 4), "key")
     assert with_ratio(route, 0.75) == route and with_ratio(route, 0.5) == Route(1, 3, 0.5)
     assert with_ratio(Route(1, 3, 0.75, select="row"), 0.5) == Route(1, 3, 0.5, select="row")
@@ -217,11 +210,7 @@ def test_more_forced_than_kept_is_refused(select, places, shown):
 
 
 @pytest.mark.parametrize("select", SELECTS)
-@pytest.mark.parametrize(
-    "keep",
-    [mask(3, 16).long(), mask(3, 15), mask(1, 16), mask(6, 16), mask(1, 16)[0]],
-    ids=["int64", "tokens", "one sample", "samples", "no batch"],
-)
+@pytest.mark.parametrize("keep", [mask(3, 16).long(), mask(1, 16)], ids=["int64", "one sample"])
 def test_a_mask_of_another_shape_or_type_is_refused(select, keep):
     with pytest.raises(ValueError, match="force_keep is .* but must be \\(3, 16\\) of torch.bool"):
         choose_ids(Route(0, 0, select=select), uniform(3, 16), (4, 4), keep)
@@ -262,18 +251,16 @@ def test_ratios_for_settings_keep_more_than_one_token_and_not_all(size, select):
         if ratio == 0 or 1 < kept < size**2:
             check_ratio(route, (size, size), "key")
         else:
-            what = "keeps a single token" if kept == 1 else "routes nothing around"
+            what = "keeps a single token" if kept == 1 else "skips nothing"
             with pytest.raises(ValueError, match=f"^key {ratio:g} {what}"):
                 check_ratio(route, (size, size), "key")
 
 
 def test_rows_need_a_grid_that_fits():
-    route = Route(0, 0, select="row")
-    with pytest.raises(ValueError, match="row.* needs grid="):
-        choose_ids(route, uniform(2, 16))
-    for noise, grid in ((uniform(2, 16), (4, 5)), (uniform(2, 15), (4, 4)), (uniform(2, 16)[0], (4, 4))):
-        with pytest.raises(ValueError, match=f"noise has shape .* a {grid[0]}×{grid[1]} grid needs"):
-            choose_ids(route, noise, grid)
+    for noise, grid in ((uniform(2, 16), None), (uniform(2, 16), (4, 5)), (uniform(2, 16)[0], (4, 4))):
+        for route in (Route(0, 0, select="row"), Route(0, 0, 0.75, select="group")):
+            with pytest.raises(ValueError, match="noise has shape .* and grid is"):
+                choose_ids(route, noise, grid)
 
 
 # --------------------------------------------------------------------------------------- schedule
@@ -320,19 +307,14 @@ def test_a_schedule_is_of_all_routes():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "shown"),
-    [
-        ({"start": 1.0}, "start is 1.0"),
-        ({"end": -0.1}, "end is -0.1"),
-        ({"first": 10}, "first 10 and last 10"),
-        ({"first": -1}, "first -1 and last 10"),
-        ({"shape": "step"}, "'step'.*linear or cosine"),
-        ({"levels": 1}, "levels is 1"),
-    ],
+    "wrong",
+    [{"start": 1.0}, {"end": -0.1}, {"first": 10}, {"first": -1}, {"shape": "step"}, {"levels": 1}, {"levels": 17}],
+    ids=str,
 )
-def test_a_schedule_that_can_not_be_is_refused(wrong, shown):
-    with pytest.raises(ValueError, match=shown):
+def test_a_schedule_that_can_not_be_is_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
         RatioSchedule(**{"start": 0.5, "end": 0.25, "last": 10, **wrong})
+    assert RatioSchedule(0.5, 0.0, 8) == RatioSchedule(0.5, 0.0, 8, 0, "linear", 8)
 
 
 # ---------------------------------------------------------------------- independence of the company
@@ -424,15 +406,6 @@ def test_a_stale_route_runs_all_tokens_and_equals_a_loop(start, end):
         torch.testing.assert_close(one, other)
 
 
-def test_flops_of_a_stale_route_are_those_of_all_tokens():
-    """Against torch's counter."""
-    network = DiT(input_size=8, in_channels=4, num_classes=10, patch_size=2, hidden_size=32, depth=6, num_heads=2)
-    route = Route(1, 3, 0.5, rejoin="stale")
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        network(torch.randn(2, 4, 8, 8), torch.rand(2), torch.arange(2), [(route, draw_ids(uniform(2, 16), 0.5))])
-    assert 2 * network.forward_flops([route]) == counter.get_total_flops() == 2 * network.forward_flops()
-
-
 def test_what_can_not_rejoin_stale_refuses_to():
     sizes = {"input_size": 8, "in_channels": 4, "patch_size": 2, "hidden_size": 32, "num_heads": 2, "num_classes": 10}
     given, ids = (torch.randn(2, 4, 8, 8), torch.rand(2), torch.arange(2)), draw_ids(uniform(2, 16), 0.5)
@@ -441,7 +414,7 @@ def test_what_can_not_rejoin_stale_refuses_to():
     whole = Route(0, -1, fp32="off", rejoin="stale")
     with pytest.raises(ValueError, match="MaskDiT drops tokens before its encoder"):
         MaskDiT(depth=4, **sizes)(*given, [(whole, ids)])
-    with pytest.raises(ValueError, match="route 0→-1 has rejoin=stale.*run_blocks does the rest"):
+    with pytest.raises(ValueError, match="route 0→-1 has rejoin=stale.*only run_blocks"):
         attach_routes(torch.nn.ModuleList(mixing()), whole)
     with pytest.raises(ValueError, match="rejoin is 'fresh', but must be null, a block or stale"):
         Route(0, 1, rejoin="fresh")
@@ -502,7 +475,7 @@ def test_scored_routes_are_chosen_by_run_blocks_alone():
     assert pair(route, draws, (4, 4))[1] is draws and pair(Route(1, 2), draws, (4, 4))[1].dtype == torch.int64
     with pytest.raises(ValueError, match='select="norm" scores the tokens before the route.*run_blocks'):
         choose_ids(route, draws, (4, 4))
-    with pytest.raises(ValueError, match="select=norm: hooks take out tokens that were drawn"):
+    with pytest.raises(ValueError, match="select=norm, which only run_blocks"):
         attach_routes(torch.nn.ModuleList(mixing()), route)
 
 

@@ -53,7 +53,8 @@ class Model:
 
     def null(self, total: int, device: torch.device) -> Condition:
         """No class, or the empty caption, so many times."""
-        return to(self.network.null(total), device)
+        takes_text = self.network.num_classes is None
+        return self.network.null(total) if takes_text else torch.full((total,), self.network.num_classes, device=device)
 
 
 @dataclass(frozen=True)

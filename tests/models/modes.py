@@ -1,0 +1,48 @@
+"""What holds of each network however it is run: FLOPs as torch counts them, bf16, recomputation, compiled blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tread.models.backbone import Backbone
+from tread.runtime import compiling
+from tread.runtime.device import autocast
+
+
+def counted_flops(call: Callable[..., Tensor], *given: object, **more: object) -> int:
+    """Of all matrix products in a call, those of the attention included."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        call(*given, **more)
+    return counter.get_total_flops()
+
+
+def assert_modes_agree(network: Backbone, run: Callable[[], Sequence[Tensor]], graphs: int) -> None:
+    """Outputs and gradients are the plain network's, bit for bit or to rounding; compiled, its blocks have so many
+    graphs."""
+
+    def results(precision: str = "fp32") -> list[Tensor]:
+        network.zero_grad()
+        with autocast(torch.device("cpu"), precision):
+            outputs = run()
+        sum(out.float().square().mean() for out in outputs).backward()
+        return [*(out.float() for out in outputs), torch.cat([p.grad.flatten() for p in network.parameters()])]
+
+    plain = results()
+    for found, expected in zip(results("bf16"), plain):
+        assert (found - expected).norm() / expected.norm() < 0.1
+    network.activation_checkpointing = True
+    assert all(map(torch.equal, results(), plain))
+    network.activation_checkpointing = False
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiling.compile_blocks(network.compiled(), counter)
+    for found, expected in zip(results(), plain):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert counter.frame_count == graphs
+    torch._dynamo.reset()
