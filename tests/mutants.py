@@ -55,7 +55,7 @@ def places(node: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, object]]:
     """What can be changed under a node: an object, its attribute, the number in it if that is a list, the new value."""
     for name, value in ast.iter_fields(node):
         for number, part in enumerate(value) if isinstance(value, list) else [(None, value)]:
-            if name in ("annotation", "returns") or isinstance(part, (ast.Raise, ast.JoinedStr)):
+            if name in ("annotation", "returns", "decorator_list") or isinstance(part, (ast.Raise, ast.JoinedStr)):
                 continue
             if type(part) in OPPOSITE:
                 yield node, name, number, OPPOSITE[type(part)]()
@@ -114,12 +114,16 @@ def main() -> None:
         importlib.import_module(name)
     chosen = [(file, *mutant) for file in given.files for mutant in mutants(ROOT / file)]
     chosen = sorted(random.Random(given.seed).sample(chosen, min(given.sample or len(chosen), len(chosen))))
-    survivors = 0
+    survivors, whole = 0, set()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(ROOT, f"{folder}/tree", ignore=shutil.ignore_patterns(".git", "__pycache__")))
         for number, (file, line, change, text) in enumerate(chosen, 1):
+            tests = [f"tests/{name}" for name in TESTS[file].split()]
+            if file not in whole and caught(tests, copy):
+                sys.exit(f"the tests of {file} fail without a mutant: {' '.join(tests)}")
+            whole.add(file)
             (copy / file).write_text(text)
-            if not caught([f"tests/{name}" for name in TESTS[file].split()], copy):
+            if not caught(tests, copy):
                 survivors += 1
                 print(f"{file}:{line} survived: {change}", flush=True)
             shutil.copy(ROOT / file, copy / file)

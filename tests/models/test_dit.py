@@ -91,7 +91,9 @@ def test_where_weights_start():
     for weight in linear:
         rows = weight.flatten(1)
         bound = math.sqrt(6 / sum(rows.shape))
-        assert 0.95 * bound < rows.abs().max() <= bound and rows.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05)
+        assert 0.95 * bound < rows.abs().max() <= bound and rows.std().item() == pytest.approx(
+            bound / math.sqrt(3), rel=0.05
+        )
     embedders = [network.y_embedder.embedding_table, network.t_embedder.mlp[0], network.t_embedder.mlp[2]]
     for layer in embedders:
         assert layer.weight.std().item() == pytest.approx(0.02, rel=0.03)

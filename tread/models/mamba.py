@@ -96,7 +96,7 @@ class Mamba2Mixer(nn.Module):
         return self.out_proj(self.norm(y * F.silu(z.float())))
 
     def multiply_adds(self, tokens: int, mixing: bool = True) -> int:
-        """Of a forward pass for one sample of so many tokens; mixing false: of the linear layers alone."""
+        """Multiply-adds of a forward pass for one sample of so many tokens; mixing false: linear layers only."""
         total = tokens * (self.in_proj.weight.numel() + self.out_proj.weight.numel())
         if mixing:
             total += tokens * self.conv1d.weight.numel()
@@ -126,7 +126,7 @@ class MambaBlock(nn.Module):
         return x
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
-        """Of a forward pass for one sample of so many tokens; attention false: of the linear layers alone."""
+        """Multiply-adds of a forward pass for one sample of so many tokens; attention false: linear layers only."""
         mlp = sum(layer.weight.numel() for layer in self.mlp.children()) if hasattr(self, "mlp") else 0
         return self.mixer.multiply_adds(tokens, attention) + tokens * mlp + self.adaLN_modulation[1].weight.numel()
 

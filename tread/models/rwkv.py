@@ -89,7 +89,7 @@ class RWKVBlock(nn.Module):
         return x
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
-        """Of a forward pass for one sample of so many tokens; attention false: of the linear layers alone."""
+        """Multiply-adds of a forward pass for one sample of so many tokens; attention false: linear layers only."""
         D, hidden = self.channel_mix.value.out_features, self.channel_mix.value.in_features
         linear = tokens * D * (5 * D + 2 * hidden)  # r, k, v, output, r; key and value of the channel mix
         return linear + (products(tokens, D) if attention else 0) + 6 * D * D

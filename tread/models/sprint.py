@@ -1,9 +1,9 @@
 """SPRINT (arXiv 2510.21986): a dense part f, a sparse part g on a quarter of the tokens, and a dense part h.
 
-f is the first two blocks, h the last two, g what lies between. What g makes of the kept tokens is put among learned
-mask tokens, laid beside what f makes of all, [f ; g], and brought back to D channels by one layer, on which h runs.
-Where a sample's path is dropped, mask tokens stand for all of g. The blocks are lightning.py's, by default as DiT's;
-all of a token's positions travel with it.
+f is the first two blocks, h the last two, g the blocks between. The output of g is filled up with learned mask tokens,
+concatenated with the output of f, [f ; g], and projected back to D channels for h. Where a sample's path is dropped,
+mask tokens replace all of g's output. The blocks are lightning.py's, by default as DiT's; a token keeps its positions
+on the route.
 
 Shapes: B samples, N tokens of a grid in raster order, D hidden size.
 """
@@ -58,9 +58,9 @@ class Sprint(LightningDiT):
         """x (B, C, S, S), t (B,) noise input, y (B,) int64 labels → (B, out_channels, S, S).
 
         routes     one pair (Route, ids_keep (B, K)) over g, blocks 2..depth−3, or (): all tokens.
-        path_drop  (B,) bool, samples in which mask tokens stand for g, which runs for the whole batch all the same,
-                   so that its shapes stay alike; True: for all samples, and g is not computed; None: for none.
-        record     see Backbone.forward; where g is not computed it takes nothing down.
+        path_drop  (B,) bool, samples in which mask tokens replace g's output; g still runs for the whole batch, so
+                   that shapes stay the same. True: all samples, and g is not computed. None: no sample.
+        record     see Backbone.forward; left empty if g is not computed.
         """
         check_sparse_part([route for route, _ in routes], len(self.blocks))
         x, c = self.embed(x, t, y)
@@ -77,10 +77,10 @@ class Sprint(LightningDiT):
     def fusing(
         self, blocks: Sequence[Callable[..., Tensor]], from_g: Tensor, record: Record
     ) -> list[Callable[..., Tensor]]:
-        """The blocks, of which h's first sees what f and g give, fused; from_g (B, N, 1) bool: else mask tokens.
+        """The blocks, with f's and g's outputs fused before h's first; from_g (B, N, 1) bool, false: mask tokens.
 
-        Where tokens skipped g, by the ids that the pass took down, run_blocks puts back what f gave; mask tokens take
-        its place.
+        run_blocks puts f's output in the places of the tokens that skipped g; by the ids in the record, mask tokens
+        replace it here.
         """
         behind_f = []
 
@@ -89,12 +89,12 @@ class Sprint(LightningDiT):
             return behind_f[0]
 
         def begin_h(x: Tensor, *given: Tensor) -> Tensor:
-            # with all of g too, so that the mask token has a gradient, zero, and processes agree on what is trained
+            # also if nothing skipped g, so that the mask token has a gradient and processes agree on what is trained
             kept = from_g
             for ids_keep in record.ids:
                 kept = kept & torch.zeros_like(from_g).scatter(1, ids_keep[:, :, None], True)
             x, f = torch.where(kept, x, self.mask_token.to(x.dtype)), behind_f.pop()
-            fused = self.fusion_proj(torch.cat([f, x], dim=2))  # of lower precision under autocast, tokens are not
+            fused = self.fusion_proj(torch.cat([f, x], dim=2))  # in lower precision under autocast, unlike the tokens
             return blocks[-DENSE](fused.to(f.dtype), *given)
 
         return [*blocks[: DENSE - 1], end_f, *blocks[DENSE:-DENSE], begin_h, *blocks[1 - DENSE :]]
@@ -130,10 +130,10 @@ class Sprint(LightningDiT):
 
 
 def check_sparse_part(routes: Sequence[Route], depth: int) -> None:
-    """Raise ValueError unless SPRINT of so many blocks has a sparse part, and the routes are () or one over it."""
+    """Raise ValueError unless SPRINT with so many blocks has a sparse part, and the routes are () or one over it."""
     if depth <= 2 * DENSE:
         raise ValueError(
-            f"depth {depth} leaves SPRINT's sparse part no block: it is all but the first and last {DENSE}"
+            f"depth {depth} leaves no block for SPRINT's sparse part, which is all but the first and last {DENSE}"
         )
     if len(routes) > 1:
         raise ValueError(f"{len(routes)} routes are given, but SPRINT has one sparse part: give one route, or none")
@@ -145,6 +145,6 @@ def check_sparse_part(routes: Sequence[Route], depth: int) -> None:
             )
         if route.rejoin != route.start:
             raise ValueError(
-                f"route rejoin {route.rejoin} is given, but SPRINT puts mask tokens where tokens were left out: leave "
-                "rejoin unset (null)"
+                f"route rejoin {route.rejoin} is given, but SPRINT puts mask tokens in the places of skipped ones: "
+                "leave rejoin unset (null)"
             )
