@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 FP32_CHOICES = ("auto", "end", "next", "off")
+Grid = tuple[int, int]  # rows and columns of tokens
 RULES: dict[str, Any] = {}  # what Route.select names: tread/routing/ids.py puts its rules here, and so may you
 
 
@@ -126,6 +127,9 @@ class Route:
         rejoins = f", rejoin={self.rejoin}" if isinstance(self.rejoin, str) else ""
         rejoins = rejoins if self.saved_before == self.start else f", rejoins as before block {self.rejoin}"
         return f"r({self.start}→{self.end}){rejoins}"
+
+
+Routes = Sequence[tuple[Route, Tensor]]  # with the ids_keep (B, K) of each
 
 
 def check_routes(routes: Sequence[Route], depth: int) -> tuple[Route, ...]:
@@ -243,7 +247,7 @@ REJOINS = {  # what Route.rejoin names: None serves a block's number too; stale 
 }
 
 
-def kept_grid(route: Route, ids_keep: Tensor, grid: tuple[int, int]) -> tuple[int, int]:
+def kept_grid(route: Route, ids_keep: Tensor, grid: Grid) -> Grid:
     """(rows, columns) of the grid that a row route's kept tokens form, out of a grid of N tokens.
 
     Raises ValueError if the route does not choose rows, or the ids are not whole rows in raster
@@ -293,11 +297,12 @@ class Record:
     ids: list[Tensor] = field(default_factory=list)
 
 
-def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None = None) -> Tensor:
     """The ids_keep (B, K) of a route: as given, or by its rule from draws (B, N) and the tokens (B, N, D) before it."""
     if chosen.is_floating_point():
         with torch.no_grad():
-            chosen = RULES[route.select].choose(route, chosen, grid, scores=RULES[route.select].scores(tokens))
+            rule = RULES[route.select]
+            chosen = rule.choose(route, chosen, grid, None, rule.scores(tokens))
     check_ids(chosen, *tokens.shape[:2])
     return chosen
 
@@ -306,9 +311,9 @@ def run_blocks(
     blocks: Sequence[Callable[..., Tensor]],
     tokens: Tensor,
     *shared: Tensor,
-    routes: Sequence[tuple[Route, Tensor]] = (),
+    routes: Routes = (),
     along: Sequence[Tensor] = (),
-    grid: tuple[int, int] | None = None,
+    grid: Grid | None = None,
     record: Record | None = None,
 ) -> Tensor:
     """Run blocks in order under routes.

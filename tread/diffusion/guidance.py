@@ -29,12 +29,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from routing_module import Route
+from routing_module import Routes
 from tread.models.conditions import Condition, join
 from tread.runtime.schema import check
 from tread.runtime.tensor_files import Weights
 
-Routes = Sequence[tuple[Route, Tensor]]
 Shape = Literal["cosine", "linear"]
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from routing_module import Record, Route, check_routes, run_blocks
+from routing_module import Record, Route, Routes, check_routes, run_blocks
 from tread.routing.ids import count_run
 from tread.runtime.schema import check
 
@@ -231,7 +231,7 @@ class Backbone(nn.Module):
         x: Tensor,
         t: Tensor,
         y: Tensor,
-        routes: Sequence[tuple[Route, Tensor]] = (),
+        routes: Routes = (),
         record: Record | None = None,
     ) -> Tensor:
         """x (B, C, S, S), t (B,) noise input, y (B,) int64 labels → (B, out_channels, S, S).

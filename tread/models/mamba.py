@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dit import DiTBlock, Mlp
+from routing_module import Grid
 from tread.models.backbone import Backbone, modulate
 from tread.models.causal_conv import causal_conv
 from tread.models.ssd import fused_ssd, products, ssd
@@ -34,14 +35,14 @@ DECAYS = (1.0, 16.0)  # −A likewise, evenly
 A_LOG_LIMIT = 40.0  # beyond, each token wipes the state anyway, and e^89 is more than fp32 holds
 
 
-def in_order(x: Tensor, direction: int, grid: tuple[int, int] | None) -> Tensor:
+def in_order(x: Tensor, direction: int, grid: Grid | None) -> Tensor:
     """Tokens in the order of a direction, (B, N, …) → (B, N, …): 0 by rows, 2 by columns, 1 and 3 backward."""
     if direction >= 2:
         x = x.unflatten(1, grid).transpose(1, 2).flatten(1, 2)
     return x.flip(1) if direction % 2 else x
 
 
-def in_raster_order(x: Tensor, direction: int, grid: tuple[int, int] | None) -> Tensor:
+def in_raster_order(x: Tensor, direction: int, grid: Grid | None) -> Tensor:
     """The inverse of in_order, with the same grid (rows, columns)."""
     x = x.flip(1) if direction % 2 else x
     return in_order(x, 2, grid[::-1]) if direction >= 2 else x
@@ -74,7 +75,7 @@ class Mamba2Mixer(nn.Module):
         self.norm = nn.RMSNorm(self.width, eps=1e-5)
         self.out_proj = nn.Linear(self.width, dim, bias=False)
 
-    def forward(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+    def forward(self, x: Tensor, grid: Grid | None = None) -> Tensor:
         """grid (H, W), which four directions need. Raises ValueError if they get none, or one of other tokens."""
         ways = range(self.directions)
         if self.directions == 4 and (grid is None or math.prod(grid) != x.shape[1]):
@@ -116,7 +117,7 @@ class MambaBlock(nn.Module):
             self.mlp = Mlp(dim, int(dim * mlp_ratio))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, (6 if mlp_ratio else 3) * dim))
 
-    def forward(self, x: Tensor, c: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor, grid: Grid | None = None) -> Tensor:
         """x (B, N, D) tokens, of the grid (H, W) where there is one, c (B, D) conditioning → (B, N, D)."""
         shift, scale, gate, *of_mlp = self.adaLN_modulation(c).unflatten(1, (-1, x.shape[2])).unbind(1)
         x = x + gate.unsqueeze(1) * self.mixer(modulate(self.norm1(x), shift, scale), grid)
@@ -134,7 +135,7 @@ class MambaBlock(nn.Module):
 class AttentionBlock(DiTBlock):
     """DiT's block among Mamba's; it ignores the grid."""
 
-    def forward(self, x: Tensor, c: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor, grid: Grid | None = None) -> Tensor:
         return super().forward(x, c)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dit import DiT, DiTBlock
-from routing_module import Record, Route, gather_tokens, run_blocks, scatter_tokens, settle_ids
+from routing_module import Record, Route, Routes, gather_tokens, run_blocks, scatter_tokens, settle_ids
 from tread.models.backbone import FinalLayer, Init, sincos_positions
 from tread.routing.ids import count_kept
 
@@ -74,9 +74,7 @@ class MaskDiT(DiT):
         decoder += sum(block.multiply_adds(N, attention) for block in self.decoder_blocks)
         return encoder + int(2 * (decoder + N * W * self.patch_size**2 * self.out_channels))
 
-    def forward(
-        self, x: Tensor, t: Tensor, y: Tensor, routes: Sequence[tuple[Route, Tensor]] = (), record: Record | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None) -> Tensor:
         """As Backbone's. `routes` is () or one pair, whose route spans the encoder: mask tokens stand behind it for
         what it left out, and the decoder sees all. `record` names blocks of the encoder.
 

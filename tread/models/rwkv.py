@@ -16,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from routing_module import Grid
 from tread.models.backbone import Backbone, modulate
 from tread.models.wkv import products, wkv
 
 DECAY_RANGE = 8.0  # channels start with decays w = 0 .. 8 over the whole sequence
 
 
-def quad_shift(x: Tensor, grid: tuple[int, int]) -> Tensor:
+def quad_shift(x: Tensor, grid: Grid) -> Tensor:
     """Each quarter of the channels moves one token down, up, right or left; zeros enter: (B, H·W, D) → (B, H·W, D)."""
     height, width = grid
     down, up, right, left = x.unflatten(1, (height, width)).chunk(4, dim=3)
@@ -45,7 +46,7 @@ class SpatialMix(nn.Module):
         self.bonus = nn.Parameter(torch.zeros(dim))  # u
         self.receptance, self.key, self.value, self.output = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
-    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
         shifted = quad_shift(x, grid)
         r = self.receptance(torch.lerp(shifted, x, self.mix_r))
         k = self.key(torch.lerp(shifted, x, self.mix_k))
@@ -63,7 +64,7 @@ class ChannelMix(nn.Module):
         self.key = nn.Linear(dim, hidden_dim, bias=False)
         self.value = nn.Linear(hidden_dim, dim, bias=False)
 
-    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
         shifted = quad_shift(x, grid)
         r = self.receptance(torch.lerp(shifted, x, self.mix_r))
         k = self.key(torch.lerp(shifted, x, self.mix_k))
@@ -81,7 +82,7 @@ class RWKVBlock(nn.Module):
         self.channel_mix = ChannelMix(dim, int(dim * mlp_ratio))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 
-    def forward(self, x: Tensor, c: Tensor, grid: tuple[int, int]) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor, grid: Grid) -> Tensor:
         """x (B, H·W, D) tokens of the grid (H, W), c (B, D) conditioning → (B, H·W, D)."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1.unsqueeze(1) * self.spatial_mix(modulate(self.norm1(x), shift1, scale1), grid)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routing_module import Record, Route, check_routes, run_blocks
+from routing_module import Record, Route, Routes, check_routes, run_blocks
 from tread.models.lightning import LightningDiT, MlpKind, Norm, Positions
 
 DENSE = 2  # blocks of f, and of h
@@ -51,7 +51,7 @@ class Sprint(LightningDiT):
         x: Tensor,
         t: Tensor,
         y: Tensor,
-        routes: Sequence[tuple[Route, Tensor]] = (),
+        routes: Routes = (),
         path_drop: Tensor | bool | None = None,
         record: Record | None = None,
     ) -> Tensor:

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routing_module import RULES, Route, check_ids, check_routes, gather_tokens, scatter_tokens, times_written
+from routing_module import RULES, Grid, Route, check_ids, check_routes, gather_tokens, scatter_tokens, times_written
 
 from .ids import choose_ids, with_ratio
 
@@ -219,7 +219,7 @@ class Routing:
         self,
         *noise: Tensor,
         ratio: float | None = None,
-        grid: tuple[int, int] | None = None,
+        grid: Grid | None = None,
         force_keep: Tensor | None = None,
         prefix: int = 0,
     ) -> contextlib.AbstractContextManager[None]:

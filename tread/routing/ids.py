@@ -22,9 +22,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from routing_module import RULES, Route, draw_ids, num_keep
+from routing_module import RULES, Grid, Route, draw_ids, num_keep
 
-Grid = tuple[int, int] | None  # (rows, columns)
 Some = Tensor | None
 
 
@@ -46,7 +45,7 @@ def force(noise: Tensor, keep: Tensor, selection_ratio: float, unit: str = "toke
     return noise.masked_fill(keep, -math.inf)
 
 
-def row_ids(noise: Tensor, selection_ratio: float, grid: tuple[int, int], force_keep: Tensor | None = None) -> Tensor:
+def row_ids(noise: Tensor, selection_ratio: float, grid: Grid, force_keep: Tensor | None = None) -> Tensor:
     """Keep whole rows of the grid, for blocks that look at neighbours: H − int(H·ratio) of them, in order.
 
     noise       (B, N); the first number of each row decides.
@@ -62,7 +61,7 @@ def row_ids(noise: Tensor, selection_ratio: float, grid: tuple[int, int], force_
     return (rows[:, :, None] * width + torch.arange(width, device=rows.device)).flatten(1)
 
 
-def group_ids(noise: Tensor, grid: tuple[int, int], force_keep: Tensor | None = None) -> Tensor:
+def group_ids(noise: Tensor, grid: Grid, force_keep: Tensor | None = None) -> Tensor:
     """Keep one token of each 2×2 group of the grid, the one with the smallest number, as SPRINT does: (B, N / 4).
 
     noise       (B, N); the four tokens of a group are equally likely, whatever the other groups keep.
@@ -83,7 +82,7 @@ def group_ids(noise: Tensor, grid: tuple[int, int], force_keep: Tensor | None = 
     return (row * width + column).flatten(1).sort(dim=1).values
 
 
-def check_groups(grid: tuple[int, int]) -> None:
+def check_groups(grid: Grid) -> None:
     """Raise ValueError for a grid (H, W) without whole 2×2 groups."""
     if grid[0] % 2 or grid[1] % 2:
         raise ValueError(
@@ -92,7 +91,7 @@ def check_groups(grid: tuple[int, int]) -> None:
         )
 
 
-def _by_groups(values: Tensor, grid: tuple[int, int]) -> Tensor:
+def _by_groups(values: Tensor, grid: Grid) -> Tensor:
     """(B, H·W) → (B, H/2, W/2, 4)."""
     height, width = grid
     return values.view(-1, height // 2, 2, width // 2, 2).transpose(2, 3).flatten(3)
@@ -120,7 +119,7 @@ class Token:
     ratio = None  # the only selection_ratio that the rule supports; None: any
     scores = None  # or a function from the tokens (B, N, D) before the route to scores (B, N)
 
-    def choose(self, route: Route, draws: Tensor, grid: Grid = None, keep: Some = None, scores: Some = None) -> Tensor:
+    def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
         """ids_keep (B, K): the smallest of uniform draws (B, N), or the largest of scores (B, N) if the rule has them.
 
         keep  (B, N) bool, tokens that stay.
@@ -134,7 +133,7 @@ class Token:
             draws = force(draws, keep, route.selection_ratio)
         return draw_ids(draws, route.selection_ratio)
 
-    def count(self, route: Route, num_tokens: int, grid: tuple[int, int] | None) -> int:
+    def count(self, route: Route, num_tokens: int, grid: Grid | None) -> int:
         """K, out of N tokens."""
         return num_keep(num_tokens, route.selection_ratio)
 
@@ -146,7 +145,7 @@ class Token:
                 "select=token takes other ratios"
             )
 
-    def check_grid(self, grid: tuple[int, int]) -> tuple[str, int]:
+    def check_grid(self, grid: Grid) -> tuple[str, int]:
         """The unit that is chosen, for messages, and how many a grid (H, W) has. Raises ValueError for a misfit."""
         return "token", math.prod(grid)
 
@@ -164,15 +163,15 @@ class Row(Token):
 
     keeps_grid, description = True, " in whole rows"
 
-    def choose(self, route: Route, draws: Tensor, grid: Grid = None, keep: Some = None, scores: Some = None) -> Tensor:
+    def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
         return row_ids(draws, route.selection_ratio, grid, keep)
 
-    def count(self, route: Route, num_tokens: int, grid: tuple[int, int] | None) -> int:
+    def count(self, route: Route, num_tokens: int, grid: Grid | None) -> int:
         if grid is None:
             return num_keep(num_tokens, route.selection_ratio)
         return num_keep(grid[0], route.selection_ratio) * grid[1]
 
-    def check_grid(self, grid: tuple[int, int]) -> tuple[str, int]:
+    def check_grid(self, grid: Grid) -> tuple[str, int]:
         return "row", grid[0]
 
 
@@ -181,7 +180,7 @@ class Shared(Token):
 
     description = ", the same ones in a batch"
 
-    def choose(self, route: Route, draws: Tensor, grid: Grid = None, keep: Some = None, scores: Some = None) -> Tensor:
+    def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
         return shared_ids(draws, route.selection_ratio, keep)
 
     def for_sampling(self, route: Route) -> Route:
@@ -193,10 +192,10 @@ class Group(Token):
 
     description, ratio = ", one of each 2×2", 0.75
 
-    def choose(self, route: Route, draws: Tensor, grid: Grid = None, keep: Some = None, scores: Some = None) -> Tensor:
+    def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
         return group_ids(draws, grid, keep)
 
-    def check_grid(self, grid: tuple[int, int]) -> tuple[str, int]:
+    def check_grid(self, grid: Grid) -> tuple[str, int]:
         check_groups(grid)
         return "token", math.prod(grid)
 
@@ -220,7 +219,7 @@ class LargestNorm(Token):
         std, mean = torch.std_mean(norms, dim=1, keepdim=True)
         return (norms - mean) / std.clamp(min=1e-6)
 
-    def choose(self, route: Route, draws: Tensor, grid: Grid = None, keep: Some = None, scores: Some = None) -> Tensor:
+    def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
         gumbel = -(-draws.clamp(1e-9, 1 - 1e-7).log()).log()
         return super().choose(route, draws, grid, keep, scores + self.temperature * gumbel)
 
@@ -231,7 +230,7 @@ RULES |= {"token": Token(), "row": Row(), "shared": Shared(), "group": Group(), 
 def choose_ids(
     route: Route,
     noise: Tensor,
-    grid: tuple[int, int] | None = None,
+    grid: Grid | None = None,
     force_keep: Tensor | None = None,
     prefix: int = 0,
 ) -> Tensor:
@@ -252,11 +251,11 @@ def choose_ids(
             f'select="{route.select}" scores the tokens before the route: give run_blocks the pair (route, draws), and '
             "it chooses"
         )
-    ids = rule.choose(route, noise, grid, force_keep)
+    ids = rule.choose(route, noise, grid, force_keep, None)
     return keep_prefix(ids, prefix) if prefix else ids
 
 
-def pair(route: Route, draws: Tensor, grid: tuple[int, int]) -> tuple[Route, Tensor]:
+def pair(route: Route, draws: Tensor, grid: Grid) -> tuple[Route, Tensor]:
     """A route as networks take it: with its ids_keep (B, K), or with the draws (B, N) if its rule scores tokens."""
     return route, draws if RULES[route.select].scores is not None else choose_ids(route, draws, grid)
 
@@ -272,23 +271,23 @@ def with_ratio(route: Route, ratio: float) -> Route:
     return RULES[route.select].with_ratio(route, ratio)
 
 
-def count_kept(route: Route, num_tokens: int, grid: tuple[int, int] | None = None) -> int:
+def count_kept(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
     """How many of N tokens choose_ids keeps for a route, without a prefix."""
     return RULES[route.select].count(route, num_tokens, grid)
 
 
-def count_run(route: Route, num_tokens: int, grid: tuple[int, int] | None = None) -> int:
+def count_run(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
     """How many of N tokens the blocks on a route run on: the kept ones, or all if the route removes none."""
     return count_kept(route, num_tokens, grid) if route.rejoins.removes else num_tokens
 
 
-def describe_route(route: Route, num_tokens: int, grid: tuple[int, int]) -> str:
+def describe_route(route: Route, num_tokens: int, grid: Grid) -> str:
     """A resolved route in words: "r(2→8) keeps 8 of 16 tokens", "r(4→8), rejoins as before block 2, keeps 8 …"."""
     comma = "" if str(route).endswith(")") else ","
     return f"{route}{comma} keeps {count_kept(route, num_tokens, grid)} of {num_tokens} tokens"
 
 
-def check_ratio(route: Route, grid: tuple[int, int], key: str) -> None:
+def check_ratio(route: Route, grid: Grid, key: str) -> None:
     """Raise ValueError, naming the key, for a ratio above 0 that skips no token or keeps a single one.
 
     In settings either is a mistake: a single token attends to nothing else. Route and the functions above allow both.
@@ -304,7 +303,7 @@ def check_ratio(route: Route, grid: tuple[int, int], key: str) -> None:
         )
 
 
-def _check_grid(noise: Tensor, grid: Grid) -> tuple[int, int]:
+def _check_grid(noise: Tensor, grid: Grid | None) -> Grid:
     if grid is None or noise.shape[1:] != (math.prod(grid),):
         raise ValueError(
             f"noise has shape {tuple(noise.shape)} and grid is {grid}, but must be (rows, columns), as many tokens as "
