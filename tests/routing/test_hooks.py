@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from routing_module import Route, gather_tokens, run_blocks, scatter_tokens
 from tread.routing.hooks import Routing, attach_routes, join_first, select_first
-from tread.routing.ids import RatioSchedule, choose_ids, keep_prefix
+from tread.routing.ids import choose_ids, keep_prefix
 
 B, TEXT = 3, 7
 LENGTHS = torch.tensor([TEXT, 4, 5])  # of captions, where they differ
@@ -345,11 +345,6 @@ def test_ratio_is_overridden_at_inference():
             one.run()
         assert seen[-6:] == [16, kept, kept, kept, kept, 16]
     assert routing.routes[0].selection_ratio == 0.5
-    schedule = RatioSchedule(0.0, 0.75, last=4, levels=4)
-    for step in (0, 4):
-        with torch.no_grad(), routing.on(one.noise, ratio=schedule.at(step)):
-            one.run()
-    assert seen[-11] == 16 and seen[-5] == 4
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ def test_ratios_for_settings_keep_more_than_one_token_and_not_all(size, select):
         if ratio == 0 or 1 < kept < size**2:
             check_ratio(route, (size, size), "key")
         else:
-            what = "keeps a single token" if kept == 1 else "skips nothing"
+            what = "keeps a single token" if kept == 1 else "routes nothing around"
             with pytest.raises(ValueError, match=f"^key {ratio:g} {what}"):
                 check_ratio(route, (size, size), "key")
 

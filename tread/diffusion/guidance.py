@@ -196,8 +196,8 @@ class Guidance:
         low, high = self.interval or (-math.inf, math.inf)
         if not any(low <= level <= high for level in levels):
             raise ValueError(
-                f"guidance.interval is {list(self.interval)}, but none of the noise levels {min(levels):.4g} to "
-                f"{max(levels):.4g} lies in it"
+                f"guidance.interval is {list(self.interval)}, but none of the sampling's noise levels lies in it: "
+                f"they are {min(levels):.4g} to {max(levels):.4g}"
             )
         calls = []
         for level, u in zip(levels, progress):

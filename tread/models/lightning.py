@@ -1,8 +1,8 @@
 """LightningDiT (Yao et al. 2025, arXiv 2501.01423): DiT with RMSNorm, SwiGLU and rotary positions, each an option.
 
-With norm="layer", mlp="gelu", positions="sincos" this is dit.py's DiT, by its names. Parameter names and shapes are
-those of public LightningDiT checkpoints. A token's rotary row is its position in the full grid and travels with it,
-so that a route changes which tokens meet in attention, and not where they are.
+With norm="layer", mlp="gelu", positions="sincos" this is dit.py's DiT, with its names. Parameter names and shapes are
+those of public LightningDiT checkpoints. A token's rotary row is its position in the full grid and stays with it: a
+route changes which tokens meet in attention, not where they are.
 
 Shapes: B samples, N tokens of a grid in raster order, D hidden size, H heads of d = D/H channels.
 """
@@ -70,11 +70,11 @@ class LightningBlock(nn.Module):
         self.attn = RotaryAttention(dim, num_heads, qk_norm)
         self.norm2 = make_norm(norm, dim)
         hidden = int(dim * mlp_ratio)
-        self.mlp = SwiGLU(dim, int(2 / 3 * hidden)) if mlp == "swiglu" else Mlp(dim, hidden)  # of as many weights
+        self.mlp = SwiGLU(dim, int(2 / 3 * hidden)) if mlp == "swiglu" else Mlp(dim, hidden)  # equally many weights
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:
-        """x (B, N, D) tokens; given: their rotary rows (B, N, d), where there are, and conditioning c (B, D)."""
+        """x (B, N, D) tokens; given: their rotary rows (B, N, d), if any, and conditioning c (B, D)."""
         *table, c = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1), *table)
@@ -90,16 +90,17 @@ def make_norm(norm: Norm, dim: int) -> nn.Module:
 
 
 class LightningDiT(Backbone):
-    """The network F(x; t, y) of LightningDiT's blocks; sizes, labels and start: see Backbone.
+    """The network F(x; t, y) of LightningDiT's blocks; for the other arguments see Backbone.
 
     norm       "rms": RMSNorm with weights, in the last layer too; "layer": LayerNorm without, as DiT's.
-    mlp        "swiglu", of 2/3 of the width mlp_ratio·D; "gelu", as DiT's.
-    positions  "rope": queries and keys turn by their token's place, and the fixed sines and cosines are added to the
-               tokens besides, as public checkpoints have both; "sincos": these alone.
-    qk_norm    True: RMSNorm of each head's queries and keys, before they turn.
-    block, embedder  what makes a block, as LightningBlock, and what embeds the conditions, see Backbone.
+    mlp        "swiglu", with 2/3 of the width mlp_ratio·D; "gelu", as DiT's.
+    positions  "sincos": fixed sines and cosines are added to the tokens; "rope": queries and keys also rotate by their
+               token's position, as in public checkpoints.
+    qk_norm    True: RMSNorm of each head's queries and keys, before they rotate.
+    block      makes a block, with LightningBlock's arguments.
+    embedder   see Backbone.
 
-    Raises ValueError for sizes that do not fit one another.
+    Raises ValueError for sizes that do not fit together.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class LightningDiT(Backbone):
         sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_classes, learn_sigma, init, embedder)
         super().__init__(lambda: block(hidden_size, num_heads, mlp_ratio, norm, mlp, qk_norm), *sizes)
         self.final_layer.norm_final = make_norm(norm, hidden_size)
-        self.head_dim = hidden_size // num_heads if positions == "rope" else None  # of heads that turn
+        self.head_dim = hidden_size // num_heads if positions == "rope" else None  # of rotating heads
         self.register_load_state_dict_pre_hook(_take_tables)
         if self.head_dim:
             angles = rotary_angles(self.head_dim, self.grid[0])
@@ -141,12 +142,12 @@ class LightningDiT(Backbone):
 
 
 def _take_tables(network: LightningDiT, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Compare a public file's rotary tables with the network's and leave them out. Raises ValueError."""
+    """Compare a public file's rotary tables with the network's, then drop them. Raises ValueError if they differ."""
     tables = {name: state_dict.pop(prefix + name) for name in TABLES if prefix + name in state_dict}
     check_tables(tables, network.num_tokens, "the state dict")
     for name, table in tables.items():
         if table.shape[1] != network.head_dim:
             raise ValueError(
-                f"{name} of the state dict turns heads of {table.shape[1]} channels, this network "
-                f"{f'heads of {network.head_dim}' if network.head_dim else 'none: positions=rope does'}"
+                f"{name} of the state dict rotates heads of {table.shape[1]} channels, but this network "
+                f"{f'has heads of {network.head_dim}' if network.head_dim else 'needs positions=rope for that'}"
             )
