@@ -122,11 +122,12 @@ def main() -> None:
             if file not in whole and caught(tests, copy):
                 sys.exit(f"the tests of {file} fail without a mutant: {' '.join(tests)}")
             whole.add(file)
+            original = (copy / file).read_text()
             (copy / file).write_text(text)
             if not caught(tests, copy):
                 survivors += 1
                 print(f"{file}:{line} survived: {change}", flush=True)
-            shutil.copy(ROOT / file, copy / file)
+            (copy / file).write_text(original)
             if number % 20 == 0:
                 print(f"{number} of {len(chosen)} mutants, {survivors} not caught", flush=True)
     print(f"{len(chosen) - survivors} of {len(chosen)} mutants caught")
