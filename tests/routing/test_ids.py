@@ -197,9 +197,9 @@ def test_a_shared_token_stays_if_it_must_in_one_sample():
 @pytest.mark.parametrize(
     ("select", "places", "shown"),
     [
-        ("token", [(1, token) for token in range(9)], "9 tokens of a sample.*0.5 keeps 8 of 16"),
-        ("row", [(1, 0), (1, 5), (1, 10)], "3 rows of a sample.*0.5 keeps 2 of 4"),
-        ("shared", [(token % 3, token) for token in range(9)], "9 tokens of a sample.*0.5 keeps 8 of 16"),
+        ("token", [(1, token) for token in range(9)], "9 of a sample's 16 .*0.5 keeps 8"),
+        ("row", [(1, 0), (1, 5), (1, 10)], "3 of a sample's 4 .*0.5 keeps 2"),
+        ("shared", [(token % 3, token) for token in range(9)], "9 of a sample's 16 .*0.5 keeps 8"),
     ],
 )
 def test_more_forced_than_kept_is_refused(select, places, shown):

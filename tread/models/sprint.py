@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from routing_module import Record, Route, Routes, check_routes, run_blocks
-from tread.models.lightning import LightningDiT, MlpKind, Norm, Positions
+from tread.models.lightning import AS_DIT, LightningDiT
 
 DENSE = 2  # blocks of f, and of h
 
@@ -30,15 +30,8 @@ class Sprint(LightningDiT):
 
     skipped_return, drops_path = False, True
 
-    def __init__(
-        self,
-        *sizes: Any,
-        norm: Norm = "layer",
-        mlp: MlpKind = "gelu",
-        positions: Positions = "sincos",
-        **more: Any,
-    ) -> None:
-        super().__init__(*sizes, norm=norm, mlp=mlp, positions=positions, **more)
+    def __init__(self, *sizes: Any, **choices: Any) -> None:
+        super().__init__(*sizes, **AS_DIT | choices)
         check_sparse_part((), len(self.blocks))
         D = self.hidden_size
         self.fusion_proj = nn.Linear(2 * D, D)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tread.models.backbone import modulate
 from tread.models.conditions import Text
-from tread.models.lightning import LightningBlock, LightningDiT, MlpKind, Norm, Positions, make_norm
+from tread.models.lightning import AS_DIT, LightningBlock, LightningDiT, MlpKind, Norm, make_norm
 
 
 class CrossAttention(nn.Module):
@@ -147,20 +147,15 @@ class TextDiT(LightningDiT):
         text_width: int | None = None,
         text_pooled: int | None = None,
         vocabulary: int | None = None,
-        norm: Norm = "layer",
-        mlp: MlpKind = "gelu",
-        positions: Positions = "sincos",
-        **more: Any,
+        **choices: Any,
     ) -> None:
+        choices = AS_DIT | choices
         super().__init__(
             *sizes,
+            **choices,
             num_classes=None,
-            norm=norm,
-            mlp=mlp,
-            positions=positions,
             block=partial(TextBlock, text_tokens=text_tokens),
-            embedder=lambda dim: TextEmbedder(text_tokens, text_width, text_pooled, vocabulary, dim, norm),
-            **more,
+            embedder=lambda dim: TextEmbedder(text_tokens, text_width, text_pooled, vocabulary, dim, choices["norm"]),
         )
         mask = self.pos_embed.new_zeros(1, text_tokens).bool()
         mask[:, 0] = True

@@ -27,11 +27,10 @@ from routing_module import RULES, Grid, Route, draw_ids, num_keep
 Some = Tensor | None
 
 
-def force(noise: Tensor, keep: Tensor, selection_ratio: float, unit: str = "tokens") -> Tensor:
+def force(noise: Tensor, keep: Tensor, selection_ratio: float) -> Tensor:
     """Noise (B, N) changed so that some tokens are kept for certain, and the others by chance.
 
     keep  (B, N) bool, true where a token must stay. The number of kept tokens does not change.
-    unit  what an error calls them.
 
     Raises ValueError if a sample forces more tokens than are kept; if the mask is on a GPU, the check waits for it.
     """
@@ -39,8 +38,8 @@ def force(noise: Tensor, keep: Tensor, selection_ratio: float, unit: str = "toke
     most, kept = int(keep.sum(dim=1).max()) if len(keep) else 0, num_keep(noise.shape[1], selection_ratio)
     if most > kept:
         raise ValueError(
-            f"force_keep holds {most} {unit} of a sample, but selection_ratio {selection_ratio} keeps {kept} of "
-            f"{noise.shape[1]}: force fewer or route fewer around"
+            f"force_keep holds {most} of a sample's {noise.shape[1]} tokens (or rows), but selection_ratio "
+            f"{selection_ratio} keeps {kept}"
         )
     return noise.masked_fill(keep, -math.inf)
 
@@ -56,7 +55,7 @@ def row_ids(noise: Tensor, selection_ratio: float, grid: Grid, force_keep: Tenso
     chances = noise.view(-1, height, width)[:, :, 0]
     if force_keep is not None:
         _check_mask(noise, force_keep)
-        chances = force(chances, force_keep.view(-1, height, width).any(dim=2), selection_ratio, "rows")
+        chances = force(chances, force_keep.view(-1, height, width).any(dim=2), selection_ratio)
     rows = draw_ids(chances, selection_ratio)  # (B, K / W)
     return (rows[:, :, None] * width + torch.arange(width, device=rows.device)).flatten(1)
 
