@@ -8,7 +8,6 @@ import pytest
 import torch
 from modes import assert_modes_agree, counted_flops
 
-import routing_module
 from dit import DiT
 from rf import RF
 from routing_module import Record, Route
@@ -186,23 +185,6 @@ def test_it_is_its_twin_written_token_by_token(encoder, routes):
         torch.testing.assert_close(found.double(), naive(network, x, t, y, routes), rtol=1e-4, atol=1e-4)
 
 
-def test_text_is_never_gathered(monkeypatch):
-    """What is gathered are picture tokens and their rotary rows, and every block gets one and the same text, whole."""
-    network, (x, t) = tiny(**ENCODER, **LIGHTNING), batch()
-    gathered, gather, given = [], routing_module.gather_tokens, []
-    monkeypatch.setattr(
-        routing_module, "gather_tokens", lambda tokens, ids: gathered.append(tokens.shape) or gather(tokens, ids)
-    )
-    for block in network.blocks:
-        block.register_forward_pre_hook(lambda _, inputs: given.append(inputs))
-    y = texts(network)
-    network(x, t, y, drawn())
-    assert sorted(gathered) == [(3, 16, 8), (3, 16, 16)]
-    assert [inputs[0].shape[1] for inputs in given] == [16, 8, 8, 16]
-    for *_, text, mask in given:
-        assert text is given[0][-2] and text.shape == (3, 5, 16) and mask is y.mask
-
-
 @pytest.mark.parametrize("encoder", [ENCODER, UNPOOLED, WORDS], ids=["encoder", "unpooled", "words"])
 @pytest.mark.parametrize("process", [EDM(), RF()], ids=["edm", "rf"])
 def test_no_text_in_guidance_is_the_empty_caption(encoder, process):
@@ -323,11 +305,6 @@ def test_texts_of_another_encoder_are_refused(encoder, change, shown):
     network = tiny(**encoder)
     with pytest.raises(ValueError, match=shown):
         network(*batch(), change(texts(network)))
-
-
-def test_networks_of_labels_say_that_they_take_labels():
-    with pytest.raises(ValueError, match="y is Text, but this network takes .* labels"):
-        DiT(**SIZES)(*batch(), texts(tiny()))
 
 
 @pytest.mark.parametrize("more", [{}, {**ENCODER, "vocabulary": 4}, {**WORDS, "text_pooled": 3}])

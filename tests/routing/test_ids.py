@@ -479,12 +479,11 @@ def test_scored_routes_are_chosen_by_run_blocks_alone():
         attach_routes(torch.nn.ModuleList(mixing()), route)
 
 
-@pytest.mark.parametrize("kind", ["sparse", "sparse_cfg"])
-def test_samples_by_a_scored_route_do_not_depend_on_their_batch(tiny, kind):
+def test_samples_by_a_scored_route_do_not_depend_on_their_batch(tiny):
     """Each branch keeps its share of the tokens."""
     seen = []
     tiny.blocks[1].register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
-    model, guidance = Model(RF(), tiny, (Route(1, 3, select="norm"),)), Guidance(kind, 1.5, 0.25, 0.5)
+    model, guidance = Model(RF(), tiny, (Route(1, 3, select="norm"),)), Guidance("sparse", 1.5, 0.25, 0.5)
 
     def drawn(seeds: list[int], batch_size: int) -> dict[int, torch.Tensor]:
         samples = draw(model, seeds, torch.tensor(seeds) % 10, Sampler(2, batch_size, guidance=guidance))

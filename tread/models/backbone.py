@@ -197,8 +197,6 @@ class Backbone(nn.Module):
 
     def check_condition(self, y: Tensor, batch: int) -> None:
         """Raise ValueError unless y is a condition for so many samples; see check_inputs."""
-        if not isinstance(y, Tensor):
-            raise ValueError(f"y is {type(y).__name__}, but this network takes (B,) int64 labels")
         if y.device.type == "cpu" and y.numel() and not 0 <= int(y.min()) <= int(y.max()) <= self.num_classes:
             raise ValueError(
                 f"labels lie in {int(y.min())}..{int(y.max())}, but this network knows "
