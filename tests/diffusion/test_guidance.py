@@ -115,7 +115,9 @@ def test_outside_the_interval_the_strong_branch_runs_alone():
 
 
 def test_an_interval_that_holds_no_level_is_refused():
-    """As EDM's would be for rectified flow, whose t is at most 1."""
+    """As EDM's would be for rectified flow, whose t is at most 1; a level at either end of it is enough."""
+    for interval in ((0.2, 0.5), (0.5, 0.7)):
+        assert [call.scale for call in Guidance("cfg", 2.0, interval=interval).plan([1, 0.5], [0, 1])] == [1, 2]
     with pytest.raises(ValueError, match=r"\[2.0, 5.0\].*0.1 to 1"):
         Guidance("cfg", 2.0, interval=(2.0, 5.0)).plan([1.0, 0.5, 0.1], [0.0, 0.5, 1.0])
 
