@@ -24,9 +24,8 @@ def test_a_process_has_what_training_and_sampling_ask_for(process):
             theirs = list(inspect.signature(asked).parameters.values())[1:]
             assert [p.kind for p in ours] == [p.kind for p in theirs], name
             assert "routes" not in [p.name for p in theirs] or ours[-1].name == "routes", name
-    assert (process.default_steps, process.variance_exploding) == (
-        (40, True) if isinstance(process, EDM) else (50, False)
-    )
+    facts = (40, True, 0.5) if isinstance(process, EDM) else (50, False, 1.0)
+    assert (process.default_steps, process.variance_exploding, process.data_std) == facts
     levels = process.schedule(process.default_steps)
     assert levels.shape == (process.default_steps + 1,) and levels[-1] == 0 and (levels.diff() < 0).all()
     assert process.weight(process.quantiles(4).float()).shape == (4,) and process.data_std > 0

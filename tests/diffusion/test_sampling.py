@@ -272,6 +272,7 @@ def test_cost_of_a_guided_sample(tiny, smaller):
     sometimes = Sampler(3, guidance=Guidance("cfg", 2.0, interval=(1.0, 10.0)))  # levels 80, 2.5, 0.002
     assert sometimes.flops(model) == 7 * dense and sometimes.nfe(EDM()) == 7
     assert Sampler(50, solver="euler").nfe(RF()) == 50 and Sampler(50).nfe(RF()) == 99
+    assert Sampler() == Sampler(40, 64, "fp32", Guidance(), "heun", Churn())
     assert Sampler.of(EDM(), None, None, 4, "fp32") == Sampler(40, 4, solver="heun")
     assert Sampler.of(RF(), None, None, 4, "fp32") == Sampler(50, 4, solver="euler")
     assert Sampler.of(RF(), 7, "heun", 4, "fp32") == Sampler(7, 4, solver="heun")
@@ -291,6 +292,7 @@ def test_bad_requests_are_refused(tiny):
     with pytest.raises(ValueError, match="11.*0..9"):
         latents_of(tiny, [0], torch.tensor([11]))
     tiny.final_layer.linear.bias.data.fill_(float("nan"))
+    assert len(next(draw_pictures(Model(EDM(), tiny), to_uint8, [4], torch.tensor([0]), Sampler(steps=2)))) == 1
     with pytest.raises(ValueError, match="not finite"):
         next(draw_pictures(Model(EDM(), tiny), to_uint8, [4], torch.tensor([0]), Sampler(steps=2), check=True))
     with pytest.raises(ValueError, match="precision is 'fp16'.*range is too small"):

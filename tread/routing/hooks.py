@@ -44,6 +44,8 @@ from routing_module import RULES, Grid, Route, check_ids, check_routes, gather_t
 from .ids import choose_ids, with_ratio
 
 Inputs = tuple[tuple, dict]
+Select = Callable[[tuple, dict, Tensor], Inputs]
+Join = Callable[[Any, Inputs, Tensor], Any]
 
 
 def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
@@ -106,8 +108,8 @@ class Routing:
         self,
         blocks: nn.ModuleList,
         routes: tuple[Route, ...],
-        select: Callable[[tuple, dict, Tensor], Inputs],
-        join: Callable[[Any, Inputs, Tensor], Any],
+        select: Select,
+        join: Join,
         keyword: str | None,
         place: int | None,
     ) -> None:
@@ -116,7 +118,7 @@ class Routing:
         self._ids: tuple[Tensor, ...] | None = None
         self._tokens: int | None = None
         self._running: dict[int, tuple[Inputs, Tensor]] = {}  # by block, the call that is under way
-        self._rejoins: dict[int, tuple[Inputs, list[int]]] = {}  # by route, what its tokens come back as
+        self._rejoins: dict[int, tuple[Inputs, list[int]]] = {}  # by route, what its skipped tokens return to
         self._handles = []
         for number, route in enumerate(routes):  # before those below, which take tokens out
             if route.rejoin < route.start:
@@ -130,23 +132,22 @@ class Routing:
                     blocks[index].register_forward_hook(behind, with_kwargs=True),
                 ]
 
-    def _tokens_first(self, args: tuple, kwargs: dict) -> Inputs:
-        """The same call with the tokens by position: they are the block's first input."""
-        if self._keyword not in kwargs:
-            return args, kwargs
-        return (kwargs[self._keyword],), {name: given for name, given in kwargs.items() if name != self._keyword}
-
-    def _check_count(self, index: int, args: tuple) -> None:
+    def _tokens_first(self, index: int, args: tuple, kwargs: dict) -> Inputs:
+        """The same call with the tokens by position: they are the block's first input. Raises ValueError for a number
+        of tokens that is not the ids'."""
+        if self._keyword in kwargs:
+            args = (kwargs[self._keyword],)
+            kwargs = {name: given for name, given in kwargs.items() if name != self._keyword}
         if self._select in (select_first, select_only) and args and self._tokens not in (None, args[0].shape[1]):
             raise ValueError(
                 f"the noise (and prefix) is for {self._tokens} tokens, but block {index} gets {args[0].shape[1]}"
             )
+        return args, kwargs
 
     def _save(self, number: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self._ids is not None:
-            args, kwargs = self._tokens_first(args, kwargs)
-            self._check_count(self.routes[number].rejoin, args)
-            self._rejoins[number] = (args, kwargs), _written(args, kwargs)
+            saved = self._tokens_first(self.routes[number].rejoin, args, kwargs)
+            self._rejoins[number] = saved, _written(*saved)
 
     def _saved(self, number: int, index: int, args: tuple) -> Inputs:
         """The saved inputs of the block before which a route rejoins, handed out once; args are those of block `index`,
@@ -161,8 +162,8 @@ class Routing:
         saved, written = self._rejoins.pop(number)
         if _written(*saved) != written:
             raise RuntimeError(
-                f"the model wrote into the inputs of block {rejoin}, as which tokens are to rejoin behind block "
-                f"{index}; leave rejoin out"
+                f"the model wrote into the inputs of block {rejoin}, to which the skipped tokens return behind block "
+                f"{index}: leave rejoin out"
             )
         return saved
 
@@ -170,8 +171,7 @@ class Routing:
         self._running.pop(index, None)
         if self._ids is None:
             return None
-        args, kwargs = self._tokens_first(args, kwargs)
-        self._check_count(index, args)
+        args, kwargs = self._tokens_first(index, args, kwargs)
         ids_keep, route = self._ids[number], self.routes[number]
         rejoins = index == route.end and route.rejoin < route.start
         saved = self._saved(number, index, args) if rejoins else (args, kwargs)
@@ -243,8 +243,8 @@ class Routing:
 def attach_routes(
     blocks: nn.ModuleList,
     routes: Route | Sequence[Route],
-    select: Callable[[tuple, dict, Tensor], Inputs] = select_only,
-    join: Callable[[Any, Inputs, Tensor], Any] = join_first,
+    select: Select = select_only,
+    join: Join = join_first,
     tokens: str | None = None,
     output: int | None = None,
 ) -> Routing:
