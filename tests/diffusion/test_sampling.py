@@ -255,6 +255,9 @@ def test_schedules_run_over_the_levels(tiny):
     )
     guidance = Guidance("sparse", 2.0, Schedule("linear", 0.0, 0.5), Schedule("linear", 0.5, 0.0))
     latents_of(tiny, [0], torch.tensor([1]), batch_size=1, steps=3, guidance=guidance)
+    for solver, steps, ratios in (("euler", 3, [0, 0.25, 0.5]), ("heun", 2, [0, 0.5, 0.5]), ("euler", 1, [0])):
+        calls = Sampler(steps, solver=solver, guidance=guidance).plan(RF() if steps == 1 else EDM())
+        assert [call.strong for call in calls] == ratios
     # γ_strong, γ_weak = 0, .5 | .25, .25 (one batch) | .25, .25 | .5, 0 | .5, 0; of 16 tokens
     assert kept == [[], [8], [12], [12], [8], [], [8], []]
 
