@@ -191,6 +191,7 @@ def test_guided_samples_of_a_gaussian_by_rectified_flow(omega):
         ({"scale": 1.5}, "choose a kind"),
         ({"interval": (0.1, 1.0)}, "choose a kind"),
         ({"kind": "cfg", "weights": "model"}, "needs guidance.checkpoint"),
+        ({"kind": "cfg", "same_ids": True}, "same_ids is given"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, message):

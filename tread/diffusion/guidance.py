@@ -167,6 +167,8 @@ class Guidance:
             )
         if self.weights != "ema" and self.checkpoint is None:
             raise ValueError(f"guidance.weights={self.weights} needs guidance.checkpoint, which is not given")
+        if self.same_ids and not row.routed:
+            raise ValueError(f"guidance.same_ids is given, but guidance={self.kind} runs all tokens")
 
     @property
     def row(self) -> Kind:

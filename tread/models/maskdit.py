@@ -43,6 +43,10 @@ class MaskDiT(DiT):
         decoder_heads: int = 16,
         **more: Any,
     ) -> None:
+        if decoder_hidden_size % decoder_heads:
+            raise ValueError(
+                f"decoder_hidden_size {decoder_hidden_size} is not a multiple of decoder_heads {decoder_heads}"
+            )
         super().__init__(*sizes, mlp_ratio=mlp_ratio, init=init, **more)
         self.decoder_hidden_size, hidden_size = decoder_hidden_size, self.hidden_size
         width = decoder_hidden_size
