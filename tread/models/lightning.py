@@ -40,13 +40,24 @@ class RotaryAttention(nn.Module):
     def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
         """table (B, N, d), see `rotate`; None: no rotary positions."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)  # (B, N, H, d)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q.float()), self.k_norm(k.float())
-        if table is not None:
-            q, k = rotate(q, table), rotate(k, table)  # in fp32, as the table is
-        q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))
-        x = F.scaled_dot_product_attention(q, k, v)  # (B, H, N, d)
-        return self.proj(x.transpose(1, 2).flatten(2))
+        return attend(self, q, k, v, table)
+
+
+def attend(
+    layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """Queries (B, N, H, d) attend to keys and values (B, T, H, d), by a layer's norms and projection: (B, N, D).
+
+    table  rotates queries and keys, see `rotate`.
+    mask   (B, T) bool, False for padding.
+    """
+    if layer.q_norm is not None:
+        q, k = layer.q_norm(q.float()), layer.k_norm(k.float())
+    if table is not None:
+        q, k = rotate(q, table), rotate(k, table)  # in fp32, as the table is
+    q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))
+    x = F.scaled_dot_product_attention(q, k, v, attn_mask=None if mask is None else mask[:, None, None])
+    return layer.proj(x.transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):

@@ -15,12 +15,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tread.models.backbone import modulate
 from tread.models.conditions import Text
-from tread.models.lightning import AS_DIT, LightningBlock, LightningDiT, MlpKind, Norm, make_norm
+from tread.models.lightning import AS_DIT, LightningBlock, LightningDiT, MlpKind, Norm, attend, make_norm
 
 
 class CrossAttention(nn.Module):
@@ -37,11 +36,7 @@ class CrossAttention(nn.Module):
         """mask (B, T) bool: False for padding."""
         q = self.q(x).unflatten(2, (self.num_heads, -1))  # (B, N, H, d)
         k, v = self.kv(text).unflatten(2, (2, self.num_heads, -1)).unbind(2)  # (B, T, H, d)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q.float()), self.k_norm(k.float())
-        q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None])  # (B, H, N, d)
-        return self.proj(x.transpose(1, 2).flatten(2))
+        return attend(self, q, k, v, mask=mask)
 
 
 class TextBlock(LightningBlock):
