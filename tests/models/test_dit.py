@@ -199,6 +199,8 @@ def test_flops_agree_with_torchs_counter(tiny, routes):
     drawn = [(route, draw_ids(torch.rand(2, 16), route.selection_ratio)) for route in routes]
     given = torch.randn(2, 4, 8, 8), torch.randn(2), torch.tensor([1, 2]), drawn
     assert 2 * tiny.forward_flops(routes) == counted_flops(tiny, *given)
+    if not routes:  # two products of N×N×D in each block
+        assert tiny.forward_flops() - tiny.forward_flops(attention=False) == 2 * 6 * 2 * 16**2 * 64
 
 
 def test_recomputed_blocks_give_the_same_bits_where_tokens_rejoin_earlier(tiny):

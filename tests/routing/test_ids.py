@@ -257,6 +257,8 @@ def test_ratios_for_settings_keep_more_than_one_token_and_not_all(size, select):
 
 
 def test_rows_need_a_grid_that_fits():
+    with pytest.raises(ValueError, match="keeps a single token .* at most 0.5 keeps more"):  # two rows of four
+        check_ratio(Route(0, 0, 0.75, select="row"), (4, 1), "key")
     for noise, grid in ((uniform(2, 16), None), (uniform(2, 16), (4, 5)), (uniform(2, 16)[0], (4, 4))):
         for route in (Route(0, 0, select="row"), Route(0, 0, 0.75, select="group")):
             with pytest.raises(ValueError, match="noise has shape .* and grid is"):
@@ -429,9 +431,9 @@ def test_without_chance_the_largest_norms_are_kept(monkeypatch):
     tokens = torch.randn(5, 12, 4) * uniform(5, 12, 1)[:, :, None].exp()
     norms = [[float(sum(value**2 for value in token)) for token in sample] for sample in tokens.double()]
     expected = [sorted(sorted(range(12), key=lambda place: -sample[place])[:5]) for sample in norms]
-    for seed in range(3):
-        run_blocks([lambda x: x] * 3, tokens, routes=[(Route(1, 1, 0.6, select="norm"), uniform(5, 12, seed))],
-                   record=(record := Record()))  # fmt: skip
+    for draws in (uniform(5, 12), torch.zeros(5, 12), torch.ones(5, 12)):
+        route, record = Route(1, 1, 0.6, select="norm"), Record()
+        run_blocks([lambda x: x] * 3, tokens, routes=[(route, draws)], record=record)
         assert record.ids[0].tolist() == expected
 
 
