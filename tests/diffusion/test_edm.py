@@ -81,8 +81,8 @@ def test_levels_by_quantile():
     given, steps = [-4.0, -3.0, 0.0, 1.5], [0.1, 0.1, 0.3, 0.0]
     lower = [max(normal.cdf(n) - step, 0.001) for n, step in zip(given, steps)]
     expected = [math.exp(level.inv_cdf(min(q, normal.cdf(n)))) for n, q in zip(given, lower)]
-    found = EDM().cleaner(torch.tensor(given, dtype=torch.float64), torch.tensor(steps, dtype=torch.float64))
-    assert found.tolist() == pytest.approx(expected, rel=1e-6)
+    actual = EDM().cleaner(torch.tensor(given, dtype=torch.float64), torch.tensor(steps, dtype=torch.float64))
+    assert actual.tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_schedule():
@@ -148,11 +148,11 @@ def test_heun_is_the_papers_algorithm(churn):
     t = levels.tolist()
     churn = tuple(t[int(one[-1])] if isinstance(one, str) else one for one in churn)
     draws = torch.randn(9, 3, 1, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = heun(gaussian_denoiser, draws[-1], levels, Churn(*churn), lambda step: draws[step])
+    actual = heun(gaussian_denoiser, draws[-1], levels, Churn(*churn), lambda step: draws[step])
     expected = algorithm_2(gaussian_denoiser, t, *(*churn, *(0.0, 0.0, math.inf, 1.0)[len(churn) :]), draws)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=0)
     if churn[0]:
-        assert not torch.isclose(found, heun(gaussian_denoiser, draws[-1], levels), rtol=1e-3).all()
+        assert not torch.isclose(actual, heun(gaussian_denoiser, draws[-1], levels), rtol=1e-3).all()
         with pytest.raises(ValueError, match="no churn_noise"):
             heun(gaussian_denoiser, draws[-1], levels, Churn(*churn))
 

@@ -34,9 +34,9 @@ def routed(kept, rejoin=None):
 @pytest.mark.parametrize("kept", [(0, 0), (8, 4), (6, 6)], ids=str)
 def test_the_strong_branch_is_pushed_away_from_the_weak_one_in_all_channels(scale, labels, kept):
     """scale·D_strong + (1 − scale)·D_weak, by one batch or two."""
-    found = guided(Branch(known, y, routed(kept[0])), Branch(known, labels, routed(kept[1])), lambda call: scale)
+    actual = guided(Branch(known, y, routed(kept[0])), Branch(known, labels, routed(kept[1])), lambda call: scale)
     strong, weak = known(x, level, y, routed(kept[0])(0)), known(x, level, labels, routed(kept[1])(0))
-    torch.testing.assert_close(found(x, level), scale * strong + (1 - scale) * weak)
+    torch.testing.assert_close(actual(x, level), scale * strong + (1 - scale) * weak)
 
 
 def test_branches_of_one_shape_run_as_one_batch():
@@ -156,9 +156,9 @@ def test_guided_samples_of_a_gaussian_by_edm(omega):
     strong = Branch(lambda x, s, y, routes: edm_denoiser(A)(x, s), y)
     weak = Branch(lambda x, s, y, routes: edm_denoiser(B)(x, s), y)
     levels = EDM().schedule(400)
-    found = heun(guided(strong, weak, lambda call: omega), x, levels)
+    actual = heun(guided(strong, weak, lambda call: omega), x, levels)
     factor = edm_factor(A, 80) ** omega * edm_factor(B, 80) ** (1 - omega)
-    torch.testing.assert_close(found, x.double() * 80 * factor, rtol=1e-3, atol=0)
+    torch.testing.assert_close(actual, x.double() * 80 * factor, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("omega", [0.0, 1.0, OMEGA])

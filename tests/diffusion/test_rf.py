@@ -91,8 +91,8 @@ def test_euler_is_exact_where_the_flow_is_straight(steps):
     noise, v = torch.randn(2, 1, 2, 2), torch.randn(2, 1, 2, 2)
     network = lambda x, t, y, routes: v  # noqa: E731
     for solver in get_args(Solver):
-        found = RF().sample(network, noise, torch.tensor([0, 1]), steps=steps, solver=solver)
-        torch.testing.assert_close(found, (noise - v).double(), rtol=1e-6, atol=1e-6)
+        actual = RF().sample(network, noise, torch.tensor([0, 1]), steps=steps, solver=solver)
+        torch.testing.assert_close(actual, (noise - v).double(), rtol=1e-6, atol=1e-6)
 
 
 def test_euler_steps_of_a_linear_velocity():
@@ -144,8 +144,8 @@ def test_sample_is_the_plain_loop(tiny):
     with torch.no_grad():
         expected = released_sample(tiny, noise, y, torch.full_like(y, 10), 5, 1.5)
         plain = released_sample(tiny, noise, y, y, 5, 1.0)
-    found = RF().sample(tiny, noise, y, null_class=10, scale=1.5, steps=5)
-    torch.testing.assert_close(found.float(), expected, rtol=1e-4, atol=1e-5)
+    actual = RF().sample(tiny, noise, y, null_class=10, scale=1.5, steps=5)
+    torch.testing.assert_close(actual.float(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(RF().sample(tiny, noise, y, steps=5).float(), plain, rtol=1e-4, atol=1e-5)
 
 
@@ -155,10 +155,10 @@ def test_sample_tread_is_the_plain_loop_under_given_ids(tiny):
     with torch.no_grad():
         expected = released_sample(tiny, noise, y, y, 5, 1.5, routes)
         uncond = released_sample(tiny, noise, y, torch.full_like(y, 10), 5, 1.5, routes)
-    found = RF().sample_tread(tiny, noise, y, *routes, scale=1.5, steps=5)
-    torch.testing.assert_close(found.float(), expected, rtol=1e-4, atol=1e-5)
-    found = RF().sample_tread(tiny, noise, y, *routes, scale=1.5, steps=5, weak_y=torch.full_like(y, 10))
-    torch.testing.assert_close(found.float(), uncond, rtol=1e-4, atol=1e-5)
+    actual = RF().sample_tread(tiny, noise, y, *routes, scale=1.5, steps=5)
+    torch.testing.assert_close(actual.float(), expected, rtol=1e-4, atol=1e-5)
+    actual = RF().sample_tread(tiny, noise, y, *routes, scale=1.5, steps=5, weak_y=torch.full_like(y, 10))
+    torch.testing.assert_close(actual.float(), uncond, rtol=1e-4, atol=1e-5)
     by_call = [lambda call, one=one: one for one in routes]
     assert torch.equal(
         RF().sample_tread(tiny, noise, y, *by_call, 1.5, 5), RF().sample_tread(tiny, noise, y, *routes, 1.5, 5)
@@ -174,9 +174,9 @@ def test_golden_forward_is_what_the_velocity_sees(asset, tiny):
     tiny.load_state_dict(load_file(asset("golden/tread_tiny_state.safetensors")), strict=True)
     g = load_file(asset("golden/tread_tiny_forward.safetensors"))
     with torch.no_grad():
-        found = RF().velocity(tiny, g["x"], g["t"], g["y"])
+        actual = RF().velocity(tiny, g["x"], g["t"], g["y"])
         routed = RF().velocity(tiny, g["x"], g["t"], g["y"], [(Route(1, 4), g["ids_keep_r050"])])
-    torch.testing.assert_close(found, g["out_eval"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, g["out_eval"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(routed, g["out_train_routed"], rtol=1e-4, atol=1e-5)
 
 

@@ -46,7 +46,7 @@ def smaller():
 
 
 @pytest.mark.parametrize("process", [EDM(), RF()], ids=["edm", "rf"])
-@pytest.mark.parametrize("guidance", [*KINDS, SCHEDULED], ids=lambda one: one.kind)
+@pytest.mark.parametrize("guidance", [*KINDS, SCHEDULED], ids=lambda item: item.kind)
 def test_a_sample_is_the_same_bits_in_any_company(tiny, guidance, process):
     """Order, position, neighbours, the start and the padding of the last batch; batches have one shape."""
     options = {"batch_size": 4, "guidance": guidance, "process": process, "solver": process.default_solver}
@@ -94,7 +94,7 @@ def test_pictures_hardly_depend_on_the_shape_of_the_batch(tiny):
 def test_churn_adds_noise_that_the_seed_gives(tiny):
     """Reference: heun with the same noise, drawn here by its address. Other processes and solvers are refused."""
     seeds, labels, churn = [7, 3], torch.tensor([1, 4]), Churn(20, sigma_min=0.05, sigma_max=50, noise=1.003)
-    found = latents_of(tiny, seeds, labels, steps=4, batch_size=2, churn=churn)
+    actual = latents_of(tiny, seeds, labels, steps=4, batch_size=2, churn=churn)
 
     def normal(stream):
         return torch.stack([torch.randn(4, 8, 8, generator=generator(seed, stream)) for seed in seeds])
@@ -104,11 +104,11 @@ def test_churn_adds_noise_that_the_seed_gives(tiny):
             return EDM().denoise(tiny, x, level, labels)
 
     expected = heun(denoiser, normal("noise"), EDM().schedule(4), churn, lambda step: normal(f"churn {step}"))
-    torch.testing.assert_close(found, expected.float())
+    torch.testing.assert_close(actual, expected.float())
     plain = latents_of(tiny, seeds, labels, steps=4, batch_size=2)
-    assert not torch.isclose(found, plain, rtol=0.01, atol=0.01).all()
+    assert not torch.isclose(actual, plain, rtol=0.01, atol=0.01).all()
     alone = latents_of(tiny, seeds[1:] * 2, labels[1:].repeat(2), steps=4, batch_size=2, churn=churn)
-    assert torch.equal(alone[0], found[1])
+    assert torch.equal(alone[0], actual[1])
     for process, solver in ((RF(), "heun"), (EDM(), "euler")):
         with pytest.raises(ValueError, match="churn=20 needs EDM and solver=heun"):
             latents_of(tiny, seeds, labels, process=process, solver=solver, churn=churn)
@@ -153,9 +153,9 @@ def test_what_guidance_comes_to_at_its_ends(tiny, smaller, process):
     alone = latents_of(
         smaller, seeds, labels, guidance=Guidance("autoguidance", 0.0, checkpoint="a"), weak=weak, **options
     )
-    own = latents_of(smaller, seeds, labels, **options)
-    torch.testing.assert_close(alone, own)
-    assert not torch.isclose(other, own).all()  # scale 0 is the weak network, here under its route
+    mine = latents_of(smaller, seeds, labels, **options)
+    torch.testing.assert_close(alone, mine)
+    assert not torch.isclose(other, mine).all()  # scale 0 is the weak network, here under its route
 
 
 class Gaussians(torch.nn.Module):
@@ -206,7 +206,7 @@ def test_samples_of_gaussian_data_by_each_kind(process, weak_process, kind, inte
         network.forward = lambda x, t, y, routes=(): -Gaussians.forward(network, x, 1 - t, y, routes)
     weak = Model(weak_process, network, (Route(0, 0),)) if two else None
     sampler = Sampler(100, 2, guidance=guidance)
-    found = next(draw(model, [3, 4], torch.tensor([1, 2]), sampler, weak))
+    actual = next(draw(model, [3, 4], torch.tensor([1, 2]), sampler, weak))
 
     top = 1.0 if isinstance(process, RF) else 80.0
     low, high = guidance.interval or (0.0, top)
@@ -217,7 +217,7 @@ def test_samples_of_gaussian_data_by_each_kind(process, weak_process, kind, inte
             process, (weak or model).network.std(bool(row.weak_class), guidance.weak + 0.5 * row.drops_path), start, end
         )
         expected = expected * (strong**omega * weaker ** (1 - omega) if is_guided and kind != "none" else strong)
-    torch.testing.assert_close(found, expected, rtol=0.04, atol=0)  # the interval's ends lie between two levels
+    torch.testing.assert_close(actual, expected, rtol=0.04, atol=0)  # the interval's ends lie between two levels
 
 
 def test_a_model_without_routes_is_not_guided_by_them(tiny):

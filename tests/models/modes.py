@@ -34,15 +34,15 @@ def assert_modes_agree(network: Backbone, run: Callable[[], Sequence[Tensor]], g
         return [*(out.float() for out in outputs), torch.cat([p.grad.flatten() for p in network.parameters()])]
 
     plain = results()
-    for found, expected in zip(results("bf16"), plain):
-        assert (found - expected).norm() / expected.norm() < 0.1
+    for actual, expected in zip(results("bf16"), plain):
+        assert (actual - expected).norm() / expected.norm() < 0.1
     network.activation_checkpointing = True
     assert all(map(torch.equal, results(), plain))
     network.activation_checkpointing = False
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiling.compile_blocks(network.compiled(), counter)
-    for found, expected in zip(results(), plain):
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    for actual, expected in zip(results(), plain):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
     assert counter.frame_count == graphs
     torch._dynamo.reset()

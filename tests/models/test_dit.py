@@ -33,8 +33,8 @@ def golden(asset, tiny):
     return tiny.requires_grad_(False), load_file(asset("golden/tread_tiny_forward.safetensors"))
 
 
-def assert_golden(found, expected):
-    assert (found - expected).abs().max() <= 1e-5
+def assert_golden(actual, expected):
+    assert (actual - expected).abs().max() <= 1e-5
 
 
 def test_golden_forward(golden):
@@ -50,6 +50,7 @@ def test_golden_routed_forward(golden):
     network, g = golden
     out, states = hidden_states(network, g["x"], g["t"], g["y"], routes=[(Route(1, 4), g["ids_keep_r050"])])
     assert_golden(out, g["out_train_routed"])
+    assert network.skipped_return and not network.drops_path  # as TREAD's, unlike SPRINT's and MaskDiT's
     for i, state in enumerate(states):
         assert_golden(state, g[f"hidden/routed/block{i}"])
 
@@ -98,11 +99,11 @@ def test_where_weights_start():
 def test_output_of_a_block_stops_there(tiny, block):
     """Reference: the block's output in a whole pass, and torch's counter."""
     given = torch.randn(2, 4, 8, 8), torch.randn(2), torch.tensor([1, 2])
-    found = tiny.output_of(block, *given)
+    actual = tiny.output_of(block, *given)
     assert 2 * tiny.forward_flops(upto=block) == counted_flops(tiny.output_of, block, *given)
-    assert torch.equal(found, hidden_states(tiny, *given)[1][block])
+    assert torch.equal(actual, hidden_states(tiny, *given)[1][block])
     tiny(*given, record=(record := Record((block,))))
-    assert torch.equal(record.outputs[block][0], found) and record.outputs[block][1] is None
+    assert torch.equal(record.outputs[block][0], actual) and record.outputs[block][1] is None
 
 
 def test_state_dict_has_public_names_and_shapes():

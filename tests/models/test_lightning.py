@@ -27,9 +27,9 @@ def state_of(golden):
     return {name.removeprefix("state."): value for name, value in golden.items() if name.startswith("state.")}
 
 
-def assert_near(found, expected, limit):
+def assert_near(actual, expected, limit):
     """Within a limit and the rounding of sums of the largest value (up to 48), which differs between processors."""
-    assert (found - expected).abs().max() <= limit + 1e-6 * expected.abs().max()
+    assert (actual - expected).abs().max() <= limit + 1e-6 * expected.abs().max()
 
 
 def hot(network, std=0.3):
@@ -133,9 +133,9 @@ def naive_attention(attention, x, places, rope):
 def naive_block(block, x, c, places):
     """x + gate·attention, x + gate·mlp, by the equations; the block's own settings are read from its parts."""
 
-    def norm(one, y):
-        if isinstance(one, torch.nn.RMSNorm):
-            return y / (y.square().mean(dim=2, keepdim=True) + 1e-6).sqrt() * one.weight
+    def norm(item, y):
+        if isinstance(item, torch.nn.RMSNorm):
+            return y / (y.square().mean(dim=2, keepdim=True) + 1e-6).sqrt() * item.weight
         return (y - y.mean(dim=2, keepdim=True)) / (y.var(dim=2, correction=0, keepdim=True) + 1e-6).sqrt()
 
     layer = block.adaLN_modulation[1]
@@ -158,7 +158,7 @@ def test_routed_network_is_its_equations_at_each_tokens_own_place(select):
         ids = choose_ids(route, torch.rand(3, 16, generator=torch.Generator().manual_seed(2)), (4, 4))
         routes = [(route, ids.flip(1) if select == "unsorted" else ids)]
     with torch.no_grad():
-        found = network(x, t, y, routes)
+        actual = network(x, t, y, routes)
         double = copy.deepcopy(network).double()
         tokens = double.x_embedder(x.double()) + double.pos_embed
         c = (network.t_embedder(t) + network.y_embedder(y)).double()
@@ -171,7 +171,7 @@ def test_routed_network_is_its_equations_at_each_tokens_own_place(select):
             for b in range(3):
                 tokens[b, ids[b]] = seen[b]
         expected = double.unpatchify(double.final_layer(tokens, c))
-    assert_near(found / expected.abs().max(), expected / expected.abs().max(), 1e-5)
+    assert_near(actual / expected.abs().max(), expected / expected.abs().max(), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ def test_each_choice_is_its_equations_and_changes_the_function(choice):
         places = [[divmod(n, 4) for n in range(16)]] * 3 if network.head_dim else None
         tokens = naive_block(double.blocks[0], tokens, c, places)
         expected = double.unpatchify(double.final_layer(tokens, c))
-        found = network(x, t, y)
-        assert_near(found / expected.abs().max(), expected / expected.abs().max(), 1e-5)
+        actual = network(x, t, y)
+        assert_near(actual / expected.abs().max(), expected / expected.abs().max(), 1e-5)
 
 
 def test_with_dits_choices_it_is_dit():

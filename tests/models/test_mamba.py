@@ -70,16 +70,16 @@ def naive_mixer(m, x, grid):
         met = shared[:, order]
         for sample in range(len(x)):
             for head in range(heads):
-                one = way * heads + head
+                item = way * heads + head
                 h = torch.zeros(m.head_dim, n, dtype=x.dtype)
                 for i, token in enumerate(order):
                     taps = weight.shape[1]
                     seen = [met[sample, i + k - taps + 1] * weight[:, k] for k in range(taps) if i + k - taps + 1 >= 0]
                     u = silu(sum(seen) + bias)
-                    own = u[head * m.head_dim : (head + 1) * m.head_dim]
-                    dt = (steps[sample, token, one] + m.dt_bias[one]).exp().log1p()
-                    h = (-dt * m.A_log[one].exp()).exp() * h + dt * own[:, None] * u[E : E + n]
-                    y = h @ u[E + n :] + m.D[one] * own
+                    mine = u[head * m.head_dim : (head + 1) * m.head_dim]
+                    dt = (steps[sample, token, item] + m.dt_bias[item]).exp().log1p()
+                    h = (-dt * m.A_log[item].exp()).exp() * h + dt * mine[:, None] * u[E : E + n]
+                    y = h @ u[E + n :] + m.D[item] * mine
                     total[sample, token, head * m.head_dim : (head + 1) * m.head_dim] += y
     gated = total * silu(z)
     return gated / (gated.square().mean(dim=2, keepdim=True) + 1e-5).sqrt() * m.norm.weight @ m.out_proj.weight.T
@@ -88,13 +88,13 @@ def naive_mixer(m, x, grid):
 def naive_block(block, x, c, grid):
     """x + α·mix(γ·norm(x) + β), once without MLP, twice with it; β, γ − 1, α from the conditioning."""
     layer = block.adaLN_modulation[1]
-    found = (silu(c) @ layer.weight.T + layer.bias)[:, None].split(x.shape[2], dim=2)
+    actual = (silu(c) @ layer.weight.T + layer.bias)[:, None].split(x.shape[2], dim=2)
 
     def norm(y):
         return (y - y.mean(dim=2, keepdim=True)) / (y.var(dim=2, correction=0, keepdim=True) + 1e-6).sqrt()
 
-    x = x + found[2] * naive_mixer(block.mixer, (1 + found[1]) * norm(x) + found[0], grid)
-    return x + found[5] * block.mlp((1 + found[4]) * norm(x) + found[3]) if len(found) == 6 else x
+    x = x + actual[2] * naive_mixer(block.mixer, (1 + actual[1]) * norm(x) + actual[0], grid)
+    return x + actual[5] * block.mlp((1 + actual[4]) * norm(x) + actual[3]) if len(actual) == 6 else x
 
 
 def double(module):
@@ -113,13 +113,13 @@ def test_one_direction_is_mamba_2_of_transformers(tokens):
     theirs, ours = Theirs(config, layer_idx=0), scramble(Mamba2Mixer(32, 16, 8, 2, 4, 1))
     theirs.load_state_dict(ours.state_dict(), strict=True)
     x = torch.randn(2, tokens, 32)
-    found = []
-    for one in (ours, theirs):
+    actual = []
+    for item in (ours, theirs):
         given = x.clone().requires_grad_()
-        out = one(given)
+        out = item(given)
         out.square().sum().backward()
-        found.append([out.detach(), given.grad, *(p.grad for _, p in sorted(one.named_parameters()))])
-    for a, b in zip(*found, strict=True):
+        actual.append([out.detach(), given.grad, *(p.grad for _, p in sorted(item.named_parameters()))])
+    for a, b in zip(*actual, strict=True):
         assert (a - b).abs().max() <= 1e-5 * b.abs().max().clamp(min=1)
 
 
@@ -149,14 +149,14 @@ def test_steps_and_decays_of_any_size_break_nothing(step, decay):
     """What a network learns: finite numbers and gradients, and A beyond the limit is the limit's."""
     m, x = mixer(4), torch.randn(1, 70, 12)
     m.dt_bias.data.fill_(step)
-    found = []
-    for one in (decay, min(decay, 40.0)):
-        m.A_log.data.fill_(one)
+    actual = []
+    for item in (decay, min(decay, 40.0)):
+        m.A_log.data.fill_(item)
         m.zero_grad()
-        found.append(m(x, (7, 10)))
-        found[-1].square().sum().backward()
-        assert found[-1].isfinite().all() and all(p.grad.isfinite().all() for p in m.parameters())
-    assert torch.equal(*found)
+        actual.append(m(x, (7, 10)))
+        actual[-1].square().sum().backward()
+        assert actual[-1].isfinite().all() and all(p.grad.isfinite().all() for p in m.parameters())
+    assert torch.equal(*actual)
 
 
 @pytest.mark.parametrize("mlp_ratio", [2.5, 0])
@@ -193,8 +193,8 @@ def test_parameter_count(dim, depth, mlp_ratio, directions):
     modulation = (6 if mlp_ratio else 3) * (dim**2 + dim)
     count = depth * (mixing + mlp + modulation) + sum(p.numel() for p in frame.parameters())
     assert sum(p.numel() for p in ours.parameters()) == count
-    own = {name: value.shape for name, value in ours.state_dict().items() if not name.startswith("blocks.")}
-    assert own == {name: value.shape for name, value in frame.state_dict().items()}
+    mine = {name: value.shape for name, value in ours.state_dict().items() if not name.startswith("blocks.")}
+    assert mine == {name: value.shape for name, value in frame.state_dict().items()}
 
 
 def test_sizes_that_the_page_lists():
@@ -252,7 +252,7 @@ def test_hooks_route_rows_as_run_blocks_does(directions):
     blocks = torch.nn.ModuleList(scramble(MambaBlock(12, 2.0, mixer(directions))) for _ in range(3))
     x, c = torch.randn(3, height * width, 12), torch.randn(3, 12)
     route, ids = Route(1, 2, 0.5, select="row"), rows(3, 0.5, (height, width))
-    found = run_blocks(list(blocks), x, c, routes=[(route, ids)], grid=(height, width))
+    actual = run_blocks(list(blocks), x, c, routes=[(route, ids)], grid=(height, width))
 
     def select(args, kwargs, ids):
         return (gather_tokens(args[0], ids), *args[1:]), {"grid": (ids.shape[1] // width, width)}
@@ -264,7 +264,7 @@ def test_hooks_route_rows_as_run_blocks_does(directions):
     with attached.on_ids(ids):
         for block in blocks:
             x = block(x, c, grid=(height, width))
-    torch.testing.assert_close(x, found)
+    torch.testing.assert_close(x, actual)
 
 
 def test_routes():
@@ -367,13 +367,13 @@ def test_the_fused_kernel_is_the_scan(directions):
     pytest.importorskip("mamba_ssm")
     ours = scramble(Mamba2Mixer(128, 64, 64, 2, 4, directions)).cuda()
     fused = scramble(Mamba2Mixer(128, 64, 64, 2, 4, directions, "mamba_ssm")).cuda()
-    x, found = torch.randn(4, 240, 128, device="cuda"), []
-    for one in (ours, fused):
+    x, actual = torch.randn(4, 240, 128, device="cuda"), []
+    for item in (ours, fused):
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            out = one(x, (12, 20))
+            out = item(x, (12, 20))
         out.float().square().sum().backward()
-        found.append([out.detach(), *(parameter.grad for parameter in one.parameters())])
-    for a, b in zip(*found, strict=True):
+        actual.append([out.detach(), *(parameter.grad for parameter in item.parameters())])
+    for a, b in zip(*actual, strict=True):
         assert (a - b).abs().max() <= 2e-2 * a.abs().max()
 
 

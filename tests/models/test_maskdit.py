@@ -55,8 +55,8 @@ def golden(asset):
     return g, network, labels, [(HALF, g["in.ids_keep"])]
 
 
-def assert_near(found, expected, limit=1e-4):
-    assert (found - expected).abs().max() <= limit
+def assert_near(actual, expected, limit=1e-4):
+    assert (actual - expected).abs().max() <= limit
 
 
 def test_golden_forward_and_losses(golden):
@@ -104,7 +104,7 @@ def test_published_parameter_counts(size):
     dim, depth, heads, millions = ENCODERS[size]
     with torch.device("meta"):
         network = MaskDiT(hidden_size=dim, depth=depth, num_heads=heads)
-    assert round((sum(one.numel() for one in network.parameters()) - dim) / 1e6, 2) == millions
+    assert round((sum(item.numel() for item in network.parameters()) - dim) / 1e6, 2) == millions
 
 
 @pytest.mark.parametrize("more", [{}, {"mlp_ratio": 3.0, "learn_sigma": True, "decoder_depth": 3}])
@@ -152,7 +152,7 @@ def test_gradients_reach_the_mask_token_and_all_but_the_null_class():
     for routes in (drawn(), ()):
         network.zero_grad(set_to_none=True)
         network(x, t, torch.tensor([0, 1, 10]), routes).square().mean().backward()
-        assert all(one.grad is not None for one in network.parameters())
+        assert all(item.grad is not None for item in network.parameters())
         assert network.mask_token.grad.any() == bool(routes)
         assert not network.y_embedder.embedding_table.weight.grad[10].any()
         assert network.y_embedder.embedding_table.weight.grad[:2].all()

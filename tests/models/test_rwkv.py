@@ -78,8 +78,8 @@ def naive_channel(m, x, grid):
 def naive_block(block, x, c, grid):
     """x + α·mix(γ·norm(x) + β), twice, with β, γ − 1, α from the conditioning."""
     layer = block.adaLN_modulation[1]
-    found = (c * c.sigmoid()) @ layer.weight.T + layer.bias
-    b1, g1, a1, b2, g2, a2 = found[:, None].chunk(6, dim=2)
+    actual = (c * c.sigmoid()) @ layer.weight.T + layer.bias
+    b1, g1, a1, b2, g2, a2 = actual[:, None].chunk(6, dim=2)
 
     def norm(y):
         return (y - y.mean(dim=2, keepdim=True)) / (y.var(dim=2, correction=0, keepdim=True) + 1e-6).sqrt()
@@ -96,8 +96,8 @@ def test_where_it_starts():
     mix = SpatialMix(16)
     assert torch.allclose(mix.decay.view(4, 4), torch.tensor([0.0, 8 / 3, 16 / 3, 8.0]).expand(4, -1))
     assert not mix.bonus.any()
-    for one in (mix.mix_r, mix.mix_k, mix.mix_v, ChannelMix(16, 32).mix_r, ChannelMix(16, 32).mix_k):
-        assert (one == 0.5).all()
+    for item in (mix.mix_r, mix.mix_k, mix.mix_v, ChannelMix(16, 32).mix_r, ChannelMix(16, 32).mix_k):
+        assert (item == 0.5).all()
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -115,8 +115,8 @@ def test_parts_and_block_equal_their_equations(grid):
         (RWKVBlock(16, 2.5), lambda m: naive_block(m, x.double(), c.double(), grid)),
     ):
         scramble(module)
-        found = module(x, c, grid) if isinstance(module, RWKVBlock) else module(x, grid)
-        torch.testing.assert_close(found.double(), twin(copy.deepcopy(module).double()), rtol=1e-5, atol=1e-6)
+        actual = module(x, c, grid) if isinstance(module, RWKVBlock) else module(x, grid)
+        torch.testing.assert_close(actual.double(), twin(copy.deepcopy(module).double()), rtol=1e-5, atol=1e-6)
 
 
 def test_network_is_its_blocks_on_the_token_grid():
@@ -146,8 +146,8 @@ def test_parameter_count(dim, depth, mlp_ratio):
         frame = DiT(hidden_size=dim, depth=0, num_heads=4)
     block = (5 + 2 * mlp_ratio) * dim**2 + 7 * dim + 6 * dim**2 + 6 * dim
     assert sum(p.numel() for p in ours.parameters()) == depth * block + sum(p.numel() for p in frame.parameters())
-    own = {name: value.shape for name, value in ours.state_dict().items() if not name.startswith("blocks.")}
-    assert own == {name: value.shape for name, value in frame.state_dict().items()}
+    mine = {name: value.shape for name, value in ours.state_dict().items() if not name.startswith("blocks.")}
+    assert mine == {name: value.shape for name, value in frame.state_dict().items()}
 
 
 @pytest.mark.parametrize("routes", [(), (Route(1, 4, 0.5),), (Route(0, 1, 0.25), Route(3, 5, 0.7))])

@@ -49,8 +49,8 @@ def drawn(size=3, route=ROUTE, seed=2):
     return [(route, choose_ids(route, noise, (4, 4)))]
 
 
-def assert_near(found, expected, limit):
-    assert (found - expected).abs().max() <= limit
+def assert_near(actual, expected, limit):
+    assert (actual - expected).abs().max() <= limit
 
 
 @pytest.fixture
@@ -77,14 +77,14 @@ def test_golden_forward_hidden_states_and_gradients(golden):
     network.fusion_proj.register_forward_hook(lambda _, given, output: fused.append((given[0], output)))
     routes = [(ROUTE, g["plain.in.ids_keep"])]
     x, t, y = g["in.x"], g["in.t"], g["in.y"]
-    found = network(x, t, y, routes, g["plain.in.path_drop"], record)
-    assert_near(found, g["plain.out.train"], 1e-4)
+    actual = network(x, t, y, routes, g["plain.in.path_drop"], record)
+    assert_near(actual, g["plain.out.train"], 1e-4)
     assert_near(record.outputs[1][0], g["plain.out.f"], 1e-4)
     both, h_in = fused[0]
     assert_near(both[..., :64], g["plain.out.f"], 1e-4)
     assert_near(both[..., 64:], g["plain.out.g_pad_after_pathdrop"], 1e-4)
     assert_near(h_in, g["plain.out.h_in"], 1e-4)
-    loss = (found - g["in.target"]).square().mean()
+    loss = (actual - g["in.target"]).square().mean()
     assert_near(loss, g["plain.out.loss"], 1e-5)
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in network.named_parameters()}
@@ -102,7 +102,7 @@ def test_it_is_its_parts(choices):
     network, (x, t, y) = tiny(7, **choices), batch()
     routes, path_drop = drawn(), torch.tensor([False, True, False])
     with torch.no_grad():
-        found, expected = network(x, t, y, routes, path_drop), []
+        actual, expected = network(x, t, y, routes, path_drop), []
         for b in range(3):
             tokens, c = network.embed(x[b : b + 1], t[b : b + 1], y[b : b + 1])
             ids = routes[0][1][b]
@@ -111,7 +111,7 @@ def test_it_is_its_parts(choices):
                 tokens = block(tokens, *table, c)
             kept = tokens[:, ids]
             for block in network.blocks[2:5]:
-                kept = block(kept, *(one[:, ids] for one in table), c)
+                kept = block(kept, *(item[:, ids] for item in table), c)
             g = network.mask_token.repeat(1, 16, 1)
             if not path_drop[b]:
                 for place, token in zip(ids, kept[0]):
@@ -123,7 +123,7 @@ def test_it_is_its_parts(choices):
                 tokens = block(tokens, *table, c)
             expected.append(network.unpatchify(network.final_layer(tokens, c)))
     expected = torch.cat(expected)
-    assert_near(found / expected.abs().max(), expected / expected.abs().max(), 1e-5)
+    assert_near(actual / expected.abs().max(), expected / expected.abs().max(), 1e-5)
 
 
 def test_nothing_left_out_is_the_dense_forward_bit_for_bit():
@@ -143,14 +143,14 @@ def test_path_dropped_samples_do_not_depend_on_g():
     for parameter in other.blocks[2:4].parameters():
         torch.nn.init.normal_(parameter)
     with torch.no_grad():
-        one, two = network(x, t, y, drawn(), path_drop), other(x, t, y, drawn(seed=5), path_drop)
-        assert torch.equal(one[path_drop], two[path_drop]) and not torch.equal(one[1], two[1])
+        item, two = network(x, t, y, drawn(), path_drop), other(x, t, y, drawn(seed=5), path_drop)
+        assert torch.equal(item[path_drop], two[path_drop]) and not torch.equal(item[1], two[1])
         calls = []
         for block in network.blocks:
             block.register_forward_hook(lambda *_: calls.append(1))
         without = network(x, t, y, path_drop=True)
         assert len(calls) == 4
-        torch.testing.assert_close(without[path_drop], one[path_drop], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(without[path_drop], item[path_drop], rtol=1e-5, atol=1e-5)
         assert torch.equal(without, network(x, t, y, drawn(), True))
 
 
@@ -193,8 +193,8 @@ def test_fusion_is_all_that_it_adds_to_the_backbone():
 @pytest.mark.parametrize(("routed", "path_drop"), [(False, False), (True, False), (False, True)])
 def test_flops_agree_with_torchs_counter(choices, routed, path_drop):
     network, given = tiny(7, **choices), (*batch(2), drawn(2) if routed else (), path_drop or None)
-    found = network.forward_flops([ROUTE] if routed else [], path_drop=path_drop)
-    assert 2 * found == counted_flops(network, *given)
+    actual = network.forward_flops([ROUTE] if routed else [], path_drop=path_drop)
+    assert 2 * actual == counted_flops(network, *given)
 
 
 @pytest.mark.parametrize("block", [0, 2, 4, 5])
@@ -210,12 +210,12 @@ def test_states_of_the_sparse_part_hold_its_tokens_alone_behind_it_too():
     network, (x, t, y), routes = tiny(), batch(), drawn()
     record = Record(range(6))
     with torch.no_grad():
-        found = block_states(network, x, t, y, routes)[1]
+        actual = block_states(network, x, t, y, routes)[1]
         network(x, t, y, routes, record=record)
     kept = torch.zeros(3, 16, dtype=torch.bool).scatter(1, routes[0][1], True)
     assert list(record.outputs) == list(range(6))
     for block, (output, ids_keep) in record.outputs.items():
-        tokens, held = found.tokens[block + 1], found.held[block + 1]
+        tokens, held = actual.tokens[block + 1], actual.held[block + 1]
         assert torch.equal(held, kept if block in (2, 3) else torch.ones_like(kept))
         assert torch.equal(tokens[held], output.flatten(0, 1)) and not tokens[~held].any()
         assert (ids_keep is routes[0][1]) == (block in (2, 3))
@@ -264,7 +264,7 @@ def test_path_drop_guidance_is_its_equation_and_costs_what_runs(kind, weak_class
     network, labels = tiny(std=0.1).requires_grad_(False), torch.tensor([1, 2])
     model, guidance = Model(RF(), network, (ROUTE,)), Guidance(kind, 2.0)
     sampler = Sampler(steps=1, batch_size=2, solver="euler", guidance=guidance)
-    (found,) = draw(model, [1, 2], labels, sampler)
+    (actual,) = draw(model, [1, 2], labels, sampler)
     assert 2 * sampler.flops(model) == counted_flops(lambda: list(draw(model, [1, 2], labels, sampler)))
     assert sampler.flops(model) < 0.95 * Sampler(steps=1, solver="euler", guidance=Guidance("cfg", 2.0)).flops(model)
 
@@ -280,7 +280,7 @@ def test_path_drop_guidance_is_its_equation_and_costs_what_runs(kind, weak_class
 
     level = process.schedule(1)[0].float()
     noise = torch.cat([seeded_normal([seed], (4, 4, 4)) for seed in (1, 2)])
-    torch.testing.assert_close(found, denoise(level * noise, level, labels).float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual, denoise(level * noise, level, labels).float(), rtol=1e-4, atol=1e-4)
     plain = LightningDiT(depth=6, **SIZES)
     with pytest.raises(ValueError, match=f"guidance={kind} leaves out .* model=sprint"):
         next(draw(Model(RF(), plain, ()), [1, 2], labels, sampler))
@@ -338,10 +338,10 @@ def test_two_processes_equal_one_in_both_stages(tmp_path):
         options = [*run, f"train.routes_until={until}", f"train.steps={steps}"]
         launch(tmp_path, *options, f"name=one-{until}")
         launch_processes(tmp_path, *options, f"name=two-{until}", processes=2)
-        one, two = (tmp_path / f"results/{name}-{until}" for name in ("one", "two"))
-        assert records(two) == [pytest.approx(record, rel=1e-5) for record in records(one)]
-        found, expected = state(two), state(one)
-        assert all(torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-4) for name in expected)
+        item, two = (tmp_path / f"results/{name}-{until}" for name in ("one", "two"))
+        assert records(two) == [pytest.approx(record, rel=1e-5) for record in records(item)]
+        actual, expected = state(two), state(item)
+        assert all(torch.allclose(actual[name], expected[name], rtol=1e-3, atol=1e-4) for name in expected)
 
 
 def test_doors_guide_by_a_dropped_path_where_it_was_trained(tmp_path):
@@ -367,5 +367,5 @@ def test_settings_that_can_not_be_are_refused(composed, overrides, shown):
 
 
 def test_weights_say_that_they_are_sprints():
-    found = sizes(tiny(**ALL_CHOICES).state_dict())
-    assert found["model.architecture"] == "sprint" and found["model.mlp"] == "swiglu" and found["model.depth"] == 6
+    actual = sizes(tiny(**ALL_CHOICES).state_dict())
+    assert actual["model.architecture"] == "sprint" and actual["model.mlp"] == "swiglu" and actual["model.depth"] == 6

@@ -30,7 +30,7 @@ ROUTE = Route(1, 2, 0.5, "off")
 LENGTHS = (5, 2, 1)
 
 
-def own(name: str) -> bool:
+def of_text(name: str) -> bool:
     """Whether a text network's parameter is of the text, and so in no other network."""
     return name.startswith(("y_embedder.", "null_")) or ".cross_" in name
 
@@ -75,20 +75,22 @@ def test_at_the_start_it_is_the_network_without_text(encoder, choices, other):
     for parameter in plain.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     torch.nn.init.zeros_(plain.y_embedder.embedding_table.weight)
-    shared = {name: value for name, value in plain.state_dict().items() if not own(name)}
-    assert shared.keys() == {name for name in network.state_dict() if not own(name)}
+    shared = {name: value for name, value in plain.state_dict().items() if not of_text(name)}
+    assert shared.keys() == {name for name in network.state_dict() if not of_text(name)}
     network.load_state_dict(shared, strict=False)
     for precision in ("fp32", "bf16"):
         for routes in ((), drawn()):
             with autocast(torch.device("cpu"), precision), torch.no_grad():
-                found = network(*batch(), texts(network), routes)
-                assert torch.equal(found, plain(*batch(), torch.arange(3), routes)) and found.abs().max() > 0.1
+                actual = network(*batch(), texts(network), routes)
+                assert torch.equal(actual, plain(*batch(), torch.arange(3), routes)) and actual.abs().max() > 0.1
 
 
 @pytest.mark.parametrize("init", ["adaln_zero", "xavier"])
 def test_what_brings_text_in_starts_at_zero_and_learns(init):
     network = TextDiT(**SIZES, **ENCODER, init=init)
-    zeros = {name for name, value in network.named_parameters() if own(name) and not value.any() and "bias" not in name}
+    zeros = {
+        name for name, value in network.named_parameters() if of_text(name) and not value.any() and "bias" not in name
+    }
     assert zeros == {"y_embedder.pooled_proj.weight", *(f"blocks.{i}.cross_attn.proj.weight" for i in range(4))}
     network = tiny()
     network(*batch(), texts(network)).square().mean().backward()
@@ -103,13 +105,13 @@ def test_padding_counts_for_nothing_and_a_word_does(encoder, choices):
     padding = torch.full_like(y.tokens, 10**6 if network.y_embedder.vocabulary else math.nan)
     masked = y.mask if network.y_embedder.vocabulary else y.mask.unsqueeze(2)
     with torch.no_grad():
-        found = network(x, t, y, routes)
-        assert torch.equal(network(x, t, y._replace(tokens=torch.where(masked, y.tokens, padding)), routes), found)
+        actual = network(x, t, y, routes)
+        assert torch.equal(network(x, t, y._replace(tokens=torch.where(masked, y.tokens, padding)), routes), actual)
         for row, length in enumerate(LENGTHS):
             for word in range(length):
                 tokens = y.tokens.clone()
                 tokens[row, word] = (tokens[row, word] + 1) % 9
-                changed = (network(x, t, y._replace(tokens=tokens), routes) - found).abs().amax(dim=(1, 2, 3)) > 1e-6
+                changed = (network(x, t, y._replace(tokens=tokens), routes) - actual).abs().amax(dim=(1, 2, 3)) > 1e-6
                 assert changed.tolist() == [number == row for number in range(3)]  # other samples' pictures are theirs
 
 
@@ -181,8 +183,8 @@ def test_it_is_its_twin_written_token_by_token(encoder, routes):
     network, (x, t) = tiny(0.2, **encoder), batch(2)
     y = texts(network, lengths=(3, 1))
     with torch.no_grad():
-        found = network(x, t, y, routes)
-        torch.testing.assert_close(found.double(), naive(network, x, t, y, routes), rtol=1e-4, atol=1e-4)
+        actual = network(x, t, y, routes)
+        torch.testing.assert_close(actual.double(), naive(network, x, t, y, routes), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("encoder", [ENCODER, UNPOOLED, WORDS], ids=["encoder", "unpooled", "words"])
@@ -233,9 +235,9 @@ def test_guidance_works_as_of_classes(guidance):
     def samples(labels, seeds):
         return torch.cat(list(draw(model, seeds, torch.tensor(labels), sampler, weak)))
 
-    found = samples([0, 1, 2], [4, 4, 9])
-    assert torch.equal(samples([2], [9])[0], found[2]) and found.isfinite().all()
-    assert torch.equal(found[0], found[1]) == (guidance.kind == "sparse_uncond")
+    actual = samples([0, 1, 2], [4, 4, 9])
+    assert torch.equal(samples([2], [9])[0], actual[2]) and actual.isfinite().all()
+    assert torch.equal(actual[0], actual[1]) == (guidance.kind == "sparse_uncond")
     with pytest.raises(ValueError, match="classes lie in 0..4, but must lie in 0..2, or be 3"):
         samples([0, 4], [1, 2])
 
@@ -257,10 +259,10 @@ def test_labels_and_texts_share_their_functions():
     of = {4: 0, 7: 1, 9: 2}
     for function, expected in done.values():
         assert function(labels, torch.tensor([10])).tolist() == expected
-        found = function(y, null)
+        actual = function(y, null)
         for name in Text._fields:
             rows = [getattr(y, name)[of[one]] if one in of else getattr(null, name)[0] for one in expected]
-            assert torch.equal(getattr(found, name), torch.stack(rows))
+            assert torch.equal(getattr(actual, name), torch.stack(rows))
     assert conditions.rows(Text(y.tokens, y.mask), slice(0, 1)).pooled is None
 
 

@@ -39,10 +39,10 @@ def derived(function, given):
 
 def assert_as_naive(given, tolerance=2e-5):
     """Output and gradients are finite and the twin's, within a share of the largest number of each, or of 1."""
-    for found, expected in zip(derived(wkv, given), derived(naive, given), strict=True):
-        assert found.dtype == torch.float32 and found.shape == expected.shape
-        assert found.isfinite().all()
-        assert (found - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1.0)
+    for actual, expected in zip(derived(wkv, given), derived(naive, given), strict=True):
+        assert actual.dtype == torch.float32 and actual.shape == expected.shape
+        assert actual.isfinite().all()
+        assert (actual - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1.0)
 
 
 @pytest.mark.parametrize("tokens", COUNTS)
@@ -71,7 +71,7 @@ def test_decays_and_bonuses_beyond_the_limits_count_as_the_limits(tokens):
     k, v, w, u = inputs(tokens, 60.0, (200.0, -1e4, 61.0, -60.0), (-95.0, -1e4, -21.0, 0.0))
     clamped = wkv(k, v, torch.tensor([60.0, -60.0, 60.0, -60.0]), torch.tensor([-20.0, -20.0, -20.0, 0.0]))
     assert torch.equal(wkv(k, v, w, u), clamped)
-    assert all(one.isfinite().all() for one in derived(wkv, (k, v, w, u)))
+    assert all(item.isfinite().all() for item in derived(wkv, (k, v, w, u)))
 
 
 @pytest.mark.parametrize("tokens", [33, 1100])
@@ -104,9 +104,9 @@ def test_half_precision_costs_the_rounding_of_the_inputs_alone(tokens):
         torch.testing.assert_close(out.double(), naive(*rounded), rtol=1e-5, atol=1e-5)
         gradients = torch.autograd.grad(out.sum(), leaves)
         assert [x.dtype for x in gradients] == [x.dtype for x in rounded]
-        for found, expected in zip(gradients, derived_of_sum(rounded), strict=True):
-            rtol = 2**-8 if found.dtype == torch.bfloat16 else 1e-4  # a gradient is rounded as its input is
-            torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=1e-4)
+        for actual, expected in zip(gradients, derived_of_sum(rounded), strict=True):
+            rtol = 2**-8 if actual.dtype == torch.bfloat16 else 1e-4  # a gradient is rounded as its input is
+            torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=1e-4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(wkv(k, v, w, u), wkv(*(x.float() for x in (k, v, w, u))))  # autocast rounds nothing
 
@@ -121,8 +121,8 @@ def test_compiled_it_is_one_graph_with_the_same_numbers():
     torch._dynamo.reset()
     given = inputs(100)
     compiled = torch.compile(wkv, fullgraph=True, backend="aot_eager")
-    for found, expected in zip(derived(compiled, given), derived(wkv, given), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for actual, expected in zip(derived(compiled, given), derived(wkv, given), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     torch._dynamo.reset()
 
 
@@ -152,7 +152,7 @@ def test_products_are_linear_in_the_tokens():
 def test_on_a_gpu_it_equals_the_formula(tokens):
     given = inputs(tokens, w=(0.0, 8.0, 60.0, -60.0), batch=1)
     with exact():
-        found = derived(lambda *leaves: wkv(*(x.to("cuda") for x in leaves)).cpu(), given)
-    for ours, theirs in zip(found, derived(naive, given), strict=True):
+        actual = derived(lambda *leaves: wkv(*(x.to("cuda") for x in leaves)).cpu(), given)
+    for ours, theirs in zip(actual, derived(naive, given), strict=True):
         assert ours.isfinite().all()
         assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max().clamp(min=1.0)

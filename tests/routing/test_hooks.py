@@ -171,12 +171,12 @@ def seen_inside(blocks: torch.nn.ModuleList) -> list[int]:
     return seen
 
 
-def calls_of(one: Case, index: int) -> tuple[tuple, dict, object]:
+def calls_of(item: Case, index: int) -> tuple[tuple, dict, object]:
     """How a block is called in a run of the model, and what it returns to the model."""
     calls = []
-    hook = one.blocks[index].register_forward_hook(lambda m, *call: calls.append(call), with_kwargs=True)
+    hook = item.blocks[index].register_forward_hook(lambda m, *call: calls.append(call), with_kwargs=True)
     with torch.no_grad():
-        one.run()
+        item.run()
     hook.remove()
     return calls[-1]
 
@@ -185,11 +185,11 @@ def tokens_of(output) -> torch.Tensor:
     return output[1] if isinstance(output, tuple) else output
 
 
-def twin(one: Case, ids: torch.Tensor, first: int = 1, last: int = -2, rejoin: int = 1) -> torch.Tensor:
+def twin(item: Case, ids: torch.Tensor, first: int = 1, last: int = -2, rejoin: int = 1) -> torch.Tensor:
     """Tokens behind the last block of an untouched model's blocks, each sample by itself and by plain indexing."""
-    args, kwargs, _ = calls_of(one, 0)
-    named = inspect.signature(one.blocks[0].forward).bind(*args, **kwargs).arguments
-    count, last = named["hidden_states"].shape[1], last % len(one.blocks)
+    args, kwargs, _ = calls_of(item, 0)
+    named = inspect.signature(item.blocks[0].forward).bind(*args, **kwargs).arguments
+    count, last = named["hidden_states"].shape[1], last % len(item.blocks)
 
     def of_one(name, value, b, places):
         if isinstance(value, tuple):  # tables without a batch axis: text, then image
@@ -204,7 +204,7 @@ def twin(one: Case, ids: torch.Tensor, first: int = 1, last: int = -2, rejoin: i
         tokens = named["hidden_states"][b].clone()
         text = named.get("encoder_hidden_states")
         states = []
-        for index, block in enumerate(one.blocks):
+        for index, block in enumerate(item.blocks):
             places = ids[b].tolist() if first <= index <= last else list(range(count))
             states.append(tokens.clone())
             inputs = {name: of_one(name, value, b, places) for name, value in named.items()}
@@ -222,39 +222,39 @@ def twin(one: Case, ids: torch.Tensor, first: int = 1, last: int = -2, rejoin: i
     return torch.stack(samples)
 
 
-def gradients(one: Case) -> list[torch.Tensor]:
-    found = [p.grad.clone() for p in one.model.parameters() if p.grad is not None]
-    one.model.zero_grad(set_to_none=True)
-    return found
+def gradients(item: Case) -> list[torch.Tensor]:
+    actual = [p.grad.clone() for p in item.model.parameters() if p.grad is not None]
+    item.model.zero_grad(set_to_none=True)
+    return actual
 
 
 @every_model
 def test_blocks_on_a_route_run_the_kept_tokens_and_leave_the_rest(name):
     """Off, removed and at ratio 0 a model is what it was. On, it is the twin, also where tokens rejoin earlier; the
     skipped tokens are bit for bit those before the route, and the first layer of each block sees the others only."""
-    one, ids, text = case(name), case(name).ids(), TEXT if name == "flux single" else 0  # its first layer sees both
-    (args, kwargs, first), before, names = calls_of(one, 0), one.run(), list(one.model.state_dict())
-    given = inspect.signature(one.blocks[0].forward).bind(*args, **kwargs).arguments["hidden_states"]
-    expected = {rejoin: twin(one, ids, rejoin=rejoin) for rejoin in (0, 1)}
+    item, ids, text = case(name), case(name).ids(), TEXT if name == "flux single" else 0  # its first layer sees both
+    (args, kwargs, first), before, names = calls_of(item, 0), item.run(), list(item.model.state_dict())
+    given = inspect.signature(item.blocks[0].forward).bind(*args, **kwargs).arguments["hidden_states"]
+    expected = {rejoin: twin(item, ids, rejoin=rejoin) for rejoin in (0, 1)}
     assert not torch.allclose(*expected.values(), atol=0.01)
-    seen = seen_inside(one.blocks)
+    seen = seen_inside(item.blocks)
     for rejoin, state in ((0, given), (1, tokens_of(first))):
-        routing = one.attach(None if rejoin else 0)
-        assert torch.equal(one.run(), before) and list(one.model.state_dict()) == names
-        with routing.on(one.noise, ratio=0.0, prefix=one.prefix, force_keep=one.force_keep):
-            assert torch.equal(one.run(), before)
+        routing = item.attach(None if rejoin else 0)
+        assert torch.equal(item.run(), before) and list(item.model.state_dict()) == names
+        with routing.on(item.noise, ratio=0.0, prefix=item.prefix, force_keep=item.force_keep):
+            assert torch.equal(item.run(), before)
         seen.clear()
-        with routing.on(one.noise, prefix=one.prefix, force_keep=one.force_keep):
-            torch.testing.assert_close(tokens_of(calls_of(one, -1)[2]), expected[rejoin], rtol=1e-4, atol=1e-4)
+        with routing.on(item.noise, prefix=item.prefix, force_keep=item.force_keep):
+            torch.testing.assert_close(tokens_of(calls_of(item, -1)[2]), expected[rejoin], rtol=1e-4, atol=1e-4)
         whole, kept = text + state.shape[1], text + ids.shape[1]
-        assert seen == [kept if 1 <= i < len(one.blocks) - 1 else whole for i in range(len(one.blocks))]
+        assert seen == [kept if 1 <= i < len(item.blocks) - 1 else whole for i in range(len(item.blocks))]
         with routing.on_ids(ids):
-            behind = tokens_of(calls_of(one, -2)[2])
+            behind = tokens_of(calls_of(item, -2)[2])
         skipped = torch.ones(state.shape[:2], dtype=torch.bool).scatter_(1, ids, False)
         assert skipped.any() and torch.equal(behind[skipped], state[skipped])
         routing.remove()
-    assert torch.equal(one.run(), before)
-    assert not any(block._forward_hooks for block in one.blocks)
+    assert torch.equal(item.run(), before)
+    assert not any(block._forward_hooks for block in item.blocks)
 
 
 class ByHand(torch.nn.Module):
@@ -279,9 +279,9 @@ class ByHand(torch.nn.Module):
 @pytest.mark.parametrize("name", ["pixart", "sd3"])
 def test_values_and_gradients_are_those_of_a_loop_by_hand(name):
     """Bit for bit, and every weight has a gradient: those that the text alone meets, too."""
-    one, ids = case(name), case(name).ids()
-    with one.attach().on_ids(ids):
-        loss = one.loss()
+    item, ids = case(name), case(name).ids()
+    with item.attach().on_ids(ids):
+        loss = item.loss()
         loss.backward()
     other = case(name)
     blocks, other.model.transformer_blocks = other.blocks, torch.nn.ModuleList([ByHand(other.blocks, ids)])
@@ -289,60 +289,60 @@ def test_values_and_gradients_are_those_of_a_loop_by_hand(name):
     expected.backward()
     other.model.transformer_blocks = blocks
     assert torch.equal(loss, expected)
-    assert all(parameter.grad is not None for parameter in one.model.parameters())
-    assert all(map(torch.equal, gradients(one), gradients(other)))
+    assert all(parameter.grad is not None for parameter in item.model.parameters())
+    assert all(map(torch.equal, gradients(item), gradients(other)))
 
 
 def test_a_route_to_the_last_joint_block_which_returns_no_text():
-    one, ids = case("sd3"), case("sd3").ids()
-    expected = twin(one, ids, last=-1)
-    with attach_routes(one.blocks, Route(1, -1), select_first, **one.places).on_ids(ids):
-        text, tokens = calls_of(one, -1)[2]
-        one.loss().backward()
+    item, ids = case("sd3"), case("sd3").ids()
+    expected = twin(item, ids, last=-1)
+    with attach_routes(item.blocks, Route(1, -1), select_first, **item.places).on_ids(ids):
+        text, tokens = calls_of(item, -1)[2]
+        item.loss().backward()
     assert text is None
     torch.testing.assert_close(tokens, expected, rtol=1e-4, atol=1e-4)
-    unused = {name for name, parameter in one.model.named_parameters() if parameter.grad is None}
-    assert not unused and one.model.context_embedder.weight.grad.abs().sum() > 0
+    unused = {name for name, parameter in item.model.named_parameters() if parameter.grad is None}
+    assert not unused and item.model.context_embedder.weight.grad.abs().sum() > 0
 
 
 @every_model
 def test_activation_checkpointing_gives_the_same_gradients(name):
-    one = case(name)
-    routing, ids = one.attach(), one.ids()
+    item = case(name)
+    routing, ids = item.attach(), item.ids()
     with routing.on_ids(ids):
-        one.loss().backward()
-    expected = gradients(one)
-    one.model.enable_gradient_checkpointing()
+        item.loss().backward()
+    expected = gradients(item)
+    item.model.enable_gradient_checkpointing()
     with routing.on_ids(ids):
-        one.loss().backward()
-    found = gradients(one)
-    assert len(found) == len(expected) > 0 and sum(g.abs().sum() > 0 for g in found) > len(found) // 2
-    for one_found, one_expected in zip(found, expected):
+        item.loss().backward()
+    actual = gradients(item)
+    assert len(actual) == len(expected) > 0 and sum(g.abs().sum() > 0 for g in actual) > len(actual) // 2
+    for one_found, one_expected in zip(actual, expected):
         torch.testing.assert_close(one_found, one_expected)
 
 
 def test_activation_checkpointing_needs_the_context_in_the_backward_pass_and_no_earlier_rejoin():
-    one = case("dit")
-    before, routing = one.run(), one.attach()
-    one.model.enable_gradient_checkpointing()
-    with routing.on_ids(one.ids()):
-        loss = one.loss()
+    item = case("dit")
+    before, routing = item.run(), item.attach()
+    item.model.enable_gradient_checkpointing()
+    with routing.on_ids(item.ids()):
+        loss = item.loss()
     with pytest.raises(CheckpointError):
         loss.backward()
     routing.remove()
-    with one.attach(rejoin=0).on(one.noise):
+    with item.attach(rejoin=0).on(item.noise):
         with pytest.raises(RuntimeError, match="block 4 was called without block 0.*activation checkpointing"):
-            one.loss().backward()
-    one.model.disable_gradient_checkpointing()
-    assert torch.equal(one.run(), before)
+            item.loss().backward()
+    item.model.disable_gradient_checkpointing()
+    assert torch.equal(item.run(), before)
 
 
 def test_ratio_is_overridden_at_inference():
-    one = case("dit")
-    routing, seen = one.attach(), seen_inside(one.blocks)
+    item = case("dit")
+    routing, seen = item.attach(), seen_inside(item.blocks)
     for ratio, kept in ((0.25, 12), (0.75, 4), (None, 8)):
-        with torch.no_grad(), routing.on(one.noise, ratio=ratio):
-            one.run()
+        with torch.no_grad(), routing.on(item.noise, ratio=ratio):
+            item.run()
         assert seen[-6:] == [16, kept, kept, kept, kept, 16]
     assert routing.routes[0].selection_ratio == 0.5
 
@@ -377,53 +377,53 @@ def test_routes_that_can_not_be_attached_are_refused(routes, given, message):
 )
 def test_what_the_blocks_show_to_be_wrong_is_refused(name, given, message):
     """A forgotten prefix, say, would route the first tokens only."""
-    one, before = case(name), case(name).run()
+    item, before = case(name), case(name).run()
     given = dict(given)
-    noise, prefix = one.noise[:, : given.pop("noise", 16)], given.pop("prefix", 0)
+    noise, prefix = item.noise[:, : given.pop("noise", 16)], given.pop("prefix", 0)
     if words := given.pop("words", 0):  # as many as picture tokens
-        one.inputs["encoder_hidden_states"] = torch.randn(B, words, 12)
-        del one.inputs["encoder_attention_mask"]
-    routing = attach_routes(one.blocks, Route(1, -1), **given)
+        item.inputs["encoder_hidden_states"] = torch.randn(B, words, 12)
+        del item.inputs["encoder_attention_mask"]
+    routing = attach_routes(item.blocks, Route(1, -1), **given)
     with pytest.raises(ValueError, match=message), routing.on(noise, prefix=prefix):
-        one.run()
-    assert words or torch.equal(one.run(), before)
+        item.run()
+    assert words or torch.equal(item.run(), before)
 
 
 def test_ids_that_do_not_fit_are_refused():
-    one = case("dit")
-    routing, before, ids = attach_routes(one.blocks, [Route(1, 2), Route(4, 5)]), one.run(), one.ids()
+    item = case("dit")
+    routing, before, ids = attach_routes(item.blocks, [Route(1, 2), Route(4, 5)]), item.run(), item.ids()
     for given, message in (
         ((ids,), "1 sets of ids for 2 routes"),
-        ((ids, one.noise), "float32"),
+        ((ids, item.noise), "float32"),
         ((ids[:, [0, 1, 0]], ids), "twice in sample 0"),
         ((ids[:1], ids), "ids of 1 samples for tokens of 3"),  # one row would do for the first sample alone
     ):
         with pytest.raises(ValueError, match=message), routing.on_ids(*given):
-            one.run()
+            item.run()
     with pytest.raises(RuntimeError, match="out of bounds"), routing.on_ids(ids + 16, ids):
-        one.run()
+        item.run()
     with pytest.raises(ValueError, match="3 tensors of noise for 2 routes"):
-        routing.on(one.noise, one.noise, one.noise)
-    assert torch.equal(one.run(), before)
+        routing.on(item.noise, item.noise, item.noise)
+    assert torch.equal(item.run(), before)
 
 
 def test_a_copy_of_a_model_has_routes_of_its_own():
-    one = case("dit")
-    one.model.routing = one.attach()
-    copied = copy.deepcopy(one.model)
-    before = one.run()
+    item = case("dit")
+    item.model.routing = item.attach()
+    copied = copy.deepcopy(item.model)
+    before = item.run()
 
     def run_copy():
-        return copied(**one.inputs).sample
+        return copied(**item.inputs).sample
 
-    with one.model.routing.on(one.noise):
-        inside = one.run()
+    with item.model.routing.on(item.noise):
+        inside = item.run()
         assert torch.equal(run_copy(), before)  # an average of weights sees all tokens
-    with copied.routing.on(one.noise):
-        assert torch.equal(run_copy(), inside) and torch.equal(one.run(), before)
+    with copied.routing.on(item.noise):
+        assert torch.equal(run_copy(), inside) and torch.equal(item.run(), before)
     copied.routing.remove()
     assert not any(block._forward_hooks for block in copied.transformer_blocks)
-    assert all(block._forward_hooks for block in one.blocks[1:-1])
+    assert all(block._forward_hooks for block in item.blocks[1:-1])
 
 
 class Mixing(torch.nn.Module):
@@ -471,28 +471,28 @@ def test_modules_that_put_the_tokens_first_need_a_select():
 
 
 def test_contexts_do_not_nest_and_errors_leave_the_routes_off():
-    one = case("dit")
-    before, routing = one.run(), one.attach()
+    item = case("dit")
+    before, routing = item.run(), item.attach()
 
     def fail(*call):
         raise KeyError
 
-    with routing.on(one.noise):
-        with pytest.raises(RuntimeError, match="on already"), routing.on(one.noise):
+    with routing.on(item.noise):
+        with pytest.raises(RuntimeError, match="on already"), routing.on(item.noise):
             pass
-        inside = one.run()
-        broken = one.blocks[2].ff.register_forward_hook(fail)
+        inside = item.run()
+        broken = item.blocks[2].ff.register_forward_hook(fail)
         with pytest.raises(KeyError):
-            one.run()
+            item.run()
         broken.remove()
-        assert torch.equal(one.run(), inside)  # an error that the caller handles inside the context
-    broken = one.blocks[2].ff.register_forward_hook(fail)
-    with pytest.raises(KeyError), routing.on(one.noise):
-        one.run()
+        assert torch.equal(item.run(), inside)  # an error that the caller handles inside the context
+    broken = item.blocks[2].ff.register_forward_hook(fail)
+    with pytest.raises(KeyError), routing.on(item.noise):
+        item.run()
     broken.remove()
-    assert torch.equal(one.run(), before)
+    assert torch.equal(item.run(), before)
     routing.remove()
-    with pytest.raises(RuntimeError, match="were removed"), routing.on(one.noise):
+    with pytest.raises(RuntimeError, match="were removed"), routing.on(item.noise):
         pass
 
 
@@ -580,11 +580,11 @@ IDS = torch.tensor([[0, 3, 4, 6], [7, 1, 2, 5]])
 def test_hooks_equal_run_blocks_where_tokens_rejoin_earlier(routes):
     """Bit for bit, gradients too; where another route starts, it is the state before that one takes tokens out."""
     model, ids = Plain(), [IDS, IDS.flip(0)][: len(routes)]
-    found = model.results(X, attach_routes(model.blocks, routes), *ids)
+    actual = model.results(X, attach_routes(model.blocks, routes), *ids)
     model = Plain()
     expected = run_blocks(model.blocks, model.first(X), routes=list(zip([replace(r, fp32="off") for r in routes], ids)))
     expected.square().sum().backward()
-    assert all(map(torch.equal, found, [expected, *(p.grad for p in model.parameters())]))
+    assert all(map(torch.equal, actual, [expected, *(p.grad for p in model.parameters())]))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -594,8 +594,8 @@ def test_recomputation_is_refused_where_tokens_rejoin_earlier(reentrant):
     routing = attach_routes(model.blocks, Route(3, 4, rejoin=1))
     expected = model.results(X, routing, IDS)
     for model.again in ((1, 2), (3,), (5,)):
-        for one, other in zip(model.results(X, routing, IDS), expected):
-            torch.testing.assert_close(one, other)
+        for item, other in zip(model.results(X, routing, IDS), expected):
+            torch.testing.assert_close(item, other)
     for model.again in (range(6), (4,)):
         with pytest.raises(RuntimeError, match="block 4 .*leave rejoin out, or use run_blocks"):
             model.results(X, routing, IDS)

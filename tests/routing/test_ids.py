@@ -47,10 +47,10 @@ def uniform(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
 
 def mask(batch: int, tokens: int, *places: tuple[int, int]) -> torch.Tensor:
     """False but at (sample, token)."""
-    found = torch.zeros(batch, tokens, dtype=torch.bool)
+    actual = torch.zeros(batch, tokens, dtype=torch.bool)
     for sample, token in places:
-        found[sample, token] = True
-    return found
+        actual[sample, token] = True
+    return actual
 
 
 def shares(subsets: torch.Tensor, size: int) -> tuple[int, float]:
@@ -72,8 +72,8 @@ def test_row_ids_equal_a_loop(grid, ratio):
         first = sorted(range(height), key=lambda row: numbers[row * width])
         rows = sorted(first[: height - int(height * ratio)])
         expected.append([row * width + column for row in rows for column in range(width)])
-    found = row_ids(noise, ratio, grid)
-    assert found.tolist() == expected and found.dtype == torch.int64
+    actual = row_ids(noise, ratio, grid)
+    assert actual.tolist() == expected and actual.dtype == torch.int64
 
 
 def test_every_set_of_rows_is_equally_likely_and_samples_differ():
@@ -109,10 +109,10 @@ def test_group_ids_equal_a_loop(grid):
             four = [(row + down) * width + column + right for down in (0, 1) for right in (0, 1)]
             ids.append(min(four, key=lambda token: numbers[token]))
         expected.append(sorted(ids))
-    found = group_ids(noise, grid)
-    assert found.tolist() == expected and found.dtype == torch.int64
+    actual = group_ids(noise, grid)
+    assert actual.tolist() == expected and actual.dtype == torch.int64
     route = Route(0, 0, 0.75, select="group")
-    assert torch.equal(choose_ids(route, noise, grid), found) and found.shape[1] == count_kept(route, height * width)
+    assert torch.equal(choose_ids(route, noise, grid), actual) and actual.shape[1] == count_kept(route, height * width)
     assert choose_ids(route, noise, grid, prefix=1).tolist() == [[0, *(i + 1 for i in ids)] for ids in expected]
 
 
@@ -222,9 +222,9 @@ def test_a_mask_of_another_shape_or_type_is_refused(select, keep):
 @pytest.mark.parametrize("select", SELECTS)
 def test_a_prefix_always_stays(select):
     noise, route = uniform(3, 16), Route(0, 0, 0.5, select=select)
-    found, plain = choose_ids(route, noise, (4, 4), prefix=2), choose_ids(route, noise, (4, 4))
-    assert found.tolist() == [[0, 1, *(token + 2 for token in ids)] for ids in plain.tolist()]
-    assert torch.equal(keep_prefix(plain, 2), found) and torch.equal(keep_prefix(plain, 0), plain)
+    actual, plain = choose_ids(route, noise, (4, 4), prefix=2), choose_ids(route, noise, (4, 4))
+    assert actual.tolist() == [[0, 1, *(token + 2 for token in ids)] for ids in plain.tolist()]
+    assert torch.equal(keep_prefix(plain, 2), actual) and torch.equal(keep_prefix(plain, 0), plain)
     forced = choose_ids(route, noise, (4, 4), mask(3, 16, (0, 7)), prefix=2)  # the mask is of those behind it
     assert forced.shape == (3, 10) and 9 in forced[0] and (forced[:, :2] == torch.arange(2)).all()
 
@@ -304,8 +304,8 @@ def test_a_schedule_has_so_many_ratios_and_keeps_its_ends(shape, levels):
 
 def test_a_schedule_is_of_all_routes():
     routes = (Route(1, 2, 0.5, "off", "row"), Route(4, 4, 0.9))
-    found = RatioSchedule(0.75, 0.25, last=4, levels=3).apply(routes, 2)
-    assert found == (Route(1, 2, 0.5, "off", "row"), Route(4, 4, 0.5))
+    actual = RatioSchedule(0.75, 0.25, last=4, levels=3).apply(routes, 2)
+    assert actual == (Route(1, 2, 0.5, "off", "row"), Route(4, 4, 0.5))
 
 
 @pytest.mark.parametrize(
@@ -396,14 +396,14 @@ def test_a_stale_route_runs_all_tokens_and_equals_a_loop(start, end):
     route, seen = Route(start, end, rejoin="stale"), []
     ids = draw_ids(uniform(2, 8), 0.5, sort=False)
     watched = [lambda tokens, block=block: seen.append(tokens.shape[1]) or block(tokens) for block in blocks]
-    found = run_blocks(watched, x, routes=[(route, ids)], record=(record := Record((start,))))
+    actual = run_blocks(watched, x, routes=[(route, ids)], record=(record := Record((start,))))
     assert seen == [8] * 7 and record.ids[0] is ids
     assert record.outputs[start][0].shape == (2, 8, 8) and record.outputs[start][1] is None
     expected = stale_twin(blocks, x, route.resolve(7), ids)
-    torch.testing.assert_close(found, expected)
-    assert (found - run_blocks(blocks, x, routes=[(Route(start, end), ids)])).abs().max() > 0.01
+    torch.testing.assert_close(actual, expected)
+    assert (actual - run_blocks(blocks, x, routes=[(Route(start, end), ids)])).abs().max() > 0.01
     weight, inputs = torch.randn_like(x), [x, *(p for block in blocks for p in block.parameters())]
-    ours, theirs = (torch.autograd.grad((out * weight).sum(), inputs) for out in (found, expected))
+    ours, theirs = (torch.autograd.grad((out * weight).sum(), inputs) for out in (actual, expected))
     for one, other in zip(ours, theirs):
         torch.testing.assert_close(one, other)
 
@@ -461,14 +461,14 @@ def test_scored_routes_choose_before_their_first_block_and_are_recorded_in_order
     blocks, x = mixing(), torch.randn(2, 8, 8, dtype=torch.float64, requires_grad=True)
     late, early = Route(5, 5, 0.25, select="norm"), Route(1, 3, select="norm")
     given, record = [(late, uniform(2, 8, 1)), (early, uniform(2, 8, 2))], Record()
-    found = run_blocks(blocks, x, routes=given, record=record)
+    actual = run_blocks(blocks, x, routes=given, record=record)
     assert [tuple(ids.shape) for ids in record.ids] == [(2, 6), (2, 4)]
     assert torch.equal(record.ids[1], settle_ids(early, given[1][1], blocks[0](x)))
     routes = [(route, ids) for (route, _), ids in zip(given, record.ids)]
     expected = run_blocks(blocks, x, routes=routes, record=(again := Record()))
-    assert torch.equal(found, expected) and all(map(torch.equal, record.ids, again.ids))
+    assert torch.equal(actual, expected) and all(map(torch.equal, record.ids, again.ids))
     inputs = [x, *(p for block in blocks for p in block.parameters())]
-    ours, theirs = (torch.autograd.grad(out.square().sum(), inputs) for out in (found, expected))
+    ours, theirs = (torch.autograd.grad(out.square().sum(), inputs) for out in (actual, expected))
     assert all(map(torch.equal, ours, theirs))
 
 
@@ -512,7 +512,7 @@ def test_branches_of_one_scored_route_run_as_one_batch_with_their_own_ids(tiny):
         strong, weak = ([(Route(1, 3, r, select="norm"), uniform(3, 16, s))] for r, s in ((0.5, 1), (ratio, 2)))
         calls.clear()
         branches = Branch(denoise, y, lambda call: strong), Branch(denoise, y.flip(0), lambda call: weak)  # noqa: B023
-        found = guided(*branches, lambda call: 3.0)(x, torch.tensor(0.5))
+        actual = guided(*branches, lambda call: 3.0)(x, torch.tensor(0.5))
         assert calls == together
         D_strong, D_weak = denoise(x, torch.tensor(0.5), y, strong), denoise(x, torch.tensor(0.5), y.flip(0), weak)
-        torch.testing.assert_close(found, D_weak + 3 * (D_strong - D_weak), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual, D_weak + 3 * (D_strong - D_weak), rtol=1e-4, atol=1e-4)

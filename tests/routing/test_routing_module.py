@@ -216,12 +216,12 @@ def test_numbers_and_ids_that_would_choose_wrongly_are_refused():
     with pytest.raises(ValueError, match="\\(2, 4, 1\\) kept tokens for ids of shape \\(2, 3\\)"):
         scatter_tokens(x, torch.zeros(2, 4, 1), torch.tensor([[0, 1, 2], [3, 4, 5]]))
     unsorted = torch.tensor([[5, 2, 7], [6, 4, 1]])
-    found = run_blocks([lambda tokens: -tokens], x, routes=[(Route(0, 0), unsorted)])
+    actual = run_blocks([lambda tokens: -tokens], x, routes=[(Route(0, 0), unsorted)])
     expected = x.clone()
     for sample, tokens in enumerate(unsorted.tolist()):
         for token in tokens:
             expected[sample, token] *= -1
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -300,15 +300,15 @@ def test_a_route_that_rejoins_equals_loops_over_samples_and_tokens(kind):
     """With gradients, of ids in any order."""
     blocks, x = mixing(), torch.randn(2, 8, 8, dtype=torch.float64, requires_grad=True)
     routes = [(route, drawn(2, 8, route.selection_ratio, n, sort=False)) for n, route in enumerate(REJOINING[kind])]
-    found = run_blocks(blocks, x, routes=routes)
+    actual = run_blocks(blocks, x, routes=routes)
     expected = twin(blocks, x, [(route.resolve(7), ids) for route, ids in routes])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     earlier = run_blocks(blocks, x, routes=[(Route(r.start, r.end, r.selection_ratio), ids) for r, ids in routes])
-    assert (found - earlier).abs().max() > 0.01
+    assert (actual - earlier).abs().max() > 0.01
     weight, inputs = torch.randn_like(x), [x, *(p for block in blocks for p in block.parameters())]
-    ours, theirs = (torch.autograd.grad((out * weight).sum(), inputs) for out in (found, expected))
-    for one, other in zip(ours, theirs):
-        torch.testing.assert_close(one, other)
+    ours, theirs = (torch.autograd.grad((out * weight).sum(), inputs) for out in (actual, expected))
+    for item, other in zip(ours, theirs):
+        torch.testing.assert_close(item, other)
 
 
 def test_to_rejoin_at_the_start_is_what_a_route_was():
@@ -323,19 +323,19 @@ def test_to_rejoin_at_the_start_is_what_a_route_was():
     expected = blocks[6](blocks[5](scatter_tokens(before, kept, ids)))
     gradients = torch.autograd.grad((expected * weight).sum(), parameters)
     for rejoin in (None, 2, -5):
-        found = run_blocks(blocks, x, routes=[(Route(2, 4, rejoin=rejoin), ids)])
-        assert torch.equal(found, expected)
-        assert all(map(torch.equal, torch.autograd.grad((found * weight).sum(), parameters), gradients))
+        actual = run_blocks(blocks, x, routes=[(Route(2, 4, rejoin=rejoin), ids)])
+        assert torch.equal(actual, expected)
+        assert all(map(torch.equal, torch.autograd.grad((actual * weight).sum(), parameters), gradients))
 
 
 def test_the_order_of_ids_changes_the_order_in_the_blocks_alone():
     blocks, x, ids = mixing(), torch.randn(2, 8, 8, dtype=torch.float64), drawn(2, 8, 0.4)
     order, seen = torch.tensor([4, 0, 2, 1, 3]), []
     watched = [lambda x, block=block: seen.append(block(x)) or seen[-1] for block in blocks]
-    outputs = [run_blocks(watched, x, routes=[(Route(3, 5, 0.4, rejoin=1), one)]) for one in (ids, ids[:, order])]
+    outputs = [run_blocks(watched, x, routes=[(Route(3, 5, 0.4, rejoin=1), item)]) for item in (ids, ids[:, order])]
     torch.testing.assert_close(*outputs)
-    for number, (one, other) in enumerate(zip(seen[:7], seen[7:])):
-        torch.testing.assert_close(one[:, order] if 3 <= number <= 5 else one, other)
+    for number, (item, other) in enumerate(zip(seen[:7], seen[7:])):
+        torch.testing.assert_close(item[:, order] if 3 <= number <= 5 else item, other)
 
 
 def test_the_gradient_of_tokens_that_rejoin_goes_round_the_blocks_between():
