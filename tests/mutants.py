@@ -1,6 +1,6 @@
 """Mutants of the core files: what the nearest tests would not notice. A slow command, no part of any suite.
 
-    python tests/mutants.py                                     # all of them: hours
+    python tests/mutants.py                                     # all of them: more than an hour
     python tests/mutants.py rf.py tread/diffusion/edm.py        # those of some files
     python tests/mutants.py --sample 100 --seed 1               # 100 of them, drawn by a seed
 
