@@ -16,7 +16,7 @@ from tread.runtime.device import autocast
 
 
 def counted_flops(call: Callable[..., Tensor], *given: object, **more: object) -> int:
-    """Of all matrix products in a call, those of the attention included."""
+    """FLOPs of all matrix products in a call, including attention."""
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         call(*given, **more)
     return counter.get_total_flops()

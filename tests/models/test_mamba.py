@@ -290,7 +290,7 @@ def test_routes_of_single_tokens_where_they_are_allowed():
     assert torch.equal(free(*batch(), routes=by_rows), network()(*batch(), routes=by_rows))
 
 
-def test_hybrids_have_dits_block_at_each_so_manieth_place():
+def test_every_kth_block_of_a_hybrid_is_dits():
     """It is DiT's function of the same weights, on a route too, and does not see the grid."""
     model = network(attention_every=3, num_heads=2)
     assert [isinstance(block, AttentionBlock) for block in model.blocks] == [False, False, True] * 2

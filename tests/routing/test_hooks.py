@@ -589,7 +589,7 @@ def test_hooks_equal_run_blocks_where_tokens_rejoin_earlier(routes):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_is_refused_where_tokens_rejoin_earlier(reentrant):
-    """Of the block that ends the route; the others may be computed again, and all of them in one piece."""
+    """The block that ends the route can't be recomputed; the others can, and so can all of them in one piece."""
     model = Plain(reentrant)
     routing = attach_routes(model.blocks, Route(3, 4, rejoin=1))
     expected = model.results(X, routing, IDS)

@@ -118,7 +118,7 @@ class Backbone(nn.Module):
                  code, where the zeroing is overwritten.
     embedder     hidden_size → what embeds conditions other than labels, where num_classes is None (TextDiT).
 
-    Raises ValueError for sizes that do not fit one another.
+    Raises ValueError for sizes that do not fit together.
     """
 
     needs_grid = False

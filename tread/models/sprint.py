@@ -25,7 +25,7 @@ DENSE = 2  # blocks of f, and of h
 class Sprint(LightningDiT):
     """The network F(x; t, y) of parts f, g and h. Arguments are LightningDiT's; the choices are DiT's by default.
 
-    Raises ValueError for sizes that do not fit one another, and for a depth that leaves g no block.
+    Raises ValueError for sizes that do not fit together, and for a depth that leaves g no block.
     """
 
     skipped_return, drops_path = False, True
