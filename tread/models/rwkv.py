@@ -10,6 +10,7 @@ Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,5 +111,5 @@ class RWKV(Backbone):
     def __init__(
         self, *sizes: Any, hidden_size: int = 768, depth: int = 12, mlp_ratio: float = 4.0, **more: Any
     ) -> None:
-        sizes_here = {"hidden_size": hidden_size, "depth": depth}
-        super().__init__(lambda: RWKVBlock(hidden_size, mlp_ratio), *sizes, **sizes_here, **more)
+        block = partial(RWKVBlock, hidden_size, mlp_ratio)
+        super().__init__(block, *sizes, hidden_size=hidden_size, depth=depth, **more)
