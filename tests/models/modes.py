@@ -22,6 +22,25 @@ def counted_flops(call: Callable[..., Tensor], *given: object, **more: object) -
     return counter.get_total_flops()
 
 
+def derived(function: Callable[..., Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    """The output, and the gradients of all inputs under a fixed weighting of the output."""
+    leaves = [part.detach().clone().requires_grad_() for part in given]
+    out = function(*leaves)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    (out * weight).sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def assert_as(
+    twin: Callable[..., Tensor], function: Callable[..., Tensor], given: Sequence[Tensor], tolerance: float = 2e-5
+) -> None:
+    """Output and gradients are finite, fp32 and the twin's, within a fraction of each one's largest number, or of 1."""
+    for actual, expected in zip(derived(function, given), derived(twin, given), strict=True):
+        assert actual.dtype == torch.float32 and actual.shape == expected.shape
+        assert actual.isfinite().all()
+        assert (actual - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1.0)
+
+
 def assert_modes_agree(network: Backbone, run: Callable[[], Sequence[Tensor]], graphs: int) -> None:
     """Outputs and gradients are the plain network's, bit for bit or to rounding; compiled, its blocks have so many
     graphs."""

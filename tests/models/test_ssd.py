@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from modes import counted_flops
+from modes import assert_as, counted_flops, derived
 
 from tread.models.ssd import products, ssd
 from tread.runtime.device import exact
@@ -32,38 +32,21 @@ def inputs(tokens, heads=4, groups=2, step=0.3, A=(-0.1, -1.0, -4.0, -16.0), sam
     return x, step * torch.rand(samples, tokens, heads, generator=generator), torch.tensor(A), B, C
 
 
-def derived(function, given):
-    """The output, and the gradients of all inputs under a fixed weighting of the output."""
-    leaves = [item.detach().clone().requires_grad_() for item in given]
-    out = function(*leaves)
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    (out * weight).sum().backward()
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
-
-
-def assert_as_recurrent(given, tolerance=2e-5):
-    """Output and gradients are finite and the twin's, within a share of the largest number of each, or of 1."""
-    for actual, expected in zip(derived(ssd, given), derived(recurrent, given), strict=True):
-        assert actual.dtype == torch.float32 and actual.shape == expected.shape
-        assert actual.isfinite().all()
-        assert (actual - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1.0)
-
-
 @pytest.mark.parametrize("tokens", COUNTS)
 def test_equals_the_recurrence(tokens):
-    assert_as_recurrent(inputs(tokens))
+    assert_as(recurrent, ssd, inputs(tokens))
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 1), (4, 4), (6, 3)])
 def test_groups_share_what_they_write_and_read(heads, groups):
-    assert_as_recurrent(inputs(70, heads, groups, A=(-0.1, -1.0, -4.0, -16.0, -2.0, 0.0)[:heads]))
+    assert_as(recurrent, ssd, inputs(70, heads, groups, A=(-0.1, -1.0, -4.0, -16.0, -2.0, 0.0)[:heads]))
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 100, 300])
 @pytest.mark.parametrize("step", [0.0, 1e-8, 1.0, 1e4])
 def test_steps_and_decays_of_any_size(tokens, step):
     """From a state that forgets nothing (A = 0) to one that each token wipes: exp(−1e8) is 0, and nothing is NaN."""
-    assert_as_recurrent(inputs(tokens, step=step, A=(0.0, -1e-6, -50.0, -1e4)))
+    assert_as(recurrent, ssd, inputs(tokens, step=step, A=(0.0, -1e-6, -50.0, -1e4)))
 
 
 @pytest.mark.parametrize("tokens", [33, 300])
@@ -72,7 +55,7 @@ def test_what_follows_a_wipe_is_as_exact_as_without(tokens):
     x, dt, A, B, C = inputs(tokens)
     dt[:, ::3] = 1e5
     x[:, ::3] *= 1e-5
-    assert_as_recurrent((x, dt, A, B, C))
+    assert_as(recurrent, ssd, (x, dt, A, B, C))
 
 
 @pytest.mark.parametrize("tokens", [3, 40, 300])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from modes import counted_flops
+from modes import assert_as, counted_flops, derived
 
 from tread.models.wkv import products, wkv
 from tread.runtime.device import exact
@@ -28,29 +28,12 @@ def inputs(tokens, size=1.0, w=(0.0, 3.0, -3.0, 8.0), u=(0.0, 1.0, -1.0, 0.5), b
     return size * k, v, torch.tensor(w), torch.tensor(u)
 
 
-def derived(function, given):
-    """The output, and the gradients of all inputs under a fixed weighting of the output."""
-    leaves = [x.detach().clone().requires_grad_() for x in given]
-    out = function(*leaves)
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    (out * weight).sum().backward()
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
-
-
-def assert_as_naive(given, tolerance=2e-5):
-    """Output and gradients are finite and the twin's, within a share of the largest number of each, or of 1."""
-    for actual, expected in zip(derived(wkv, given), derived(naive, given), strict=True):
-        assert actual.dtype == torch.float32 and actual.shape == expected.shape
-        assert actual.isfinite().all()
-        assert (actual - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1.0)
-
-
 @pytest.mark.parametrize("tokens", COUNTS)
 def test_equals_the_formula(tokens):
     if tokens < 300:
-        assert_as_naive(inputs(tokens))
+        assert_as(naive, wkv, inputs(tokens))
     else:  # the twin takes tokens² numbers a channel
-        assert_as_naive(inputs(tokens, w=(3.0, -3.0), u=(1.0, -1.0), batch=1))
+        assert_as(naive, wkv, inputs(tokens, w=(3.0, -3.0), u=(1.0, -1.0), batch=1))
 
 
 @pytest.mark.parametrize("size", [1.0, 60.0, 400.0])
@@ -62,7 +45,7 @@ def test_keys_decays_and_bonuses_of_any_size(tokens, size):
     half = len(w) // 2
     for part in (slice(half), slice(half, None)):
         k, v, *rest = inputs(tokens, size, w[part], u[part], batch=1, seed=tokens)
-        assert_as_naive((k, v, *rest), tolerance=2e-4)
+        assert_as(naive, wkv, (k, v, *rest), tolerance=2e-4)
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 255])
@@ -81,7 +64,7 @@ def test_a_single_large_key(tokens, w):
     for place in (0, tokens // 2, tokens - 1):
         k, v, w_all, u = inputs(tokens, w=(w,), u=(-15.0,), batch=1)
         k[:, place] += 300
-        assert_as_naive((k, v, w_all, u), tolerance=2e-4)
+        assert_as(naive, wkv, (k, v, w_all, u), tolerance=2e-4)
 
 
 @pytest.mark.parametrize("tokens", [3, 40])
