@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
     given = parser.parse_args()
     sys.dont_write_bytecode = True
+    os.environ.setdefault("TREAD_ASSETS", str(ROOT.parent / "shared"))  # as for the tests here, not beside the copy
     for name in IMPORTED.split():
         importlib.import_module(name)
     chosen = [(file, *mutant) for file in given.files for mutant in mutants(ROOT / file)]
