@@ -204,9 +204,9 @@ def test_no_text_in_guidance_is_the_empty_caption(encoder, process):
         both = guided(*branches, lambda call: 3.0)(x, level)  # one batch of six
         torch.testing.assert_close(both, weak + 3 * (strong - weak), rtol=1e-4, atol=1e-4)
         model, sampler = Model(process, network, prompts=y), Sampler(4, 3)
-        null = torch.cat(list(draw(model, [5, 6, 7], torch.tensor([3, 0, 3]), sampler)))
-        joined = Model(process, network, prompts=conditions.join(empty, y))
-        assert torch.equal(null, torch.cat(list(draw(joined, [5, 6, 7], torch.tensor([0, 1, 0]), sampler))))
+        null = torch.cat(list(draw(model, [5, 6, 7], torch.tensor([3, 2, 3]), sampler)))
+        joined = Model(process, network, prompts=conditions.join(y, empty))
+        assert torch.equal(null, torch.cat(list(draw(joined, [5, 6, 7], torch.tensor([3, 2, 3]), sampler))))
         assert (model.num_labels, joined.num_labels) == (3, 4)
 
 
