@@ -331,7 +331,7 @@ def test_entries_that_contributing_shows_stand_in_the_tables():
     try:
         exec(code, {"__name__": __name__})
         assert all(name in table for name, table in tables.items())
-        ids = RULES["quiet"].choose(Route(0, 0), torch.rand(1, 4), scores=-torch.tensor([[3.0, 1.0, 2.0, 0.0]]))
+        ids = RULES["quiet"].choose(Route(0, 0), torch.rand(1, 4), None, None, -torch.tensor([[3.0, 1.0, 2.0, 0.0]]))
         assert ids.tolist() == [[1, 3]]  # by hand: the two smallest norms
     finally:
         for name, table in tables.items():
