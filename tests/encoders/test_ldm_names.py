@@ -160,23 +160,23 @@ def without(*starts):
 
 
 FAULTS = {
-    "a block is missing": (without("decoder.up.2.attn.1."), "nothing for decoder.up_blocks.0.attentions.1"),
-    "no encoder": (without("encoder.", "quant_conv."), "no 'encoder.down"),
+    "a block is missing": (without("decoder.up.2.attn.1."), r"Missing key\(s\).*decoder.up_blocks.0.attentions.1"),
+    "no encoder": (without("encoder.", "quant_conv."), "it has no 'encoder.down"),
     "another shortcut": (
         lambda state: {name.replace("nin_shortcut", "conv_shortcut3"): value for name, value in state.items()},
-        r"encoder.down.2.block.0.conv_shortcut3.weight, .*are of other names or shapes",
+        r"Unexpected key\(s\).*encoder.down_blocks.2.resnets.0.conv_shortcut3.weight",
     ),
     "another width": (
         lambda state: state | {"decoder.mid.block_2.conv1.weight": torch.ones(64, 32, 3, 3)},
-        r"decoder.mid.block_2.conv1.weight are of other",
+        "size mismatch for decoder.mid_block.resnets.1.conv1.weight",
     ),
     "one z without its spread": (
         lambda state: state | {"quant_conv.weight": torch.ones(6, 6, 1, 1)},
-        "quant_conv.weight are of other",
+        "size mismatch for quant_conv.weight",
     ),
     "no groups of 32": (
         lambda state: {name: value[:24] if value.shape[:1] == (32,) else value for name, value in state.items()},
-        "24 channels in a level, but .* multiples of 32",
+        r"num_channels \(24\) must be divisible",
     ),
     "something else": (lambda state: {"layers.0.weight": torch.ones(2)}, "neither diffusers', TAESD's nor LDM's"),
 }

@@ -106,7 +106,7 @@ def test_weights_that_are_others_are_refused(dinov2, tmp_path, monkeypatch):
     refused("lacks weights of a Dinov2Model, or has others: layernorm.weight")
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "dinov2_with_registers"}))
-    refused("it is a dinov2_with_registers, not a dinov2")
+    refused("it is a dinov2_with_registers, and not a dinov2")
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes(b"none")
     refused("could not be loaded: ")
