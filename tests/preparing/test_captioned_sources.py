@@ -121,7 +121,7 @@ def test_coco_is_prepared_by_one_command(coco, prepare, tmp_path, as_it_comes):
 
 
 def test_an_attribution_stands_in_both_indices(coco, prepare, tmp_path):
-    """And, once it was said, a finished dataset is not taken for one of another."""
+    """And a finished dataset is not taken for one of another attribution."""
     prepare(coco, "attribution=by_all_of_them")
     for folder in (tmp_path / "data", tmp_path / "data-heldout"):
         assert LatentDataset(folder).attribution == read_index(folder)["attribution"] == "by_all_of_them"
@@ -176,24 +176,18 @@ def cut(coco):
 DAMAGED = {
     "cut short": (cut, "captions_train2014.json is damaged, or no captions file of MS-COCO"),
     "no annotations": (edit(lambda tree: tree.pop("annotations")), "captions_train2014.json .*it has no 'annotations'"),
-    "instances": (edit(lambda tree: tree["annotations"][0].pop("caption")), "it has no 'caption'"),
-    "no words": (edit(lambda tree: tree["annotations"][0].update(caption=None)), "captions must be words, not None"),
+    "no words": (edit(lambda tree: tree["annotations"][0].update(caption=None)), "captions_train2014.json is damaged"),
     "not listed": (edit(lambda tree: tree["images"].pop()), "pictures that it does not list, by their ids: 9"),
     "listed twice": (edit(lambda tree: tree["images"].append(tree["images"][0])), "it lists a picture twice"),
-    "a zip cut short": (
-        lambda coco: zipped(coco) and (coco / "val2014.zip").write_bytes((coco / "val2014.zip").read_bytes()[:300]),
-        "val2014.zip is no zip, or damaged or truncated",
-    ),
 }
 
 
 @pytest.mark.parametrize("fault", DAMAGED)
-def test_damaged_captions_are_named_before_the_work(coco, prepare, tmp_path, fault):
+def test_damaged_captions_are_named(coco, fault):
     spoil, shown = DAMAGED[fault]
     spoil(coco)
     with pytest.raises(ValueError, match=shown):
-        prepare(coco)
-    assert {path.name for path in tmp_path.iterdir()} == {"coco"}
+        find_photos(coco)
 
 
 def test_what_does_not_go_together_is_named_or_left_out(coco, prepare, tmp_path):
@@ -354,7 +348,7 @@ def test_text_of_other_names_is_no_caption(tmp_path):
     assert photos.captions is None and [name for name, _ in photos.refused] == ["ant/notes.txt"]
 
 
-# -------------------------------------------------------------------------- webdatasets, zips, parquet
+# -------------------------------------------------------------------------- webdatasets, zips
 
 
 def write_webdataset(folder, **more) -> None:
@@ -430,47 +424,3 @@ def test_a_damaged_picture_in_a_zip_is_named(prepare, tmp_path):
     open(path, "wb").write(content)
     with pytest.raises(ValueError, match=r"(?s)1 in all.*ant/025.png can't be read as a picture \(damaged in a.zip"):
         prepare(path)
-
-
-def write_parquet(path, **columns) -> None:
-    import datasets  # imported here because it takes a second
-
-    datasets.disable_progress_bars()
-    columns = {"image": [Image.open(io.BytesIO(picture(number))) for number in TRAIN]} | columns
-    path.parent.mkdir(exist_ok=True)
-    datasets.Dataset.from_dict(columns).to_parquet(str(path), batch_size=2)
-
-
-LISTS = list(TRAIN.values())
-COLUMNS = {  # columns of a source → how they are chosen
-    "lists": ({"captions": LISTS}, None),
-    "a named one": ({"prompts": LISTS, "text": ["x"] * 3}, "prompts"),
-    "one each": ({"text": [own[0] for own in LISTS]}, None),
-}
-
-
-@pytest.mark.parametrize("case", COLUMNS)
-def test_parquet_has_captions_in_a_column(prepare, tmp_path, case):
-    columns, chosen = COLUMNS[case]
-    write_parquet(tmp_path / "source" / "train.parquet", **columns)
-    prepare(tmp_path / "source", *([f"captions={chosen}"] if chosen else []))
-    one = {number: own[:1] for number, own in TRAIN.items()}
-    assert held(tmp_path / "data") == expected(one if case == "one each" else TRAIN)
-    SourcePictures(LatentDataset(tmp_path / "data"), tmp_path / "source", None, None)
-
-
-def test_parquet_whose_captions_are_not_clear_is_refused(prepare, tmp_path):
-    source = tmp_path / "source"
-    write_parquet(source / "train.parquet", caption=["a", " ", "c"], text=["a", None, "c"], label=[1, 0, 1])
-    with pytest.raises(ValueError, match="columns caption, text: choose one by captions="):
-        prepare(source)
-    with pytest.raises(ValueError, match="captions=prompt: .* has the columns of words caption, text"):
-        prepare(source, "captions=prompt")
-    with pytest.raises(ValueError, match="(?s)1 in all.*train.parquet:1: no caption: the row is blank"):
-        prepare(source, "captions=text")
-    prepare(source, "captions=caption", "on_error=skip", "allow_empty=true")
-    assert held(tmp_path / "data") == [(9, ["a"]), (30, ["c"])]
-    assert LatentDataset(tmp_path / "data").labels.tolist() == [1, 1]
-    assert find_photos(source, captions="none").captions is None
-    with pytest.raises(ValueError, match="captions=x would be a column of parquet files"):
-        find_photos(tmp_path / "data", captions="x")

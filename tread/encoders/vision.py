@@ -188,12 +188,9 @@ def _load_function(name: str) -> Callable[[Tensor], Tensor]:
     if "" not in sys.path and (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:
-        target = functools.reduce(getattr, function.split("."), importlib.import_module(module))
+        return functools.reduce(getattr, function.split("."), importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"encoder {name!r} could not be imported as module:function: {error}") from error
-    if not callable(target):
-        raise ValueError(f"encoder {name!r} is a {type(target).__name__}, but must be a function of pictures")
-    return target
 
 
 def _own_fingerprint(name: str, run: Callable[[Tensor], Tensor]) -> str:

@@ -123,22 +123,20 @@ class Tars:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         above = os.path.commonpath([path.parent for path in paths])
-        stems = {path: path.relative_to(above).with_suffix("") for path in paths}
-        self._depth = len(stems[paths[0]].parts)  # of a pattern all lie equally deep
-        self._tars = {stem.as_posix(): Tar(path) for path, stem in stems.items()}
-        self.names = sorted(f"{stem}/{name}" for stem, tar in self._tars.items() for name in tar.names)
-        self.folders = list(self._tars)
+        tars = {path.relative_to(above).with_suffix("").as_posix(): Tar(path) for path in paths}
+        self._files = {f"{stem}/{name}": (tar, name) for stem, tar in tars.items() for name in tar.names}
+        self.names, self.folders = sorted(self._files), list(tars)
 
     def read(self, name: str) -> bytes:
-        parts = name.split("/", self._depth)
-        return self._tars["/".join(parts[:-1])].read(parts[-1])
+        tar, inside = self._files[name]
+        return tar.read(inside)
 
 
 Store = Folder | Zip | Tar | Tars
 
 
 def open_store(source: Path) -> Store:
-    """What a source of files is."""
+    """The store of a source's files."""
     if is_pattern(source) or holds_tars(source):
         return Tars(tar_paths(source))
     if source.is_dir():
@@ -156,13 +154,13 @@ def _braces(source: Path) -> re.Match | None:
 
 
 def holds_tars(source: Path) -> bool:
-    """Whether a folder is one of tars, beside which lie tables and statistics alone."""
+    """Whether a folder holds tars, and beside them nothing but tables and statistics."""
     held = [entry.name for entry in os.scandir(source) if entry.name[0] != "."] if source.is_dir() else []
     return any(name.endswith(".tar") for name in held) and all(name.lower().endswith(BESIDE_TARS) for name in held)
 
 
 def tar_paths(source: Path) -> list[Path]:
-    """The tars that are meant by a tar, a folder of tars or a pattern. Raises FileNotFoundError."""
+    """The tars of a tar, a folder of tars or a pattern. Raises FileNotFoundError."""
     if source.is_dir():
         paths = sorted(source.glob("*.tar"))
     elif braces := _braces(source):

@@ -1,6 +1,6 @@
 """Captions that lie beside pictures: a.txt with a.jpg, in folders, zips and tars.
 
-Each line that is not blank is a caption. What does not go together is collected, to be named all at once.
+Each line that is not blank is a caption. Faults are collected, to be named all at once.
 """
 
 from __future__ import annotations
@@ -8,15 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import posixpath
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tread.preparing.archives import Store
-
-Faults = list[tuple[str, str]]  # (name, why)
+from tread.preparing.photos import Faults, is_picture
 
 
 def cleaned(captions: Sequence[str]) -> list[str]:
-    """Captions with single blanks, without those that say nothing."""
+    """Captions with single blanks; blank ones are left out."""
     return [words for caption in captions if (words := " ".join(caption.split()))]
 
 
@@ -28,19 +27,17 @@ def captions_hash(captions: Sequence[Sequence[str]]) -> str:
     return digest.hexdigest()
 
 
-def texts_beside(names: Sequence[str], is_picture: Callable[[str], bool]) -> dict[str, str]:
-    """{name without its suffix: text file}, of all there are; {} if none is a picture's."""
+def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The names but for text files and other files of a picture's name, and {name without its suffix: text file}.
+
+    If no text file has a picture's name, all names and {}.
+    """
     pictures = {_stem(name) for name in names if is_picture(name)}
     texts = {_stem(name): name for name in names if name.lower().endswith(".txt")}
-    return texts if pictures & texts.keys() else {}
-
-
-def pictures_among(names: Sequence[str], is_picture: Callable[[str], bool]) -> list[str]:
-    """The names without text files, and without other files of a picture's name, as webdatasets have them."""
-    pictures = {_stem(name) for name in names if is_picture(name)}
-    return [
-        name for name in names if is_picture(name) or not (name.lower().endswith(".txt") or _stem(name) in pictures)
-    ]
+    if not pictures & texts.keys():
+        return list(names), {}
+    beside = pictures | texts.keys()
+    return [name for name in names if is_picture(name) or _stem(name) not in beside], texts
 
 
 def read_texts(store: Store, prefix: str, pictures: Sequence[str], texts: dict[str, str]) -> tuple[list, Faults]:

@@ -32,7 +32,8 @@ from tread.encoders.autoencoder import UNKNOWN, located
 from tread.preparing import lightningdit, uvit
 from tread.preparing.archives import Folder, Tar, tar_paths
 from tread.preparing.foreign import ForeignSamples, read_npy
-from tread.preparing.sources import MOST_CLASSES, ONE_CLASS, check_table, label_table
+from tread.preparing.photos import ONE_CLASS
+from tread.preparing.sources import MOST_CLASSES, check_table, label_table
 from tread.runtime.schema import Count, CountOrZero
 
 SCALE, AUTOENCODER = 0.18215, "stabilityai/sd-vae-ft-ema"  # Stable Diffusion's
