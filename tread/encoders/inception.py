@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import numpy as np
@@ -261,7 +260,7 @@ def find_weights(path: str | None = None) -> Path:
     if not file.is_file():
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            check_answer(URL, _ask)
+            check_answer(URL, lambda url, seconds: urlopen(Request(url, method="HEAD"), timeout=seconds).status or 200)
             torch.hub.download_url_to_file(URL, str(file), hash_prefix=SHA256)  # named once its hash is right
         except (RuntimeError, OSError) as error:  # URLError is an OSError
             raise FileNotFoundError(
@@ -271,13 +270,6 @@ def find_weights(path: str | None = None) -> Path:
     if sha256(file) != SHA256:
         raise ValueError(f"{file} is damaged: its sha256 is not {SHA256}; remove it to fetch it again")
     return file
-
-
-def _ask(url: str, seconds: int) -> int:
-    try:
-        return urlopen(Request(url, method="HEAD"), timeout=seconds).status or 200  # a file:// URL has no status
-    except HTTPError as error:  # an answer too
-        return error.code
 
 
 def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:

@@ -36,8 +36,8 @@ def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     texts = {_stem(name): name for name in names if name.lower().endswith(".txt")}
     if not pictures & texts.keys():
         return list(names), {}
-    beside = pictures | texts.keys()
-    return [name for name in names if is_picture(name) or _stem(name) not in beside], texts
+    beside = {*texts.values(), *(name for name in names if _stem(name) in pictures)}
+    return [name for name in names if is_picture(name) or name not in beside], texts
 
 
 def read_texts(store: Store, prefix: str, pictures: Sequence[str], texts: dict[str, str]) -> tuple[list, Faults]:

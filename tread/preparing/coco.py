@@ -35,7 +35,7 @@ def open_coco(source: Path, root: str | None) -> Photos | None:
     splits = [split for split in files if root in (None, split, _year(split))]
     if not splits or len({split.removesuffix(_year(split)) for split in splits}) < len(splits):
         raise ValueError(f"{source} holds captions of {listed(sorted(files))}: choose by root=, a split or a year")
-    pictures, faults = [], []
+    pictures, faults = {}, []
     for split in splits:
         store, prefix = _pictures(source, split)
         captions = read_coco(*files[split])
@@ -43,11 +43,11 @@ def open_coco(source: Path, root: str | None) -> Photos | None:
         there = {name for name in there if not name.startswith(".")}
         faults += [(f"{split}/{name}", "the picture is not there") for name in captions if name not in there]
         none = f"{files[split][1]} has none"
-        pictures += [(f"{split}/{name}", captions.get(name) or none, (store, prefix + name)) for name in there]
-    pictures.sort(key=lambda picture: picture[0])
-    names, captions, places = ([picture[part] for picture in pictures] for part in range(3))
+        pictures |= {f"{split}/{name}": (captions.get(name) or none, (store, prefix + name)) for name in there}
+    names = sorted(pictures)
+    captions, places = zip(*(pictures[name] for name in names)) if names else ((), ())
     heldout = next((f"{split}/" for split in splits if split.startswith("val") and len(splits) == 2), None)
-    photos = Photos(str(source), names, np.zeros(len(names), dtype=np.int64), ONE_CLASS, places)
+    photos = Photos(str(source), names, np.zeros(len(names), dtype=np.int64), ONE_CLASS, list(places))
     return photos.captioned(captions, faults, heldout)
 
 

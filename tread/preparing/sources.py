@@ -33,7 +33,6 @@ from tread.runtime.tensor_files import listed
 LABEL_FILES = ("dataset.json", "labels.csv", "metadata.csv")
 LABEL_FORMATS = 'EDM\'s dataset.json, {"labels": [[file, label], …]}, or a CSV with the header file,label'
 MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake
-NO_PICTURE = "its name is not a picture's"
 NONE = "none"  # captions=none: text beside pictures is left alone
 LEFT_BY_SYSTEMS = ("__MACOSX", "Thumbs.db", "desktop.ini")
 
@@ -85,21 +84,20 @@ def _photos_in(source: Path, store: Store, root: str | None, labels: str | None,
             raise FileNotFoundError(f"labels file {chosen} is neither in {where} nor a file of that path")
         content = store.read(prefix + chosen) if is_inside else Path(chosen).read_bytes()
         names = [name for name in names if name not in LABEL_FILES]
-        names, numbers, classes, refused = _by_table(where, names, label_table(chosen, content))
+        numbers, classes = _by_table(where, names, label_table(chosen, content))
     elif isinstance(store, Tars) and not texts:
         raise ValueError(
             f"{where} holds tars without a text file beside any picture (a.txt, a.jpg), nor a labels file: one of both "
             "is needed, for a tar's name is no class"
         )
     elif texts and (isinstance(store, Tars) or any(name.count("/") != 1 for name in names if is_picture(name))):
-        refused, classes = [(name, NO_PICTURE) for name in names if not is_picture(name)], ONE_CLASS
-        names = [name for name in names if is_picture(name)]
-        numbers = [0] * len(names)
+        numbers, classes = {name: 0 for name in names if is_picture(name)}, ONE_CLASS
     else:
         classes = sorted({f.removeprefix(prefix).split("/")[0] for f in folders if f.startswith(prefix)})
-        names, numbers, refused = _by_folder(where, names, classes)
-    files = [(store, prefix + name) for name in names]
-    photos = Photos(where, names, np.array(numbers, dtype=np.int64), tuple(classes), files, refused)
+        numbers = _by_folder(where, names, classes)
+    refused = [(name, "its name is not a picture's") for name in names if name not in numbers]
+    names, labels = list(numbers), np.array([*numbers.values()], dtype=np.int64)
+    photos = Photos(where, names, labels, tuple(classes), [(store, prefix + name) for name in names], refused)
     return photos.captioned(*read_texts(store, prefix, names, texts)) if texts else photos
 
 
@@ -130,10 +128,9 @@ def _inside(source: Path, names: list[str], folders: set[str], root: str | None,
         inside = prefix + tops.pop()
 
 
-def _by_folder(where: str, names: list[str], classes: list[str]) -> tuple[list, list, list]:
-    """Pictures, labels and refused files of class folders."""
-    index = {name: number for number, name in enumerate(classes)}
-    kept, numbers, refused = [], [], []
+def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, int]:
+    """{picture: its label}, by class folders."""
+    numbers, index = {}, {name: number for number, name in enumerate(classes)}
     for name in names:
         folder, _, file = name.rpartition("/")
         if not folder and is_picture(name):
@@ -149,25 +146,20 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> tuple[list, 
         if file in LABEL_FILES:
             raise ValueError(f"{where}: {name} is a labels file in a folder of its own; choose it by root={folder}")
         if is_picture(name):
-            kept.append(name)
-            numbers.append(index[folder])
-        else:
-            refused.append((name, NO_PICTURE))
-    return kept, numbers, refused
+            numbers[name] = index[folder]
+    return numbers
 
 
-def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tuple:
-    """Pictures, labels, classes and refused files, as a labels file has them."""
+def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tuple[dict[str, int], list[str]]:
+    """{picture: its label} and the classes, by a labels file."""
     check_table(where, table, {name for name in names if is_picture(name) or name in table})
-    refused = [(name, NO_PICTURE) for name in names if name not in table]
-    kept = sorted(table)
-    labels = [table[name] for name in kept]
-    if all(isinstance(label, int) for label in labels):
-        check_labels(np.array(labels), MOST_CLASSES, where)
-        return kept, labels, [str(number) for number in range(max(labels, default=-1) + 1)], refused
-    classes = sorted(set(labels))
-    index = {name: number for number, name in enumerate(classes)}
-    return kept, [index[label] for label in labels], classes, refused
+    classes = sorted({label for label in table.values() if isinstance(label, str)})
+    if classes:
+        index = {name: number for number, name in enumerate(classes)}
+        return {name: index[table[name]] for name in sorted(table)}, classes
+    labels = np.array([*table.values()], dtype=np.int64)
+    check_labels(labels, MOST_CLASSES, where)
+    return {name: table[name] for name in sorted(table)}, [str(n) for n in range(int(labels.max(initial=-1)) + 1)]
 
 
 def check_table(where: str, table: dict[str, int | str], files: set[str]) -> None:
@@ -193,7 +185,7 @@ def label_table(name: str, content: bytes) -> dict[str, int | str]:
         if all(isinstance(label, str) and label.isdecimal() for _, label in rows):
             rows = [(picture, int(label)) for picture, label in rows]
         kinds = {type(label) for _, label in rows}
-        odd = [f"{p} is {label!r}" for p, label in rows if re.fullmatch(r"\d+\.\d*|None", str(label))]
+        odd = [f"{p} is {label!r}" for p, label in rows if label is None or re.fullmatch(r"\d+\.\d*", str(label))]
         if odd or len(kinds) > 1 or not kinds <= {int, str}:
             raise ValueError(f"labels must be whole numbers, or names{f', but that of {listed(odd)}' if odd else ''}")
         twice = [picture for picture, count in Counter(picture for picture, _ in rows).items() if count > 1]
