@@ -15,8 +15,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from tread.preparing.archives import Folder, Store, Zip
-from tread.preparing.caption_files import cleaned
-from tread.preparing.photos import ONE_CLASS, Photos
+from tread.preparing.photos import ONE_CLASS, Photos, cleaned
 from tread.runtime.tensor_files import listed
 
 CAPTIONS = re.compile(r"captions_((?:train|val)\d*)\.json")
@@ -38,12 +37,12 @@ def open_coco(source: Path, root: str | None) -> Photos | None:
     pictures, faults = {}, []
     for split in splits:
         store, prefix = _pictures(source, split)
-        captions = read_coco(*files[split])
+        captions, read = read_coco(*files[split]), store.read
         there = {name.removeprefix(prefix) for name in store.names if name.startswith(prefix)}
         there = {name for name in there if not name.startswith(".")}
         faults += [(f"{split}/{name}", "the picture is not there") for name in captions if name not in there]
         none = f"{files[split][1]} has none"
-        pictures |= {f"{split}/{name}": (captions.get(name) or none, (store, prefix + name)) for name in there}
+        pictures |= {f"{split}/{name}": (captions.get(name) or none, (read, prefix + name)) for name in there}
     names = sorted(pictures)
     captions, places = zip(*(pictures[name] for name in names)) if names else ((), ())
     heldout = next((f"{split}/" for split in splits if split.startswith("val") and len(splits) == 2), None)

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tread.data.index import check_labels
-from tread.preparing.caption_files import cleaned
-from tread.preparing.photos import ONE_CLASS, Photos
+from tread.preparing.photos import ONE_CLASS, Photos, cleaned
 
 CAPTIONS = ("caption", "captions", "text")  # usual names of the column that holds them
 TEXTS = ("string", "large_string", "list<item: string>", "large_list<item: string>")
@@ -102,8 +101,8 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
     if label is not None:
         classes = features.get(label, {}).get("names") or [str(n) for n in range(int(numbers.max(initial=-1)) + 1)]
         check_labels(numbers, len(classes), source)
-    rows = Rows(image, groups)
-    photos = Photos(str(source), names, numbers, tuple(classes), [(rows, index) for index in range(len(names))])
+    read = Rows(image, groups).read
+    photos = Photos(str(source), names, numbers, tuple(classes), [(read, index) for index in range(len(names))])
     return photos if words is None else photos.captioned(texts, [])
 
 

@@ -2,7 +2,7 @@
 
     class folders     train/n01440764/1.jpg, in a folder, zip or tar; classes are the sorted folder names
     a labels file     beside pictures in a flat folder or tar: EDM's dataset.json or a CSV, see label_table
-    captions          a.txt beside a.jpg, see caption_files.py, in tars of a webdataset too; class folders are classes,
+    captions          a.txt beside a.jpg, in tars of a webdataset too; class folders are classes,
                       else there is one class of all
     MS-COCO           its pictures and captions_….json, see coco.py
     parquet           as Hugging Face writes picture datasets, see parquet.py
@@ -24,10 +24,9 @@ import numpy as np
 
 from tread.data.index import check_labels
 from tread.preparing.archives import Store, Tars, holds_tars, is_pattern, open_store
-from tread.preparing.caption_files import read_texts, split_texts
 from tread.preparing.coco import open_coco
 from tread.preparing.parquet import open_parquet, parquet_files
-from tread.preparing.photos import ONE_CLASS, Photos, is_picture
+from tread.preparing.photos import ONE_CLASS, Photos, is_picture, read_texts, split_texts
 from tread.runtime.tensor_files import listed
 
 LABEL_FILES = ("dataset.json", "labels.csv", "metadata.csv")
@@ -96,8 +95,8 @@ def _photos_in(source: Path, store: Store, root: str | None, labels: str | None,
         classes = sorted({f.removeprefix(prefix).split("/")[0] for f in folders if f.startswith(prefix)})
         numbers = _by_folder(where, names, classes)
     refused = [(name, "its name is not a picture's") for name in names if name not in numbers]
-    names, labels = list(numbers), np.array([*numbers.values()], dtype=np.int64)
-    photos = Photos(where, names, labels, tuple(classes), [(store, prefix + name) for name in names], refused)
+    names, labels, read = list(numbers), np.array([*numbers.values()], dtype=np.int64), store.read
+    photos = Photos(where, names, labels, tuple(classes), [(read, prefix + name) for name in names], refused)
     return photos.captioned(*read_texts(store, prefix, names, texts)) if texts else photos
 
 
