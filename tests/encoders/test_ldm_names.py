@@ -12,11 +12,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import launch_door, save_checkpoint
 from safetensors.torch import save_file
 from torch import nn
 
-import sample
 from tread.data.latents import LatentSpec
 from tread.encoders import autoencoder
 
@@ -188,10 +186,3 @@ def test_an_autoencoder_of_other_channels_and_one_that_nobody_named(theirs, tmp_
         autoencoder.load_decoder(replace(Z, shape=(32, 4, 4)), autoencoder=str(tmp_path / "vae.pt"))
     with pytest.raises(ValueError, match="did not say which autoencoder made them(.|\n)*autoencoder=…"):
         autoencoder.load_decoder(Z)
-
-
-def test_sample_takes_such_a_file(theirs, tmp_path, composed):
-    save_checkpoint(tmp_path / "results", composed, Z)
-    torch.save({"state_dict": dict(theirs.state_dict())}, tmp_path / "vae.ckpt")
-    given = ("checkpoint=results", "steps=2", "seeds=0-1", "autoencoder=vae.ckpt", "out=a.npz")
-    assert "2 pictures" in launch_door(sample.main, "sample", tmp_path, *given)

