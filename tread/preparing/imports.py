@@ -92,7 +92,7 @@ def _maskdit(source: Path, options: ImportOptions) -> ForeignSamples:
 
 def _tread(source: Path, options: ImportOptions) -> ForeignSamples:
     samples, labels = [], []
-    for tar in map(Tar, tar_paths(source)):
+    for tar in map(Tar, tar_paths(source) or sorted(source.glob("*.tar")) or [source]):
         parts: dict[str, dict[str, str]] = {}
         for name in tar.names:
             folder, _, file = name.rpartition("/")

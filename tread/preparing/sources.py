@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from tread.data.index import check_labels
-from tread.preparing.archives import Store, Tars, holds_tars, is_pattern, open_store
+from tread.preparing.archives import Store, Tars, open_store, tar_paths
 from tread.preparing.coco import open_coco
 from tread.preparing.parquet import open_parquet, parquet_files
 from tread.preparing.photos import ONE_CLASS, Photos, is_picture, read_texts, split_texts
@@ -50,11 +50,12 @@ def find_photos(
     Raises FileNotFoundError, or ValueError that says what there is instead.
     """
     source = Path(source)
-    if root is not None and holds_tars(source / root):
+    if root is not None and tar_paths(source / root):
         source, root = source / root, None
-    if not source.exists() and not is_pattern(source):
+    tars = tar_paths(source)
+    if not source.exists() and not tars:
         raise FileNotFoundError(f"{source} is not there; source must be a folder, a zip, tars or parquet files")
-    paths = [] if is_pattern(source) or holds_tars(source) else parquet_files(source)
+    paths = [] if tars else parquet_files(source)
     if captions not in (None, NONE) and not paths:
         raise ValueError(f"captions={captions} would be a column of parquet files, but {source} holds none")
     if paths:
