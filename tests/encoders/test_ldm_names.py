@@ -73,8 +73,8 @@ class Side(nn.Module):
         if not encodes:
             self.mid = self._mid(at)
         for level in range(len(widths)) if encodes else reversed(range(len(widths))):
-            own = [Block(at if j == 0 else widths[level], widths[level]) for j in range(blocks)]
-            at, parts = widths[level], {"block": own}
+            residual = [Block(at if j == 0 else widths[level], widths[level]) for j in range(blocks)]
+            at, parts = widths[level], {"block": residual}
             parts["attn"] = [Attention(at) for _ in range(blocks)] if level == last else []
             if level != (last if encodes else 0):
                 conv = nn.Conv2d(at, at, 3, stride=2) if encodes else nn.Conv2d(at, at, 3, padding=1)

@@ -48,7 +48,7 @@ def annotations(split: str, pictures: dict[int, list[str]]) -> dict:
         for number in reversed(pictures)
     ]
     rounds = max(map(len, pictures.values()))
-    notes = [(number, own[i]) for i in range(rounds) for number, own in pictures.items() if i < len(own)]
+    notes = [(number, lines[i]) for i in range(rounds) for number, lines in pictures.items() if i < len(lines)]
     listed = [{"image_id": number, "id": 100 + i, "caption": words} for i, (number, words) in enumerate(notes)]
     return {"info": {"year": 2014}, "images": images, "licenses": [], "annotations": listed}
 
@@ -102,7 +102,7 @@ def held(folder) -> list[tuple[int, list[str]]]:
 
 
 def expected(pictures: dict[int, list[str]]) -> list[tuple[int, list[str]]]:
-    return [(number, [" ".join(words.split()) for words in own]) for number, own in pictures.items()]
+    return [(number, [" ".join(words.split()) for words in lines]) for number, lines in pictures.items()]
 
 
 # ------------------------------------------------------------------------------------------ MS-COCO
@@ -220,7 +220,7 @@ def test_a_damaged_picture_takes_its_captions_with_it(coco, prepare, tmp_path):
     (coco / "train2014" / coco_name("train2014", 9)).unlink()
     assert len(done) == 2 and done == {path: path.stat().st_mtime_ns for path in done}
     prepare(coco, "on_error=skip")
-    rest = {number: own for number, own in TRAIN.items() if number != 9}
+    rest = {number: lines for number, lines in TRAIN.items() if number != 9}
     assert held(tmp_path / "data") == held(tmp_path / "anew") == expected(rest)
     assert held(tmp_path / "data-heldout") == expected(VAL)
 
@@ -256,7 +256,7 @@ def put(folder, number: int, captions: list[str] | None, name: str | None = None
         (folder / f"{name}.txt").write_text("\n".join(captions) + "\n\n", encoding="utf-8-sig")
 
 
-LINES = {number: [words.replace("\n", " ") for words in own] for number, own in TRAIN.items()}
+LINES = {number: [words.replace("\n", " ") for words in lines] for number, lines in TRAIN.items()}
 LINES[9][0] = "a red\u2028apple"  # which is no end of a line
 
 
@@ -273,8 +273,8 @@ def pack_zip(folder):
 @pytest.mark.parametrize("pack", [None, pack_tar, pack_zip], ids=["folder", "tar", "zip"])
 @pytest.mark.parametrize("deep", ["", "a/b"], ids=["flat", "deep"])
 def test_text_files_beside_pictures_are_their_captions(prepare, tmp_path, pack, deep):
-    for number, own in LINES.items():
-        put(tmp_path / "photos" / deep, number, own)
+    for number, lines in LINES.items():
+        put(tmp_path / "photos" / deep, number, lines)
     put(tmp_path / "photos", 200, ["outside"])
     (tmp_path / "photos" / deep / "009.json").write_text("{}")  # what else has a picture's name belongs to it
     source = tmp_path / "photos"
@@ -289,11 +289,11 @@ def test_class_folders_and_labels_files_stay_classes(tmp_path):
         put(tmp_path / "photos" / name, number, LINES[number])
     photos = find_photos(tmp_path / "photos")
     assert photos.classes == ("ant", "bee") and photos.labels.tolist() == [0, 1, 1]
-    assert photos.captions == [own for _, own in expected(LINES)]
+    assert photos.captions == [lines for _, lines in expected(LINES)]
     flat = tmp_path / "photos" / "bee"
     (flat / "labels.csv").write_text("file,label\n025.png,3\n030.png,1\n")
     photos = find_photos(flat)
-    assert photos.labels.tolist() == [3, 1] and photos.captions == [own for _, own in expected(LINES)][1:]
+    assert photos.labels.tolist() == [3, 1] and photos.captions == [lines for _, lines in expected(LINES)][1:]
     without = find_photos(flat, captions="none")
     assert without.captions is None and without.names == photos.names and not without.refused
     (flat / "labels.csv").unlink()
@@ -304,8 +304,8 @@ def test_class_folders_and_labels_files_stay_classes(tmp_path):
 
 
 def test_texts_and_pictures_that_do_not_go_together_are_named(prepare, tmp_path):
-    for number, own in LINES.items():
-        put(tmp_path / "photos", number, own)
+    for number, lines in LINES.items():
+        put(tmp_path / "photos", number, lines)
     put(tmp_path / "photos", 40, None)
     put(tmp_path / "photos", 41, [" "])
     put(tmp_path / "photos", 42, ["x"])
@@ -338,8 +338,10 @@ def labels(folder) -> str:
 def write_webdataset(folder, **more) -> None:
     folder.mkdir()
     with webdataset.ShardWriter(str(folder / "%05d.tar"), maxcount=2, verbose=0) as tars:
-        for number, own in LINES.items():
-            tars.write({"__key__": f"{number:09d}", "png": picture(number), "txt": "\n".join(own), "json": {}, **more})
+        for number, lines in LINES.items():
+            tars.write(
+                {"__key__": f"{number:09d}", "png": picture(number), "txt": "\n".join(lines), "json": {}, **more}
+            )
 
 
 @pytest.mark.parametrize("how", ["", "{00000..00001}.tar", "*.tar", "root"])
@@ -355,14 +357,14 @@ def test_webdatasets_are_read_as_they_were_written(prepare, tmp_path, how):
 
 @pytest.mark.parametrize("how", ["{0..1}/00000.tar", "*/00000.tar"])
 def test_tars_of_one_name_in_several_folders_are_all_read(tmp_path, how):
-    for folder, (number, own) in enumerate(LINES.items()):
+    for folder, (number, lines) in enumerate(LINES.items()):
         (tmp_path / "wds" / str(folder)).mkdir(parents=True)
         with webdataset.TarWriter(str(tmp_path / "wds" / str(folder) / "00000.tar")) as tar:
-            tar.write({"__key__": "000", "png": picture(number), "txt": "\n".join(own)})
+            tar.write({"__key__": "000", "png": picture(number), "txt": "\n".join(lines)})
     photos, some = find_photos(tmp_path / "wds" / how), list(LINES)[: 2 if "{" in how else 3]
     assert photos.names == [f"{folder}/00000/000.png" for folder in range(len(some))]
     assert [photos.read(i) for i in range(len(some))] == [picture(number) for number in some]
-    assert photos.captions == [own for _, own in expected(LINES)][: len(some)]
+    assert photos.captions == [lines for _, lines in expected(LINES)][: len(some)]
 
 
 def test_tars_without_captions_have_no_classes(tmp_path):

@@ -173,9 +173,9 @@ def test_of_16_bit_colours_the_upper_bits_are_taken():
         b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + clear + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
     )
     for how in ((), ("exif", "white")):
-        found = pixels(content, *how).copy()
-        found[1, 2] = values[1, 2] >> 8  # transparent
-        assert np.array_equal(found, values >> 8)
+        result = pixels(content, *how).copy()
+        result[1, 2] = values[1, 2] >> 8  # transparent
+        assert np.array_equal(result, values >> 8)
 
 
 # ------------------------------------------------------------------------------------ other kinds
@@ -244,11 +244,11 @@ def test_names_say_nothing_and_may_be_of_any_script(tmp_path):
     expected = [centre_crop(image, 16).transpose(2, 0, 1) for image in upright]
     for source in ("photos", "photos.tar", "photos.parquet"):
         photos = find_photos(tmp_path / source)
-        found = [Crops(photos, Crop(16, "exif", "white"))[index] for index in range(4)]
-        assert [size for _, _, size in found[:3]] == [(24, 33), (24, 33), (33, 24)]
-        for (pixels, *_), one in zip(found, expected):
-            assert np.array_equal(pixels, one)
-        assert found[3][0] is None and "no JPEG, PNG or WebP, nor a TIFF" in found[3][1]
+        result = [Crops(photos, Crop(16, "exif", "white"))[index] for index in range(4)]
+        assert [size for _, _, size in result[:3]] == [(24, 33), (24, 33), (33, 24)]
+        for (pixels, *_), wanted in zip(result, expected):
+            assert np.array_equal(pixels, wanted)
+        assert result[3][0] is None and "no JPEG, PNG or WebP, nor a TIFF" in result[3][1]
 
 
 # --------------------------------------------------------------------------------------- cropping
@@ -304,7 +304,7 @@ def test_strips_take_little_memory():
         content = saved(Image.new("RGB", size, (1, 2, 3)))
         try:
             resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
-            found = centre_crop(read_rgb(content, "exif", "white"), 256)
+            result = centre_crop(read_rgb(content, "exif", "white"), 256)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, before)
-        assert np.array_equal(found, np.full((256, 256, 3), (1, 2, 3)))
+        assert np.array_equal(result, np.full((256, 256, 3), (1, 2, 3)))

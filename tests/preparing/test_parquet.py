@@ -74,11 +74,11 @@ def test_captions_stand_in_a_column(tmp_path, case):
     columns, chosen = {
         "lists": ({"captions": CAPTIONS}, None),
         "a named one": ({"prompts": CAPTIONS, "text": ["x"] * 5}, "prompts"),
-        "one each": ({"text": [own[0] for own in CAPTIONS]}, None),
+        "one each": ({"text": [lines[0] for lines in CAPTIONS]}, None),
     }[case]
     rows = write_parquet(tmp_path / "train.parquet", label=None, **columns)
     photos = find_photos(tmp_path, captions=chosen)
-    assert photos.captions == ([own[:1] for own in CAPTIONS] if case == "one each" else CAPTIONS)
+    assert photos.captions == ([lines[:1] for lines in CAPTIONS] if case == "one each" else CAPTIONS)
     assert photos.classes == ("all",) and all(same(photos.read(i), row["image"]) for i, row in enumerate(rows))
 
 

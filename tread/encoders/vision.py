@@ -16,6 +16,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,31 +45,29 @@ class Cost(NamedTuple):
     flops: int
 
 
+@dataclass(eq=False)
 class Encoder:
     """Pictures (B, 3, H, W) uint8 → features (B, T, z) float32 of T = side² tokens, row by row.
 
     name         the recorded name: encoders of one name are taken for the same.
+    run          the network, without the grid's average.
     fingerprint  hash of its weights, and of the module's source for the user's own.
     grid         tokens along a side, to which finer features are averaged; None: as many as the encoder has.
     """
 
-    def __init__(
-        self,
-        name: str,
-        run: Callable[[Tensor], Tensor],
-        device: torch.device,
-        grid: int | None,
-        fingerprint: str,
-    ) -> None:
-        self.name, self.fingerprint, self.grid, self.device, self._run = name, fingerprint, grid, device, run
-        self._costs: dict[int, Cost] = {}
+    name: str
+    run: Callable[[Tensor], Tensor]
+    device: torch.device
+    grid: int | None
+    fingerprint: str
+    _costs: dict[int, Cost] = field(default_factory=dict, repr=False)
 
     @torch.no_grad()
     def encode(self, pictures: Tensor) -> Tensor:
         """On the encoder's device. Raises ValueError for features that are no (B, T, z) or too coarse for the grid."""
         check_pictures(pictures)
         with exact():
-            features = self._run(pictures.to(self.device)).float()
+            features = self.run(pictures.to(self.device)).float()
             shape, size = tuple(features.shape), pictures.shape[-1]
             side = math.isqrt(shape[1]) if len(shape) == 3 else 0
             if not side or shape[:2] != (len(pictures), side**2):
