@@ -137,7 +137,5 @@ def test_all_emoji_are_split_by_the_rule():
     held = held_compositions(known)
     for name in ("train", "rest"):
         assert not {composition(text, known) for text in texts[name]} & held
-    composed, train = (
-        {c.lower() for sample in parts[name] for c in sample.captions} for name in ("compositions", "train")
-    )
-    assert len(composed & train) < 10
+    captions = {name: {c.lower() for sample in part for c in sample.captions} for name, part in parts.items()}
+    assert len(captions["compositions"] & captions["train"]) < 10
