@@ -209,29 +209,23 @@ def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32
 
     With views=2 the second view is the flipped picture.
     """
-    if model is None:
-        return lambda pictures: torch.stack(_views(pictures.float() / 127.5 - 1, latents), dim=1).numpy()
-    device = next(model.parameters()).device
+    device = torch.device("cpu") if model is None else next(model.parameters()).device
+
+    def encode_view(pixels: Tensor) -> Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+            out = model.encode(pixels)
+        if latents.content == "moments":
+            return torch.cat([out.latent_dist.mean, out.latent_dist.logvar], dim=1)
+        return out.latents if hasattr(out, "latents") else out.latent_dist.mean
 
     @torch.no_grad()
     def encode(pictures: Tensor) -> np.ndarray:
         pixels = (pictures.to(device).float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
-        views = []
-        for view in _views(pixels, latents):
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-                out = model.encode(view)
-            if latents.content == "moments":
-                z = torch.cat([out.latent_dist.mean, out.latent_dist.logvar], dim=1)
-            else:
-                z = out.latents if hasattr(out, "latents") else out.latent_dist.mean
-            views.append(z.float().cpu())
-        return torch.stack(views, dim=1).numpy()
+        views = [pixels, pixels.flip(-1)][: latents.views]
+        views = views if model is None else map(encode_view, views)
+        return torch.stack([view.float().cpu() for view in views], dim=1).contiguous().numpy()
 
     return encode
-
-
-def _views(pictures: Tensor, latents: LatentSpec) -> list[Tensor]:
-    return [pictures, pictures.flip(-1)][: latents.views]
 
 
 def load_decoder(latents: LatentSpec, device: torch.device | str = "cpu", autoencoder: str | None = None) -> Decoder:

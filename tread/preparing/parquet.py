@@ -16,24 +16,19 @@ TEXTS = ("string", "large_string", "list<item: string>", "large_list<item: strin
 
 
 class Rows:
-    """The pictures of a column. Reads a row group at a time and keeps the last one, as pictures come in order.
+    """The pictures of a column. Keeps the last row group that was read, as pictures come in order."""
 
-    groups  (first picture, file, its row group)
-    """
+    def __init__(self, column: str) -> None:
+        self._column = column
+        self._kept: tuple[tuple[Path, int], list[dict]] | None = None
 
-    def __init__(self, column: str, groups: list[tuple[int, Path, int]]) -> None:
-        self._column, self._groups = column, groups
-        self._firsts = [first for first, _, _ in groups]
-        self._kept: tuple[int, list[dict]] | None = None
-
-    def read(self, index: int) -> bytes:
-        """The file content of a picture. Raises OSError."""
-        group = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        first, path, number = self._groups[group]
-        if self._kept is None or self._kept[0] != group:
-            rows = _open(path).read_row_group(number, columns=[self._column])[self._column]
-            self._kept = group, rows.to_pylist()
-        content = self._kept[1][index - first]
+    def read(self, place: tuple[Path, int, int]) -> bytes:
+        """The picture in a row of a file's row group. Raises OSError."""
+        path, group, row = place
+        if self._kept is None or self._kept[0] != (path, group):
+            rows = _open(path).read_row_group(group, columns=[self._column])[self._column]
+            self._kept = (path, group), rows.to_pylist()
+        content = self._kept[1][row]
         if not isinstance(content, dict) or not content.get("bytes"):
             raise OSError("the row holds no picture, or names a file that is not in the parquet")
         return content["bytes"]
@@ -77,15 +72,14 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
     image = _column(source, schema.names, features, "Image", "image")
     words = _captions(source, schema, captions)
     label = _column(source, schema.names, features, "ClassLabel", "label", needed=words is None)
-    groups, labels, names, texts = [], [], [], []
+    read, files, labels, names, texts = Rows(image).read, [], [], [], []
     for path in paths:
         opened = _open(path)
         if not opened.schema_arrow.equals(schema) or _features(opened.schema_arrow) != features:
             raise ValueError(f"{path} has other columns or classes than {paths[0].name}")
-        first = len(names)
-        for number in range(opened.metadata.num_row_groups):
-            groups.append((first, path, number))
-            first += opened.metadata.row_group(number).num_rows
+        for group in range(opened.metadata.num_row_groups):
+            rows = range(opened.metadata.row_group(group).num_rows)
+            files += [(read, (path, group, row)) for row in rows]
         names += [f"{path.name}:{row}" for row in range(opened.metadata.num_rows)]
         if words is not None:
             texts += [_captions_of(row) for row in opened.read(columns=[words])[words].to_pylist()]
@@ -101,8 +95,7 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
     if label is not None:
         classes = features.get(label, {}).get("names") or [str(n) for n in range(int(numbers.max(initial=-1)) + 1)]
         check_labels(numbers, len(classes), source)
-    read = Rows(image, groups).read
-    photos = Photos(str(source), names, numbers, tuple(classes), [(read, index) for index in range(len(names))])
+    photos = Photos(str(source), names, numbers, tuple(classes), files)
     return photos if words is None else photos.captioned(texts, [])
 
 

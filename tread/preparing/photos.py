@@ -11,6 +11,7 @@ import json
 import posixpath
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ class Photos:
 
     names    of the pictures, for messages and the work's plan.
     labels   (n,) int64, indices into classes.
-    files    what reads each picture's file, and by which name; it raises OSError.
+    files    what reads each picture's file, and by which name or place; it raises OSError.
     refused  (name, why) of files that lie among the pictures and are none.
     captions of each picture, at least one; None: the source has none.
     unpaired (name, why) of pictures without captions, and captions without a picture; neither is among the others.
@@ -40,7 +41,7 @@ class Photos:
     names: list[str]
     labels: np.ndarray
     classes: tuple[str, ...]
-    files: list[tuple[Callable[[str | int], bytes], str | int]]
+    files: list[tuple[Callable[[Any], bytes], Any]]
     refused: Faults = field(default_factory=list)
     captions: list[list[str]] | None = None
     unpaired: Faults = field(default_factory=list)
