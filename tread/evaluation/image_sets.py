@@ -27,7 +27,7 @@ from tread.data.shards import write_array
 from tread.encoders.inception import Pictures
 from tread.preparing.archives import Folder, Tar
 from tread.preparing.images import FORMATS, Crop, centre_crop, read_rgb
-from tread.preparing.sources import SUFFIXES
+from tread.preparing.photos import SUFFIXES
 from tread.runtime.distributed import Processes
 from tread.runtime.files import sha256, size_text, whole_file
 

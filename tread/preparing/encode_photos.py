@@ -34,10 +34,10 @@ from tread.data.writer import DatasetWriter
 from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder
 from tread.encoders.autoencoder import LatentEncoder
-from tread.preparing.caption_files import captions_hash
 from tread.preparing.heldout import held_out
 from tread.preparing.images import Crop, centre_crop, read_rgb
-from tread.preparing.sources import ONE_CLASS, Photos, find_photos, named
+from tread.preparing.photos import ONE_CLASS, Photos, captions_hash, named
+from tread.preparing.sources import find_photos
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes
 from tread.runtime.files import explain_failure, size_text
