@@ -322,7 +322,7 @@ def test_files_and_keys_named_in_words_exist(page):
 
 
 def test_pages_are_short():
-    """README and docs/, without evidence and log; prose at most 120 wide: not commands, printed lines, tables, pictures."""
+    """README, docs/ without evidence and log; prose at most 120 wide (no commands, printed lines, tables, pictures)."""
     text = {page: (ROOT / page).read_text() for page in PAGES}
     assert text["README.md"].count("\n") <= 120
     assert sum(len(text[page].split()) for page in PAGES if re.match("docs/(?!evidence)", page)) <= 16_000
