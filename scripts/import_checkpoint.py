@@ -79,7 +79,7 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
         "versions": versions(),
     }
     with explain_failure(folder):
-        saved = checkpoint.save(folder, 0, parts, info)
+        saved = checkpoint.save(folder, 0, parts, info).resolve()
         write_whole(folder / "config.yaml", OmegaConf.to_yaml(config))
     warnings = first.warnings(cfg, latents, options.predicts)
     if cfg.dataset.normalize and options.statistics is None:
