@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import sys
 
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
@@ -192,14 +191,6 @@ def save_checkpoint(run, composed, latents=RGB, step=3, parts=("model", "ema"), 
     info = {"config": config, "latents": asdict(latents), "samples": 10, "versions": {}}
     folder = checkpoint.save(run, step, {part: network.state_dict() for part in parts}, info)
     return network.eval(), folder
-
-
-@pytest.fixture(autouse=True)
-def closed_pipes_raise():
-    """What a door that prints (--cfg) leaves behind: SIGPIPE's default would end the process that runs the tests."""
-    before = signal.getsignal(signal.SIGPIPE)
-    yield
-    signal.signal(signal.SIGPIPE, before)
 
 
 @pytest.fixture
