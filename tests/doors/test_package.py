@@ -49,7 +49,7 @@ def test_a_wheel_holds_the_method_and_one_package_with_doors_and_configs(wheel):
     stated = [line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if "Requires-Dist" in line]
     plain = {line.split(">")[0].split("<")[0] for line in stated if "extra" not in line}
     assert plain == {line.split(">")[0] for line in needed}
-    assert all(f"Provides-Extra: {name}\n" in metadata for name in ("import", "tensorboard", "explore", "test"))
+    assert all(f"Provides-Extra: {name}\n" in metadata for name in ("import", "tensorboard", "test"))
 
 
 @pytest.mark.slow

@@ -29,10 +29,10 @@ MEANING = (
 )
 
 
-def parse_seeds(seeds: str | int | Sequence[int]) -> list[int]:
+def parse_seeds(seeds: str | int | Sequence[int]) -> Sequence[int]:
     """ "0-15" → 0..15, both included; a number or a list of numbers as it is."""
     if isinstance(seeds, str) and (match := re.fullmatch(r"(\d+)-(\d+)", seeds)) and int(match[1]) <= int(match[2]):
-        return list(range(int(match[1]), int(match[2]) + 1))
+        return range(int(match[1]), int(match[2]) + 1)
     seeds = [seeds] if isinstance(seeds, int) else seeds
     if isinstance(seeds, str) or not seeds:
         raise ValueError(f"seeds is {seeds!r}, but must be a-b with a at most b, a number or a list of numbers")

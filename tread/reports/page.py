@@ -188,15 +188,15 @@ def data_uri(path: Path) -> tuple[str, bool]:
             picture.load()  # a file that was cut short fails here
             large = path.stat().st_size > BYTES or max(picture.size) > 2 * SIDE
             if not large and picture.format == "PNG":
-                return _uri("png", path.read_bytes()), False
+                return picture_uri("png", path.read_bytes()), False
             small = picture.convert("RGB")
     except (SyntaxError, Image.DecompressionBombError) as error:  # as Pillow says of broken PNGs, and of huge ones
         raise ValueError(str(error)) from error
     small.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=88)
-    return _uri("jpeg", buffer.getvalue()), True
+    return picture_uri("jpeg", buffer.getvalue()), True
 
 
-def _uri(kind: str, content: bytes) -> str:
+def picture_uri(kind: str, content: bytes) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
