@@ -170,9 +170,11 @@ def cautions(groups: Sequence[SeedGroup]) -> list[str]:
             )
 
     def tell(groups: Sequence[SeedGroup], keys: Sequence[str], follows: str = "") -> None:
-        if apart := unlike([group.config for group in groups], keys):
-            warnings.extend(f"{key} differs: {told(values, groups)}" for key, values in apart.items())
-            warnings.extend(filter(None, [follows]))
+        apart = unlike([group.config for group in groups], keys)
+        for key, values in apart.items():
+            each = [f"{written(value)} ({group.name})" for value, group in zip(values, groups)]
+            warnings.append(f"{key} differs: {', '.join(each)}")
+        warnings.extend([follows] if apart and follows else [])
 
     said = "not mean the same: none of them is said to reach another"
     tell(groups, COMPARABLE, f"numbers of runs that differ so do {said}")
@@ -196,16 +198,6 @@ def verdicts(groups: Sequence[SeedGroup]) -> list[str]:
         if run.curve(metric) and other.curve(metric)
         if not unlike([run.config, other.config], (*COMPARABLE, *METRICS[metric].alike))
     ]
-
-
-def told(values: Sequence[object], groups: Sequence[SeedGroup]) -> str:
-    """Each value once, with the groups that have it; of many groups the commonest value without them."""
-    names: dict[str, list[str]] = {}
-    for value, group in zip(values, groups):
-        names.setdefault(written(value), []).append(group.name)
-    most = max(names, key=lambda value: len(names[value]))
-    others = {most: [f"{len(names[most])} runs"]} if len(names[most]) > 3 else {}
-    return ", ".join(f"{value} ({', '.join(those)})" for value, those in {**names, **others}.items())
 
 
 def reach(run: SeedGroup, other: SeedGroup, metric: str) -> str:

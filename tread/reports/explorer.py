@@ -32,7 +32,7 @@ from tread.diffusion.sampling import Model, Sampler, check_ratios, draw_pictures
 from tread.diffusion.solvers import Solver
 from tread.encoders import autoencoder
 from tread.evaluation.sample_files import SampleFiles, describe_drawing, parse_seeds
-from tread.reports.page import escape, picture_uri
+from tread.reports.page import escape, filled, picture_uri
 from tread.runtime import schema
 from tread.runtime.device import Precision, device_name, use_precision
 from tread.runtime.schema import Count, Range, check, written
@@ -287,30 +287,6 @@ def _quoted(text: str) -> str:
     return text if plain else "'" + text.replace("'", r"\'") + "'"
 
 
-STYLE = """
-:root { color-scheme: light dark }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1400px; margin: 0 auto; padding: 0 16px 48px }
-.sides { display: grid; gap: 16px; margin: 12px 0; grid-template-columns: repeat(auto-fit, minmax(480px, 1fr)) }
-fieldset { display: flex; flex-wrap: wrap; gap: 6px 16px; align-content: start; min-width: 0 }
-.sides p { flex-basis: 100%; margin: 0 }
-.classes { max-height: 9em; overflow-y: auto }
-input:not([type=checkbox]) { width: 8em } input[list] { width: 20em }
-img { max-width: 100%; display: block; margin: 8px 0 }
-.refused { color: light-dark(#b91c1c, #f87171); font-weight: 600 }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; user-select: all; background: light-dark(#f3f5f7, #1f242a) }
-"""
-PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; form-action 'self'">
-<link rel="icon" href="data:,"><title>{title}: guidance by hand</title><style>{style}</style></head><body>
-<h1>Guidance by hand: {title}</h1><p>{about}</p>
-<form><fieldset class="classes"><legend>classes, a row each</legend>{classes}</fieldset>
-<p><label>seeds, a column each: 0-5, or 1, 4, 9 <input name="seeds" value="{seeds}"></label></p>
-<div class="sides">{sides}</div><button>Draw A and B</button>
-<datalist id="checkpoints">{others}</datalist></form><div class="sides">
-"""
-
-
 def page(explorer: Explorer, query: Mapping[str, list[str]]) -> Iterator[str]:
     """The page in parts: the form as it was sent, then each side as soon as it is drawn.
 
@@ -324,22 +300,22 @@ def page(explorer: Explorer, query: Mapping[str, list[str]]) -> Iterator[str]:
     for key, (value, *_) in query.items():
         name, _, side = key.rpartition("-")
         sides.get(side, {})[name] = value
-    hidden = "".join(
-        f"fieldset:has([value={kind}]:checked) .{name} {{ display: none }}\n"
-        for kind in KINDS
-        for name, effect in (controls(kind) | {f"about-{other}": other == kind for other in KINDS}).items()
-        if not effect
-    )
     chosen = {*map(str, classes)}
-    yield PAGE.format(
-        title=escape(explorer.title),
-        about=escape(explorer.about),
-        style=STYLE + hidden,
-        classes="".join(_box("classes", name, str(label), str(label) in chosen) for name, label in names.items()),
-        seeds=escape(seeds),
-        sides="".join(_side_form(explorer, side, form) for side, form in sides.items()),
-        others="".join(f"<option>{escape(other)}</option>" for other in explorer.others),
-    )
+    parts = {
+        "title": escape(explorer.title),
+        "about": escape(explorer.about),
+        "hidden": "".join(
+            f"fieldset:has([value={kind}]:checked) .{name} {{ display: none; }}\n"
+            for kind in KINDS
+            for name, effect in (controls(kind) | {f"about-{other}": other == kind for other in KINDS}).items()
+            if not effect
+        ),
+        "classes": "".join(_box("classes", name, str(label), str(label) in chosen) for name, label in names.items()),
+        "seeds": escape(seeds),
+        "sides": "".join(_side_form(explorer, side, form) for side, form in sides.items()),
+        "others": "".join(f"<option>{escape(other)}</option>" for other in explorer.others),
+    }
+    yield filled("explorer.html", parts)
     for side, form in sides.items() if query else ():
         try:
             shown = explorer.draw(read_side(form), [int(label) for label in classes], seeds)

@@ -22,6 +22,7 @@ from PIL import Image
 from tread.drawing.charts import Line, Panel
 from tread.runtime.files import explain_failure, whole_file
 
+HERE = Path(__file__).resolve().parent
 POINTS = 2000  # of a curve; of longer ones each second, third, … is drawn
 NUMBER = re.compile(r"[-–+]?[\d.,]*\d(e[-+]?\d+)?( ?(%|s|±.*|of [\d,/]+))?|–")
 SIDE = 1000  # pixels of a picture at most
@@ -98,7 +99,6 @@ class Page:
             from plotly.offline import get_plotlyjs  # imported here because only the main process draws, at the end
         except ImportError as error:
             raise ImportError(f"the page needs plotly: pip install -r requirements.txt ({error})") from error
-        here = Path(__file__).resolve().parent
         anchors = {title: re.sub(r"\W+", "-", title.lower()) for title in self.sections}
         links = [f'<a href="#{anchor}">{escape(title)}</a>' for title, anchor in anchors.items()]
         sections = [
@@ -111,17 +111,21 @@ class Page:
         parts = {
             "title": escape(self.title),
             "subtitle": escape(self.subtitle),
-            "style": (here / "page.css").read_text(encoding="utf-8"),
+            "style": (HERE / "page.css").read_text(encoding="utf-8"),
             "links": " ".join(links),
             "sections": "\n".join(sections),
             "charts": charts,
             "plotly": get_plotlyjs(),
-            "script": (here / "page.js").read_text(encoding="utf-8"),
+            "script": (HERE / "page.js").read_text(encoding="utf-8"),
         }
-        skeleton = (here / "page.html").read_text(encoding="utf-8")
-        text = re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], skeleton)
         with explain_failure(path), whole_file(path, f".{os.getpid()}") as partial:
-            partial.write_text(text, encoding="utf-8")
+            partial.write_text(filled("page.html", parts), encoding="utf-8")
+
+
+def filled(name: str, parts: Mapping[str, str]) -> str:
+    """A file beside this one, with parts in the place of their names in double braces."""
+    skeleton = (HERE / name).read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], skeleton)
 
 
 def escape(text: object) -> str:
