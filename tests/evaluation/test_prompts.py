@@ -180,7 +180,7 @@ def test_what_can_not_be_is_refused(folder, composed):
     for words, shown in (
         (["prompt="], "prompt is empty"),
         (["prompt=  "], "prompt is empty"),
-        ([], "was trained with captions: prompt='…' says what to draw"),
+        ([], "was trained with captions"),
         (["classes=[0]"], "takes no classes: prompt='…', or prompts=<file>"),
         (["prompt=a", "classes=[0]"], "takes no classes"),
         (["prompt=a", "prompts=p.txt"], "both given"),
@@ -312,7 +312,7 @@ def test_what_can_not_be_scored_is_refused(folder, clip, inception_file, tmp_pat
         (["prompts=nowhere"], "no dataset at nowhere"),
         ([f"prompts={tmp_path}/none"], "has no text of encoder words"),
         ([f"prompts={tmp_path}/other"], "has other text than .* was trained with"),
-        (["prompts=p.txt"], "is a file, but must be heldout or the folder"),
+        (["prompts=p.txt"], "no dataset at p.txt"),
         (["clip=nowhere"], "clip=nowhere could not be loaded"),
         ([f"clip={folder}/bert"], "it is a bert, and not a clip"),
         (["crop=16", "reference=heldout"], "is a dataset, whose pictures are cropped already"),

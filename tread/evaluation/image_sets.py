@@ -52,6 +52,8 @@ def open_pictures(path: Path, crop: Crop | None, processes: Processes) -> Pictur
         if tar is None:
             raise FileNotFoundError(f"{path} is not there: an .npz with arr_0, a folder or a tar of pictures is needed")
         path, inside = tar, f"{path.relative_to(tar)}/"
+    if path.suffix == ".npy":
+        raise ValueError(f"{path} is one array; save it as an .npz: np.savez(…, arr_0=pictures)")
     if (path / "index.json").is_file():
         pictures = _open_dataset(path, crop)
     elif path.suffix.lower() == ".npz":
