@@ -306,7 +306,7 @@ def test_bad_requests_are_refused(tiny):
 
 
 def test_seeds_and_classes():
-    assert parse_seeds("0-3") == [0, 1, 2, 3] and parse_seeds("5-5") == [5]
+    assert list(parse_seeds("0-3")) == [0, 1, 2, 3] and list(parse_seeds("5-5")) == [5]
     assert parse_seeds((4, 2)) == [4, 2] and parse_seeds(9) == [9]
     for bad in ("3-1", "a", "1,2"):
         with pytest.raises(ValueError, match=bad):
