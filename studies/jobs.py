@@ -1,8 +1,4 @@
-"""Making a study's runs: train.py, then a door for each score, as processes that go on where they were stopped.
-
-A run's folder holds train/ (train.py's), score-<key>/ (what the door wrote), networks/ (the weights alone of what was
-scored, so that later studies can score them when train/ is gone), result.json and log.txt.
-"""
+"""Making a study's runs: train.py, then a script for each score, as processes that go on where they were stopped."""
 
 from __future__ import annotations
 
@@ -11,8 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -24,170 +18,97 @@ from scripts.export_checkpoint import Options, export
 from studies.study import ROOT, Planned, Score, Training
 from tread.evaluation.metric_table import names_of
 from tread.runtime.files import Lock, explain_failure, write_whole
-from tread.runtime.versions import git_revision
 from tread.training.run_folder import RunLog
 
-# keys of what a door writes that are not kept
+# keys of a score's record that are not kept
 LEFT_OUT = ("checkpoint", "command", "settings", "versions", "reference", "warnings", "weak_network", "data")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training and all its scores that are wanted."""
+    """A training with all scores that are wanted of it, and its folder.
+
+    The folder holds train/ (train.py's), score-<key>/ (what the script wrote), networks/ (the averaged weights of each
+    scored step, so that later studies can score them when train/ is gone), result.json and log.txt.
+    """
 
     training: Training
     scores: tuple[Score, ...]
     folder: Path
 
+    @property
+    def trained(self) -> bool:
+        """Whether train.py has done all steps."""
+        return RunLog(self.folder / "train").read_status().get("state") == "finished"
 
-def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
-    """One for each training, where another study has begun it, else below `place`."""
-    jobs: dict[str, Job] = {}
-    for run in runs:
-        key = run.training.key
-        if key in jobs:
-            both = dict.fromkeys((*jobs[key].scores, *run.scores))
-            jobs[key] = Job(run.training, tuple(both), jobs[key].folder)
-        else:
-            there = sorted(results.glob(f"*/{place.name}/*-{key}"))
-            jobs[key] = Job(run.training, run.scores, there[0] if there else place / run.folder)
-    return list(jobs.values())
+    def network(self, step: int) -> Path:
+        return self.folder / "networks" / f"step_{step:07d}"
 
+    def checkpoint(self, step: int) -> Path:
+        """The weights that were kept of a step, else the training's own checkpoint."""
+        kept = self.network(step)
+        return kept if kept.exists() else self.folder / "train" / kept.name
 
-def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None] = lambda: None) -> list[str]:
-    """Do jobs, so many at once with an equal share of the cores. Returns what failed, a line each.
+    def keep_networks(self) -> None:
+        """Copy the averaged weights of what is scored out of train/. Raises ValueError or OSError."""
+        for step in {score.step for score in self.scores}:
+            if not self.network(step).exists():
+                self.network(step).parent.mkdir(exist_ok=True)
+                export(Options(str(self.checkpoint(step)), str(self.network(step))))
 
-    after  called, in one thread, whenever a job has ended.
-    """
-    cores, problems, children = cores_of(at_once), [], Children()
-    with ThreadPoolExecutor(at_once) as pool:
-        waiting = [pool.submit(make_one, job, data, cores, children) for job in jobs]
-        try:
-            for future in tqdm(as_completed(waiting), total=len(waiting), unit="run"):
-                problems += [future.result()] if future.result() else []
-                after()
-        except BaseException:
-            for future in waiting:
-                future.cancel()
-            children.stop()
-            raise
-    return problems
+    def commands(self, data: Path) -> list[list[str]]:
+        """What is left to be run, in order: the training, the score of its end, those on the way."""
+        kept = self.scores and all(self.network(score.step).exists() for score in self.scores)
+        left = [] if self.trained or kept else [self.training_command(data)]
+        scores = sorted(self.scores, key=lambda score: -score.step)
+        return left + [self.scoring_command(score, data) for score in scores if self.record(score) is None]
 
+    def training_command(self, data: Path) -> list[str]:
+        words = (*self.training.overrides, "results={folder}", "name=train", f"seed={self.training.seed}")
+        return ["train.py", *(_filled(word, {"data": data, "folder": self.folder}) for word in words)]
 
-def make_one(job: Job, data: Path, cores: int, children: Children) -> str | None:
-    """Train and score, and write result.json after each part; what is there is kept. Returns what went wrong."""
-    job.folder.mkdir(parents=True, exist_ok=True)
-    lock = Lock(job.folder / ".lock", None)  # waits for what a killed study left running, as its processes inherit it
-    try:
-        for command in commands(job, data):
-            children.run(command, cores, job.folder / "log.txt", lock)
-            write_result(job)
-        keep_networks(job)
-    except (ValueError, OSError) as error:
-        return f"{job.folder}: {error} (its log.txt has all of it)"
-    finally:
-        lock.release()
-    write_result(job)
-    return None
+    def scoring_command(self, score: Score, data: Path) -> list[str]:
+        words = ("checkpoint={checkpoint}", "out={out}", *score.words)
+        places = {"data": data, "checkpoint": self.checkpoint(score.step), "out": self.folder / f"score-{score.key}"}
+        places |= {
+            f"step {step}": self.checkpoint(int(step)) for step in re.findall(r"\{step (\d+)\}", " ".join(words))
+        }
+        return [score.script, *(_filled(word, places) for word in words)]
 
+    def record(self, score: Score) -> dict | None:
+        """What the script wrote, if it has, without what is of this machine."""
+        path = self.folder / f"score-{score.key}" / f"{Path(score.script).stem}.json"
+        if not path.exists():
+            return None
+        read = json.loads(path.read_text())
+        return {"words": list(score.words), **{key: value for key, value in read.items() if key not in LEFT_OUT}}
 
-def keep_networks(job: Job) -> None:
-    """Copy the EMA weights of what is scored out of the training's folder. Raises ValueError or OSError."""
-    for step in {score.step for score in job.scores}:
-        if not network(job, step).exists():
-            network(job, step).parent.mkdir(exist_ok=True)
-            export(Options(str(checkpoint(job, step)), str(network(job, step))))
-
-
-def cores_of(at_once: int) -> int:
-    """The cores that each of so many jobs at once gets."""
-    return max(1, (os.cpu_count() or 1) // at_once)
-
-
-class Children:
-    """The processes under way, to be stopped with the study."""
-
-    def __init__(self) -> None:
-        self.running: set[subprocess.Popen] = set()
-        self.stopping = threading.Event()
-
-    def stop(self) -> None:
-        """Ask all of them to save and end, and start no more."""
-        self.stopping.set()
-        for child in [*self.running]:
-            child.terminate()
-
-    def run(self, command: Sequence[str], cores: int, log: Path, lock: Lock | None = None) -> None:
-        """Run a Python command, its output to the end of a log. Raises ValueError, saying why it failed.
-
-        lock  held for as long as the process lives, though this one be killed.
-        """
-        environment = {**os.environ, "OMP_NUM_THREADS": str(cores)}
-        with log.open("ab") as file:
-            began = file.seek(0, os.SEEK_END)
-            child = subprocess.Popen(
-                [sys.executable, *command],
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                pass_fds=[lock.fileno()] if lock else [],
-                start_new_session=True,  # Ctrl-C is for the study, which hands it on once
-            )
-            self.running.add(child)
-            if self.stopping.is_set():
-                child.terminate()
-            code = child.wait()
-            self.running.discard(child)
-        if code:
-            raise ValueError(f"{command[0]} ended with {code}: {_tail(log, began)}")
-
-
-def _tail(log: Path, start: int) -> str:
-    with log.open("rb") as file:
-        file.seek(start)
-        lines = re.split(r"[\r\n]+", file.read().decode(errors="replace").strip())
-    return next((line for line in reversed(lines) if line.startswith("error")), lines[-1])
-
-
-def commands(job: Job, data: Path) -> list[list[str]]:
-    """What is left to be run, in order: the training, the score of its end, those on the way."""
-    kept = job.scores and all(network(job, score.step).exists() for score in job.scores)
-    made = [] if finished(job) or kept else [training_command(job, data)]
-    scores = sorted(job.scores, key=lambda score: -score.step)
-    return made + [scoring_command(job, score, data) for score in scores if read_score(job, score) is None]
-
-
-def finished(job: Job) -> bool:
-    """Whether train.py has done all steps."""
-    return RunLog(job.folder / "train").read_status().get("state") == "finished"
-
-
-def network(job: Job, step: int) -> Path:
-    return job.folder / "networks" / f"step_{step:07d}"
-
-
-def checkpoint(job: Job, step: int) -> Path:
-    """The training's own, or the weights that were kept of it."""
-    saved = job.folder / "train" / f"step_{step:07d}"
-    return network(job, step) if network(job, step).exists() and not saved.exists() else saved
-
-
-def training_command(job: Job, data: Path) -> list[str]:
-    """Of train.py: its folder is `train` in the job's."""
-    words = [_filled(word, {"data": data}) for word in job.training.overrides]
-    folder = _filled("results={folder}", {"folder": job.folder})
-    return ["train.py", *words, folder, "name=train", f"seed={job.training.seed}"]
-
-
-def scoring_command(job: Job, score: Score, data: Path) -> list[str]:
-    """Of the door that scores: its folder is score-<key> in the job's."""
-    places = {"data": data, "checkpoint": checkpoint(job, score.step), "out": score_folder(job, score)}
-    for word in score.words:
-        for step in re.findall(r"\{step (\d+)\}", word):
-            places[f"step {step}"] = checkpoint(job, int(step))
-    return [score.door, *(_filled(word, places) for word in ("checkpoint={checkpoint}", "out={out}", *score.words))]
+    def write_result(self) -> None:
+        """result.json of what there is so far: points over training, and by their keys all scores. Raises OSError."""
+        path, log = self.folder / "result.json", RunLog(self.folder / "train")
+        result = json.loads(path.read_text()) if path.exists() else {}
+        if starts := log.starts():
+            batch, points = self.training.batch_size, {}
+            kept = ("step", "loss", *names_of("heldout"), "flops", "seconds")
+            for record in log.records():
+                point = points.setdefault(record["step"], {"images": record["step"] * batch})
+                point |= {key: record[key] for key in kept if key in record}
+            versions = starts[-1].get("versions", {})
+            result |= {
+                "key": self.training.key,
+                "seed": self.training.seed,
+                "overrides": self.training.overrides,
+                "trained": self.trained,
+                "points": [points[step] for step in sorted(points)],
+                "device": starts[-1].get("device"),
+                "torch": versions.get("torch"),
+                "commit": versions.get("git"),
+                "started": starts[0].get("time"),
+            }
+        if result:
+            scores = {score.key: record for score in self.scores if (record := self.record(score)) is not None}
+            with explain_failure(self.folder):
+                write_whole(path, json.dumps({**result, "scores": result.get("scores", {}) | scores}, indent=1) + "\n")
 
 
 def _filled(word: str, places: Mapping[str, Path]) -> str:
@@ -201,73 +122,90 @@ def _filled(word: str, places: Mapping[str, Path]) -> str:
     return f"{key}={filled}"
 
 
-def score_folder(job: Job, score: Score) -> Path:
-    return job.folder / f"score-{score.key}"
+def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
+    """One for each training, in the folder where another study began it, else below `place`."""
+    jobs: dict[str, Job] = {}
+    for run in runs:
+        key, scores = run.training.key, run.scores
+        if key in jobs:
+            folder, scores = jobs[key].folder, tuple(dict.fromkeys((*jobs[key].scores, *scores)))
+        else:
+            folder = next(iter(sorted(results.glob(f"*/{place.name}/*-{key}"))), place / run.folder)
+        jobs[key] = Job(run.training, scores, folder)
+    return list(jobs.values())
 
 
-def read_score(job: Job, score: Score) -> dict | None:
-    """What the door wrote, if it has, without what is of this machine."""
-    path = score_folder(job, score) / f"{Path(score.door).stem}.json"
-    if not path.exists():
-        return None
-    read = json.loads(path.read_text())
-    return {"words": list(score.words), **{key: value for key, value in read.items() if key not in LEFT_OUT}}
+def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None]) -> list[str]:
+    """Do jobs, so many at once with an equal share of the cores. Returns what failed, a line each.
 
-
-def write_result(job: Job) -> None:
-    if (record := result(job)) is not None:
-        with explain_failure(job.folder):
-            write_whole(job.folder / "result.json", json.dumps(record, indent=1) + "\n")
-
-
-def result(job: Job) -> dict | None:
-    """What a job is kept as, as far as it has come; None if it has not begun.
-
-    points  over training; scores: by their keys, of all studies that wanted some.
+    after  called, in this thread, whenever a job has ended.
     """
-    path, log = job.folder / "result.json", RunLog(job.folder / "train")
-    before = json.loads(path.read_text()) if path.exists() else {}
-    scores = before.get("scores", {})
-    scores |= {score.key: read for score in job.scores if (read := read_score(job, score)) is not None}
-    if not log.starts():
-        return before | {"scores": scores} if before else None
-    start, batch = log.starts()[-1], job.training.cfg.train.batch_size
-    points: dict[int, dict] = {}
-    kept = ("step", "loss", *names_of("heldout"), "flops", "seconds")
-    for record in log.records():
-        point = points.setdefault(record["step"], {"images": record["step"] * batch})
-        point |= {key: record[key] for key in kept if key in record}
-    said: Mapping = start.get("versions", {})
-    return {
-        "key": job.training.key,
-        "seed": job.training.seed,
-        "overrides": list(job.training.overrides),
-        "trained": finished(job),
-        "points": [points[step] for step in sorted(points)],
-        "scores": scores,
-        "device": start.get("device"),
-        "torch": said.get("torch"),
-        "commit": said.get("git") or git_revision(),
-        "started": log.starts()[0].get("time"),
-        "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()) if not before.get("ended") else before["ended"],
-    }
+    cores, problems, children = max(1, (os.cpu_count() or 1) // at_once), [], Children()
+    with ThreadPoolExecutor(at_once) as pool:
+        waiting = [pool.submit(make_one, job, data, cores, children) for job in jobs]
+        try:
+            for future in tqdm(as_completed(waiting), total=len(waiting), unit="run"):
+                problems += [future.result()] if future.result() else []
+                after()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            children.stop()
+            raise
+    return problems
 
 
-def submit(jobs: Sequence[Job], data: Path) -> None:
-    """Hand what is left of each job to Slurm, its scores to begin when its training has ended. Raises ValueError."""
-    for job in jobs:
-        job.folder.mkdir(parents=True, exist_ok=True)
-        before = ""
-        for command in commands(job, data):
-            words = ["--parsable", *([f"--dependency=afterok:{before}"] if before else [])]
-            words += [f"--job-name={job.folder.name}", f"--output={job.folder.resolve()}/slurm-%j.out"]
-            words += [f"--export=ALL,DOOR={command[0]}", "scripts/slurm.sh", *command[1:]]
-            try:
-                sent = subprocess.run(["sbatch", *words], cwd=ROOT, capture_output=True, text=True, check=True)
-            except FileNotFoundError:
-                raise ValueError("submit=slurm needs sbatch, which is not on this machine's PATH") from None
-            except subprocess.CalledProcessError as error:
-                raise ValueError(f"sbatch refused {job.folder.name}: {error.stderr.strip()}") from None
-            number = sent.stdout.strip().partition(";")[0]
-            before = before if command[0] != "train.py" else number
-            print(f"  submitted {number:<10}{command[0]:<10}{job.folder}")
+def make_one(job: Job, data: Path, cores: int, children: Children) -> str | None:
+    """Train, score and write the result; what is there is kept. Returns what went wrong."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    lock = Lock(job.folder / ".lock", None)  # waits for what a killed study left running, as its processes inherit it
+    try:
+        for command in job.commands(data):
+            children.run(command, cores, job.folder / "log.txt", lock)
+        job.keep_networks()
+    except (ValueError, OSError) as error:
+        return f"{job.folder}: {error} (its log.txt has all of it)"
+    finally:
+        job.write_result()
+        lock.release()
+    return None
+
+
+class Children:
+    """The processes under way, to be stopped with the study."""
+
+    def __init__(self) -> None:
+        self.running: set[subprocess.Popen] = set()
+        self.stopped = False
+
+    def stop(self) -> None:
+        """Ask all of them to save and end; later ones end at once."""
+        self.stopped = True
+        for child in [*self.running]:
+            child.terminate()
+
+    def run(self, command: Sequence[str], cores: int, log: Path, lock: Lock) -> None:
+        """Run a Python command, its output to the end of a log. Raises ValueError, saying why it failed.
+
+        lock  held for as long as the process lives, even if this one is killed.
+        """
+        with log.open("ab") as file:
+            began = file.seek(0, os.SEEK_END)
+            child = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": str(cores)},
+                pass_fds=[lock.fileno()],
+                start_new_session=True,  # Ctrl-C is for the study, which hands it on once
+            )
+        self.running.add(child)
+        if self.stopped:
+            child.terminate()
+        code = child.wait()
+        self.running.discard(child)
+        if code:
+            lines = re.split(r"[\r\n]+", log.read_bytes()[began:].decode(errors="replace").strip())
+            said = next((line for line in reversed(lines) if line.startswith("error")), lines[-1])
+            raise ValueError(f"{command[0]} ended with {code}: {said}")
