@@ -20,7 +20,8 @@ from tread.evaluation.metric_table import names_of
 from tread.runtime.files import Lock, explain_failure, write_whole
 from tread.training.run_folder import RunLog
 
-# keys of a score's record that are not kept
+# keys of a training's records that are kept, and those of a score's that are not
+KEPT = ("step", "loss", *names_of("heldout"), "flops", "seconds")
 LEFT_OUT = ("checkpoint", "command", "settings", "versions", "reference", "warnings", "weak_network", "data")
 
 
@@ -38,41 +39,33 @@ class Job:
 
     @property
     def trained(self) -> bool:
-        """Whether train.py has done all steps."""
-        return RunLog(self.folder / "train").read_status().get("state") == "finished"
+        """Whether train.py has done all steps, or what is scored of it was kept."""
+        finished = RunLog(self.folder / "train").read_status().get("state") == "finished"
+        return finished or (bool(self.scores) and all(self.network(step).exists() for step in self.steps()))
+
+    def steps(self) -> list[int]:
+        """The steps whose checkpoints are scored, or named by a score's words."""
+        named = re.findall(r"\{step (\d+)\}", " ".join(word for score in self.scores for word in score.words))
+        return sorted({*map(int, named), *(score.step for score in self.scores)})
 
     def network(self, step: int) -> Path:
         return self.folder / "networks" / f"step_{step:07d}"
 
-    def checkpoint(self, step: int) -> Path:
-        """The weights that were kept of a step, else the training's own checkpoint."""
-        kept = self.network(step)
-        return kept if kept.exists() else self.folder / "train" / kept.name
-
     def keep_networks(self) -> None:
         """Copy the averaged weights of what is scored out of train/. Raises ValueError or OSError."""
-        for step in {score.step for score in self.scores}:
-            if not self.network(step).exists():
-                self.network(step).parent.mkdir(exist_ok=True)
-                export(Options(str(self.checkpoint(step)), str(self.network(step))))
-
-    def commands(self, data: Path) -> list[list[str]]:
-        """What is left to be run, in order: the training, the score of its end, those on the way."""
-        kept = self.scores and all(self.network(score.step).exists() for score in self.scores)
-        left = [] if self.trained or kept else [self.training_command(data)]
-        scores = sorted(self.scores, key=lambda score: -score.step)
-        return left + [self.scoring_command(score, data) for score in scores if self.record(score) is None]
+        for network in map(self.network, self.steps()):
+            if not network.exists():
+                network.parent.mkdir(exist_ok=True)
+                export(Options(str(self.folder / "train" / network.name), str(network)))
 
     def training_command(self, data: Path) -> list[str]:
         words = (*self.training.overrides, "results={folder}", "name=train", f"seed={self.training.seed}")
         return ["train.py", *(_filled(word, {"data": data, "folder": self.folder}) for word in words)]
 
     def scoring_command(self, score: Score, data: Path) -> list[str]:
-        words = ("checkpoint={checkpoint}", "out={out}", *score.words)
-        places = {"data": data, "checkpoint": self.checkpoint(score.step), "out": self.folder / f"score-{score.key}"}
-        places |= {
-            f"step {step}": self.checkpoint(int(step)) for step in re.findall(r"\{step (\d+)\}", " ".join(words))
-        }
+        places = {"data": data, "out": self.folder / f"score-{score.key}"}
+        places |= {f"step {step}": self.network(step) for step in self.steps()}
+        words = (f"checkpoint={{step {score.step}}}", "out={out}", *score.words)
         return [score.script, *(_filled(word, places) for word in words)]
 
     def record(self, score: Score) -> dict | None:
@@ -84,42 +77,34 @@ class Job:
         return {"words": list(score.words), **{key: value for key, value in read.items() if key not in LEFT_OUT}}
 
     def write_result(self) -> None:
-        """result.json of what there is so far: points over training, and by their keys all scores. Raises OSError."""
+        """result.json of what there is so far: points over training, and all scores by their keys. Raises OSError."""
         path, log = self.folder / "result.json", RunLog(self.folder / "train")
         result = json.loads(path.read_text()) if path.exists() else {}
-        if starts := log.starts():
-            batch, points = self.training.batch_size, {}
-            kept = ("step", "loss", *names_of("heldout"), "flops", "seconds")
+        for start in log.starts()[-1:]:
+            points: dict[int, dict] = {}
             for record in log.records():
-                point = points.setdefault(record["step"], {"images": record["step"] * batch})
-                point |= {key: record[key] for key in kept if key in record}
-            versions = starts[-1].get("versions", {})
-            result |= {
-                "key": self.training.key,
-                "seed": self.training.seed,
-                "overrides": self.training.overrides,
-                "trained": self.trained,
-                "points": [points[step] for step in sorted(points)],
-                "device": starts[-1].get("device"),
-                "torch": versions.get("torch"),
-                "commit": versions.get("git"),
-                "started": starts[0].get("time"),
-            }
+                images = record["step"] * self.training.batch_size
+                kept = {key: record[key] for key in KEPT if key in record}
+                points.setdefault(record["step"], {"images": images}).update(kept)
+            training = {"key": self.training.key, "seed": self.training.seed, "overrides": self.training.overrides}
+            result |= training | {"trained": self.trained, "points": [points[step] for step in sorted(points)]}
+            versions = start.get("versions", {})
+            result |= {"device": start.get("device"), "torch": versions.get("torch"), "commit": versions.get("git")}
         if result:
             scores = {score.key: record for score in self.scores if (record := self.record(score)) is not None}
+            result["scores"] = result.get("scores", {}) | scores
             with explain_failure(self.folder):
-                write_whole(path, json.dumps({**result, "scores": result.get("scores", {}) | scores}, indent=1) + "\n")
+                write_whole(path, json.dumps(result, indent=1) + "\n")
 
 
 def _filled(word: str, places: Mapping[str, Path]) -> str:
-    """An override with its {…} replaced by absolute paths, quoted for Hydra where they need it."""
+    """An override with its {…} replaced by absolute paths, quoted for Hydra."""
     key, _, value = word.partition("=")
     filled = value
     for name, path in places.items():
         filled = filled.replace(f"{{{name}}}", str(path.expanduser().resolve()))
-    if filled != value and not re.fullmatch(r"[\w./-]+", filled, re.ASCII):
-        filled = "'" + re.sub(r"(\\*)'", r"\1\1\\'", filled) + "'"
-    return f"{key}={filled}"
+    quoted = re.sub(r"(\\*)'", r"\1\1\\'", filled)
+    return word if filled == value else f"{key}='{quoted}'"
 
 
 def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
@@ -157,11 +142,17 @@ def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None
 def make_one(job: Job, data: Path, cores: int, children: Children) -> str | None:
     """Train, score and write the result; what is there is kept. Returns what went wrong."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    lock = Lock(job.folder / ".lock", None)  # waits for what a killed study left running, as its processes inherit it
+    log, lock = (
+        job.folder / "log.txt",
+        Lock(job.folder / ".lock", None),
+    )  # waits for what a killed study left running, as its processes inherit it
     try:
-        for command in job.commands(data):
-            children.run(command, cores, job.folder / "log.txt", lock)
+        if not job.trained:
+            children.run(job.training_command(data), cores, log, lock)
         job.keep_networks()
+        for score in job.scores:
+            if job.record(score) is None:
+                children.run(job.scoring_command(score, data), cores, log, lock)
     except (ValueError, OSError) as error:
         return f"{job.folder}: {error} (its log.txt has all of it)"
     finally:

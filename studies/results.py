@@ -51,25 +51,23 @@ def is_made(run: Planned, made: Mapping[str, dict]) -> bool:
 
 
 def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
-    """What is not made yet, in words; "" if nothing."""
-    seeds: dict[str, list[str]] = {}
+    """The arms and seeds that are not made yet; "" if none."""
+    left: dict[str, list[str]] = {}
     for run in runs:
         if not is_made(run, made):
-            only = " (scores alone)" if made.get(run.training.key, {}).get("trained") else ""
-            seeds.setdefault(run.arm, []).append(f"{run.training.seed}{only}")
-    return "; ".join(f"{arm} (seed {', '.join(each)})" for arm, each in seeds.items())
+            left.setdefault(run.arm, []).append(str(run.training.seed))
+    return "; ".join(f"{arm} (seed {', '.join(seeds)})" for arm, seeds in left.items())
 
 
 def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[Made]]:
     """Results by arm: its complete runs or, while there is none, the one that has come furthest."""
-    complete: dict[str, list[Made]] = {run.arm: [] for run in runs}
-    begun: dict[str, list[Made]] = {run.arm: [] for run in runs}
-    for run in runs:
-        if run.training.key in made:
-            (complete if is_made(run, made) else begun)[run.arm].append(_made(run, made[run.training.key]))
-    for each in begun.values():
-        each.sort(key=lambda run: -run["points"][-1]["images"] if run["points"] else 0)
-    return {arm: each or begun[arm][:1] for arm, each in complete.items()}
+    results: dict[str, list[Made]] = {run.arm: [] for run in runs}
+    for arm, each in results.items():
+        begun = [run for run in runs if run.arm == arm and run.training.key in made]
+        complete = [run for run in begun if is_made(run, made)]
+        furthest = sorted(begun, key=lambda run: len(made[run.training.key]["points"]))[-1:]
+        each += [_made(run, made[run.training.key]) for run in complete or furthest]
+    return results
 
 
 def _made(run: Planned, record: dict) -> Made:
@@ -84,11 +82,17 @@ def _made(run: Planned, record: dict) -> Made:
     return Made(seed=record["seed"], points=[points[step] for step in sorted(points)], scores=scores)
 
 
+def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
+    """A metric over images or FLOPs."""
+    return {point[axis]: point[metric] for point in run["points"] if metric in point and point.get(axis)}
+
+
 def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
     """The points that all runs have with a metric: (the first run's point, the values)."""
-    each = [{point["images"]: point for point in run["points"] if metric in point} for run in runs]
-    shared = [images for images in (each[0] if each else ()) if all(images in points for points in each)]
-    return [(each[0][images], [points[images][metric] for points in each]) for images in shared]
+    curves = [curve(run, metric, "images") for run in runs]
+    points = runs[0]["points"] if runs else []
+    shared = [point for point in points if all(point["images"] in each for each in curves)]
+    return [(point, [each[point["images"]] for each in curves]) for point in shared]
 
 
 def last_values(results: Results, metric: str) -> dict[str, list[float]]:
@@ -103,31 +107,22 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
     """How much larger one run's metric is than another's, at the last number of images at which both have it."""
-    values = [{point["images"]: point[metric] for point in made["points"] if metric in point} for made in (run, other)]
-    shared = max(values[0].keys() & values[1].keys(), default=None)
-    return None if shared is None else values[0][shared] - values[1][shared]
+    both = series([run, other], metric)
+    return both[-1][1][0] - both[-1][1][1] if both else None
 
 
 def at_equal_flops(run: Made, other: Made, metric: str) -> float | None:
     """… at the last training FLOPs that both reach."""
-    curves = [flops_curve(made, metric) for made in (run, other)]
-    if min(map(len, curves)) < 2:
-        return None
-    place = min(curve[-1][0] for curve in curves)
-    here, there = (at_flops(curve, place) for curve in curves)
+    curves = [curve(made, metric, "flops") for made in (run, other)]
+    place = min(max(each, default=0) for each in curves)
+    here, there = (at_flops(each, place) for each in curves)
     return None if None in (here, there) else here - there
 
 
-def flops_curve(run: Made, metric: str) -> list[tuple[float, float]]:
-    """(log FLOPs, metric) of each point that has both."""
-    return [
-        (math.log(point["flops"]), point[metric]) for point in run["points"] if metric in point and point.get("flops")
-    ]
-
-
-def at_flops(curve: Sequence[tuple[float, float]], place: float) -> float | None:
-    """A metric at log FLOPs, on a straight line between points; None outside of the curve."""
-    return float(np.interp(place, *zip(*curve))) if curve[0][0] <= place <= curve[-1][0] else None
+def at_flops(values: Mapping[float, float], place: float) -> float | None:
+    """A metric after so many FLOPs, on a straight line over their logarithm; None outside of the curve."""
+    within = len(values) > 1 and min(values) <= place <= max(values)
+    return float(np.interp(math.log(place), [*map(math.log, values)], [*values.values()])) if within else None
 
 
 def differences(study: Study, results: Results, arm: str, metric: str, by: Callable = at_equal_images) -> list[float]:
@@ -148,8 +143,7 @@ def table(study: Study, results: Results) -> str:
     ends = {arm: [run["points"][-1] for run in runs] for arm, runs in results.items()}
     compared = [name for name, metric in METRICS.items() if metric.compared]
     metrics = measured((*study.figure.metrics, *compared), results)
-    taught = [arm for arm in results if "alignment.encoder=inception" in study.arms[arm].overrides]
-    marks = {(arm, metric) for arm in taught for metric in feature_metrics() if series(results[arm], metric)}
+    taught = {arm for arm in results if "alignment.encoder=inception" in study.arms[arm].overrides}
     columns = {
         "arm": {arm: arm for arm in results},
         "seeds": {arm: f"{len(runs)}" for arm, runs in results.items()},
@@ -157,10 +151,9 @@ def table(study: Study, results: Results) -> str:
         "training FLOPs": {arm: f"{p['flops']:.3g}" for arm, each in ends.items() for p in each[::-1] if "flops" in p},
     }
     for metric in metrics:
-        cells = {arm: _cell(series(runs, metric), metric) for arm, runs in results.items()}
-        columns[METRICS[metric].title] = {
-            arm: f"{cell} †" if (arm, metric) in marks else cell for arm, cell in cells.items()
-        }
+        marked = taught if metric in feature_metrics() else ()
+        last = last_values(results, metric).items()
+        columns[METRICS[metric].title] = {arm: shown(each) + " †" * (arm in marked) for arm, each in last}
     for metric in [metric for metric in metrics if metric in compared][:1] if study.against else []:
         for what, by in (("images", at_equal_images), ("FLOPs", at_equal_flops)):
             cells = {arm: shown(differences(study, results, arm, metric, by), sign=True) for arm in results}
@@ -171,27 +164,15 @@ def table(study: Study, results: Results) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|---" * len(columns) + "|")
 
-    counts = {
-        score["count"] for runs in results.values() for run in runs for score in run["scores"] if "count" in score
-    }
+    scores = [score for runs in results.values() for run in runs for score in run["scores"]]
+    counts = {score["count"] for score in scores if "count" in score}
     notes = ["± one standard error over the seeds; – is not measured."]
     if counts:
         scored = "KID and FID" if {*metrics} & {*feature_metrics()} else "Scores"
         notes.append(f"{scored} are of {' or '.join(f'{count:,}' for count in sorted(counts))} samples.")
-    if marks:
+    if any("†" in line for line in lines):
         notes.append("† The Inception network of KID and FID was the teacher of these, too: see the evaluation loss.")
     return "\n".join([*lines, "", " ".join(notes)]) + "\n"
-
-
-def _cell(points: Sequence[tuple[dict, list[float]]], metric: str) -> str:
-    """The last values, and the best mean where it came earlier."""
-    if not points:
-        return "–"
-    means = [statistics.mean(values) for _, values in points]
-    best = METRICS[metric].best(range(len(means)), key=means.__getitem__)
-    earlier = metric in names_of("heldout") and best < len(means) - 1
-    said = f" (best {means[best]:.5g} at {points[best][0]['images']:,})" if earlier else ""
-    return shown(points[-1][1]) + said
 
 
 def shown(values: Sequence[float], sign: bool = False) -> str:
