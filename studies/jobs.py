@@ -7,14 +7,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
-from scripts.export_checkpoint import Options, export
 from studies.study import ROOT, Planned, Score, Training
 from tread.evaluation.metric_table import names_of
 from tread.runtime.files import Lock, explain_failure, write_whole
@@ -29,8 +28,7 @@ LEFT_OUT = ("checkpoint", "command", "settings", "versions", "reference", "warni
 class Job:
     """A training with all scores that are wanted of it, and its folder.
 
-    The folder holds train/ (train.py's), score-<key>/ (what the script wrote), networks/ (the averaged weights of each
-    scored step, so that later studies can score them when train/ is gone), result.json and log.txt.
+    The folder holds train/ (train.py's), score-<key>/ (what the script wrote), result.json and log.txt.
     """
 
     training: Training
@@ -39,34 +37,25 @@ class Job:
 
     @property
     def trained(self) -> bool:
-        """Whether train.py has done all steps, or what is scored of it was kept."""
-        finished = RunLog(self.folder / "train").read_status().get("state") == "finished"
-        return finished or (bool(self.scores) and all(self.network(step).exists() for step in self.steps()))
-
-    def steps(self) -> list[int]:
-        """The steps whose checkpoints are scored, or named by a score's words."""
-        named = re.findall(r"\{step (\d+)\}", " ".join(word for score in self.scores for word in score.words))
-        return sorted({*map(int, named), *(score.step for score in self.scores)})
-
-    def network(self, step: int) -> Path:
-        return self.folder / "networks" / f"step_{step:07d}"
-
-    def keep_networks(self) -> None:
-        """Copy the averaged weights of what is scored out of train/. Raises ValueError or OSError."""
-        for network in map(self.network, self.steps()):
-            if not network.exists():
-                network.parent.mkdir(exist_ok=True)
-                export(Options(str(self.folder / "train" / network.name), str(network)))
+        """Whether train.py has done all steps."""
+        return RunLog(self.folder / "train").read_status().get("state") == "finished"
 
     def training_command(self, data: Path) -> list[str]:
         words = (*self.training.overrides, "results={folder}", "name=train", f"seed={self.training.seed}")
-        return ["train.py", *(_filled(word, {"data": data, "folder": self.folder}) for word in words)]
+        return ["train.py", *(self._filled(word, data) for word in words)]
 
     def scoring_command(self, score: Score, data: Path) -> list[str]:
-        places = {"data": data, "out": self.folder / f"score-{score.key}"}
-        places |= {f"step {step}": self.network(step) for step in self.steps()}
-        words = (f"checkpoint={{step {score.step}}}", "out={out}", *score.words)
-        return [score.script, *(_filled(word, places) for word in words)]
+        words = (f"checkpoint={{step {score.step}}}", f"out={{folder}}/score-{score.key}", *score.words)
+        return [score.script, *(self._filled(word, data) for word in words)]
+
+    def _filled(self, word: str, data: Path) -> str:
+        """An override with its {…} replaced by absolute paths, quoted for Hydra."""
+        key, _, value = word.partition("=")
+        filled = re.sub(r"\{step (\d+)\}", lambda match: f"{{folder}}/train/step_{int(match[1]):07d}", value)
+        for name, path in (("data", data), ("folder", self.folder)):
+            filled = filled.replace(f"{{{name}}}", str(path.expanduser().resolve()))
+        quoted = re.sub(r"(\\*)'", r"\1\1\\'", filled)
+        return word if filled == value else f"{key}='{quoted}'"
 
     def record(self, score: Score) -> dict | None:
         """What the script wrote, if it has, without what is of this machine."""
@@ -95,16 +84,6 @@ class Job:
             result["scores"] = result.get("scores", {}) | scores
             with explain_failure(self.folder):
                 write_whole(path, json.dumps(result, indent=1) + "\n")
-
-
-def _filled(word: str, places: Mapping[str, Path]) -> str:
-    """An override with its {…} replaced by absolute paths, quoted for Hydra."""
-    key, _, value = word.partition("=")
-    filled = value
-    for name, path in places.items():
-        filled = filled.replace(f"{{{name}}}", str(path.expanduser().resolve()))
-    quoted = re.sub(r"(\\*)'", r"\1\1\\'", filled)
-    return word if filled == value else f"{key}='{quoted}'"
 
 
 def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
@@ -149,7 +128,6 @@ def make_one(job: Job, data: Path, cores: int, children: Children) -> str | None
     try:
         if not job.trained:
             children.run(job.training_command(data), cores, log, lock)
-        job.keep_networks()
         for score in job.scores:
             if job.record(score) is None:
                 children.run(job.scoring_command(score, data), cores, log, lock)

@@ -1,22 +1,18 @@
-"""What a study's runs came to: results found by their keys, the table, the figure, and what is published."""
+"""What a study's runs came to: results found by their keys, and how arms compare."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TypedDict
 
 import numpy as np
 
-from studies.study import HERE, Planned, Study, plan
-from tread.drawing.charts import Line, Panel, save_panels
-from tread.evaluation.metric_table import METRICS, feature_metrics, names_of
-from tread.runtime.files import explain_failure, write_whole
+from studies.study import HERE, Planned, Study
+from tread.evaluation.metric_table import METRICS
 
 
 class Made(TypedDict):
@@ -32,9 +28,8 @@ Results = Mapping[str, list[Made]]  # by arm
 
 def finished(results: Path) -> dict[str, dict]:
     """Records of trainings by key: what is published, and what lies below a folder of results."""
-    records = [
-        run for path in sorted(HERE.glob("*/results.json")) for run in json.loads(path.read_text())["runs"].values()
-    ]
+    published = [json.loads(path.read_text())["runs"] for path in sorted(HERE.glob("*/results.json"))]
+    records = [record for runs in published for record in runs.values()]
     records += [json.loads(path.read_text()) for path in sorted(results.glob("*/*/*/result.json"))]
     known: dict[str, dict] = {}
     for record in records:
@@ -132,49 +127,6 @@ def differences(study: Study, results: Results, arm: str, metric: str, by: Calla
     return [less for run, other in pairs if (less := by(run, other, metric)) is not None]
 
 
-def measured(names: Sequence[str], results: Results) -> list[str]:
-    """Those of the metrics that some arm has, each once."""
-    return [name for name in dict.fromkeys(names) if any(series(runs, name) for runs in results.values())]
-
-
-def table(study: Study, results: Results) -> str:
-    """Markdown, a line per arm: means ± standard errors over the seeds, and paired differences."""
-    results = {arm: [run for run in runs if run["points"]] for arm, runs in results.items()}
-    ends = {arm: [run["points"][-1] for run in runs] for arm, runs in results.items()}
-    compared = [name for name, metric in METRICS.items() if metric.compared]
-    metrics = measured((*study.figure.metrics, *compared), results)
-    taught = {arm for arm in results if "alignment.encoder=inception" in study.arms[arm].overrides}
-    columns = {
-        "arm": {arm: arm for arm in results},
-        "seeds": {arm: f"{len(runs)}" for arm, runs in results.items()},
-        "images": {arm: f"{min(point['images'] for point in each):,}" for arm, each in ends.items() if each},
-        "training FLOPs": {arm: f"{p['flops']:.3g}" for arm, each in ends.items() for p in each[::-1] if "flops" in p},
-    }
-    for metric in metrics:
-        marked = taught if metric in feature_metrics() else ()
-        last = last_values(results, metric).items()
-        columns[METRICS[metric].title] = {arm: shown(each) + " †" * (arm in marked) for arm, each in last}
-    for metric in [metric for metric in metrics if metric in compared][:1] if study.against else []:
-        for what, by in (("images", at_equal_images), ("FLOPs", at_equal_flops)):
-            cells = {arm: shown(differences(study, results, arm, metric, by), sign=True) for arm in results}
-            columns[f"{METRICS[metric].title} against its pair, at equal {what}"] = cells
-    if study.figure.kind == "own":
-        columns |= getattr(own_module(study), "columns", lambda *_: {})(study, results)
-    rows = [[*columns], *([cells.get(arm, "–") for cells in columns.values()] for arm in results)]
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    lines.insert(1, "|---" * len(columns) + "|")
-
-    scores = [score for runs in results.values() for run in runs for score in run["scores"]]
-    counts = {score["count"] for score in scores if "count" in score}
-    notes = ["± one standard error over the seeds; – is not measured."]
-    if counts:
-        scored = "KID and FID" if {*metrics} & {*feature_metrics()} else "Scores"
-        notes.append(f"{scored} are of {' or '.join(f'{count:,}' for count in sorted(counts))} samples.")
-    if any("†" in line for line in lines):
-        notes.append("† The Inception network of KID and FID was the teacher of these, too: see the evaluation loss.")
-    return "\n".join([*lines, "", " ".join(notes)]) + "\n"
-
-
 def shown(values: Sequence[float], sign: bool = False) -> str:
     """A mean, with its standard error where there are several values."""
     if not values:
@@ -184,81 +136,3 @@ def shown(values: Sequence[float], sign: bool = False) -> str:
         return f"{mean:{plus}.5g}"
     places = max(0, 1 - math.floor(math.log10(error))) if error > 0 else 4
     return f"{mean:{plus}.{places}f} ± {error:.{places}f}"
-
-
-def own_module(study: Study) -> ModuleType:
-    """studies/<name>.py of a study with a figure of its own: `draw`, and maybe further `columns` of its table."""
-    return importlib.import_module(f"studies.{study.name}")
-
-
-def draw(study: Study, results: Results, path: Path) -> None:
-    """The figure: curves are means over the seeds, with bands of a standard error; ends are points. Raises OSError."""
-    if study.figure.kind == "own":
-        own_module(study).draw(study, results, path)
-    elif metrics := measured(study.figure.metrics, results):
-        curves = study.figure.kind == "curves"
-        panels = [panel for metric in metrics for panel in (_curves if curves else _ends)(results, metric)]
-        save_panels(path, panels, columns=2 if curves else len(panels))
-
-
-def _curves(results: Results, metric: str) -> list[Panel]:
-    """A metric against images and against FLOPs, a line per arm."""
-    most = max(point.get("flops", 1) for runs in results.values() for run in runs for point in run["points"])
-    power, panels = 3 * int(math.log10(most) // 3), []
-    for axis, label, unit in (
-        ("images", "images, thousands", 1e3),
-        ("flops", f"training FLOPs, 10^{power}", 10**power),
-    ):
-        lines = []
-        for arm, runs in results.items():
-            points = [(point[axis] / unit, values) for point, values in series(runs, metric) if axis in point]
-            lines.append(mean_line(arm, points))
-        panels.append(Panel("", label, METRICS[metric].label, lines))
-    return panels
-
-
-def _ends(results: Results, metric: str) -> list[Panel]:
-    """A metric at the end of training, a point per arm and seed."""
-    ends = last_values(results, metric)
-    by_seed: dict[int, dict[int, float]] = {}
-    for place, (arm, values) in enumerate(ends.items()):
-        for run, value in zip(results[arm], values):
-            by_seed.setdefault(run["seed"], {})[place] = value
-    lines = [Line(f"seed {seed}", [*at], [*at.values()], None) for seed, at in sorted(by_seed.items())]
-    return [Panel("", "", METRICS[metric].label, lines, names=tuple(ends))]
-
-
-def mean_line(name: str, points: Sequence[tuple[float, Sequence[float]]]) -> Line:
-    """Means over the seeds at (x, values), with their standard errors where there are several seeds."""
-    errors = [standard_error(values) for _, values in points]
-    means = [statistics.mean(values) for _, values in points]
-    return Line(name, [x for x, _ in points], means, errors if errors and None not in errors else None)
-
-
-def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
-    """results.json (a line per training), figure.png and table.md of what is trained, beside the study's YAML.
-
-    runs  those that were asked for now; the study's other seeds are kept, and the table says what is missing of all.
-    """
-    whole = [*{(run.arm, run.training.seed): run for run in (*plan(study), *runs)}.values()]
-    kept: dict[str, dict] = {}
-    for run in whole:
-        key, record = run.training.key, made.get(run.training.key, {"trained": False})
-        if record["trained"]:
-            scores = {score.key: record["scores"][score.key] for score in run.scores if score.key in record["scores"]}
-            kept[key] = record | {"scores": kept.get(key, {"scores": {}})["scores"] | scores}
-    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(run)}" for key, run in kept.items())
-    head = json.dumps({"study": study.name, "scale": study.scale, "title": study.title})
-    with explain_failure(folder):
-        folder.mkdir(exist_ok=True)
-        write_whole(folder / "results.json", head[:-1] + f',\n "runs": {{\n{lines}\n }}}}\n')
-    left = missing(whole, made)
-    write(study, gather(whole, made), folder, f"\nMissing: {left}.\n" if left else "")
-
-
-def write(study: Study, results: Results, folder: Path, below: str = "") -> None:
-    """table.md, with a text below it, and figure.png of what there is, if anything. Raises OSError."""
-    with explain_failure(folder):
-        write_whole(folder / "table.md", table(study, results) + below)
-        if any(run["points"] for runs in results.values() for run in runs):
-            draw(study, results, folder / "figure.png")

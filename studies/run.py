@@ -29,8 +29,9 @@ if __name__ == "__main__":
 from omegaconf import OmegaConf
 
 from studies.cost import estimate
+from studies.figures import publish, write
 from studies.jobs import jobs_of, make
-from studies.results import finished, gather, is_made, missing, publish, write
+from studies.results import finished, is_made
 from studies.study import HERE, ScaleName, names, plan, read_study
 from tread.encoders.inception import find_weights
 from tread.runtime import schema
@@ -91,7 +92,7 @@ def run(options: Options) -> None:
 
     def after() -> None:
         made = finished(results)
-        write(study, gather(runs, made), place)
+        write(study, runs, made, place)
         if options.publish:
             publish(study, runs, made, HERE / study.name)
 
@@ -99,9 +100,7 @@ def run(options: Options) -> None:
         problems = make(jobs, data, options.jobs, after)
     finally:
         after()
-        left = missing(runs, finished(results))
         print((place / "table.md").read_text().rstrip())
-        print(f"  missing   {left}" if left else "  nothing is missing")
         print(f"  written   {', '.join(map(str, [*place.glob('*.*')] + [HERE / study.name] * options.publish))}")
     if problems:
         sys.exit("error: " + "\n".join(problems))

@@ -58,13 +58,10 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Figure:
-    """Which metrics are drawn, and how.
+class Drawn:
+    """Which metrics are drawn, and how: see FIGURES in studies/figures.py."""
 
-    kind  curves: over images and over FLOPs; ends: the final values, arm by arm; own: by `draw` in studies/<name>.py.
-    """
-
-    kind: Literal["curves", "ends", "own"]
+    kind: str
     metrics: tuple[str, ...]
 
 
@@ -82,7 +79,7 @@ class Study:
     question: str
     arms: dict[str, Arm]
     against: dict[str, str]
-    figure: Figure
+    figure: Drawn
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,7 @@ def read_study(name: str, scale: ScaleName) -> Study:
     for arm, said in tree.pop("arms").items():
         said = said if isinstance(said, dict) else {"overrides": said}
         arms[arm] = schema.read(_over(base, said | changed.get(arm, {})), Arm, f"arms.{arm}.")
-    against, figure = tree.pop("against", {}), schema.read(tree.pop("figure"), Figure, "figure.")
+    against, figure = tree.pop("against", {}), schema.read(tree.pop("figure"), Drawn, "figure.")
     if unknown := {*against, *against.values(), *changed} - {*arms}:
         raise ValueError(f"studies/{name}.yaml names {', '.join(sorted(unknown))}, which are no arms of it")
     return Study(name, scale, arms=arms, against=against, figure=figure, **tree)
