@@ -1,17 +1,15 @@
-"""What a study's runs came to: results found by their keys, and how arms compare."""
+"""What a study's runs came to, found by their keys: below a folder of results, or published beside the studies."""
 
 from __future__ import annotations
 
 import json
-import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
 import numpy as np
 
-from studies.study import HERE, Planned, Study
+from studies.study import HERE, Planned
 from tread.evaluation.metric_table import METRICS
 
 
@@ -75,64 +73,3 @@ def _made(run: Planned, record: dict) -> Made:
         images = {"step": step, "images": step * run.training.batch_size}
         points[step] = images | flops | points.get(step, {}) | values
     return Made(seed=record["seed"], points=[points[step] for step in sorted(points)], scores=scores)
-
-
-def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
-    """A metric over images or FLOPs."""
-    return {point[axis]: point[metric] for point in run["points"] if metric in point and point.get(axis)}
-
-
-def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
-    """The points that all runs have with a metric: (the first run's point, the values)."""
-    curves = [curve(run, metric, "images") for run in runs]
-    points = runs[0]["points"] if runs else []
-    shared = [point for point in points if all(point["images"] in each for each in curves)]
-    return [(point, [each[point["images"]] for each in curves]) for point in shared]
-
-
-def last_values(results: Results, metric: str) -> dict[str, list[float]]:
-    """By arm: the values at the last point at which all its runs have a metric; arms without one are left out."""
-    return {arm: points[-1][1] for arm, runs in results.items() if (points := series(runs, metric))}
-
-
-def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean; None for a single value."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-
-
-def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
-    """How much larger one run's metric is than another's, at the last number of images at which both have it."""
-    both = series([run, other], metric)
-    return both[-1][1][0] - both[-1][1][1] if both else None
-
-
-def at_equal_flops(run: Made, other: Made, metric: str) -> float | None:
-    """… at the last training FLOPs that both reach."""
-    curves = [curve(made, metric, "flops") for made in (run, other)]
-    place = min(max(each, default=0) for each in curves)
-    here, there = (at_flops(each, place) for each in curves)
-    return None if None in (here, there) else here - there
-
-
-def at_flops(values: Mapping[float, float], place: float) -> float | None:
-    """A metric after so many FLOPs, on a straight line over their logarithm; None outside of the curve."""
-    within = len(values) > 1 and min(values) <= place <= max(values)
-    return float(np.interp(math.log(place), [*map(math.log, values)], [*values.values()])) if within else None
-
-
-def differences(study: Study, results: Results, arm: str, metric: str, by: Callable = at_equal_images) -> list[float]:
-    """An arm's metric less that of the arm it is compared with, seed by seed: same data order, same noise."""
-    others = {run["seed"]: run for run in results.get(study.against.get(arm), ())}
-    pairs = [(run, others[run["seed"]]) for run in results[arm] if run["seed"] in others]
-    return [less for run, other in pairs if (less := by(run, other, metric)) is not None]
-
-
-def shown(values: Sequence[float], sign: bool = False) -> str:
-    """A mean, with its standard error where there are several values."""
-    if not values:
-        return "–"
-    mean, error, plus = statistics.mean(values), standard_error(values), "+" if sign else ""
-    if error is None:
-        return f"{mean:{plus}.5g}"
-    places = max(0, 1 - math.floor(math.log10(error))) if error > 0 else 4
-    return f"{mean:{plus}.{places}f} ± {error:.{places}f}"

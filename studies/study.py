@@ -58,19 +58,12 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Which metrics are drawn, and how: see FIGURES in studies/figures.py."""
-
-    kind: str
-    metrics: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Study:
     """What a YAML file says, at one scale.
 
     arms     by name.
     against  arm → the arm that it is compared with; the others have none.
+    figure   how the metrics are drawn: a key of FIGURES in studies/figures.py.
     """
 
     name: str
@@ -79,7 +72,8 @@ class Study:
     question: str
     arms: dict[str, Arm]
     against: dict[str, str]
-    figure: Drawn
+    figure: str
+    metrics: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -158,10 +152,10 @@ def read_study(name: str, scale: ScaleName) -> Study:
     for arm, said in tree.pop("arms").items():
         said = said if isinstance(said, dict) else {"overrides": said}
         arms[arm] = schema.read(_over(base, said | changed.get(arm, {})), Arm, f"arms.{arm}.")
-    against, figure = tree.pop("against", {}), schema.read(tree.pop("figure"), Drawn, "figure.")
+    against, figure = tree.pop("against", {}), tree.pop("figure")
     if unknown := {*against, *against.values(), *changed} - {*arms}:
         raise ValueError(f"studies/{name}.yaml names {', '.join(sorted(unknown))}, which are no arms of it")
-    return Study(name, scale, arms=arms, against=against, figure=figure, **tree)
+    return Study(name, scale, arms=arms, against=against, figure=figure["kind"], metrics=figure["metrics"], **tree)
 
 
 def _over(base: dict, said: dict) -> dict:
@@ -179,11 +173,6 @@ def plan(study: Study, seeds: int | None = None) -> list[Planned]:
 def _planned(name: str, arm: Arm, seed: int) -> Planned:
     batch = settings_of(*(word for word in arm.overrides if "%}" not in word)).train.batch_size
     last, evaluate, save = (round(count / batch) for count in (arm.images, arm.evaluate, arm.save))
-    if not min(last, evaluate, save) or arm.score % arm.save:
-        raise ValueError(
-            f"arm {name}: images, evaluate and save must be at least a batch of {batch}, and score a multiple of save; "
-            f"they are {arm.images}, {arm.evaluate}, {arm.save} and {arm.score}"
-        )
     words = [_fractions(word, lambda fraction: str(round(last * fraction))) for word in arm.overrides]
     words += [f"train.steps={last}", f"every.evaluate={evaluate}", f"every.save={save}", f"every.sample={last}"]
     training = Training((*words, "eval.demo_samples=0"), seed, last, batch)
