@@ -34,15 +34,14 @@ from tread.training import settings
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def options_of(kind: type) -> tuple[Any, list[str]]:
-    """A benchmark's own options, as a dataclass, and the rest of the command line, which is train.py's.
-
-    Raises ValueError for what neither knows.
+def options_of(kind: type, others: bool = True) -> tuple[Any, list[str]]:
+    """A benchmark's own options, as a dataclass, and the rest of the command line, which is train.py's if it may have
+    others. Raises ValueError for what nobody knows.
     """
     names = [item.name for item in fields(kind)]
     own = [word for word in sys.argv[1:] if word.partition("=")[0] in names]
     rest = [word for word in sys.argv[1:] if word not in own]
-    schema.check_overrides(rest, [*settings.known_keys(), "experiment", *names])
+    schema.check_overrides(rest, [*names, *([*settings.known_keys(), "experiment"] if others else [])])
     return schema.read(OmegaConf.to_container(OmegaConf.from_dotlist(own)), kind), rest
 
 
