@@ -36,6 +36,11 @@ class Job:
     folder: Path
 
     @property
+    def words(self) -> list[str]:
+        """Everything that is said to its scripts, with {data} and {step N}."""
+        return [*self.training.overrides, *(word for score in self.scores for word in score.words)]
+
+    @property
     def trained(self) -> bool:
         """Whether train.py has done all steps."""
         return RunLog(self.folder / "train").read_status().get("state") == "finished"
