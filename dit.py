@@ -1,7 +1,7 @@
 """Diffusion transformer (DiT; Peebles & Xie, ICCV 2023, arXiv 2212.09748) with adaLN-Zero.
 
-Parameter names and shapes are those of public DiT checkpoints, so such a state dict loads with
-strict=True. What stands around the blocks is in tread/models/backbone.py.
+Parameter names and shapes are those of public DiT checkpoints, so such a state dict loads with strict=True. The
+network around the blocks is in tread/models/backbone.py.
 
 Shapes: B samples, N tokens, D hidden size.
 """
@@ -19,6 +19,8 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"hidden_size {dim} is not a multiple of num_heads {num_heads}")
         self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
@@ -45,7 +47,7 @@ class Mlp(nn.Module):
 class DiTBlock(nn.Module):
     """Transformer block whose norms and residuals are modulated by the conditioning (adaLN-Zero).
 
-    conditioning  its width; None: the tokens'.
+    conditioning  width of the conditioning; None: that of the tokens.
     """
 
     def __init__(self, dim: int, num_heads: int, mlp_ratio: float, conditioning: int | None = None) -> None:
@@ -64,17 +66,17 @@ class DiTBlock(nn.Module):
         return x
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
-        """Of a forward pass for one sample of so many tokens; attention false: of the linear layers alone."""
-        D, hidden = self.mlp.fc2.out_features, self.mlp.fc2.in_features
-        linear = tokens * D * (4 * D + 2 * hidden)  # qkv, proj; fc1, fc2
-        products = 2 * tokens * tokens * D if attention else 0
+        """Multiply-adds of a forward pass for one sample of so many tokens; attention false: linear layers only."""
+        layers = [layer for part in (self.attn, self.mlp) for layer in part.children() if isinstance(layer, nn.Linear)]
+        products = 2 * tokens * tokens * self.attn.proj.out_features if attention else 0
+        linear = tokens * sum(layer.weight.numel() for layer in layers)
         return linear + products + self.adaLN_modulation[1].weight.numel()
 
 
 class DiT(Backbone):
-    """The network F(x; t, y) of transformer blocks; sizes, labels and start: see Backbone.
+    """The network F(x; t, y) of transformer blocks; for the arguments see Backbone.
 
-    Raises ValueError for sizes that do not fit one another.
+    Raises ValueError for sizes that do not fit together.
     """
 
     def __init__(
@@ -90,7 +92,5 @@ class DiT(Backbone):
         learn_sigma: bool = False,
         init: str = "adaln_zero",
     ) -> None:
-        if hidden_size % num_heads:
-            raise ValueError(f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}")
         sizes = (input_size, patch_size, in_channels, hidden_size, depth)
         super().__init__(lambda: DiTBlock(hidden_size, num_heads, mlp_ratio), *sizes, num_classes, learn_sigma, init)

@@ -1,9 +1,8 @@
 """Rectified flow: straight paths x_t = (1−t)·x + t·ε and their velocity ε − x (Liu et al. 2022, arXiv 2209.03003).
 
-As in SiT (Ma et al. 2024, arXiv 2401.08740), but with t logit-normal (Esser et al. 2024, arXiv
-2403.03206), as the released TREAD code draws it; SiT's own is uniform. Everything random comes in as
-a tensor. Its noise level is t, that of tread/diffusion/edm.py is σ; both are a Process (tread/diffusion/process.py), so
-that training, guidance and sampling serve either.
+As in SiT (Ma et al. 2024, arXiv 2401.08740), but t is logit-normal (Esser et al. 2024, arXiv 2403.03206) as in the
+released TREAD code; SiT's is uniform. Everything random comes in as a tensor. RF and EDM (tread/diffusion/edm.py) are
+both a Process (tread/diffusion/process.py), so training, guidance and sampling work for either.
 
 Shapes: x (B, C, S, S); t (B,) or a scalar, in [0, 1]; y (B,) int64.
 """
@@ -26,8 +25,8 @@ from tread.models.conditions import Condition
 from tread.runtime.schema import Positive, PositiveOrZero, check
 
 Time = Literal["logit_normal", "uniform"]
-# A velocity shorter than this counts as so long in `direction`. A new network's is 0, where the angle has no slope: by
-# less, Adam's second moments would remember that slope for thousands of steps, in which the last layer stands still.
+# The shortest velocity of which `direction` takes the angle. A new network's velocity is 0: with a smaller bound, the
+# first gradients are so large that Adam's second moments stall the last layer for thousands of steps.
 SHORTEST = 0.01
 
 
@@ -38,18 +37,18 @@ class RF(Process):
     time        density of t in training: "logit_normal", logit t ~ Normal(time_mean, time_std²), or "uniform".
     time_scale  the network gets time_scale·t: 1 as in the released code and SiT, 1000 for networks that
                 count timesteps.
-    reverse     true: the network's time and velocity run from noise to data, as those of public SiT
-                weights do: it gets time_scale·(1 − t) and predicts x − ε.
-    direction   weight, in training, of mean(1 − cos) beside the squared error: of the angle between predicted and
-                true velocity over the channels, at each place (LightningDiT: 1; Yao et al. 2025, arXiv 2501.01423);
-                a velocity shorter than SHORTEST counts as that long.
-    shift       s of the sampler's times: with u = 1 − t, from noise to data, u' = s·u / (1 + (s − 1)·u). Below 1
-                more steps lie near noise (LightningDiT: 0.3).
+    reverse     true: the network's time and velocity run from noise to data, as in public SiT weights:
+                it gets time_scale·(1 − t) and predicts x − ε.
+    direction   weight of mean(1 − cos) beside the squared error in training, where cos is of the angle between the
+                predicted and the true velocity over the channels, at each position (LightningDiT: 1; Yao et al. 2025,
+                arXiv 2501.01423); velocities shorter than SHORTEST count as that long.
+    shift       s of the sampler's times: with u = 1 − t, u' = s·u / (1 + (s − 1)·u). Below 1, more steps lie near
+                noise (LightningDiT: 0.3).
     """
 
     default_steps, default_solver, level_name, variance_exploding = 50, "euler", "t", False
     evaluation = "eval_velocity"
-    data_std = 1.0  # what dataset.normalize brings latents to; nothing else depends on it
+    data_std = 1.0  # of latents behind dataset.normalize; nothing else depends on it
     conventions = ("time_scale", "reverse")
 
     time: Time = "logit_normal"
@@ -72,7 +71,7 @@ class RF(Process):
         return torch.sigmoid(normal * self.time_std + self.time_mean)
 
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
-        """Times that lie by `step` below the training ones of the same standard normal numbers, at least 0."""
+        """Times that lie `step` below `noise_level` of the same standard normal numbers, at least 0."""
         return (self.noise_level(normal) - step).clamp(min=0)
 
     def weight(self, t: Tensor) -> Tensor:
@@ -80,7 +79,7 @@ class RF(Process):
         return torch.ones_like(t)
 
     def precondition(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """What the network is given for a noisy x: x and its time (B,), fp32."""
+        """The network's input x and time (B,), fp32."""
         t = per_sample(t, x)
         return x.float(), self.time_scale * (1 - t if self.reverse else t)
 
@@ -90,12 +89,12 @@ class RF(Process):
         return x - level * self._velocity(output, x)
 
     def _velocity(self, output: Tensor, x: Tensor) -> Tensor:
-        """ε − x in fp32. Of an output with learned sigma (2C channels) the first C count."""
+        """ε − x in fp32, from the first C channels of the output."""
         v = output[:, : x.shape[1]].float()
         return -v if self.reverse else v
 
     def velocity(self, network: Network, x: Tensor, t: Tensor, y: Condition, routes: Routes = ()) -> Tensor:
-        """The predicted velocity, of ε − x, at x_t: (B, C, S, S) fp32."""
+        """The predicted velocity ε − x at x_t: (B, C, S, S) fp32."""
         return self._velocity(network(*self.precondition(x, t), y, routes=routes), x)
 
     def noised(self, x: Tensor, t: Tensor, noise: Tensor) -> Tensor:
@@ -106,9 +105,9 @@ class RF(Process):
     def errors(
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `loss` averages: squared errors of the velocity, D = x_t − t·v, x_t, each (B, C, S, S) fp32.
+        """Squared errors of the velocity, D = x_t − t·v, and x_t, each (B, C, S, S) fp32.
 
-        With `direction`, each squared error has the term of its place added, which is the same for all channels.
+        With `direction`, its term at each position is added to the squared errors of all channels.
         """
         noisy = self.noised(x, t, noise)
         v, target = self.velocity(network, noisy, t, y, routes), noise - x
@@ -123,13 +122,13 @@ class RF(Process):
         return squared.mean(dim=(1, 2, 3))
 
     def evaluation_levels(self, count: int) -> Tensor:
-        """(count,) mid-quantiles of uniform times, whatever the training's density: fp64, rising."""
+        """(count,) mid-quantiles of uniform times, whatever the density in training: fp64, rising."""
         return (torch.arange(count, dtype=torch.float64) + 0.5) / count
 
     def evaluation_loss(
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """The squared error of the velocity alone, whatever the training weighs: (B,) fp32."""
+        """The squared error of the velocity, without `direction`: (B,) fp32."""
         return replace(self, direction=0.0).loss(network, x, y, t, noise, routes)
 
     def schedule(self, num_steps: int = 50) -> Tensor:
@@ -154,7 +153,7 @@ class RF(Process):
         steps: int = 50,
         solver: str = "euler",
     ) -> Tensor:
-        """Samples of classes y from standard normal noise, all tokens running: (B, C, S, S) float64.
+        """Samples of classes y from standard normal noise, without routes: (B, C, S, S) float64.
 
         null_class  the label of the weak branch of classifier-free guidance; None: no guidance.
         scale       its weight ω, see tread/diffusion/guidance.py.
@@ -179,8 +178,8 @@ class RF(Process):
         """Samples by Sparse Guidance, each branch under its routes: (B, C, S, S) float64.
 
         strong, weak  routes of the branches with ids drawn, [(Route, ids_keep (B, K))], the same in all
-                      calls; or a function from the number of a call (of solver's N or 2N−1) to them.
-        weak_y        labels of the weak branch; None: y, as Sparse Guidance has it.
+                      calls; or a function from the index of a call to them.
+        weak_y        labels of the weak branch; None: y, as in Sparse Guidance.
         """
         denoise = partial(self.denoise, network)
         by_call = [routes if callable(routes) else (lambda call, fixed=routes: fixed) for routes in (strong, weak)]

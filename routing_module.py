@@ -1,17 +1,17 @@
 """Token routing for efficient diffusion training (TREAD; Krause et al., ICCV 2025, arXiv 2501.04765).
 
-A route r(i→j) takes a random subset of tokens out of the sequence before block i and puts them
-back, untouched, after block j; the blocks i..j, both ends included, run on the other tokens only.
-No parameter is added, and without routes the network is what it was.
+A route r(i→j) takes a random subset of the tokens out of the sequence before block i and puts them
+back, unchanged, after block j; blocks i..j, both included, run on the other tokens only. Routes add no
+parameters, and without them the network is unchanged.
 
-This file needs torch alone. A network uses it in one line,
+This file needs only torch. A network uses it in one line,
 
     x = run_blocks(self.blocks, x, c, routes=routes)
 
-where `routes` is a sequence of pairs (Route, ids_keep). The ids are drawn by the caller,
-`draw_ids(torch.rand(B, N), ratio)`, so that nothing in the network is random and tests,
-recomputation and per-image seeds can hand in their own. Other rules that choose ids are in
-tread/routing/ids.py, routes for networks that can't be edited in tread/routing/hooks.py.
+where `routes` is a sequence of pairs (Route, ids_keep). The caller draws the ids,
+`draw_ids(torch.rand(B, N), ratio)`: nothing in the network is random, and tests, recomputation and
+per-image seeds can pass their own ids. Other rules that choose ids are in tread/routing/ids.py, routes
+for networks that can't be edited in tread/routing/hooks.py.
 
 Shapes: B samples, N tokens, K kept tokens, D channels.
 """
@@ -27,21 +27,22 @@ import torch
 from torch import Tensor
 
 FP32_CHOICES = ("auto", "end", "next", "off")
-RULES: dict[str, Any] = {}  # what Route.select names: tread/routing/ids.py puts its rules here, and so may you
+Grid = tuple[int, int]  # rows and columns of tokens
+RULES: dict[str, Any] = {}  # by the names that Route.select takes; tread/routing/ids.py adds its rules, and so may you
 
 
 @dataclass(frozen=True)
 class Route:
-    """r(start→end): blocks start..end, 0-based and inclusive at both ends, skip part of the tokens.
+    """r(start→end): part of the tokens skip blocks start..end, 0-based, both included.
 
     start, end       block indices; negative ones count from the end of the network.
-    selection_ratio  fraction of the tokens that is routed around the blocks, in [0, 1).
+    selection_ratio  fraction of the tokens that skip the blocks, in [0, 1).
     fp32             which block runs in fp32 while autocast is on (the paper's stability rule):
-                     "end" = block `end`, "next" = the block behind it, "off" = none,
-                     "auto" = "end" where at most 3 blocks follow the route, else "off".
-    select           the rule that chooses the ids, a name of RULES (tread/routing/ids.py).
-    rejoin           the skipped tokens come back as they were before this block, at most `start`; negative ones
-                     count as start does. None: as they were before `start`. Or a name of REJOINS.
+                     "end" = block `end`, "next" = the block after it, "off" = none,
+                     "auto" = "end" if at most 3 blocks follow the route, else "off".
+    select           the rule that chooses the ids, a name in RULES (tread/routing/ids.py).
+    rejoin           the block before which the skipped tokens are saved, to return so behind `end`; at most `start`,
+                     negative ones count from the end. None: `start`. Or a name in REJOINS.
     """
 
     start: int
@@ -78,9 +79,9 @@ class Route:
         return cls(2, depth - 4, selection_ratio, fp32, select)
 
     def resolve(self, depth: int) -> Route:
-        """The same route with non-negative ends, rejoin and fp32 settled, for a network of `depth` blocks.
+        """The same route with non-negative ends, rejoin and fp32 resolved, for a network of `depth` blocks.
 
-        Raises ValueError for an end outside the network, a start behind the end or a rejoin behind the start.
+        Raises ValueError for an end outside the network, a start after the end or a rejoin after the start.
         """
         rejoin = self.rejoin if isinstance(self.rejoin, int) else self.start
         given = {"start": self.start, "end": self.end, "rejoin": rejoin}
@@ -113,25 +114,28 @@ class Route:
 
     @property
     def rejoins(self) -> Rejoin:
-        """How the skipped tokens come back."""
+        """How the skipped tokens return."""
         return REJOINS[self.rejoin if isinstance(self.rejoin, str) else None]
 
     @property
     def saved_before(self) -> int:
-        """The block as before which they come back (of a resolved route)."""
+        """The block before which the skipped tokens are saved (of a resolved route)."""
         return self.rejoin if isinstance(self.rejoin, int) else self.start
 
     def __str__(self) -> str:
-        """In words, of a resolved route: "r(2→8)", and how it rejoins if not as before its start."""
+        """A resolved route in words: "r(2→8)", and how it rejoins if not as before its start."""
         rejoins = f", rejoin={self.rejoin}" if isinstance(self.rejoin, str) else ""
         rejoins = rejoins if self.saved_before == self.start else f", rejoins as before block {self.rejoin}"
         return f"r({self.start}→{self.end}){rejoins}"
 
 
+Routes = Sequence[tuple[Route, Tensor]]  # with the ids_keep (B, K) of each
+
+
 def check_routes(routes: Sequence[Route], depth: int) -> tuple[Route, ...]:
     """Resolve routes against a depth, sorted by start.
 
-    Raises ValueError for routes that share a block, and for one that rejoins inside another, where not all tokens are.
+    Raises ValueError for routes that share a block, and for one that rejoins inside another, where tokens are missing.
     """
     resolved = tuple(sorted((r.resolve(depth) for r in routes), key=lambda r: r.start))
     for first, second in zip(resolved, resolved[1:]):
@@ -161,13 +165,11 @@ def draw_ids(noise: Tensor, selection_ratio: float, sort: bool = True) -> Tensor
     noise   (B, N) independent uniform numbers; the K smallest of each row are kept.
     sort    keep raster order (default); the chosen subset is the same either way.
 
-    Returns ids_keep, (B, K) int64 with K = num_keep(N, selection_ratio). Raises ValueError for a ratio outside
-    [0, 1), another shape, or NaN among the numbers (looked for on a CPU only, so that no GPU waits).
+    Returns ids_keep, (B, K) int64 with K = num_keep(N, selection_ratio). Raises ValueError for a ratio outside [0, 1)
+    and for NaN in the noise (looked for on a CPU only, so that no GPU waits).
     """
     if not 0.0 <= selection_ratio < 1.0:
         raise ValueError(f"selection_ratio is {selection_ratio}, but must lie in [0, 1)")
-    if noise.ndim != 2:
-        raise ValueError(f"noise has shape {tuple(noise.shape)}, but must be (batch, tokens)")
     if _readable(noise) and noise.isnan().any():
         raise ValueError(f"noise holds {int(noise.isnan().sum())} NaN, but must be uniform numbers: torch.rand(B, N)")
     ids_keep = noise.argsort(dim=1, stable=True)[:, : num_keep(noise.shape[1], selection_ratio)]
@@ -177,9 +179,9 @@ def draw_ids(noise: Tensor, selection_ratio: float, sort: bool = True) -> Tensor
 def check_ids(ids_keep: Tensor, batch: int, tokens: int | None) -> None:
     """Raise ValueError unless ids are (B, K) int64, K > 0, and name different tokens of each sample, in any order.
 
-    tokens  N, how many the ids choose from; None: not known.
+    tokens  N; None: unknown.
 
-    Their values are looked at on a CPU only, so that no GPU waits.
+    Values are checked on a CPU only, so that no GPU waits.
     """
     shape, most = tuple(ids_keep.shape), "" if tokens is None else f", K at most {tokens} tokens"
     fits = ids_keep.ndim == 2 and shape[0] == batch and 0 < shape[1] <= (tokens or shape[1])
@@ -200,20 +202,20 @@ def check_ids(ids_keep: Tensor, batch: int, tokens: int | None) -> None:
 
 
 def _readable(values: Tensor) -> bool:
-    """Whether values can be looked at without making a GPU wait or breaking a graph that is compiled."""
+    """Whether reading values neither makes a GPU wait nor breaks a compiled graph."""
     return values.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
-    """Take the kept tokens, or what travels with them: (B, N, …), (B, K) → (B, K, …), in the order of the ids."""
+    """Gather the kept tokens, or tensors along them: (B, N, …), (B, K) → (B, K, …), in the order of the ids."""
     return tokens.gather(1, _spread(ids_keep, tokens))
 
 
 def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
     """Put the kept tokens back: (B, N, …), (B, K, …), (B, K) → (B, N, …).
 
-    Tokens not named in ids_keep are those of `saved`, bit for bit; gradients reach both. Raises ValueError for ids
-    that name a token twice (see check_ids) or are of another count than the kept tokens.
+    The other tokens are those of `saved`, bit for bit; gradients reach both. Raises ValueError for ids that name a
+    token twice (see check_ids), or whose number is not that of the kept tokens.
     """
     check_ids(ids_keep, *saved.shape[:2])
     if kept.shape[:2] != ids_keep.shape:
@@ -225,15 +227,13 @@ def _spread(ids_keep: Tensor, tokens: Tensor) -> Tensor:
     """Ids as an index into the tokens: (B, K) → (B, K, …)."""
     if len(ids_keep) != len(tokens):  # gather would take the first samples alone
         raise ValueError(f"ids of {len(ids_keep)} samples for tokens of {len(tokens)}: each sample needs its own row")
-    if _readable(ids_keep) and ids_keep.numel() and int(ids_keep.max()) >= tokens.shape[1]:
-        raise ValueError(f"ids_keep names token {int(ids_keep.max())}, but they are 0 to {tokens.shape[1] - 1}")
     return ids_keep.view(*ids_keep.shape, *[1] * (tokens.ndim - 2)).expand(-1, -1, *tokens.shape[2:])
 
 
 class Rejoin(NamedTuple):
-    """How the skipped tokens come back behind a route.
+    """How the skipped tokens return behind a route.
 
-    removes  whether the blocks run without them; else on all tokens.
+    removes  whether the blocks run without them; else they run on all tokens.
     join     tokens before the route (B, N, D), its output (B, K or N, D), ids_keep → (B, N, D).
     """
 
@@ -241,17 +241,17 @@ class Rejoin(NamedTuple):
     join: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-REJOINS = {  # what Route.rejoin names: None serves a block's number too; stale tokens run, and come back as they were
+REJOINS = {  # by the names that Route.rejoin takes; None also serves block numbers; stale: all run, skipped ones revert
     None: Rejoin(True, scatter_tokens),
     "stale": Rejoin(False, lambda saved, tokens, ids: scatter_tokens(saved, gather_tokens(tokens, ids), ids)),
 }
 
 
-def kept_grid(route: Route, ids_keep: Tensor, grid: tuple[int, int]) -> tuple[int, int]:
-    """(rows, columns) of the grid that a row route's kept tokens form, out of a grid of N tokens.
+def kept_grid(route: Route, ids_keep: Tensor, grid: Grid) -> Grid:
+    """(rows, columns) of the grid that a row route's kept tokens form, given the grid of all N tokens.
 
-    Raises ValueError if the route does not choose rows, or the ids are not whole rows in raster
-    order (their values are looked at on a CPU only, so that no GPU waits).
+    Raises ValueError if the route does not choose rows, or the ids are not whole rows in raster order (checked on a
+    CPU only, so that no GPU waits).
     """
     width = grid[1]
     if route.select in RULES and not RULES[route.select].keeps_grid:
@@ -273,7 +273,7 @@ def kept_grid(route: Route, ids_keep: Tensor, grid: tuple[int, int]) -> tuple[in
 
 
 def times_written(tokens: Tensor) -> int:
-    """How often a tensor was written to; 0 where nobody counts: in inference mode and in a graph that is compiled."""
+    """How often a tensor was written to; 0 if torch does not count: in inference mode and in a compiled graph."""
     return 0 if torch.compiler.is_compiling() or tokens.is_inference() else tokens._version
 
 
@@ -285,11 +285,11 @@ def run_in_fp32(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 @dataclass
 class Record:
-    """What a pass leaves for its caller beside its output.
+    """What a forward pass reports beside its output.
 
-    blocks   whose outputs are wanted.
-    outputs  of each of those (output (B, K, D), ids_keep (B, K)) on a route, (output (B, N, D), None) elsewhere.
-    ids      the ids_keep (B, K) that each route used, in the order in which the routes were given.
+    blocks   the blocks whose outputs are wanted.
+    outputs  by block, (output (B, K, D), ids_keep (B, K)) on a route, (output (B, N, D), None) elsewhere.
+    ids      the ids_keep (B, K) that each route used, in the order of the given routes.
     """
 
     blocks: Sequence[int] = ()
@@ -297,11 +297,12 @@ class Record:
     ids: list[Tensor] = field(default_factory=list)
 
 
-def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-    """The ids_keep (B, K) of a route: as given, or by its rule from draws (B, N) and the tokens (B, N, D) before it."""
+def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None = None) -> Tensor:
+    """A route's ids_keep (B, K): as given, or by its rule from draws (B, N) and the tokens (B, N, D) before it."""
     if chosen.is_floating_point():
         with torch.no_grad():
-            chosen = RULES[route.select].choose(route, chosen, grid, scores=RULES[route.select].scores(tokens))
+            rule = RULES[route.select]
+            chosen = rule.choose(route, chosen, grid, None, rule.scores(tokens))
     check_ids(chosen, *tokens.shape[:2])
     return chosen
 
@@ -310,29 +311,27 @@ def run_blocks(
     blocks: Sequence[Callable[..., Tensor]],
     tokens: Tensor,
     *shared: Tensor,
-    routes: Sequence[tuple[Route, Tensor]] = (),
+    routes: Routes = (),
     along: Sequence[Tensor] = (),
-    grid: tuple[int, int] | None = None,
+    grid: Grid | None = None,
     record: Record | None = None,
 ) -> Tensor:
     """Run blocks in order under routes.
 
     blocks   callables (tokens, *along, *shared) → tokens.
     tokens   (B, N, D).
-    shared   what every block gets besides and what has no token axis (e.g. the conditioning).
-    routes   pairs (Route, ids_keep (B, K) int64); the ids are used as they come, whatever the
-             route's ratio, and the blocks see the kept tokens in their order. A rule that scores the
-             tokens takes (Route, draws (B, N)) instead, and chooses before the route's first block.
-    along    (B, N, …) tensors that travel with the tokens (e.g. tables of rotary positions): blocks
-             on a route get the kept tokens' own.
-    grid     (rows, columns) of the tokens, in raster order, for blocks that need it: each is called
-             with grid=, and blocks on a route get the shape that the kept tokens form. Such routes
-             select rows.
-    record   takes down the ids used and the outputs of the blocks that it names.
+    shared   further inputs of every block, without a token axis (e.g. the conditioning).
+    routes   pairs (Route, ids_keep (B, K) int64); the ids are used as given, whatever the route's ratio,
+             and the blocks see the kept tokens in their order. For a rule that scores the tokens it is
+             (Route, draws (B, N)) instead, and the rule chooses before the route's first block.
+    along    (B, N, …) tensors that stay with the tokens (e.g. tables of rotary positions): blocks on a
+             route get the kept tokens' rows.
+    grid     (rows, columns) of the tokens, in raster order, for blocks that need it: each is called with
+             grid=, and blocks on a route get the shape of the kept tokens. Such routes select rows.
+    record   receives the ids used and the outputs of the blocks that it names.
 
-    Returns (B, N, D). Raises ValueError for routes that do not fit the blocks, or for ids, a grid or
-    tensors along that do not fit the tokens, and RuntimeError for blocks that wrote into tokens which
-    are to rejoin.
+    Returns (B, N, D). Raises ValueError for routes that do not fit the blocks, or ids, a grid or tensors
+    along that do not fit the tokens, and RuntimeError if blocks wrote into saved tokens.
     """
     if grid is not None and grid[0] * grid[1] != tokens.shape[1]:
         raise ValueError(f"a grid of {grid[0]}×{grid[1]} does not hold {tokens.shape[1]} tokens")
@@ -351,7 +350,7 @@ def run_blocks(
     record = record or Record()
     record.ids = list(given.values())
     seen, shape, ids_here = along, grid, None
-    saved = {}  # by a route's end, what its tokens come back as, and how often that was written to
+    saved = {}  # by a route's end: what its skipped tokens return as, and how often that was written to
     for index, block in enumerate(blocks):
         saved |= {route.end: (tokens, times_written(tokens)) for route in resolved if route.saved_before == index}
         if route := starting.get(index):
@@ -374,10 +373,10 @@ def run_blocks(
 
 
 def _rejoin(route: Route, before: Tensor, written: int, tokens: Tensor, ids_keep: Tensor) -> Tensor:
-    """The tokens behind a route, from its output and those before it, which had been written to so often when saved."""
+    """The tokens behind a route, from its output and the saved tokens; `written`: their count of writes when saved."""
     if times_written(before) != written:
         raise RuntimeError(
-            "a block before the start of a route wrote into its inputs, the tokens that are to rejoin as they were: "
-            "blocks must leave their inputs alone, or rejoin be the route's start"
+            "a block before the start of a route wrote into its inputs, which are saved for the skipped tokens: blocks "
+            "must not change their inputs, or rejoin must be the route's start"
         )
     return route.rejoins.join(before, tokens, ids_keep)

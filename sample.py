@@ -10,7 +10,7 @@ if __name__ == "__main__":
 
     guard_imports(globals())
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -99,7 +99,7 @@ def main(composed: DictConfig) -> None:
         print(f"{files.describe(path, grey, options.seeds)}; {how} on {device.type}")
 
 
-def plan_files(options: Options, network: SavedNetwork, seeds: list[int]) -> SampleFiles:
+def plan_files(options: Options, network: SavedNetwork, seeds: Sequence[int]) -> SampleFiles:
     """What is drawn and where it goes. Raises OSError, or ValueError for rows that the network can't draw."""
     prompts = read_prompts(options.prompt, options.prompts)
     rows = row_labels(network, options.classes, prompts)

@@ -22,14 +22,12 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
-from omegaconf import OmegaConf
-from step_time import write
-from timing import begin, command, most_allocated, seconds, why_failed
+from timing import begin, command, options_of, take_turns, write
 from torch import Tensor, nn
 
 from dit import DiTBlock
@@ -38,14 +36,12 @@ from tread.models.mamba import Mamba
 from tread.models.rwkv import RWKVBlock
 from tread.models.ssd import ssd
 from tread.models.wkv import wkv
-from tread.runtime import schema
 from tread.runtime.compiling import compile_blocks
 from tread.runtime.device import autocast, device_name, use_precision
 from tread.runtime.schema import Count
 from tread.runtime.versions import git_revision
 
 COLUMNS = ("attention", "WKV", "SSD", "convolution", "nn.Conv1d", "DiT block", "RWKV block", "Mamba block")
-Call = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,8 +61,7 @@ class Options:
 
 
 def main() -> None:
-    schema.check_overrides(sys.argv[1:], schema.known_keys(Options))
-    options = schema.read(OmegaConf.to_container(OmegaConf.from_cli(sys.argv[1:])), Options)
+    options, _ = options_of(Options, others=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = use_precision("auto", device)
     total = max(options.most, 65536 if device.type == "cuda" else 4096)
@@ -89,7 +84,12 @@ def main() -> None:
     print(f"| tokens | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}")
     rows, tokens = [], 64
     while tokens <= options.most:
-        row = {"tokens": tokens, **measure(blocks, kernels, tokens, total // tokens, options, device, precision)}
+        calls = passes(blocks, kernels, tokens, total // tokens, device, precision)
+        turns, failed = take_turns(calls, options.rounds, device)
+        thousands = total // tokens * tokens / 1e3
+        row = {"tokens": tokens, "failed": failed}
+        row["ms"] = {name: 1e3 * statistics.median(each.seconds) / thousands for name, each in turns.items()}
+        row["mb"] = {name: each.held / 1e6 / thousands for name, each in turns.items()}
         row["mmac"] = {  # without its modulation
             name: (block.multiply_adds(tokens) - 6 * options.width**2) / tokens / 1e6 for name, block in blocks.items()
         }
@@ -113,47 +113,9 @@ def cells(row: dict, kind: str, places: int) -> str:
 
 
 def spread(rows: list[dict], kind: str) -> str:
-    """How far each column is from flat: over all lengths, and over those of 256 tokens and more."""
-    parts = []
-    for name in COLUMNS:
-        points = [(row["tokens"], row[kind][name]) for row in rows if name in row[kind]]
-        groups = [[value for tokens, value in points if tokens >= least] for least in (64, 256)]
-        said = [f"{max(values) / min(values):.2f}" for values in groups if values]
-        parts += [f"{name} {said[0]}" + (f" ({said[1]} from 256 on)" if len(said) > 1 else "")] if said else []
-    return ", ".join(parts)
-
-
-def measure(
-    blocks: dict[str, nn.Module],
-    kernels: dict[str, Callable[..., Tensor]],
-    tokens: int,
-    batch: int,
-    options: Options,
-    device: torch.device,
-    precision: str,
-) -> dict[str, dict]:
-    """Of a forward and backward pass, by what runs: median ms and MB at most, for 1,000 tokens, or why it failed."""
-    calls = passes(blocks, kernels, tokens, batch, device)
-
-    def both(name: str) -> None:
-        with autocast(device, precision):
-            output = calls[name]()
-        output.float().sum().backward()
-
-    times, memory, failed = {name: [] for name in calls}, {}, {}
-    for turn in range(-2, options.rounds):
-        for name in [call for call in calls if call not in failed]:
-            try:
-                if turn == -2:  # which warms up, and makes the gradients that stay
-                    both(name)
-                elif turn == -1:
-                    memory[name] = most_allocated(lambda name=name: both(name), device) / (1e3 * batch * tokens)
-                else:
-                    times[name].append(1e6 * seconds(lambda name=name: both(name), device) / (batch * tokens))
-            except Exception as error:  # memory and compilers fail in many ways; others go on
-                failed[name] = why_failed(error)
-    medians = {name: statistics.median(values) for name, values in times.items() if name not in failed}
-    return {"ms": medians, "mb": {name: memory[name] for name in medians}, "failed": failed}
+    """How far each column is from flat."""
+    columns = {name: [row[kind][name] for row in rows if name in row[kind]] for name in COLUMNS}
+    return ", ".join(f"{name} {max(values) / min(values):.2f}" for name, values in columns.items() if values)
 
 
 def passes(
@@ -162,8 +124,9 @@ def passes(
     tokens: int,
     batch: int,
     device: torch.device,
-) -> dict[str, Call]:
-    """Forward passes by name, of random inputs; scan and convolution are those of both directions of a mixer."""
+    precision: str,
+) -> dict[str, Callable[[], None]]:
+    """Forward and backward passes by name, of random inputs; scan and convolution are those of both directions."""
     attended, mixed, scanned = blocks["DiT block"].attn, blocks["RWKV block"].spatial_mix, blocks["Mamba block"].mixer
     width, heads, side = attended.proj.out_features, attended.num_heads, math.isqrt(tokens)
 
@@ -183,7 +146,12 @@ def passes(
         q, keys, values = (tensor.unflatten(2, (heads, -1)).transpose(1, 2) for tensor in (x, k, v))
         return nn.functional.scaled_dot_product_attention(q, keys, values)
 
-    return {
+    def both(forward: Callable[[], Tensor]) -> None:
+        with autocast(device, precision):
+            output = forward()
+        output.float().sum().backward()
+
+    calls = {
         "attention": attention,
         "WKV": lambda: kernels["WKV"](k, v, mixed.decay, mixed.bonus),
         "SSD": lambda: kernels["SSD"](inner, dt, -scanned.A_log.exp(), B, C),
@@ -193,6 +161,7 @@ def passes(
         "RWKV block": lambda: blocks["RWKV block"](x, c, grid=grid),
         "Mamba block": lambda: blocks["Mamba block"](x, c, grid=grid),
     }
+    return {name: partial(both, forward) for name, forward in calls.items()}
 
 
 if __name__ == "__main__":

@@ -18,23 +18,31 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import webdataset
-from timing import begin, random_shards, seconds
+from timing import begin, options_of, random_shards, seconds
 from torch.utils.data import DataLoader, Dataset
 
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.data.writer import write_dataset
+from tread.runtime.schema import Count
 
 SAMPLES, PER_SHARD, BATCH, FILES = 65_536, 4_096, 256, 8_192
 MEANING = LatentSpec((4, 32, 32), tuple(map(str, range(1000))), "pixels", scale_applied=True)
+
+
+@dataclass(frozen=True)
+class Options:
+    folder: str | None = None
+    rounds: Count = 5
 
 
 class Files(Dataset):
@@ -60,7 +68,7 @@ def write(folder: Path) -> None:
             np.save(folder / "npy" / f"{index:06d}.npy", latent)
 
 
-def ours(folder: Path, placement: str, device: torch.device):
+def ours(folder: Path, placement: str, device: torch.device) -> Callable[[], None]:
     data = LatentDataset(folder / "ours", placement=placement, device=device)
     loader, steps = Loader(data, 0, BATCH, [slice(0, BATCH)], device), itertools.count()
 
@@ -71,7 +79,7 @@ def ours(folder: Path, placement: str, device: torch.device):
     return read
 
 
-def through(batches, device: torch.device):
+def through(batches: Callable[[], Iterable], device: torch.device) -> Callable[[], None]:
     def read() -> None:
         for stored, labels in batches():
             torch.as_tensor(stored).to(device), torch.as_tensor(labels).to(device)
@@ -79,16 +87,16 @@ def through(batches, device: torch.device):
     return read
 
 
-def tar(folder: Path, workers: int):
+def tar(folder: Path, workers: int) -> Callable[[], Iterable]:
     pipe = webdataset.WebDataset(str(folder / "latents.tar"), shardshuffle=False, empty_check=False).shuffle(1000)
     pipe = pipe.decode().to_tuple("latent.npy", "cls").batched(BATCH, partial=True)
     return lambda: webdataset.WebLoader(pipe, batch_size=None, num_workers=workers)
 
 
 def main() -> None:
-    options = dict(argument.split("=", 1) for argument in sys.argv[1:])
+    options, _ = options_of(Options, others=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with tempfile.TemporaryDirectory(dir=options.get("folder")) as name:
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         write(folder)
         files = Files(folder / "npy")
@@ -97,11 +105,10 @@ def main() -> None:
             ways[f"webdataset, {workers} workers"] = through(tar(folder, workers), device)
             load = DataLoader(files, BATCH, shuffle=True, num_workers=workers)
             ways[f"npy files, {workers} workers"] = through(lambda load=load: load, device)
-        source = np.ones((SAMPLES, 4, 32, 32), np.float16)
-        target = np.zeros_like(source)
+        source, target = (np.full((SAMPLES, 4, 32, 32), value, np.float16) for value in (1, 0))
         ways["memcpy"] = lambda: np.copyto(target, source)
         speeds: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(1 + int(options.get("rounds", 5))):  # the first round warms up
+        for _ in range(1 + options.rounds):  # the first round warms up
             for way, read in ways.items():
                 count = FILES if way.startswith(("webdataset", "npy")) else SAMPLES
                 speeds[way].append(count / seconds(read, device))

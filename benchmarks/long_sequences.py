@@ -8,7 +8,7 @@ there are 4 blocks, r(1→2), and steps of 1,024 tokens at least, in the place o
 the longest fills 20 GB of memory then, and the hybrid's attention is behind the route. More blocks: model.depth=8
 model.routes.0.end=-3.
 
-    tokens=256,1024,4096,16384   squares of even numbers
+    tokens=[256,1024,4096,16384] squares of even numbers
     batch_tokens=…               tokens of all images of a step, where one image has not more; memory is about that
     rounds=5                     turns that are measured, of a step each (5 on a GPU)
     out=…                        a JSON file to write, after each length
@@ -28,19 +28,21 @@ from __future__ import annotations
 import gc
 import json
 import math
+import re
 import statistics
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from step_time import open_run, own_options, peak_memory, take_steps, write
-from timing import begin, circumstances, composed, why_failed
+from step_time import forward_flops, held_by, open_run, run_facts, take_steps
+from timing import begin, circumstances, composed, options_of, take_turns, why_failed, write
 
 from routing_module import check_routes
 from tread.drawing.charts import Line, Panel, save_panels
-from tread.runtime import schema
 from tread.runtime.schema import Count
 from tread.training import settings
 from tread.training.run import Run
@@ -60,7 +62,7 @@ MEASURES = {"ms_per_1000": "ms a step for 1,000 tokens", "peak_gb": "peak memory
 
 @dataclass(frozen=True)
 class Options:
-    """See above; batch_tokens null: what the device usually takes."""
+    """See above; batch_tokens null: what the device usually takes; read: from."""
 
     tokens: tuple[Count, ...] = (256, 1024, 4096, 16384)
     batch_tokens: Count | None = None
@@ -72,22 +74,14 @@ class Options:
     def __post_init__(self) -> None:
         for tokens in self.tokens:
             if math.isqrt(tokens) ** 2 != tokens or tokens % 4:
-                raise ValueError(
-                    f"tokens has {tokens}, but images here have squares of even numbers, like 256 and 1024"
-                )
+                raise ValueError(f"tokens has {tokens}, but images here have squares of even numbers, as 256 and 1024")
 
 
 def main() -> None:
-    said, overrides = own_options(dict.fromkeys(("tokens", "batch_tokens", "rounds", "out", "figure", "from")))
-    given = {key: value for key, value in said.items() if value is not None}
-    given |= {key: int(given[key]) for key in ("batch_tokens", "rounds") if given.get(key, "").isdigit()}
-    if "tokens" in given:
-        given["tokens"] = [int(word) if word.isdigit() else word for word in given["tokens"].split(",")]
-    if "from" in given:
-        given["read"] = given.pop("from")
-    options = schema.read(given, Options)
+    sys.argv[1:] = [re.sub("^from=", "read=", word) for word in sys.argv[1:]]
+    options, overrides = options_of(Options)
     if options.read:
-        result = read(Path(options.read))
+        result = json.loads(Path(options.read).read_text())
         for row in result["rows"]:
             show(row, result)
     else:
@@ -98,117 +92,67 @@ def main() -> None:
         draw(Path(options.figure), result, places)
 
 
-def read(path: Path) -> dict:
-    """What `out` wrote. Raises ValueError for another file."""
-    try:
-        result = json.loads(path.read_text())
-        if result["rows"] and all("kinds" in row for row in result["rows"]):
-            return result
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"from is {path}, which can't be read ({error}): it must be what out=… wrote") from error
-    raise ValueError(f"from is {path}, which has no rows: it must be what out=… wrote")
-
-
 def measure_all(options: Options, overrides: Sequence[str]) -> dict:
     """All lengths, printed and written one by one. Raises ValueError before any of them for what can't be."""
-    schema.check_overrides(overrides, settings.known_keys())
     for word in overrides:
-        if word.startswith(("model=", "dataset.size=", "train.batch_size=")):
+        if word.startswith(("model=", "experiment=", "dataset.size=", "train.batch_size=")):
             raise ValueError(f"{word} is what this benchmark chooses: see its tokens and batch_tokens, by --help")
     gpu = torch.cuda.is_available()
     words = ["experiment=imagenet256_s2", *([] if gpu else SMALLER), *overrides]
     for model in MODELS.values():
         settings.read(composed("config", [*model, *words]))
-    least = options.batch_tokens or (32768 if gpu else 1024)
-    result = {
-        **circumstances(torch.device("cuda" if gpu else "cpu")),
-        "rounds": options.rounds,
-        "block": 5 if gpu else 1,
-        "rows": [],
-    }
+    least, facts = (
+        options.batch_tokens or (32768 if gpu else 1024),
+        circumstances(torch.device("cuda" if gpu else "cpu")),
+    )
+    result = {**facts, "rounds": options.rounds, "block": 5 if gpu else 1, "rows": []}
     for tokens in options.tokens:
         with tempfile.TemporaryDirectory() as folder:
             sizes = [f"dataset.size={2 * math.isqrt(tokens)}", f"train.batch_size={max(1, least // tokens)}"]
-            row = measure(Path(folder), tokens, [*words, *sizes], options.rounds, result["block"])
+            result["rows"].append(measure(Path(folder), tokens, [*words, *sizes], options.rounds, result["block"]))
         gc.collect()  # of runs, which refer to themselves
         torch.cuda.empty_cache()
-        result["rows"].append(row)
-        show(row, result)
+        show(result["rows"][-1], result)
         write(options.out, result)
     return result
 
 
 def measure(folder: Path, tokens: int, words: Sequence[str], rounds: int, block: int) -> dict:
     """A row: what a step of each kind costs at one length; kinds that fail have the reason in the place of numbers."""
-    kinds, failed, facts = {}, {}, {}
-
-    def tried(name: str, work: Callable[[], object]) -> object:
-        """What some work returns; where it fails, its kind is out, and the memory of it is given back."""
+    kinds, failed, row = {}, {}, {"tokens": tokens, "kinds": {}}
+    for (dense, routed), model in MODELS.items():
         try:
-            return work()
-        except Exception as error:  # memory, kernels and compilers fail in many ways; other kinds go on
-            failed[name] = why_failed(error)
-        if name in kinds:
-            kinds[name][0].network.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()
-        return None
-
-    for pair, model in MODELS.items():
-        run = tried(pair[0], lambda model=model, pair=pair: open_run(folder / pair[0], [*model, *words]))
-        if run is None:
-            failed[pair[1]] = failed[pair[0]]
+            run = open_run(folder / dense, [*model, *words])
+        except Exception as error:  # memory and missing parts; other kinds go on
+            failed |= dict.fromkeys((dense, routed), why_failed(error))
             continue
-        cfg = run.cfg
-        kinds[pair[0]] = run, replace(cfg, train=replace(cfg.train, routes_until=0))
-        kinds[pair[1]] = run, replace(cfg, train=replace(cfg.train, routes_until=None))
-        facts = facts or facts_of(run)
-
-    def turn(name: str, steps: int = block) -> float:
-        """Milliseconds of a step."""
-        run, run.cfg = kinds[name][0], kinds[name][1]
-        return 1000 * take_steps(run, steps) / steps
-
-    first, peaks = {}, {}
-    for name in list(kinds):
-        first[name] = tried(name, lambda name=name: turn(name, 1))
-        if name not in failed:
-            peaks[name] = tried(name, lambda name=name: peak_memory(kinds[name][0], lambda: turn(name, 1)))
-    times = {name: [] for name in kinds if name not in failed}
-    for number in range(rounds):
-        for name in list(times) if number % 2 == 0 else list(times)[::-1]:
-            if name not in failed and (ms := tried(name, lambda name=name: turn(name))) is not None:
-                times[name].append(ms)
-    row = {"tokens": tokens, **facts, "kinds": {}}
+        for name, until in ((dense, 0), (routed, None)):
+            kinds[name] = run, replace(run.cfg, train=replace(run.cfg.train, routes_until=until))
+        row = facts_of(run) | row
+    calls = {name: partial(take_steps, *kind, block) for name, kind in kinds.items()}
+    turns, failing = take_turns(calls, rounds, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     for name in KINDS:
-        if name in failed:
-            row["kinds"][name] = {"failed": failed[name]}
+        if name not in turns:
+            row["kinds"][name] = {"failed": (failed | failing)[name]}
             continue
-        run, cfg = kinds[name]
-        flops = run.network.forward_flops(() if cfg.train.routes_until == 0 else cfg.model.routes)
-        ms = statistics.median(times[name])
-        row["kinds"][name] = {"ms": ms, "ms_per_1000": 1000 * ms / tokens / facts["batch"], "peak_gb": peaks[name]}
-        row["kinds"][name] |= {"forward_flops": flops, "first_step_s": first[name] / 1000}
-        dense = next((pair[0] for pair in MODELS if pair[1] == name), "DiT")
-        if name != dense and dense not in failed:
-            ratios = [a / b for a, b in zip(times[dense], times[name])]
-            row["kinds"][name] |= {"against": dense, "ratio": statistics.median(ratios)}
-            row["kinds"][name] |= {"ratios": [min(ratios), max(ratios)]}
-            row["kinds"][name] |= {"flops_ratio": kinds[dense][0].network.forward_flops() / flops}
+        ms = 1000 * statistics.median(turns[name].seconds) / block
+        cost = {"ms": ms, "ms_per_1000": 1000 * ms / tokens / row["batch"], "first_turn_s": turns[name].first}
+        cost |= {"peak_gb": (held_by(kinds[name][0]) + turns[name].held) / 1e9}
+        dense = next((dense for dense, routed in MODELS if routed == name), "DiT")
+        if name != dense and dense in turns:
+            ratios = [a / b for a, b in zip(turns[dense].seconds, turns[name].seconds)]
+            cost |= {"against": dense, "ratio": statistics.median(ratios), "ratios": [min(ratios), max(ratios)]}
+            cost["flops_ratio"] = forward_flops(*kinds[dense]) / forward_flops(*kinds[name])
+        row["kinds"][name] = cost
     return row
 
 
 def facts_of(run: Run) -> dict:
     """What all kinds of a row have in common."""
-    (route,) = check_routes(run.cfg.model.routes, run.cfg.model.depth)
-    return {
-        "batch": run.cfg.train.batch_size,
-        "width": run.cfg.model.hidden_size,
-        "depth": run.cfg.model.depth,
-        "route": [route.start, route.end],
-        "precision": run.precision,
-        "compiled": run.network.blocks[0]._compiled_call_impl is not None,
-        "threads": torch.get_num_threads(),
-    }
+    model = run.cfg.model
+    (route,) = check_routes(model.routes, model.depth)
+    facts = {"batch": run.cfg.train.batch_size, "width": model.hidden_size, "depth": model.depth}
+    return {**facts, "route": [route.start, route.end], **run_facts(run)}
 
 
 def show(row: dict, result: dict) -> None:
@@ -217,9 +161,8 @@ def show(row: dict, result: dict) -> None:
         print(f"\n{row['tokens']:,} tokens: {row['kinds']['DiT']['failed']}")
         return
     start, end = row["route"]
-    scaled = "" if row["depth"] == 12 else " (in the place of S's 12)"
     print(
-        f"\n{row['tokens']:,} tokens, batch {row['batch']}: width {row['width']}, {row['depth']} blocks{scaled}, "
+        f"\n{row['tokens']:,} tokens, batch {row['batch']}: width {row['width']}, {row['depth']} blocks, "
         f"r({start}→{end}), {result['device']}, {row['precision']}, {'' if row['compiled'] else 'not '}compiled, "
         f"{row['threads']} threads, torch {result['torch']}, {result['rounds']} turns of {result['block']} steps\n"
     )
@@ -272,7 +215,7 @@ def crossing(points: Sequence[tuple[float, float, float]]) -> tuple[str, float |
 
 
 def draw(path: Path, result: dict, places: dict[str, dict[str, float]]) -> None:
-    """Time and memory against tokens; crossing points are named lines. Says so where matplotlib is missing."""
+    """Time and memory against tokens; crossing points are named lines."""
     rows, panels = result["rows"], []
     batches = ", ".join(str(row.get("batch", "–")) for row in rows)
     for measure, label in MEASURES.items():
@@ -282,10 +225,7 @@ def draw(path: Path, result: dict, places: dict[str, dict[str, float]]) -> None:
             lines += [Line(name, *zip(*points), dashed=name in ROUTED)] if points else []
         title = f"{result['device']}, batches of {batches}"
         panels.append(Panel(title, "tokens", label, lines, log="xy", places=places[measure]))
-    try:
-        save_panels(path, panels, columns=2)
-    except ImportError as error:
-        print(f"warning: no figure is drawn ({error}); elsewhere, from=… draws it of what out=… wrote")
+    save_panels(path, panels, columns=2)
 
 
 if __name__ == "__main__":

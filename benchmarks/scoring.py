@@ -1,8 +1,7 @@
 """Speed of scoring, each against its plain twin in the same run: python benchmarks/scoring.py [parts] [overrides]
 
     frechet    Fréchet distance at 2,048 dimensions, against scipy's sqrtm
-    precision  precision and recall of 10,000 × 10,000 × 2,048, against torch.cdist and sort: time, and the peak of
-               memory in a process of its own
+    precision  precision and recall of 10,000 × 10,000 × 2,048, against torch.cdist and sort: time, and peak memory
     features   Inception features of 256 px pictures, against the bare network on tensors that are ready
     sampler    the objective's own steps (EDM: Heun's 40), against the network calls alone
     chain      pictures/s from seeds to features: sampler, Stable Diffusion's decoder, Inception
@@ -15,15 +14,13 @@ repeats=5.
 from __future__ import annotations
 
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import scipy.linalg
 import torch
-from timing import ROOT, begin, composed, seconds
+from timing import begin, composed, most_allocated, seconds
 
 from tread.checkpoints.network import build_network, process_of
 from tread.diffusion.sampling import Model, Sampler, draw, to_pictures
@@ -36,9 +33,6 @@ from tread.training import settings
 
 PARTS = ("frechet", "precision", "features", "sampler", "chain")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SETS = "import sys, torch; from tread.evaluation import metrics; torch.manual_seed(0);"
-SETS += "x, y = torch.rand(10_000, 2048), torch.rand(10_000, 2048);"
-MEMORY = "print(int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) * 1024)"
 
 
 def compare(ours: Callable[[], object], plain: Callable[[], object], repeats: int) -> tuple[float, float, list[float]]:
@@ -46,6 +40,13 @@ def compare(ours: Callable[[], object], plain: Callable[[], object], repeats: in
     pairs = [(seconds(ours, DEVICE), seconds(plain, DEVICE)) for _ in range(repeats)]
     a, b = (statistics.median(times) for times in zip(*pairs))
     return a, b, sorted(second / first for first, second in pairs)
+
+
+def overhead(ours: Callable[[], object], bare: Callable[[], object], repeats: int) -> tuple[float, float, str]:
+    """Medians of both in seconds, and how much longer ours takes, in words."""
+    a, b, ratios = compare(ours, bare, repeats)
+    more = [100 * (1 / ratio - 1) for ratio in ratios]
+    return a, b, f"{statistics.median(more):.1f}% overhead ({more[-1]:.1f}..{more[0]:.1f}%)"
 
 
 def frechet(repeats: int) -> str:
@@ -82,17 +83,9 @@ def precision(repeats: int) -> str:
     torch.manual_seed(0)
     x, y = (torch.rand(10_000, 2048, device=DEVICE) for _ in range(2))
     with exact():
-        a, b, ratios = compare(lambda: metrics.precision_recall(x, y), lambda: naive(x, y), repeats)
-    peaks = []
-    for call in ("metrics.precision_recall(x, y)", "scoring.naive(x, y)"):
-        if DEVICE.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            metrics.precision_recall(x, y) if "metrics" in call else naive(x, y)
-            peaks.append(torch.cuda.max_memory_allocated())
-        else:
-            code = f"{SETS} sys.path.insert(0, {str(Path(__file__).parent)!r}); import scoring; {call}; {MEMORY}"
-            done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-            peaks.append(float(done.stdout))
+        calls = (lambda: metrics.precision_recall(x, y), lambda: naive(x, y))
+        a, b, ratios = compare(*calls, repeats)
+        peaks = [most_allocated(call, DEVICE) for call in calls]
     return (
         f"{a:.2f} s, cdist and sort {b:.2f} s: {statistics.median(ratios):.2f} times faster "
         f"({ratios[0]:.2f}..{ratios[-1]:.2f}); peak memory {size_text(peaks[0])}, {size_text(peaks[1])}"
@@ -111,14 +104,8 @@ def features(repeats: int) -> str:
             network(ready)
 
     extract(network, pictures)
-    a, b, ratios = compare(lambda: extract(network, pictures), bare, 4 * repeats)
-    overhead = [100 * (1 / ratio - 1) for ratio in ratios]
-    network.forward = lambda x: {"pool": x[:, 0, 0], "spatial": x[:, 0, 0]}  # what is left without the network
-    rest = statistics.median(seconds(lambda: extract(network, pictures), DEVICE) for _ in range(4 * repeats))
-    return (
-        f"{count / a:.1f} pictures/s, bare network {count / b:.1f}: {statistics.median(overhead):.1f}% overhead "
-        f"({overhead[-1]:.1f}..{overhead[0]:.1f}%); without the network {1000 * rest:.1f} ms, {100 * rest / b:.1f}%"
-    )
+    a, b, more = overhead(lambda: extract(network, pictures), bare, 4 * repeats)
+    return f"{count / a:.1f} pictures/s, bare network {count / b:.1f}: {more}"
 
 
 def sampler(cfg: settings.Settings, batch: int, repeats: int) -> str:
@@ -141,15 +128,9 @@ def sampler(cfg: settings.Settings, batch: int, repeats: int) -> str:
 
     with torch.no_grad(), autocast(DEVICE, precision):
         network(x, t, y)
-    a, b, ratios = compare(whole, calls, repeats)
-    overhead = [100 * (1 / ratio - 1) for ratio in ratios]
-    network.forward = lambda x, t, y, routes=(): x  # what is left without the network
-    rest = statistics.median(seconds(whole, DEVICE) for _ in range(repeats))
-    return (
-        f"{cfg.name}, batch {batch}, {precision}: {a:.2f} s, its {options.nfe(model.process)} network calls {b:.2f} s: "
-        f"{statistics.median(overhead):.1f}% overhead ({overhead[-1]:.1f}..{overhead[0]:.1f}%); without the network "
-        f"{rest:.3f} s, {100 * rest / b:.2f}%"
-    )
+    a, b, more = overhead(whole, calls, repeats)
+    nfe = options.nfe(model.process)
+    return f"{cfg.name}, batch {batch}, {precision}: {a:.2f} s, its {nfe} network calls {b:.2f} s: {more}"
 
 
 def chain(cfg: settings.Settings, batch: int) -> str:

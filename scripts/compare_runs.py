@@ -22,59 +22,38 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 
 from tread.drawing.charts import save_panels
-from tread.evaluation.metric_table import METRICS
-from tread.reports.comparison import (
-    SeedGroup,
-    axes_of,
-    cautions,
-    column_metrics,
-    curve_metrics,
-    number,
-    open_groups,
-    panel,
-    speed,
-    unit,
-    verdicts,
-    write_table,
-)
+from tread.reports import comparison
 from tread.runtime.cli import answer_help, explained
 from tread.runtime.files import check_place
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
     answer_help(__doc__)
-    out = Path(next((word.removeprefix("out=") for word in arguments if word.startswith("out=")), "comparison"))
+    named = [word.removeprefix("out=") for word in sys.argv[1:] if word.startswith("out=")]
+    out = Path([*named, "comparison"][0])
     with explained("stopped"):
-        groups = open_groups([word for word in arguments if not word.startswith("out=")])
+        groups = comparison.open_groups([word for word in sys.argv[1:] if not word.startswith("out=")])
         check_place(out.parent, 0)
         show(groups)
-        if shown := curve_metrics(groups):
-            write_table(out.with_name(out.name + ".csv"), groups, shown)
-            axes = axes_of(groups, shown)
-            save_panels(out.with_name(out.name + ".png"), [panel(groups, m, a) for m in shown for a in axes], len(axes))
+        if shown := comparison.curve_metrics(groups):
+            comparison.write_table(out.with_name(out.name + ".csv"), groups, shown)
+            axes = comparison.axes_of(groups, shown)
+            panels = [comparison.panel(groups, metric, axis) for metric in shown for axis in axes]
+            save_panels(out.with_name(out.name + ".png"), panels, len(axes))
             print(f"written: {out}.png, {out}.csv")
 
 
-def show(groups: Sequence[SeedGroup]) -> None:
+def show(groups: Sequence[comparison.SeedGroup]) -> None:
     """Print the table, what is not alike, and who reaches whom."""
-    columns = column_metrics(groups)
-    longest = max((s for group in groups for s in group.last("seconds")), default=0)
-    name, size = unit("seconds", longest)
-    titles = [METRICS[column].title for column in columns]
-    print(f"| run | seeds | steps | {' | '.join([*titles, 'images/s', name, 'FLOPs'])} |")
-    print("|---" * (len(columns) + 6) + "|")
-    for group in groups:
-        cells = [number(group.last(name)) for name in columns] + [speed(group)]
-        cells += [number([s / size for s in group.last("seconds")]), number(group.last("flops"))]
-        steps = min(run.records[-1]["step"] for run in group.runs)
-        print(f"| {group.name} | {len(group.runs)} | {steps:,} | {' | '.join(cells)} |")
+    head, rows = comparison.results_table(groups)
+    for cells in (head, ["---"] * len(head), *rows):
+        print(f"| {' | '.join(cells)} |")
     for group in groups:
         if len(group.runs) > 1 or group.name != group.runs[0].folder.name:
             print(f"{group.name}: {', '.join(str(run.folder) for run in group.runs)}")
-    for text in cautions(groups):
+    for text in comparison.cautions(groups):
         print(f"warning: {text}")
-    for text in verdicts(groups):
+    for text in comparison.verdicts(groups):
         print(text)
 
 

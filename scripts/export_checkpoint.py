@@ -50,7 +50,7 @@ def main(composed: DictConfig) -> None:
 
 
 def export(options: Options) -> checkpoint.Checkpoint:
-    """Write a checkpoint with one part, whole or not at all, and open it. Raises ValueError or OSError.
+    """Write a checkpoint of one kind of weights, whole or not at all, and open it. Raises ValueError or OSError.
 
     paths and autoencoder: see `record`; public: <weights>-public.safetensors is written too, see `public_names`.
     """
@@ -75,25 +75,23 @@ def export(options: Options) -> checkpoint.Checkpoint:
             stated = {"bytes": path.stat().st_size, "sha256": sha256(path)}
         if theirs:
             save_tensors(partial / f"{options.weights}-public.safetensors", theirs)
-        content = {**info, "files": {name: stated}}
-        (partial / "info.json").write_text(json.dumps(content, indent=1) + "\n")
+        (partial / "info.json").write_text(json.dumps({**info, "files": {name: stated}}, indent=1) + "\n")
         (partial / "config.yaml").write_text(OmegaConf.to_yaml(info["config"]))
     return checkpoint.find(out)
 
 
 def account(exported: checkpoint.Checkpoint, options: Options) -> str:
     """What was written, and the commands that take it."""
-    size = exported.info["files"][f"{options.weights}.safetensors"]["bytes"]
-    raw = options.weights == "model"
-    stored = stored_dtype(exported.info)
-    lines = [f"{options.out}: {options.weights} weights of step {exported.step} in {stored}, {size_text(size)}"]
+    info, raw = exported.info, options.weights == "model"
+    size = size_text(info["files"][f"{options.weights}.safetensors"]["bytes"])
+    lines = [f"{options.out}: {options.weights} weights of step {exported.step} in {stored_dtype(info)}, {size}"]
     if options.public:
-        lines += [f"  {options.weights}-public.safetensors there: by the names of MaskDiT's released files"]
-    if exported.info.get("predicts", "objective") == "objective":
+        lines += [f"  {options.weights}-public.safetensors there has the names of MaskDiT's released files"]
+    if info.get("predicts", "objective") == "objective":
         lines += [f"  python sample.py checkpoint={options.out}{' weights=model' * raw}"]
         lines += [f"  python fid.py checkpoint={options.out}{' weights=model' * raw} reference=…"]
     lines += [f"  python train.py init_from={options.out}{' init_weights=model' * raw} name=…"]
-    if asked := exported.info.get("attribution"):
+    if asked := info.get("attribution"):
         lines += [f"  attribution, which its card should have, and its samples: {asked}"]
     return "\n".join(lines)
 

@@ -99,10 +99,7 @@ def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
     free = options.guidance.force or options.guidance.checkpoint is not None
     chosen = {point: setting(options, point) for point in grid if free or point.strong <= point.weak}
     if not chosen:
-        raise ValueError(
-            "sweep.strong is above sweep.weak everywhere, but the weak branch is to see fewer tokens "
-            "(guidance.force=true runs it all the same)"
-        )
+        raise ValueError("sweep.strong is above sweep.weak everywhere; guidance.force=true runs it all the same")
     without = replace(options, guidance=NO_GUIDANCE, out=str(Path(options.out) / "none"))
     source, precision = checkpoint.find(paths[0]), use_precision(options.precision, processes.device)
     plans = [plan_scoring(scored, source, precision) for scored in chosen.values()]
@@ -118,9 +115,7 @@ def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
         for point, scored in each.items():
             (record,) = scoring.run(scored, processes)
             if processes.main and metric not in record:
-                raise ValueError(
-                    f"sweep.metric is {metric}, but: {record['unavailable'].get(metric, 'nothing was scored')}"
-                )
+                raise ValueError(f"sweep.metric is {metric}, but: {record['unavailable'].get(metric)}")
             records[point] = record
             progress.update()
     if processes.main:
@@ -129,19 +124,19 @@ def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
 
 def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
     """Raise ValueError for a sweep that can't be."""
-    if options.out is None:
-        raise ValueError("out=… is needed: the folder for the table, the figures and each setting's score")
-    if len(paths) != 1:
-        raise ValueError(f"a sweep is over one checkpoint, but checkpoint={options.checkpoint} names {len(paths)}")
-    if options.save_reference or options.samples:
-        raise ValueError("a sweep scores a checkpoint; save_reference and samples are fid.py's")
-    if options.guidance.kind == "none":
-        raise ValueError("guidance=none has nothing to sweep; choose a kind: guidance=cfg, sparse, …")
-    if not options.guidance.row.routed and (sweep.strong or sweep.weak):
-        raise ValueError(f"guidance={options.guidance.kind} has no ratios to sweep, as sparse and sparse_cfg have")
-    for name in ("scale", "strong", "weak"):
-        if isinstance(getattr(options.guidance, name), Schedule):
-            raise ValueError(f"a sweep is over constant numbers, but guidance.{name} is a schedule")
+    guidance = options.guidance
+    schedules = [name for name in ("scale", "strong", "weak") if isinstance(getattr(guidance, name), Schedule)]
+    refused = {
+        "out=… is needed: the folder for the table, the figures and each setting's score": options.out is None,
+        f"a sweep is over one checkpoint, but checkpoint={options.checkpoint} names {len(paths)}": len(paths) != 1,
+        "a sweep scores a checkpoint; save_reference and samples are fid.py's": options.save_reference
+        or options.samples,
+        "guidance=none has nothing to sweep; choose a kind: guidance=cfg, sparse, …": guidance.kind == "none",
+        f"guidance={guidance.kind} has no ratios to sweep": not guidance.row.routed and (sweep.strong or sweep.weak),
+        f"a sweep is over constant numbers, but guidance.{' and '.join(schedules)} is a schedule": schedules,
+    }
+    for message in (message for message, holds in refused.items() if holds):
+        raise ValueError(message)
 
 
 def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan]) -> str:
@@ -185,9 +180,8 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
     best = METRICS[metric].best(records, key=lambda point: records[point][metric])
     record = records[best]
     without = f"; without guidance {baseline[metric]:.5g}" if baseline else ""
-    print(
-        f"  best      {metric} {record[metric]:.5g} of {record['count']:,} samples at {best.describe(routed)}{without}"
-    )
+    score = f"{metric} {record[metric]:.5g} of {record['count']:,} samples"
+    print(f"  best      {score} at {best.describe(routed)}{without}")
     print(f"  written   {', '.join(map(str, files))}")
 
 

@@ -22,7 +22,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.network import build_network, process_of, read_network
+from tread.checkpoints.network import build_network, process_of
 from tread.checkpoints.weights import KINDS, StoredWeights, describe, read_weights, sizes
 from tread.data.latents import LatentSpec
 from tread.encoders.autoencoder import UNKNOWN
@@ -54,15 +54,11 @@ def main(composed: DictConfig) -> None:
         tree = plain(composed)
         asked = {key: tree.pop(key) for key in schema.known_keys(Options)}
         cfg, config = settings.complete(tree)
-        options = schema.read(asked, Options)
-        saved, warnings = import_file(options, cfg, config)
-        for warning in warnings:
-            print(f"warning: {warning}")
-        print(account(checkpoint.find(saved), options))
+        print(import_file(schema.read(asked, Options), cfg, config))
 
 
-def import_file(options: Options, cfg: settings.Settings, config: dict) -> tuple[Path, list[str]]:
-    """Write a run's folder with one checkpoint, at step 0; returns it, and what is doubtful about its weights.
+def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
+    """Write a run's folder with one checkpoint, at step 0; returns what was imported, with doubts and a command.
 
     Raises ValueError or OSError.
     """
@@ -83,42 +79,42 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> tuple
         "versions": versions(),
     }
     with explain_failure(folder):
-        saved = checkpoint.save(folder, 0, parts, info)
+        saved = checkpoint.save(folder, 0, parts, info).resolve()
         write_whole(folder / "config.yaml", OmegaConf.to_yaml(config))
     warnings = first.warnings(cfg, latents, options.predicts)
     if cfg.dataset.normalize and options.statistics is None:
-        warnings.append(
-            "dataset.normalize is true, but there are no statistics=…: samples are decoded as if the latents had not "
-            "been normalised"
-        )
-    return saved, warnings
+        warnings.append("without statistics=… samples are decoded as if the latents had not been normalised")
+    step = "at a step that is not recorded" if first.source is None else f"step {first.source.step:,}"
+    raw = " weights=model" if "ema" not in parts else ""
+    use = f"python sample.py checkpoint={saved}{raw}"
+    if options.predicts == "noise":
+        use = f"python train.py init_from={saved}{raw.replace('weights', 'init_weights')} name=… and its sizes"
+    lines = [f"warning: {warning}" for warning in warnings]
+    lines += [f"{saved}: {' and '.join(KINDS[kind] for kind in parts)} weights of {options.weights}, {step}"]
+    return "\n".join([*lines, f"  {describe(sizes(next(iter(parts.values()))))}", f"  {use}"])
 
 
 def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
     """What the network was trained to see, as the options say it. Raises ValueError for statistics that do not fit."""
-    usual = (AUTOENCODER, SCALE) if options.statistics is None else (UNKNOWN, 1.0)
-    told = (options.autoencoder, options.scale)
-    autoencoder, scale = (default if given is None else given for default, given in zip(usual, told))
+    autoencoder, scale = (AUTOENCODER, SCALE) if options.statistics is None else (UNKNOWN, 1.0)
+    scale = scale if options.scale is None else options.scale
     latents = LatentSpec(
         shape=(cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size),
         classes=tuple(map(str, range(cfg.dataset.num_classes))),
-        autoencoder=autoencoder,
+        autoencoder=options.autoencoder or autoencoder,
         scale=scale,
     )
     if options.statistics is None:
         return latents
     if not cfg.dataset.normalize:
         raise ValueError("statistics are of normalised latents: dataset.normalize=true says that they were")
-    path = Path(options.statistics).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"statistics={options.statistics} is no file")
-    statistics, std = read_statistics(path, cfg.dataset.channels), process_of(cfg).data_std
-    mean = tuple(scale * value for value in statistics["mean"])
+    statistics = read_statistics(Path(options.statistics).expanduser(), cfg.dataset.channels)
+    mean, std = tuple(scale * value for value in statistics["mean"]), process_of(cfg).data_std
     return replace(latents, channel_shift=mean, channel_scale=tuple(std / (abs(scale) * s) for s in statistics["std"]))
 
 
 def chosen(options: Options) -> dict[str, StoredWeights]:
-    """The weights to import, "ema" or "model" or both; those of an unknown kind count as averaged unless take=model."""
+    """The weights to import by kind; those of an unknown kind count as averaged unless take=model."""
     path = Path(options.weights).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"weights={options.weights} is no file; a checkpoint's folder needs no import")
@@ -130,30 +126,6 @@ def chosen(options: Options) -> dict[str, StoredWeights]:
         return {kind: source}
     states = read_state_dicts(path)
     return {kind or "ema": StoredWeights(str(path), kind, state) for kind, state in states.items()}
-
-
-def account(saved: checkpoint.Checkpoint, options: Options) -> str:
-    """What was imported, what a file can't tell, and the command that uses it."""
-    parts = [kind for kind in ("ema", "model") if f"{kind}.safetensors" in saved.info["files"]]
-    config, raw = saved.info["config"], parts == ["model"]
-    use = f"python sample.py checkpoint={saved.folder}{' weights=model' * raw}"
-    taken = f"trained by objective={config['objective']}"
-    if options.predicts == "noise":
-        use = f"python train.py init_from={saved.folder}{' init_weights=model' * raw} name=… and its sizes"
-        taken = "trained to predict noise, so that they start runs and are not sampled"
-    named = sizes(saved.tensors(parts[0]))
-    if "model.num_heads" in read_network(config).model.decisive.keys() - named.keys():
-        taken += f", with num_heads {config['model']['num_heads']}"
-    step = saved.info["weights_step"]
-    when = "at a step that is not recorded" if step is None else f"step {step:,}"
-    return "\n".join(
-        [
-            f"{saved.folder}: {' and '.join(KINDS[kind] for kind in parts)} weights of {options.weights}, {when}",
-            f"  of {describe(named)}",
-            f"  taken as {taken}",
-            f"  {use}",
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ if __name__ == "__main__":
     import checkout  # noqa: F401
 
 import hashlib
-from dataclasses import replace
 from functools import partial
 
 import hydra
@@ -23,11 +22,11 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from tread.data.dataset import LatentDataset
+from tread.data.store import pieces_of
 from tread.data.writer import DatasetWriter
 from tread.drawing.grids import save_grid
 from tread.preparing import encode_photos
-from tread.preparing.encode_photos import pieces_of
-from tread.preparing.imports import ForeignLatents, ImportOptions, open_foreign
+from tread.preparing.imports import KINDS, ImportOptions, open_foreign
 from tread.preparing.lightningdit import STATISTICS
 from tread.preparing.uvit import write_text
 from tread.runtime import schema
@@ -43,69 +42,60 @@ def main(composed: DictConfig) -> None:
 
 def import_all(options: ImportOptions) -> None:
     """Open the source, write the shards that are missing, and make the dataset of all."""
-    foreign = open_foreign(options)
-    latents = foreign.latents
-    if options.classes is not None:
-        names, needed = tuple(Path(options.classes).read_text().splitlines()), len(latents.classes)
-        if len(names) < needed:
-            raise ValueError(f"{options.classes} names {len(names)} classes, but the labels need {needed}")
-        latents = replace(latents, classes=names)
-    ranges = pieces_of(range(len(foreign.labels)), options.shard_size)
+    latents, samples = open_foreign(options)
+    labels, text, by = samples.labels, samples.text, samples.statistics
+    ranges = pieces_of(range(len(labels)), options.shard_size)
     plan = {"kind": options.kind, "source": str(Path(options.source).resolve()), "shard_size": options.shard_size}
-    plan["labels_sha256"] = hashlib.sha256(foreign.labels.tobytes()).hexdigest()
-    if foreign.normalize:
-        plan["normalize_by"] = foreign.normalize
-    if foreign.text is not None:
-        plan["captions"] = hashlib.sha256(foreign.text.counts.tobytes()).hexdigest()
+    plan["labels_sha256"] = hashlib.sha256(labels.tobytes()).hexdigest()
+    factors, normalize = {"mean": latents.scale, "std": abs(latents.scale)}, {}
+    if by is not None:
+        normalize["normalize_by"] = {key: [factor * value for value in by[key]] for key, factor in factors.items()}
+    if text is not None:
+        plan["captions"] = hashlib.sha256(text.counts.tobytes()).hexdigest()
         plan["captions_of"] = options.captions and str(Path(options.captions).resolve())
-    writer = DatasetWriter(Path(options.out), latents, plan)
+    writer = DatasetWriter(Path(options.out), latents, plan | normalize, ranges=ranges)
     if writer.is_finished():
         print(f"{options.out} is finished")
         return
-    writer.begin(anew=not writer.has_any())
-    missing = writer.missing(len(ranges))
-    text_bytes = int(foreign.text.counts.sum()) * foreign.text.spec.caption_bytes if foreign.text else 0
-    writer.check_space(sum(len(ranges[number]) for number in missing), text_bytes if missing else 0)
+    writer.begin()
+    missing = writer.missing()
+    text_bytes = int(text.counts.sum()) * text.spec.caption_bytes if text else 0
+    writer.check_space(writer.rows(missing), text_bytes if missing else 0)
     views = "with flipped copies" if latents.views == 2 else "one view"
-    print(f"  source    {options.kind}, {len(foreign.labels):,} samples, {views}, {options.source}")
+    print(f"  source    {options.kind}, {len(labels):,} samples, {views}, {options.source}")
     print(f"  holds     {encode_photos.stored_meaning(latents)}")
-    if foreign.text is not None:
-        known = "with the captions as words" if foreign.text.captions else "the captions as words unknown"
-        print(f"  text      {foreign.text.spec.describe()}, {foreign.text.counts.sum():,} captions, {known}")
-        print(f"  stores    {size_text(text_bytes)} of text")
-    guessed = options.num_classes is None and options.classes is None
-    if foreign.text is None:
+    if text is None:
+        guessed = options.num_classes is None and options.classes is None
         print(f"  classes   {len(latents.classes)}{', from the largest label' * guessed}")
-    if options.kind == "lightningdit":
-        by = STATISTICS if foreign.normalize else f"what is measured here, for there is no {STATISTICS}"
-        print(f"  normal    dataset.normalize=true takes {by}")
+    else:
+        known = "with the captions as words" if text.captions else "the captions as words unknown"
+        print(f"  text      {text.spec.describe()}, {text.counts.sum():,} captions, {known}")
+        print(f"  stores    {size_text(text_bytes)} of text")
+    if KINDS[options.kind].normalize:
+        print(f"  normal    dataset.normalize=true takes {STATISTICS if by else f'measured ones: no {STATISTICS}'}")
     print(f"  work      {len(missing)} of {len(ranges)} shards")
-    with progress(sum(len(ranges[number]) for number in missing), "sample") as bar:
+    with progress(writer.rows(missing), "sample") as bar:
         for number in missing:
             stored = []
             for index in ranges[number]:
-                stored.append(foreign.read(index))
+                stored.append(samples.read(index))
                 if (shape := stored[-1].shape) != (first := latents.stored_shape):
-                    raise ValueError(f"{foreign.name(index)} has shape {shape}, but the first sample has {first}")
+                    raise ValueError(f"{samples.name(index)} has shape {shape}, but the first sample has {first}")
                 bar.update()
-            writer.write(number, np.stack(stored), foreign.labels[ranges[number]])
-    finish(writer, len(ranges), options, foreign)
+            writer.write(number, np.stack(stored), labels[ranges[number]])
+    writer.assemble(**normalize)
+    if text is not None:
+        write_text(writer.data, text, partial(progress, unit="caption"))
+    finish(writer, options, bool(by), f" text.encoder={text.spec.encoder}" if text else "")
 
 
 def progress(total: int, unit: str) -> tqdm:
-    """A bar of work that is under way."""
+    """A progress bar."""
     return tqdm(total=total, unit=unit, mininterval=0.5 if sys.stderr.isatty() else 20)  # seconds between updates
 
 
-def disagreement(data: LatentDataset) -> float:
-    """How far what data.normalize takes is from what was measured, at most: of means and deviations, in the latter."""
-    (mean, std), (taken, by) = np.array(data.statistics), np.array(data.normal)
-    return float(np.abs([(mean - taken) / by, std / by - 1]).max())
-
-
-def finish(writer: DatasetWriter, shards: int, options: ImportOptions, foreign: ForeignLatents) -> None:
-    """Assemble the dataset, look at it, write its report, and give it its name."""
-    writer.assemble(shards, **({"normalize_by": foreign.normalize} if foreign.normalize else {}))
+def finish(writer: DatasetWriter, options: ImportOptions, has_statistics: bool, more: str) -> None:
+    """Look at the assembled dataset, write its report, and give it its name; `more` is told to train.py, too."""
     data = LatentDataset(writer.data)
     made = encode_photos.dataset_numbers(data)
     pictures = f"  pictures  {writer.folder / 'report.png'}: decoded samples; look whether they are whole"
@@ -116,12 +106,11 @@ def finish(writer: DatasetWriter, shards: int, options: ImportOptions, foreign: 
             save_grid(data.folder / "report.png", after, columns=4)
         except (ValueError, RuntimeError) as error:
             pictures = f"  pictures  none, so nobody has seen whether the scale is right: {error}"
-    if foreign.text is not None:
-        write_text(writer.data, foreign.text, partial(progress, unit="caption"))
     writer.publish(made)
     print(encode_photos.report_text(made))
-    if options.kind == "lightningdit":
-        if foreign.normalize and (far := disagreement(data)) > 0.2:
+    if KINDS[options.kind].normalize:
+        more = f" dataset.normalize=true{more}"
+        if has_statistics and (far := disagreement(data)) > 0.2:
             print(
                 f"warning: {STATISTICS} is off by {far:.2f} standard deviations from these latents: right to go on "
                 "with a network of other data, else these are statistics of other latents"
@@ -133,9 +122,13 @@ def finish(writer: DatasetWriter, shards: int, options: ImportOptions, foreign: 
         )
     if options.decode:
         print(pictures)
-    more = " dataset.normalize=true" if options.kind == "lightningdit" else ""
-    more += f" text.encoder={foreign.text.spec.encoder}" if foreign.text else ""
     print(f"  dataset   {writer.folder}: train with dataset=folder dataset.path={writer.folder}{more}")
+
+
+def disagreement(data: LatentDataset) -> float:
+    """The largest difference of data.normalize's means and deviations from the measured ones, in the former's units."""
+    (mean, std), (taken, by) = np.array(data.statistics), np.array(data.normal)
+    return float(np.abs([(mean - taken) / by, std / by - 1]).max())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ if __name__ == "__main__":
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import hydra
@@ -33,7 +32,7 @@ from tread.diffusion.solvers import Solver
 from tread.drawing.grids import draw_grid, name_rows, save_png
 from tread.encoders.autoencoder import load_decoder
 from tread.encoders.inception import at_hand, find_weights, load_inception
-from tread.evaluation.emoji_judge import Asked, EmojiSet, ask, judge_emoji, open_emoji, real_emoji
+from tread.evaluation.emoji_judge import Asked, ask, judge_emoji, open_emoji, real_emoji
 from tread.preparing.emoji import ATTRIBUTION
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
@@ -128,24 +127,16 @@ def run(options: Options) -> None:
         "device": device_name(device),
         "versions": versions(),
     }
-    shown = ask(train, heldout, 2 * options.rows)
     files = [folder / "judge_emoji.json", folder / "judge_emoji.png"]
+    shown = ask(train, heldout, 2 * options.rows)
     with explain_failure(folder):
         write_whole(files[0], json.dumps(record, indent=1) + "\n")
-        save_grid(files[1], shown, real, options.columns, lambda asked: drawn(asked, "grid"), asdict(options))
+        pictures = drawn(shown.repeated(options.columns), "grid").unflatten(0, (len(shown.numbers), options.columns))
+        rows = torch.cat([real.pictures[torch.from_numpy(shown.numbers)][:, None], pictures], dim=1)
+        captions = [real.captions[number][0] for number in shown.numbers]
+        grid = name_rows(draw_grid(rows.flatten(0, 1).numpy(), options.columns + 1), captions, wrap=True)
+        save_png(files[1], grid, asdict(options) | {"captions": captions, "attribution": ATTRIBUTION})
     print(f"  written     {', '.join(map(str, files))}")
-
-
-def save_grid(
-    path: Path, shown: Asked, real: EmojiSet, columns: int, drawn: Callable[[Asked], Tensor], facts: dict
-) -> None:
-    """A row for each caption: the real emoji, then those drawn."""
-    repeated = shown.repeated(columns)
-    pictures = drawn(repeated).unflatten(0, (len(shown.numbers), columns))
-    rows = torch.cat([real.pictures[torch.from_numpy(shown.numbers)][:, None], pictures], dim=1)
-    captions = [real.captions[number][0] for number in shown.numbers]
-    grid = draw_grid(rows.flatten(0, 1).numpy(), columns + 1)
-    save_png(path, name_rows(grid, captions, wrap=True), facts | {"captions": captions, "attribution": ATTRIBUTION})
 
 
 if __name__ == "__main__":

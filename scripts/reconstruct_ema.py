@@ -70,31 +70,22 @@ def write_average(options: Options) -> Path:
         "profile_error": posthoc_ema.profile_error(stored, step, options.sigma_rel),
         "rounding_error": posthoc_ema.rounding_error(stored, step, options.sigma_rel),
     }
-    announce(step, facts)
+    print(f"  average   σ_rel {options.sigma_rel:g} at step {step:,}")
+    print(f"  made of   {len(snapshots)} snapshots with σ_rel {', '.join(f'{width:g}' for width in facts['widths'])}")
+    print(f"  fit       {facts['profile_error']:.2%} from the profile (relative L2)")
+    print(f"  rounding  {facts['rounding_error']:.2%} of a parameter, from fp16 in storage")
+    if facts["profile_error"] > POOR_FIT:
+        print(
+            f"warning: the stored averages fit σ_rel {options.sigma_rel:g} poorly; a width between theirs fits better"
+        )
+    if facts["rounding_error"] > COARSE:
+        times = facts["rounding_error"] / posthoc_ema.FP16_ROUNDING
+        print(f"warning: fp16's rounding is multiplied by {times:.0f}; a width near the stored ones is cleaner")
     state = source.tensors("ema") | posthoc_ema.reconstruct(run, options.sigma_rel, step)  # buffers are the run's
     info = {key: value for key, value in source.info.items() if key not in OF_THE_MOMENT}
     with explain_failure(out), whole_folder(out) as partial:
         saved = checkpoint.save(partial, step, {"ema": state}, {**info, "posthoc": facts})
     return out / saved.name
-
-
-def announce(step: int, facts: dict) -> None:
-    """Say what the average is made of and how near it will come, before the work."""
-    widths = ", ".join(f"{width:g}" for width in facts["widths"])
-    print(f"  average   σ_rel {facts['sigma_rel']:g} at step {step:,}")
-    print(f"  made of   {facts['snapshots']} snapshots with σ_rel {widths}")
-    print(f"  fit       {facts['profile_error']:.2%} from the profile (relative L2)")
-    print(f"  rounding  {facts['rounding_error']:.2%} of a parameter, from fp16 in storage")
-    if facts["profile_error"] > POOR_FIT:
-        print(
-            f"warning: the stored averages fit σ_rel {facts['sigma_rel']:g} poorly; the weights are only near those of "
-            "that width. A width between the stored ones, or a later step with more snapshots before it, fits better"
-        )
-    if facts["rounding_error"] > COARSE:
-        print(
-            f"warning: σ_rel {facts['sigma_rel']:g} is so narrow that fp16's rounding is multiplied by "
-            f"{facts['rounding_error'] / posthoc_ema.FP16_ROUNDING:.0f}; a width near the stored ones is cleaner"
-        )
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import sys
 if __name__ == "__main__":
     import checkout  # noqa: F401
 
-from tread.reports.comparison import folders_of
 from tread.reports.report import write_report
+from tread.reports.runs import folders_of
 from tread.runtime.cli import answer_help, explained
 
 

@@ -24,9 +24,8 @@ from tqdm import tqdm
 
 from routing_module import Route
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import SavedNetwork, open_network
+from tread.checkpoints.for_sampling import open_network
 from tread.checkpoints.weights import KINDS
-from tread.data.dataset import LatentDataset
 from tread.drawing.charts import save_heat_maps
 from tread.evaluation.similarity import (
     adjacent,
@@ -79,35 +78,31 @@ def run(options: Options) -> None:
     check_place(folder, 0)
     model = saved.load(device)
     words = describe_routes(routes, model.network)
-    announce(saved, data, options)
+    levels = saved.process.evaluation_levels(options.noise_levels)
+    weights = f"{KINDS[saved.weights]} weights of step {saved.found.step:,}, {saved.cfg.model.depth} blocks"
+    print(f"  checkpoint  {saved.found.folder}: {weights}")
+    at = f"{len(levels)} noise levels, {saved.process.level_name} {levels[0]:.3g} to {levels[-1]:.3g}"
+    print(f"  samples     {options.samples:,} pairs of the {len(data):,} samples in {data.folder} and {at}")
 
-    def measured(name: str, routes: tuple[Route, ...]) -> Tensor:
-        batches = noised_states(
-            replace(model, routes=routes), data, options.samples, options.noise_levels, options.seed, options.batch_size
-        )
+    matrices = {}
+    for name, seen in {"dense": (), "routed": routes}.items() if routes else [("dense", ())]:
+        shown = ("routed", f"; {words}") if seen else ("all tokens", "")
+        routed = replace(model, routes=seen)
+        batches = noised_states(routed, data, options.samples, options.noise_levels, options.seed, options.batch_size)
         count = -(-options.samples // options.batch_size)
-        matrix = similarity(tqdm(batches, desc=name, total=count, unit="batch", leave=False))
+        matrix = matrices[name] = similarity(tqdm(batches, desc=name, total=count, unit="batch", leave=False))
         if matrix.diagonal().isnan().any():
-            raise ValueError(f"the tokens of {name} are not finite: the network's weights are broken")
-        return matrix
-
-    matrices = {"dense": measured("all tokens", ())}
-    if routes:
-        matrices["routed"] = measured("routed", routes)
-    for name, matrix, how in zip(("all tokens", "routed"), matrices.values(), ("", f"; {words}")):
+            raise ValueError(f"the tokens of {shown[0]} are not finite: the network's weights are broken")
         ends = f"{matrix[0, -1]:.4f} from the embedding to the end"
-        print(f"  {name:<10}  {adjacent(matrix):.4f} from a block to the next, {ends}{how}")
+        print(f"  {shown[0]:<10}  {adjacent(matrix):.4f} from a block to the next, {ends}{shown[1]}")
     if not routes:
         print("  routed      no: the network has no route; routes=… compares under one, see configs/similarity.yaml")
     record = {
         "checkpoint": str(saved.found.folder),
         "step": saved.found.step,
         "sha256": saved.sha256,
-        "weights": options.weights,
         "data": str(data.folder),
-        "samples": options.samples,
-        "noise_levels": options.noise_levels,
-        "seed": options.seed,
+        **{name: getattr(options, name) for name in ("weights", "samples", "noise_levels", "seed")},
         "routes": [asdict(route) for route in routes],
         "route": words or None,
         "adjacent": {name: round(adjacent(matrix), 6) for name, matrix in matrices.items()},
@@ -115,23 +110,13 @@ def run(options: Options) -> None:
         "device": device_name(device),
         "versions": versions(),
     }
-    titles = dict(zip(("all tokens", words.replace(", ", "\n")), matrices.values()))
+    titles = dict(zip(("all tokens", words.replace(", ", "\n")), (matrix.numpy() for matrix in matrices.values())))
     files = [folder / "similarity.json", folder / "similarity.png"]
     with explain_failure(folder):
         write_whole(files[0], json.dumps(record, indent=1) + "\n")
-        names = ["in", *range(len(model.network.blocks))]
-        label = "behind block (in: the embedding)"
-        save_heat_maps(files[1], {title: m.numpy() for title, m in titles.items()}, {}, names, names, (label, label))
+        names, label = ["in", *range(len(model.network.blocks))], "behind block (in: the embedding)"
+        save_heat_maps(files[1], titles, {}, names, names, (label, label))
     print(f"  written     {', '.join(map(str, files))}")
-
-
-def announce(saved: SavedNetwork, data: LatentDataset, options: Options) -> None:
-    """What is compared, before the work."""
-    levels = saved.process.evaluation_levels(options.noise_levels)
-    weights = f"{KINDS[saved.weights]} weights of step {saved.found.step:,}, {saved.cfg.model.depth} blocks"
-    print(f"  checkpoint  {saved.found.folder}: {weights}")
-    at = f"{len(levels)} noise levels, {saved.process.level_name} {levels[0]:.3g} to {levels[-1]:.3g}"
-    print(f"  samples     {options.samples:,} pairs of the {len(data):,} samples in {data.folder} and {at}")
 
 
 def as_json(matrix: Tensor) -> list[list[float | None]]:

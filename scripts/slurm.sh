@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train under Slurm, and go on in a new allocation when the time is over:
 #   sbatch scripts/slurm.sh experiment=imagenet256_xl2 model=tread
-# DOOR=fid.py sbatch scripts/slurm.sh checkpoint=… scores on its GPUs, as studies/run.py submit=slurm does.
+# DOOR=fid.py sbatch scripts/slurm.sh checkpoint=… scores on its GPUs.
 # Submit it from the repository's root, with the environment active. The lines below are to be edited.
 #SBATCH --job-name=tread
 #SBATCH --nodes=2

@@ -1,8 +1,4 @@
-"""Making a study's runs: train.py, then a door for each score, as processes that go on where they were stopped.
-
-A run's folder holds train/ (train.py's), score-<key>/ (what the door wrote), networks/ (the weights alone of what was
-scored, so that later studies can score them when train/ is gone), result.json and log.txt.
-"""
+"""Making a study's runs: train.py, then a script for each score, as processes that go on where they were stopped."""
 
 from __future__ import annotations
 
@@ -11,55 +7,109 @@ import os
 import re
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
-from scripts.export_checkpoint import Options, export
 from studies.study import ROOT, Planned, Score, Training
 from tread.evaluation.metric_table import names_of
 from tread.runtime.files import Lock, explain_failure, write_whole
-from tread.runtime.versions import git_revision
 from tread.training.run_folder import RunLog
 
-# keys of what a door writes that are not kept
+# keys of a training's records that are kept, and those of a score's that are not
+KEPT = ("step", "loss", *names_of("heldout"), "flops", "seconds")
 LEFT_OUT = ("checkpoint", "command", "settings", "versions", "reference", "warnings", "weak_network", "data")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training and all its scores that are wanted."""
+    """A training with all scores that are wanted of it, and its folder.
+
+    The folder holds train/ (train.py's), score-<key>/ (what the script wrote), result.json and log.txt.
+    """
 
     training: Training
     scores: tuple[Score, ...]
     folder: Path
 
+    @property
+    def words(self) -> list[str]:
+        """Everything that is said to its scripts, with {data} and {step N}."""
+        return [*self.training.overrides, *(word for score in self.scores for word in score.words)]
+
+    @property
+    def trained(self) -> bool:
+        """Whether train.py has done all steps."""
+        return RunLog(self.folder / "train").read_status().get("state") == "finished"
+
+    def training_command(self, data: Path) -> list[str]:
+        words = (*self.training.overrides, "results={folder}", "name=train", f"seed={self.training.seed}")
+        return ["train.py", *(self._filled(word, data) for word in words)]
+
+    def scoring_command(self, score: Score, data: Path) -> list[str]:
+        words = (f"checkpoint={{step {score.step}}}", f"out={{folder}}/score-{score.key}", *score.words)
+        return [score.script, *(self._filled(word, data) for word in words)]
+
+    def _filled(self, word: str, data: Path) -> str:
+        """An override with its {…} replaced by absolute paths, quoted for Hydra."""
+        key, _, value = word.partition("=")
+        filled = re.sub(r"\{step (\d+)\}", lambda match: f"{{folder}}/train/step_{int(match[1]):07d}", value)
+        for name, path in (("data", data), ("folder", self.folder)):
+            filled = filled.replace(f"{{{name}}}", str(path.expanduser().resolve()))
+        quoted = re.sub(r"(\\*)'", r"\1\1\\'", filled)
+        return word if filled == value else f"{key}='{quoted}'"
+
+    def record(self, score: Score) -> dict | None:
+        """What the script wrote, if it has, without what is of this machine."""
+        path = self.folder / f"score-{score.key}" / f"{Path(score.script).stem}.json"
+        if not path.exists():
+            return None
+        read = json.loads(path.read_text())
+        return {"words": list(score.words), **{key: value for key, value in read.items() if key not in LEFT_OUT}}
+
+    def write_result(self) -> None:
+        """result.json of what there is so far: points over training, and all scores by their keys. Raises OSError."""
+        path, log = self.folder / "result.json", RunLog(self.folder / "train")
+        result = json.loads(path.read_text()) if path.exists() else {}
+        for start in log.starts()[-1:]:
+            points: dict[int, dict] = {}
+            for record in log.records():
+                images = record["step"] * self.training.batch_size
+                kept = {key: record[key] for key in KEPT if key in record}
+                points.setdefault(record["step"], {"images": images}).update(kept)
+            training = {"key": self.training.key, "seed": self.training.seed, "overrides": self.training.overrides}
+            result |= training | {"trained": self.trained, "points": [points[step] for step in sorted(points)]}
+            versions = start.get("versions", {})
+            result |= {"device": start.get("device"), "torch": versions.get("torch"), "commit": versions.get("git")}
+        if result:
+            scores = {score.key: record for score in self.scores if (record := self.record(score)) is not None}
+            result["scores"] = result.get("scores", {}) | scores
+            with explain_failure(self.folder):
+                write_whole(path, json.dumps(result, indent=1) + "\n")
+
 
 def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
-    """One for each training, where another study has begun it, else below `place`."""
+    """One for each training, in the folder where another study began it, else below `place`."""
     jobs: dict[str, Job] = {}
     for run in runs:
-        key = run.training.key
+        key, scores = run.training.key, run.scores
         if key in jobs:
-            both = dict.fromkeys((*jobs[key].scores, *run.scores))
-            jobs[key] = Job(run.training, tuple(both), jobs[key].folder)
+            folder, scores = jobs[key].folder, tuple(dict.fromkeys((*jobs[key].scores, *scores)))
         else:
-            there = sorted(results.glob(f"*/{place.name}/*-{key}"))
-            jobs[key] = Job(run.training, run.scores, there[0] if there else place / run.folder)
+            folder = next(iter(sorted(results.glob(f"*/{place.name}/*-{key}"))), place / run.folder)
+        jobs[key] = Job(run.training, scores, folder)
     return list(jobs.values())
 
 
-def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None] = lambda: None) -> list[str]:
+def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None]) -> list[str]:
     """Do jobs, so many at once with an equal share of the cores. Returns what failed, a line each.
 
-    after  called, in one thread, whenever a job has ended.
+    after  called, in this thread, whenever a job has ended.
     """
-    cores, problems, children = cores_of(at_once), [], Children()
+    cores, problems, children = max(1, (os.cpu_count() or 1) // at_once), [], Children()
     with ThreadPoolExecutor(at_once) as pool:
         waiting = [pool.submit(make_one, job, data, cores, children) for job in jobs]
         try:
@@ -67,41 +117,31 @@ def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None
                 problems += [future.result()] if future.result() else []
                 after()
         except BaseException:
-            for future in waiting:
-                future.cancel()
+            pool.shutdown(wait=False, cancel_futures=True)
             children.stop()
             raise
     return problems
 
 
 def make_one(job: Job, data: Path, cores: int, children: Children) -> str | None:
-    """Train and score, and write result.json after each part; what is there is kept. Returns what went wrong."""
+    """Train, score and write the result; what is there is kept. Returns what went wrong."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    lock = Lock(job.folder / ".lock", None)  # waits for what a killed study left running, as its processes inherit it
+    log, lock = (
+        job.folder / "log.txt",
+        Lock(job.folder / ".lock", None),
+    )  # waits for what a killed study left running, as its processes inherit it
     try:
-        for command in commands(job, data):
-            children.run(command, cores, job.folder / "log.txt", lock)
-            write_result(job)
-        keep_networks(job)
+        if not job.trained:
+            children.run(job.training_command(data), cores, log, lock)
+        for score in job.scores:
+            if job.record(score) is None:
+                children.run(job.scoring_command(score, data), cores, log, lock)
     except (ValueError, OSError) as error:
         return f"{job.folder}: {error} (its log.txt has all of it)"
     finally:
+        job.write_result()
         lock.release()
-    write_result(job)
     return None
-
-
-def keep_networks(job: Job) -> None:
-    """Copy the EMA weights of what is scored out of the training's folder. Raises ValueError or OSError."""
-    for step in {score.step for score in job.scores}:
-        if not network(job, step).exists():
-            network(job, step).parent.mkdir(exist_ok=True)
-            export(Options(str(checkpoint(job, step)), str(network(job, step))))
-
-
-def cores_of(at_once: int) -> int:
-    """The cores that each of so many jobs at once gets."""
-    return max(1, (os.cpu_count() or 1) // at_once)
 
 
 class Children:
@@ -109,20 +149,19 @@ class Children:
 
     def __init__(self) -> None:
         self.running: set[subprocess.Popen] = set()
-        self.stopping = threading.Event()
+        self.stopped = False
 
     def stop(self) -> None:
-        """Ask all of them to save and end, and start no more."""
-        self.stopping.set()
+        """Ask all of them to save and end; later ones end at once."""
+        self.stopped = True
         for child in [*self.running]:
             child.terminate()
 
-    def run(self, command: Sequence[str], cores: int, log: Path, lock: Lock | None = None) -> None:
+    def run(self, command: Sequence[str], cores: int, log: Path, lock: Lock) -> None:
         """Run a Python command, its output to the end of a log. Raises ValueError, saying why it failed.
 
-        lock  held for as long as the process lives, though this one be killed.
+        lock  held for as long as the process lives, even if this one is killed.
         """
-        environment = {**os.environ, "OMP_NUM_THREADS": str(cores)}
         with log.open("ab") as file:
             began = file.seek(0, os.SEEK_END)
             child = subprocess.Popen(
@@ -131,143 +170,16 @@ class Children:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=environment,
-                pass_fds=[lock.fileno()] if lock else [],
+                env={**os.environ, "OMP_NUM_THREADS": str(cores)},
+                pass_fds=[lock.fileno()],
                 start_new_session=True,  # Ctrl-C is for the study, which hands it on once
             )
-            self.running.add(child)
-            if self.stopping.is_set():
-                child.terminate()
-            code = child.wait()
-            self.running.discard(child)
+        self.running.add(child)
+        if self.stopped:
+            child.terminate()
+        code = child.wait()
+        self.running.discard(child)
         if code:
-            raise ValueError(f"{command[0]} ended with {code}: {_tail(log, began)}")
-
-
-def _tail(log: Path, start: int) -> str:
-    with log.open("rb") as file:
-        file.seek(start)
-        lines = re.split(r"[\r\n]+", file.read().decode(errors="replace").strip())
-    return next((line for line in reversed(lines) if line.startswith("error")), lines[-1])
-
-
-def commands(job: Job, data: Path) -> list[list[str]]:
-    """What is left to be run, in order: the training, the score of its end, those on the way."""
-    kept = job.scores and all(network(job, score.step).exists() for score in job.scores)
-    made = [] if finished(job) or kept else [training_command(job, data)]
-    scores = sorted(job.scores, key=lambda score: -score.step)
-    return made + [scoring_command(job, score, data) for score in scores if read_score(job, score) is None]
-
-
-def finished(job: Job) -> bool:
-    """Whether train.py has done all steps."""
-    return RunLog(job.folder / "train").read_status().get("state") == "finished"
-
-
-def network(job: Job, step: int) -> Path:
-    return job.folder / "networks" / f"step_{step:07d}"
-
-
-def checkpoint(job: Job, step: int) -> Path:
-    """The training's own, or the weights that were kept of it."""
-    saved = job.folder / "train" / f"step_{step:07d}"
-    return network(job, step) if network(job, step).exists() and not saved.exists() else saved
-
-
-def training_command(job: Job, data: Path) -> list[str]:
-    """Of train.py: its folder is `train` in the job's."""
-    words = [_filled(word, {"data": data}) for word in job.training.overrides]
-    folder = _filled("results={folder}", {"folder": job.folder})
-    return ["train.py", *words, folder, "name=train", f"seed={job.training.seed}"]
-
-
-def scoring_command(job: Job, score: Score, data: Path) -> list[str]:
-    """Of the door that scores: its folder is score-<key> in the job's."""
-    places = {"data": data, "checkpoint": checkpoint(job, score.step), "out": score_folder(job, score)}
-    for word in score.words:
-        for step in re.findall(r"\{step (\d+)\}", word):
-            places[f"step {step}"] = checkpoint(job, int(step))
-    return [score.door, *(_filled(word, places) for word in ("checkpoint={checkpoint}", "out={out}", *score.words))]
-
-
-def _filled(word: str, places: Mapping[str, Path]) -> str:
-    """An override with its {…} replaced by absolute paths, quoted for Hydra where they need it."""
-    key, _, value = word.partition("=")
-    filled = value
-    for name, path in places.items():
-        filled = filled.replace(f"{{{name}}}", str(path.expanduser().resolve()))
-    if filled != value and not re.fullmatch(r"[\w./-]+", filled, re.ASCII):
-        filled = "'" + re.sub(r"(\\*)'", r"\1\1\\'", filled) + "'"
-    return f"{key}={filled}"
-
-
-def score_folder(job: Job, score: Score) -> Path:
-    return job.folder / f"score-{score.key}"
-
-
-def read_score(job: Job, score: Score) -> dict | None:
-    """What the door wrote, if it has, without what is of this machine."""
-    path = score_folder(job, score) / f"{Path(score.door).stem}.json"
-    if not path.exists():
-        return None
-    read = json.loads(path.read_text())
-    return {"words": list(score.words), **{key: value for key, value in read.items() if key not in LEFT_OUT}}
-
-
-def write_result(job: Job) -> None:
-    if (record := result(job)) is not None:
-        with explain_failure(job.folder):
-            write_whole(job.folder / "result.json", json.dumps(record, indent=1) + "\n")
-
-
-def result(job: Job) -> dict | None:
-    """What a job is kept as, as far as it has come; None if it has not begun.
-
-    points  over training; scores: by their keys, of all studies that wanted some.
-    """
-    path, log = job.folder / "result.json", RunLog(job.folder / "train")
-    before = json.loads(path.read_text()) if path.exists() else {}
-    scores = before.get("scores", {})
-    scores |= {score.key: read for score in job.scores if (read := read_score(job, score)) is not None}
-    if not log.starts():
-        return before | {"scores": scores} if before else None
-    start, batch = log.starts()[-1], job.training.cfg.train.batch_size
-    points: dict[int, dict] = {}
-    kept = ("step", "loss", *names_of("heldout"), "flops", "seconds")
-    for record in log.records():
-        point = points.setdefault(record["step"], {"images": record["step"] * batch})
-        point |= {key: record[key] for key in kept if key in record}
-    said: Mapping = start.get("versions", {})
-    return {
-        "key": job.training.key,
-        "seed": job.training.seed,
-        "overrides": list(job.training.overrides),
-        "trained": finished(job),
-        "points": [points[step] for step in sorted(points)],
-        "scores": scores,
-        "device": start.get("device"),
-        "torch": said.get("torch"),
-        "commit": said.get("git") or git_revision(),
-        "started": log.starts()[0].get("time"),
-        "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()) if not before.get("ended") else before["ended"],
-    }
-
-
-def submit(jobs: Sequence[Job], data: Path) -> None:
-    """Hand what is left of each job to Slurm, its scores to begin when its training has ended. Raises ValueError."""
-    for job in jobs:
-        job.folder.mkdir(parents=True, exist_ok=True)
-        before = ""
-        for command in commands(job, data):
-            words = ["--parsable", *([f"--dependency=afterok:{before}"] if before else [])]
-            words += [f"--job-name={job.folder.name}", f"--output={job.folder.resolve()}/slurm-%j.out"]
-            words += [f"--export=ALL,DOOR={command[0]}", "scripts/slurm.sh", *command[1:]]
-            try:
-                sent = subprocess.run(["sbatch", *words], cwd=ROOT, capture_output=True, text=True, check=True)
-            except FileNotFoundError:
-                raise ValueError("submit=slurm needs sbatch, which is not on this machine's PATH") from None
-            except subprocess.CalledProcessError as error:
-                raise ValueError(f"sbatch refused {job.folder.name}: {error.stderr.strip()}") from None
-            number = sent.stdout.strip().partition(";")[0]
-            before = before if command[0] != "train.py" else number
-            print(f"  submitted {number:<10}{command[0]:<10}{job.folder}")
+            lines = re.split(r"[\r\n]+", log.read_bytes()[began:].decode(errors="replace").strip())
+            said = next((line for line in reversed(lines) if line.startswith("error")), lines[-1])
+            raise ValueError(f"{command[0]} ended with {code}: {said}")

@@ -1,15 +1,14 @@
 """A figure or table of the paper, made again: python studies/run.py study=convergence scale=demo|small|paper
 
     seeds=3        another number of seeds than the study's
-    jobs=2         runs at once, each with its share of the cores
-    dry=true       only say what would be run: images, FLOPs, hours on this device
+    jobs=2         runs at once, each with an equal share of the cores
+    dry=true       only say what would be run: images, FLOPs, samples
     publish=true   copy results.json, figure.png and table.md to studies/<name>/ (scale=small), as each run ends
-    submit=slurm   hand each run to scripts/slurm.sh, and end; start the study again when they are done
     data=data      where imagenette/ (scale=small) or imagenet256/ (paper) lies
     results=results/studies   where runs are kept
 
 A study is studies/<name>.yaml. Its runs are ordinary runs of train.py and fid.py below results/studies/<name>/<scale>/:
-start it again after whatever stopped it, and it goes on. Interrupted ones draw what is there. Without study= all are
+start it again after whatever stopped it, and it goes on. An interrupted one draws what is there. Without study= all are
 listed.
 """
 
@@ -20,7 +19,6 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
@@ -31,9 +29,10 @@ if __name__ == "__main__":
 from omegaconf import OmegaConf
 
 from studies.cost import estimate
-from studies.jobs import jobs_of, make, submit
-from studies.results import finished, gather, is_made, missing, publish, reports, write
-from studies.study import HERE, ScaleName, Study, names, plan, read_study
+from studies.figures import publish, write
+from studies.jobs import jobs_of, make
+from studies.results import finished, is_made
+from studies.study import HERE, ScaleName, names, plan, read_study
 from tread.encoders.inception import find_weights
 from tread.runtime import schema
 from tread.runtime.cli import answer_help, explained
@@ -49,7 +48,6 @@ class Options:
     jobs: Count = 1
     dry: bool = False
     publish: bool = False
-    submit: Literal["slurm"] | None = None
     data: str = "data"
     results: str = "results/studies"
 
@@ -64,7 +62,6 @@ def main() -> None:
     answer_help(f"{__doc__.strip()}\n\nstudies: {', '.join(names())}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with explained("stopped; start it again to go on"):
-        schema.check_overrides(words, schema.known_keys(Options))
         run(schema.read(OmegaConf.to_container(OmegaConf.from_cli(words)), Options))
 
 
@@ -72,30 +69,30 @@ def run(options: Options) -> None:
     """Make, draw and publish a study. Raises ValueError or OSError before any run for what can't be."""
     study = read_study(options.study, options.scale)
     runs, data, results = plan(study, options.seeds), Path(options.data), Path(options.results)
-    place, made = results / study.name / study.scale_name, finished(results)
+    place, made = results / study.name / study.scale, finished(results)
     to_make = [run for run in runs if not is_made(run, made)]
     jobs = jobs_of(to_make, place, results)
-    already = len(runs) - len(to_make)
     print(f"{study.title}: {study.question}")
-    print(f"  {len(runs)} runs, of which {already} are made already; {len(jobs)} trainings are concerned")
-    lacking = lacking_data(study, data) if jobs else ""
+    print(
+        f"  {len(runs)} runs, of which {len(runs) - len(to_make)} are made already; {len(jobs)} trainings are concerned"
+    )
     if options.dry:
-        print(estimate(study, jobs, data, options.jobs, measure=not lacking))
-        print(f"  hours are not measured: {lacking}" if lacking and study.scale_name != "paper" else "", end="")
+        print(estimate(jobs))
         return
-    if lacking:
-        raise ValueError(lacking)
-    if any(word.startswith("reference=") for word in study.scale.scoring) and jobs:
+    words = " ".join(word for job in jobs for word in job.words)
+    absent = [
+        path for name in dict.fromkeys(re.findall(r"\{data\}/([^\s,\]]+)", words)) if not (path := data / name).exists()
+    ]
+    if absent:
+        needs = {arm.needs.replace("{data}", str(data)) for arm in study.arms.values() if arm.needs}
+        raise ValueError(f"{', '.join(map(str, absent))} not found; scale={study.scale} needs {' '.join(needs)}")
+    if "reference=" in words:
         find_weights()  # now rather than after hours of training
     check_place(place, 0)
-    place.mkdir(parents=True, exist_ok=True)
-    if options.submit == "slurm":
-        submit(jobs, data)
-        return
 
     def after() -> None:
         made = finished(results)
-        write(study, gather(runs, jobs, made), place, reports(runs, place))
+        write(study, runs, made, place)
         if options.publish:
             publish(study, runs, made, HERE / study.name)
 
@@ -103,20 +100,10 @@ def run(options: Options) -> None:
         problems = make(jobs, data, options.jobs, after)
     finally:
         after()
-        left = missing(runs, finished(results))
-        print((place / "table.md").read_text().partition("\nReports: ")[0].rstrip())
-        print(f"  missing   {left}" if left else "  nothing is missing")
+        print((place / "table.md").read_text().rstrip())
         print(f"  written   {', '.join(map(str, [*place.glob('*.*')] + [HERE / study.name] * options.publish))}")
     if problems:
         sys.exit("error: " + "\n".join(problems))
-
-
-def lacking_data(study: Study, data: Path) -> str:
-    """What a scale's words name below {data} and is not there, in words; "" if nothing."""
-    named = re.findall(r"\{data\}/([^\s,\]]+)", " ".join((*study.scale.overrides, *study.scale.scoring)))
-    absent = [str(data / name) for name in named if not (data / name).exists()]
-    needs = (study.scale.needs or "").replace("{data}", str(data))
-    return f"{', '.join(absent)} not found; scale={study.scale_name} needs {needs}" if absent else ""
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tread.checkpoints.network import build_network, read_network
 from tread.data.captions import add_captions
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
-from tread.data.text_writer import TextWriter
+from tread.data.section_writer import TextWriter
 from tread.data.writer import write_dataset
 from tread.encoders.language import TextEncoder
 
@@ -29,8 +29,8 @@ def write_captioned(folder: Path, captions: Sequence[Sequence[str]], *encoders: 
     for encoder in encoders:
         writer = TextWriter(folder, encoder.spec, [len(own) for own in captions])
         writer.begin()
-        writer.write(0, encoder.encode([caption for own in captions for caption in own]))
-        writer.write_null(encoder.encode([""]))
+        writer.write(0, [encoder.encode([caption for own in captions for caption in own])])
+        writer.write(1, [encoder.encode([""])])
         writer.publish()
     return pictures
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import sys
 
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
@@ -42,6 +41,7 @@ from tread.data.latents import LatentSpec
 from tread.encoders.inception import Inception, sizes_of
 from tread.evaluation import image_sets, reference
 from tread.preparing.images import Crop
+from tread.runtime import schema
 from tread.runtime.cli import take_literally
 from tread.runtime.distributed import share_work
 from tread.training import settings
@@ -199,14 +199,6 @@ def save_checkpoint(run, composed, latents=RGB, step=3, parts=("model", "ema"), 
     return network.eval(), folder
 
 
-@pytest.fixture(autouse=True)
-def closed_pipes_raise():
-    """What a door that prints (--cfg) leaves behind: SIGPIPE's default would end the process that runs the tests."""
-    before = signal.getsignal(signal.SIGPIPE)
-    yield
-    signal.signal(signal.SIGPIPE, before)
-
-
 @pytest.fixture
 def asset():
     """A function from a file name to its path among the assets."""
@@ -236,6 +228,21 @@ def composed():
             return OmegaConf.to_container(compose(name, overrides=settings.add_unstated(overrides)), resolve=True)
 
     return build
+
+
+@pytest.fixture
+def run_pipeline(composed, capsys):
+    """A function (a pipeline of tread.preparing, the class of its options, its config, overrides) → what it prints."""
+
+    def run(pipeline: Callable, options: type, config: str, *overrides: str) -> str:
+        tree, threads = composed(*overrides, name=config), torch.get_num_threads()
+        try:
+            pipeline(schema.read(tree, options), share_work("cpu"))
+        finally:
+            torch.set_num_threads(threads)
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.fixture

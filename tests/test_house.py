@@ -27,7 +27,6 @@ KNOWS = {  # library → who may import it; a package means all of its files
     "tensorboard": {"tread/training/tracking.py"},
     "plotly": {"tread/reports/page.py"},
     "diffusers": {"tread/encoders/autoencoder.py"},
-    "gradio": {"tread/reports/explorer.py"},
     "transformers": {"tread/encoders/pretrained.py"},
     "mamba_ssm": {"tread/models/ssd.py"},
 }
@@ -129,7 +128,7 @@ def test_one_file_knows_the_architectures():
 def test_packages_are_declared():
     files = [
         ROOT / f"requirements{kind}.txt"
-        for kind in ("", "-import", "-tensorboard", "-explore", "-alignment", "-mamba", "-emoji", "-text")
+        for kind in ("", "-import", "-tensorboard", "-alignment", "-mamba", "-emoji", "-text")
     ]
     declared = {line.split(">")[0] for file in files for line in file.read_text().splitlines()}
     names = {"hydra": "hydra-core", "mamba_ssm": "mamba-ssm", "sklearn": "scikit-learn", "PIL": "pillow"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import shutil
 from pathlib import Path
 
@@ -41,14 +42,15 @@ def test_what_is_saved_comes_back(saved):
 
 def test_damage_is_named(saved):
     latest, first = checkpoint.find(saved), checkpoint.find(saved / "step_0000001")
-    with pytest.raises(ValueError, match="holds no ema part.*model"):
+    before = f"; the checkpoint before it is {first.folder}$"
+    with pytest.raises(ValueError, match="holds no ema part.*weights=model"):
         first.tensors("ema")
     path = latest.folder / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
-    for damaged, shown in ((content, "model.safetensors is damaged"), (content[:100], "damaged: 100 bytes")):
+    for damaged, shown in ((content, "model.safetensors is damaged"), (content[:100], "100 bytes.* cut short")):
         path.write_bytes(damaged)
-        with pytest.raises(checkpoint.Damaged, match=shown):
+        with pytest.raises(checkpoint.Damaged, match=f"{shown}.*{before}"):
             latest.tensors("model")
     path.unlink()
     with pytest.raises(checkpoint.Damaged, match="model.safetensors is missing"):
@@ -61,23 +63,37 @@ def test_damage_is_named(saved):
         ("[]", "info.json is damaged"),
         (json.dumps({**whole, "files": {"model.safetensors": {}}}), "info.json is damaged"),
         (json.dumps({**whole, "files": elsewhere}), "must name files beside it"),
-        (json.dumps({"format": "checkpoint", "version": 99}), "version 99"),
+        (None, "info.json is missing"),  # not an older one in its place
     ):
-        info.write_text(text)
+        info.unlink() if text is None else info.write_text(text)
         for name in (saved, saved / "latest", latest.folder):
-            with pytest.raises(ValueError, match=shown):
+            with pytest.raises(checkpoint.Damaged, match=f"{shown}.*{before}") as caught:
                 checkpoint.find(name)
+            assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # as other processes are told
+    info.write_text(json.dumps({"format": "checkpoint", "version": 99}))
+    with pytest.raises(ValueError, match="version 99"):
+        checkpoint.find(saved)
     info.write_text("")
     with pytest.raises(checkpoint.Damaged, match="info.json is damaged"):
         read_weights(latest.folder / "ema.safetensors")
-    info.unlink()
-    with pytest.raises(ValueError, match="latest/info.json is missing"):  # not an older one in its place
-        checkpoint.find(saved)
-    shutil.rmtree(latest.folder)
-    assert checkpoint.find(saved).step == 1
-    for name in ("latest", "step_0000009"):
-        with pytest.raises(FileNotFoundError, match="no checkpoint at"):
-            checkpoint.find(saved / name)
+    info.write_text(json.dumps(whole))
+    os.truncate(first.folder / "model.safetensors", 100)
+    with pytest.raises(checkpoint.Damaged, match="there is no whole checkpoint before it"):
+        latest.tensors("model")
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        checkpoint.find(saved / "step_0000009")
+
+
+def test_a_latest_that_names_nothing(saved):
+    shutil.rmtree(saved / "step_0000002")
+    for why in ("a link to step_0000002, which is gone", "no link to a checkpoint", "not there"):
+        shown = f"no checkpoint at .*latest: it is {why}; the newest checkpoint there is {saved / 'step_0000001'}$"
+        with pytest.raises(FileNotFoundError, match=shown):
+            checkpoint.find(saved / "latest")
+        assert checkpoint.find(saved).step == 1
+        (saved / "latest").unlink(missing_ok=True)
+        if why.startswith("a link"):
+            (saved / "latest").touch()
 
 
 def test_a_failed_save_leaves_the_older_one_whole(saved, monkeypatch):

@@ -99,7 +99,7 @@ def test_both_kinds_of_weights_come_in(tmp_path, states, kind):
         expected = build_network(open_network(imported, name).cfg)
         expected.load_state_dict(state)
         assert torch.equal(bits(open_network(imported, name).load(CPU)), bits(argparse.Namespace(network=expected)))
-    assert "averaged (ema) and raw (model) weights of a.pt" in text and "num_heads 2" in text
+    assert "averaged (ema) and raw (model) weights of a.pt" in text and "num_heads=2" in text
     assert "hidden_size 16, depth 2" in text and f"python sample.py checkpoint={imported.folder}" in text
 
 
@@ -288,6 +288,7 @@ def test_a_public_lightningdit_comes_in_with_what_normalised_its_latents(tmp_pat
     for overrides, message in (
         (["model.num_heads=4", *normal], "rotary tables of other settings.*settings that fit it: model.num_heads=2"),
         (normal[1:], "statistics are of normalised latents: dataset.normalize=true"),
+        ([*normal[:1], "statistics=none.pt"], "none.pt could not be read"),
         (["model.positions=sincos"], "rotary tables of other settings.*settings that fit it: model.positions=rope"),
     ):
         with pytest.raises(SystemExit, match="(?s)" + message):

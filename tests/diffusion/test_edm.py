@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
 import pytest
 import torch
@@ -72,14 +73,20 @@ def test_noise_levels_of_training():
     torch.testing.assert_close(EDM().noise_level(normal).log(), torch.tensor([-1.2, 0.0, -3.6]))
 
 
-def test_quantiles_cut_the_training_distribution_evenly():
-    levels = EDM().quantiles(8)
-    drawn = EDM().noise_level(torch.randn(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
-    shares = torch.tensor([(drawn < level).double().mean() for level in levels])
-    torch.testing.assert_close(shares, (torch.arange(8) + 0.5).double() / 8, atol=0.005, rtol=0)
+def test_levels_by_quantile():
+    """Mid-quantiles for evaluation; `cleaner` steps down by quantiles, to 0.001 at the lowest. Reference: Python's."""
+    normal, level = NormalDist(), NormalDist(-1.2, 1.2)
+    expected = [math.exp(level.inv_cdf((i + 0.5) / 8)) for i in range(8)]
+    assert EDM().quantiles(8).tolist() == pytest.approx(expected, rel=1e-9)
+    given, steps = [-4.0, -3.0, 0.0, 1.5], [0.1, 0.1, 0.3, 0.0]
+    lower = [max(normal.cdf(n) - step, 0.001) for n, step in zip(given, steps)]
+    expected = [math.exp(level.inv_cdf(min(q, normal.cdf(n)))) for n, q in zip(given, lower)]
+    actual = EDM().cleaner(torch.tensor(given, dtype=torch.float64), torch.tensor(steps, dtype=torch.float64))
+    assert actual.tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_schedule():
+    assert torch.equal(EDM().schedule(), EDM().schedule(40)) and EDM().schedule(2).tolist() == [80, 0.002, 0]
     sigmas = EDM().schedule(40)
     assert sigmas.dtype == torch.float64 and len(sigmas) == 41
     assert sigmas[0] == 80 and sigmas[39] == 0.002 and sigmas[40] == 0
@@ -118,28 +125,50 @@ def test_heun_reaches_the_solution_and_counts_evaluations():
     )
 
 
-def test_churn_keeps_the_distribution():
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(20000, 1, 1, 1, generator=generator)
-    churn = Churn(amount=200, sigma_min=0.05, sigma_max=50, noise=1.0)
-    draws = {}
-
-    def churn_noise(i):
-        draws[i] = torch.randn(noise.shape, generator=generator)
-        return draws[i]
-
-    sigmas = EDM().schedule(400)
-    x = heun(gaussian_denoiser, noise, sigmas, churn, churn_noise)
-    assert x.std() == pytest.approx(DATA_STD, rel=0.02)
-    assert sorted(draws) == [i for i, sigma in enumerate(sigmas[:-1].tolist()) if 0.05 <= sigma <= 50]
-    assert (x - heun(gaussian_denoiser, noise, sigmas)).abs().mean() > 0.1
-    with pytest.raises(ValueError, match="churn.amount is 200"):
-        heun(gaussian_denoiser, noise, sigmas, churn)
+def algorithm_2(D, t, S_churn, S_min, S_max, S_noise, draws):
+    """The paper's stochastic sampler, line by line; draws are its normal numbers, those of x_0 last."""
+    N, x = len(t) - 1, t[0] * draws[-1]
+    for i in range(N):
+        gamma = min(S_churn / N, 2**0.5 - 1) if S_min <= t[i] <= S_max else 0.0
+        t_hat = t[i] + gamma * t[i]
+        x_hat = x + math.sqrt(t_hat**2 - t[i] ** 2) * S_noise * draws[i]
+        d = (x_hat - D(x_hat, t_hat)) / t_hat
+        x = x_hat + (t[i + 1] - t_hat) * d
+        if t[i + 1] != 0:
+            x = x_hat + (t[i + 1] - t_hat) * (d + (x - D(x, t[i + 1])) / t[i + 1]) / 2
+    return x
 
 
 @pytest.mark.parametrize(
-    ("values", "shown"), [({"sigma_min": 90.0}, "90.0.*80.0"), ({"sigma_data": 0.0}, "sigma_data is 0.0")]
+    "churn", [(0.0,), (0.5,), (2.0, 0.3, 20.0, 1.003), (200.0, "level 5", "level 2", 0.9)], ids=str
 )
-def test_constants_that_make_no_sense_are_refused(values, shown):
-    with pytest.raises(ValueError, match=shown):
-        EDM(**values)
+def test_heun_is_the_papers_algorithm(churn):
+    """Bounds of the range count; amounts below and above the limit √2 − 1 of a step; the defaults of the range."""
+    levels = EDM().schedule(8)
+    t = levels.tolist()
+    churn = tuple(t[int(one[-1])] if isinstance(one, str) else one for one in churn)
+    draws = torch.randn(9, 3, 1, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    actual = heun(gaussian_denoiser, draws[-1], levels, Churn(*churn), lambda step: draws[step])
+    expected = algorithm_2(gaussian_denoiser, t, *(*churn, *(0.0, 0.0, math.inf, 1.0)[len(churn) :]), draws)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=0)
+    if churn[0]:
+        assert not torch.isclose(actual, heun(gaussian_denoiser, draws[-1], levels), rtol=1e-3).all()
+        with pytest.raises(ValueError, match="no churn_noise"):
+            heun(gaussian_denoiser, draws[-1], levels, Churn(*churn))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (EDM, {"sigma_min": 80.0}),
+        (EDM, {"sigma_min": 0.0}),
+        (EDM, {"sigma_data": 0.0}),
+        (Churn, {"amount": -1}),
+        (Churn, {"noise": 0}),
+        (Churn, {"sigma_min": -1}),
+        (Churn, {"sigma_min": 2, "sigma_max": 2}),
+    ],
+)
+def test_constants_that_make_no_sense_are_refused(kind, values):
+    with pytest.raises(ValueError, match="sigma|churn"):
+        kind(**values)

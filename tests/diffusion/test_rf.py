@@ -41,6 +41,8 @@ def test_training_times():
     t = RF(time_mean=0.5, time_std=2.0).noise_level(normal)
     torch.testing.assert_close(t.logit(), 2 * normal + 0.5)
     assert RF().noise_level(torch.tensor([0.0])).item() == 0.5
+    lower = RF().cleaner(torch.tensor([0.0, -1.0]), torch.tensor([0.2, 0.3]))
+    assert lower.tolist() == [pytest.approx(0.3), 0.0]  # σ(−1) = 0.269 lies less than the step above 0
     t = RF("uniform").noise_level(normal)
     assert t.min() >= 0 and t.max() <= 1
     assert torch.histc(t, 10, 0, 1) / len(t) == pytest.approx([0.1] * 10, abs=0.004)
@@ -89,15 +91,21 @@ def test_euler_is_exact_where_the_flow_is_straight(steps):
     noise, v = torch.randn(2, 1, 2, 2), torch.randn(2, 1, 2, 2)
     network = lambda x, t, y, routes: v  # noqa: E731
     for solver in get_args(Solver):
-        found = RF().sample(network, noise, torch.tensor([0, 1]), steps=steps, solver=solver)
-        torch.testing.assert_close(found, (noise - v).double(), rtol=1e-6, atol=1e-6)
+        actual = RF().sample(network, noise, torch.tensor([0, 1]), steps=steps, solver=solver)
+        torch.testing.assert_close(actual, (noise - v).double(), rtol=1e-6, atol=1e-6)
 
 
 def test_euler_steps_of_a_linear_velocity():
     """v = k·x: each of N steps multiplies x by 1 − k/N."""
     noise = torch.randn(2, 1, 2, 2)
-    found = RF().sample(lambda x, t, y, routes: 0.8 * x, noise, torch.tensor([0, 1]), steps=10)
-    torch.testing.assert_close(found, noise.double() * (1 - 0.08) ** 10, rtol=1e-6, atol=1e-6)
+    y, network = torch.tensor([0, 1]), lambda x, t, y, routes: 0.8 * x
+    for steps, given in ((10, {"steps": 10}), (50, {})):
+        expected = noise.double() * (1 - 0.8 / steps) ** steps
+        torch.testing.assert_close(RF().sample(network, noise, y, **given), expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            RF().sample_tread(network, noise, y, (), (), **given), expected, rtol=1e-6, atol=1e-6
+        )
+    assert len(RF().schedule()) == 51
 
 
 @pytest.mark.parametrize(("solver", "order"), [(euler, 1), (heun, 2)])
@@ -136,8 +144,8 @@ def test_sample_is_the_plain_loop(tiny):
     with torch.no_grad():
         expected = released_sample(tiny, noise, y, torch.full_like(y, 10), 5, 1.5)
         plain = released_sample(tiny, noise, y, y, 5, 1.0)
-    found = RF().sample(tiny, noise, y, null_class=10, scale=1.5, steps=5)
-    torch.testing.assert_close(found.float(), expected, rtol=1e-4, atol=1e-5)
+    actual = RF().sample(tiny, noise, y, null_class=10, scale=1.5, steps=5)
+    torch.testing.assert_close(actual.float(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(RF().sample(tiny, noise, y, steps=5).float(), plain, rtol=1e-4, atol=1e-5)
 
 
@@ -147,16 +155,18 @@ def test_sample_tread_is_the_plain_loop_under_given_ids(tiny):
     with torch.no_grad():
         expected = released_sample(tiny, noise, y, y, 5, 1.5, routes)
         uncond = released_sample(tiny, noise, y, torch.full_like(y, 10), 5, 1.5, routes)
-    found = RF().sample_tread(tiny, noise, y, *routes, scale=1.5, steps=5)
-    torch.testing.assert_close(found.float(), expected, rtol=1e-4, atol=1e-5)
-    found = RF().sample_tread(tiny, noise, y, *routes, scale=1.5, steps=5, weak_y=torch.full_like(y, 10))
-    torch.testing.assert_close(found.float(), uncond, rtol=1e-4, atol=1e-5)
+    actual = RF().sample_tread(tiny, noise, y, *routes, scale=1.5, steps=5)
+    torch.testing.assert_close(actual.float(), expected, rtol=1e-4, atol=1e-5)
+    actual = RF().sample_tread(tiny, noise, y, *routes, scale=1.5, steps=5, weak_y=torch.full_like(y, 10))
+    torch.testing.assert_close(actual.float(), uncond, rtol=1e-4, atol=1e-5)
     by_call = [lambda call, one=one: one for one in routes]
     assert torch.equal(
         RF().sample_tread(tiny, noise, y, *by_call, 1.5, 5), RF().sample_tread(tiny, noise, y, *routes, 1.5, 5)
     )
-    dense = RF().sample_tread(tiny, noise, y, (), (), 3.0, 5)
-    torch.testing.assert_close(dense, RF().sample(tiny, noise, y, steps=5), rtol=1e-4, atol=1e-5)
+    strong = RF().sample_tread(tiny, noise, y, *routes, steps=5)  # scale 1
+    with torch.no_grad():
+        expected = released_sample(tiny, noise, y, y, 5, 1.0, routes)
+    torch.testing.assert_close(strong.float(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_golden_forward_is_what_the_velocity_sees(asset, tiny):
@@ -164,9 +174,9 @@ def test_golden_forward_is_what_the_velocity_sees(asset, tiny):
     tiny.load_state_dict(load_file(asset("golden/tread_tiny_state.safetensors")), strict=True)
     g = load_file(asset("golden/tread_tiny_forward.safetensors"))
     with torch.no_grad():
-        found = RF().velocity(tiny, g["x"], g["t"], g["y"])
+        actual = RF().velocity(tiny, g["x"], g["t"], g["y"])
         routed = RF().velocity(tiny, g["x"], g["t"], g["y"], [(Route(1, 4), g["ids_keep_r050"])])
-    torch.testing.assert_close(found, g["out_eval"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, g["out_eval"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(routed, g["out_train_routed"], rtol=1e-4, atol=1e-5)
 
 
@@ -179,11 +189,10 @@ def test_levels_are_the_fractions_that_people_write():
 def test_bad_constants_are_refused(tiny):
     with pytest.raises(ValueError, match="without null_class"):
         RF().sample(tiny, torch.randn(1, 4, 8, 8), torch.tensor([0]), scale=2.0)
-    for arguments, message in (
-        ({"time": "cosine"}, "must be logit_normal or uniform"),
-        ({"time_std": 0.0}, "time_std is 0"),
-    ):
-        with pytest.raises(ValueError, match=message):
+    for arguments in ({"time": "cosine"}, {"time_std": 0.0}, {"direction": -0.5}, {"shift": 0.0}):
+        with pytest.raises(ValueError, match=f"rf.{next(iter(arguments))} is"):
             RF(**arguments)
+    with pytest.raises(ValueError, match="some of the 4 steps have no length"):
+        RF(shift=2.0**-53).schedule(4)  # 1, 1, 1, less, 0
     with pytest.raises(ValueError, match="steps is 0"):
         RF().schedule(0)

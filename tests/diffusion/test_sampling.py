@@ -7,12 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, launch_door, random_network
-from forked import run_python
+from conftest import launch_door, random_network
 from PIL import Image
 
 import sample
-from dit import DiT
 from rf import RF
 from routing_module import Route
 from sample import parse_seeds
@@ -24,9 +22,7 @@ from tread.diffusion.guidance import Guidance, Schedule
 from tread.diffusion.labels import seeded_labels, spread_classes
 from tread.diffusion.sampling import Model, Sampler, draw, draw_pictures, relative_cost
 from tread.diffusion.solvers import Churn, heun
-from tread.drawing.charts import save_curve
 from tread.drawing.grids import save_grid
-from tread.evaluation.metric_table import heldout_titles
 from tread.runtime.device import use_precision
 from tread.runtime.randomness import generator, seeded_normal
 
@@ -50,7 +46,7 @@ def smaller():
 
 
 @pytest.mark.parametrize("process", [EDM(), RF()], ids=["edm", "rf"])
-@pytest.mark.parametrize("guidance", [*KINDS, SCHEDULED], ids=lambda one: one.kind)
+@pytest.mark.parametrize("guidance", [*KINDS, SCHEDULED], ids=lambda item: item.kind)
 def test_a_sample_is_the_same_bits_in_any_company(tiny, guidance, process):
     """Order, position, neighbours, the start and the padding of the last batch; batches have one shape."""
     options = {"batch_size": 4, "guidance": guidance, "process": process, "solver": process.default_solver}
@@ -82,26 +78,23 @@ def test_pictures_are_decoded_in_batches_of_one_shape(tiny):
     assert torch.equal(backward.flip(0), forward)
 
 
-@pytest.mark.parametrize("guidance", [*KINDS, SCHEDULED], ids=lambda one: one.kind)
-def test_pictures_hardly_depend_on_the_shape_of_the_batch(tiny, guidance):
+def test_pictures_hardly_depend_on_the_shape_of_the_batch(tiny):
     """Within one grey level on at least 99.9% of the pixels, decoded as latents in −1..1."""
-    options = {"guidance": guidance, "steps": 5}
-    seeds, labels = range(16), torch.arange(16) % 10
 
     def pictures(batch_size):
-        model, sampler = Model(EDM(), tiny, (Route(1, 3),)), Sampler(batch_size=batch_size, **options)
-        return torch.cat(list(draw_pictures(model, to_uint8, seeds, labels, sampler))).int()
+        model, sampler = Model(EDM(), tiny, (Route(1, 3),)), Sampler(4, batch_size, guidance=SPARSE)
+        return torch.cat(list(draw_pictures(model, to_uint8, range(8), torch.arange(8), sampler))).int()
 
-    reference = pictures(16)
+    reference = pictures(8)
     assert reference.float().std() > 20
-    for batch_size in (1, 7):
+    for batch_size in (1, 5):
         assert ((pictures(batch_size) - reference).abs() <= 1).float().mean() >= 0.999
 
 
 def test_churn_adds_noise_that_the_seed_gives(tiny):
     """Reference: heun with the same noise, drawn here by its address. Other processes and solvers are refused."""
     seeds, labels, churn = [7, 3], torch.tensor([1, 4]), Churn(20, sigma_min=0.05, sigma_max=50, noise=1.003)
-    found = latents_of(tiny, seeds, labels, steps=4, batch_size=2, churn=churn)
+    actual = latents_of(tiny, seeds, labels, steps=4, batch_size=2, churn=churn)
 
     def normal(stream):
         return torch.stack([torch.randn(4, 8, 8, generator=generator(seed, stream)) for seed in seeds])
@@ -111,22 +104,14 @@ def test_churn_adds_noise_that_the_seed_gives(tiny):
             return EDM().denoise(tiny, x, level, labels)
 
     expected = heun(denoiser, normal("noise"), EDM().schedule(4), churn, lambda step: normal(f"churn {step}"))
-    torch.testing.assert_close(found, expected.float())
+    torch.testing.assert_close(actual, expected.float())
     plain = latents_of(tiny, seeds, labels, steps=4, batch_size=2)
-    assert not torch.isclose(found, plain, rtol=0.01, atol=0.01).all()
+    assert not torch.isclose(actual, plain, rtol=0.01, atol=0.01).all()
     alone = latents_of(tiny, seeds[1:] * 2, labels[1:].repeat(2), steps=4, batch_size=2, churn=churn)
-    assert torch.equal(alone[0], found[1])
+    assert torch.equal(alone[0], actual[1])
     for process, solver in ((RF(), "heun"), (EDM(), "euler")):
-        with pytest.raises(ValueError, match="churn=20 is of EDM and solver=heun"):
-            latents_of(tiny, seeds, labels, process=process, solver=solver, churn=churn)
-    with pytest.raises(ValueError, match="0 ≤ sigma_min < sigma_max"):
-        Churn(1.0, sigma_min=2, sigma_max=1)
-
-
-def test_a_label_counts_for_its_sample_alone(tiny):
-    seeds, labels = [7, 3, 11], torch.tensor([1, 1, 4])
-    together, other = latents_of(tiny, seeds, labels), latents_of(tiny, seeds, torch.tensor([2, 1, 4]))
-    assert not torch.isclose(other[0], together[0]).all() and torch.equal(other[1:], together[1:])
+        with pytest.raises(ValueError, match="churn=0.5 needs EDM and solver=heun"):
+            latents_of(tiny, seeds, labels, process=process, solver=solver, churn=Churn(0.5))
 
 
 def test_route_ids_follow_from_the_seed_and_change_from_pass_to_pass(tiny):
@@ -168,9 +153,9 @@ def test_what_guidance_comes_to_at_its_ends(tiny, smaller, process):
     alone = latents_of(
         smaller, seeds, labels, guidance=Guidance("autoguidance", 0.0, checkpoint="a"), weak=weak, **options
     )
-    own = latents_of(smaller, seeds, labels, **options)
-    torch.testing.assert_close(alone, own)
-    assert not torch.isclose(other, own).all()  # scale 0 is the weak network, here under its route
+    mine = latents_of(smaller, seeds, labels, **options)
+    torch.testing.assert_close(alone, mine)
+    assert not torch.isclose(other, mine).all()  # scale 0 is the weak network, here under its route
 
 
 class Gaussians(torch.nn.Module):
@@ -212,23 +197,16 @@ def test_samples_of_gaussian_data_by_each_kind(process, weak_process, kind, inte
     """The guided flow is linear: factors of the strong branch to the power ω, of the weak one to 1 − ω."""
     row, omega = GUIDANCE_KINDS[kind], 1.6
     two = row.weak_network != "never"
-    guidance = Guidance(
-        kind,
-        1.0 if kind == "none" else omega,
-        *((0.25, 0.5) if row.routed else (0.0, 0.0)),
-        interval=None if kind == "none" else interval,
-        checkpoint="a" if two else None,
-    )
+    ratios = (0.25, 0.5) if row.routed else (0.0, 0.0)
+    guided = {} if kind == "none" else {"scale": omega, "interval": interval}
+    guidance = Guidance(kind, **guided, strong=ratios[0], weak=ratios[1], checkpoint="a" if two else None)
     model = Model(process, Gaussians(process), (Route(0, 0),))
-    weak = Model(weak_process, Gaussians(process, 1.2), (Route(0, 0),)) if two else None
-    if two and isinstance(process, EDM):
-        weak = Model(weak_process, Gaussians(weak_process, 1.2), (Route(0, 0),))
-    elif two:  # in the other convention: time from noise to data, and the velocity's sign
-        network = Gaussians(process, 1.2)
+    network = Gaussians(weak_process, 1.2)
+    if isinstance(process, RF):  # in the other convention: time from noise to data, and the velocity's sign
         network.forward = lambda x, t, y, routes=(): -Gaussians.forward(network, x, 1 - t, y, routes)
-        weak = Model(weak_process, network, (Route(0, 0),))
+    weak = Model(weak_process, network, (Route(0, 0),)) if two else None
     sampler = Sampler(100, 2, guidance=guidance)
-    found = next(draw(model, [3, 4], torch.tensor([1, 2]), sampler, weak))
+    actual = next(draw(model, [3, 4], torch.tensor([1, 2]), sampler, weak))
 
     top = 1.0 if isinstance(process, RF) else 80.0
     low, high = guidance.interval or (0.0, top)
@@ -239,20 +217,12 @@ def test_samples_of_gaussian_data_by_each_kind(process, weak_process, kind, inte
             process, (weak or model).network.std(bool(row.weak_class), guidance.weak + 0.5 * row.drops_path), start, end
         )
         expected = expected * (strong**omega * weaker ** (1 - omega) if is_guided and kind != "none" else strong)
-    torch.testing.assert_close(found, expected, rtol=0.04, atol=0)  # the interval's ends lie between two levels
+    torch.testing.assert_close(actual, expected, rtol=0.04, atol=0)  # the interval's ends lie between two levels
 
 
 def test_a_model_without_routes_is_not_guided_by_them(tiny):
     with pytest.raises(ValueError, match="no routes"):
         next(draw(Model(EDM(), tiny), [0], torch.tensor([1]), Sampler(2, 1, guidance=SPARSE)))
-
-
-def test_sparse_guidance_hears_the_label_and_sparse_uncond_does_not(tiny):
-    seeds, labels, others = [0, 1], torch.tensor([3, 4]), torch.tensor([5, 6])
-    for kind, hears in (("sparse", True), ("sparse_cfg", True), ("sparse_uncond", False)):
-        guidance = Guidance(kind, 1.5, 0.25, 0.5)
-        one, other = (latents_of(tiny, seeds, y, batch_size=2, guidance=guidance) for y in (labels, others))
-        assert torch.equal(one, other) == (not hears)
 
 
 @pytest.mark.parametrize("kind", ["sparse", "sparse_cfg", "sparse_uncond"])
@@ -285,6 +255,9 @@ def test_schedules_run_over_the_levels(tiny):
     )
     guidance = Guidance("sparse", 2.0, Schedule("linear", 0.0, 0.5), Schedule("linear", 0.5, 0.0))
     latents_of(tiny, [0], torch.tensor([1]), batch_size=1, steps=3, guidance=guidance)
+    for solver, steps, ratios in (("euler", 3, [0, 0.25, 0.5]), ("heun", 2, [0, 0.5, 0.5]), ("euler", 1, [0])):
+        calls = Sampler(steps, solver=solver, guidance=guidance).plan(RF() if steps == 1 else EDM())
+        assert [call.strong for call in calls] == ratios
     # γ_strong, γ_weak = 0, .5 | .25, .25 (one batch) | .25, .25 | .5, 0 | .5, 0; of 16 tokens
     assert kept == [[], [8], [12], [12], [8], [], [8], []]
 
@@ -302,36 +275,10 @@ def test_cost_of_a_guided_sample(tiny, smaller):
     sometimes = Sampler(3, guidance=Guidance("cfg", 2.0, interval=(1.0, 10.0)))  # levels 80, 2.5, 0.002
     assert sometimes.flops(model) == 7 * dense and sometimes.nfe(EDM()) == 7
     assert Sampler(50, solver="euler").nfe(RF()) == 50 and Sampler(50).nfe(RF()) == 99
-
-
-def test_defaults_are_the_objectives(tiny):
+    assert Sampler() == Sampler(40, 64, "fp32", Guidance(), "heun", Churn())
     assert Sampler.of(EDM(), None, None, 4, "fp32") == Sampler(40, 4, solver="heun")
     assert Sampler.of(RF(), None, None, 4, "fp32") == Sampler(50, 4, solver="euler")
     assert Sampler.of(RF(), 7, "heun", 4, "fp32") == Sampler(7, 4, solver="heun")
-
-
-def test_an_untrained_flow_leaves_the_noise_as_it_is():
-    """v = 0."""
-    network = DiT(input_size=4, patch_size=2, in_channels=1, hidden_size=16, depth=1, num_heads=2, num_classes=3)
-    x = latents_of(network, [5, 6], torch.tensor([0, 1]), process=RF(), solver="euler", batch_size=2)
-    torch.testing.assert_close(x, seeded_normal([5, 6], (1, 4, 4)))
-
-
-def test_guidance_without_effect(tiny):
-    seeds, labels, options = [0, 1], torch.tensor([3, 4]), {"batch_size": 2}
-    plain = latents_of(tiny, seeds, labels, **options)
-    unit = latents_of(tiny, seeds, labels, guidance=Guidance("cfg", 1.0), **options)
-    torch.testing.assert_close(unit, plain, rtol=1e-3, atol=1e-3)
-    for guidance in (Guidance("cfg", 2.0), SPARSE):
-        assert not torch.isclose(latents_of(tiny, seeds, labels, guidance=guidance, **options), plain).all()
-    assert Sampler(40).nfe(EDM()) == 79 and Sampler(40, guidance=SPARSE).nfe(EDM()) == 158
-
-
-def test_an_untrained_network_gives_the_known_contraction():
-    """F = 0 means D = c_skip·x, the denoiser of N(0, σ_data²): samples are noise of that size."""
-    network = DiT(input_size=4, patch_size=2, in_channels=1, hidden_size=16, depth=1, num_heads=2, num_classes=3)
-    x = latents_of(network, range(500), torch.zeros(500, dtype=torch.int64), steps=40, batch_size=250)
-    assert x.std() == pytest.approx(0.5, rel=0.03)
 
 
 def test_labels_follow_from_the_seed():
@@ -348,6 +295,7 @@ def test_bad_requests_are_refused(tiny):
     with pytest.raises(ValueError, match="11.*0..9"):
         latents_of(tiny, [0], torch.tensor([11]))
     tiny.final_layer.linear.bias.data.fill_(float("nan"))
+    assert len(next(draw_pictures(Model(EDM(), tiny), to_uint8, [4], torch.tensor([0]), Sampler(steps=2)))) == 1
     with pytest.raises(ValueError, match="not finite"):
         next(draw_pictures(Model(EDM(), tiny), to_uint8, [4], torch.tensor([0]), Sampler(steps=2), check=True))
     with pytest.raises(ValueError, match="precision is 'fp16'.*range is too small"):
@@ -358,7 +306,7 @@ def test_bad_requests_are_refused(tiny):
 
 
 def test_seeds_and_classes():
-    assert parse_seeds("0-3") == [0, 1, 2, 3] and parse_seeds("5-5") == [5]
+    assert list(parse_seeds("0-3")) == [0, 1, 2, 3] and list(parse_seeds("5-5")) == [5]
     assert parse_seeds((4, 2)) == [4, 2] and parse_seeds(9) == [9]
     for bad in ("3-1", "a", "1,2"):
         with pytest.raises(ValueError, match=bad):
@@ -377,20 +325,11 @@ def test_grid_places_pictures_row_by_row(tmp_path):
     assert np.asarray(Image.open(tmp_path / "rgb.png")).shape == (256, 514, 3)
 
 
-def test_curve_is_drawn(tmp_path):
-    records = [{"step": s, "loss": 1 / s} for s in range(1, 9)] + [{"step": 8, "eval_loss": 0.1}]
-    save_curve(tmp_path / "loss.png", records, routed=True, evaluations=heldout_titles())
-    drawn = np.asarray(Image.open(tmp_path / "loss.png").convert("RGB")).reshape(-1, 3)
-    assert len(np.unique(drawn, axis=0)) > 10
-
-
-def test_the_door_refuses_a_bare_state_dict_and_a_misspelt_key(tmp_path, tiny):
+def test_the_door_refuses_a_bare_state_dict(tmp_path, tiny):
     """Public DiT weights predict noise on timesteps: sampling them by EDM would give noise."""
     torch.save(tiny.state_dict(), tmp_path / "dit.pt")
     with pytest.raises(ValueError, match="timesteps"):
         checkpoint.find(tmp_path / "dit.pt")
-    done = run_python(ROOT / "sample.py", "chekpoint=x", cwd=tmp_path)
-    assert done.returncode == 1 and "error: " in done.stderr and "nearest known one is 'checkpoint'" in done.stderr
     for name, shown in (("dit.pt", "timesteps 0..999"), ("none", "no checkpoint at")):
         with pytest.raises(SystemExit, match=f"error: .*{shown}"):
             launch_door(sample.main, "sample", tmp_path, f"checkpoint={tmp_path / name}")

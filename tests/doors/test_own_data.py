@@ -23,8 +23,8 @@ from tread.training.run_folder import RunLog
 
 DOORS = {
     "scripts/prepare_latents.py": (prepare_latents.main, "prepare_latents", ["workers=0"]),
-    "train.py": (train.main, "config", [*TINY, "every.evaluate=6", "every.sample=6"]),
-    "sample.py": (sample.main, "sample", ["steps=2", "cpu_threads=1"]),
+    "train.py": (train.main, "config", [*TINY, "every.evaluate=6", "every.sample=6", "train.cpu_threads=2"]),
+    "sample.py": (sample.main, "sample", ["steps=2", "cpu_threads=3"]),
 }
 
 
@@ -45,7 +45,9 @@ def draw_shapes(folder, count):
         picture.save(folder / kind / f"{number:02d}.png")
 
 
-def test_three_commands_lead_from_photos_to_pictures(tmp_path):
+def test_three_commands_lead_from_photos_to_pictures(tmp_path, monkeypatch):
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     draw_shapes(tmp_path / "photos", 60)
     three = commands_of("docs/data.md")[:3]
     assert [command.door for command in three] == list(DOORS)
@@ -53,6 +55,7 @@ def test_three_commands_lead_from_photos_to_pictures(tmp_path):
     for command in three:
         main, config, small = DOORS[command.door]
         printed.append(launch_door(main, config, tmp_path, *command.arguments, *small))
+    assert 2 in threads and 3 in threads
     index, heldout = (json.loads((tmp_path / f"data/photos{part}/index.json").read_text()) for part in ("", "-heldout"))
     assert index["count"] + heldout["count"] == 60 and heldout["count"] == 3  # one in twenty
     assert index["shape"] == [3, 32, 32] and index["classes"] == ["circle", "square", "triangle"]

@@ -17,14 +17,14 @@ from PIL import Image
 
 from tread.data.captions import add_captions
 from tread.data.dataset import LatentDataset
-from tread.data.text_writer import TextWriter
+from tread.data.section_writer import TextWriter
 from tread.data.writer import write_dataset
 from tread.encoders.inception import load_inception
 from tread.encoders.words import WordEncoder, make_vocabulary
 from tread.evaluation.emoji_judge import Asked, EmojiSet, ask, judge_emoji, real_emoji
 from tread.evaluation.metric_table import names_of, with_real
 from tread.preparing.emoji import MEANING
-from tread.preparing.encode_text import write_shards
+from tread.preparing.encode_text import encoding
 from tread.runtime.randomness import generator
 from tread.training.run_folder import RunLog
 
@@ -52,8 +52,7 @@ def prepare(folder, encoder: WordEncoder) -> None:
         add_captions(folder / part, captions)
         writer = TextWriter(folder / part, encoder.spec, [len(own) for own in captions])
         writer.begin()
-        write_shards(writer, encoder, list(itertools.chain(*captions)), writer.missing(), batch_size=16)
-        writer.write_null(encoder.encode([""]))
+        writer.encode(16, encoding(encoder, list(itertools.chain(*captions))), writer.missing())
         writer.publish()
 
 

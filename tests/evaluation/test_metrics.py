@@ -30,16 +30,23 @@ def test_frechet_distance_of_known_gaussians():
 def test_frechet_distance_equals_the_square_root_way():
     rng = np.random.default_rng(0)
     sets = [rng.standard_normal((500, 30)) @ rng.standard_normal((30, 30)) + rng.standard_normal(30) for _ in range(2)]
-    (m1, c1), (m2, c2) = (Moments.of(one).gaussian for one in sets)
+    (m1, c1), (m2, c2) = (Moments.of(item).gaussian for item in sets)
     root = scipy.linalg.sqrtm(c1 @ c2).real
     expected = (m1 - m2) @ (m1 - m2) + np.trace(c1 + c2 - 2 * root)
     assert frechet_distance(m1, c1, m2, c2) == pytest.approx(expected, rel=1e-9)
 
 
-def test_frechet_distance_on_rank_deficient_sets():
+@pytest.mark.parametrize("scale", [1.0, 1e-9, 1e9])
+def test_frechet_distance_on_rank_deficient_sets(scale):
+    """Closed form with an isotropic set: tr Σ + D − 2·Σ√λ. Small eigenvalues count, and those of rounding do not."""
     rng = np.random.default_rng(0)
-    few = rng.standard_normal((5, 30))
+    few, mean, values = rng.standard_normal((5, 30)), np.zeros(30), np.array([3.0, 1.0, 1e-6, 1e-11])
     assert frechet_distance(*Moments.of(few).gaussian, *Moments.of(few).gaussian) == pytest.approx(0, abs=1e-9)
+    axes = np.linalg.qr(rng.standard_normal((30, 4)))[0]
+    actual = frechet_distance(mean, scale * (axes * values) @ axes.T, mean, scale * np.eye(30))
+    assert actual == pytest.approx(scale * (values.sum() + 30 - 2 * np.sqrt(values).sum()), rel=1e-10)
+    nothing = np.zeros((30, 30))
+    assert frechet_distance(mean, nothing, mean, scale * np.eye(30)) == pytest.approx(30 * scale)
 
 
 def test_frechet_distance_of_numbers_that_are_not_finite_is_refused():
@@ -51,12 +58,14 @@ def test_frechet_distance_of_numbers_that_are_not_finite_is_refused():
 def test_moments_merge_to_numpys_whatever_the_parts():
     features = np.random.default_rng(0).standard_normal((100, 7)).astype(np.float32) * 3 + 1000
     for cuts in ([50], [1, 2, 99], [10, 20, 30, 40, 97]):
-        found = Moments.of_parts(np.split(features, cuts))
-        assert found.count == 100
-        np.testing.assert_allclose(found.mean, features.astype(np.float64).mean(axis=0), rtol=1e-12)
-        np.testing.assert_allclose(found.gaussian[1], np.cov(features.astype(np.float64), rowvar=False), rtol=1e-9)
-    back = Moments.unpack(found.pack())
-    assert back.count == 100 and np.array_equal(back.mean, found.mean) and np.array_equal(back.scatter, found.scatter)
+        actual = Moments.of_parts(np.split(features, cuts))
+        assert actual.count == 100
+        np.testing.assert_allclose(actual.mean, features.astype(np.float64).mean(axis=0), rtol=1e-12)
+        np.testing.assert_allclose(actual.gaussian[1], np.cov(features.astype(np.float64), rowvar=False), rtol=1e-9)
+    for width in range(1, 8):
+        part = Moments.of(features[:, :width])
+        back = Moments.unpack(part.pack())
+        assert back.count == 100 and np.array_equal(back.mean, part.mean) and np.array_equal(back.scatter, part.scatter)
 
 
 def test_inception_score_of_known_distributions():
@@ -64,6 +73,7 @@ def test_inception_score_of_known_distributions():
     assert inception_score(certain) == pytest.approx(8)  # certain and diverse: the number of classes
     assert inception_score(np.full((64, 8), 1 / 8)) == pytest.approx(1)
     assert inception_score(np.eye(8)[np.zeros(64, dtype=int)]) == pytest.approx(1)
+    assert inception_score(np.eye(8)[np.arange(5001) % 8]) == pytest.approx((8 + 1) / 2)  # 5,000, and one that is left
 
 
 def test_inception_score_is_the_mean_over_splits_with_the_rest_as_one():
@@ -92,7 +102,7 @@ def naive_precision_recall(reference, samples, k):
 def test_precision_and_recall_are_the_definition_s(monkeypatch, block, origin):
     rng = np.random.default_rng(0)
     reference, samples = rng.standard_normal((60, 5)), rng.standard_normal((45, 5)) * 0.6 + 0.5
-    reference, samples = ((one + origin).astype(np.float32).astype(np.float64) for one in (reference, samples))
+    reference, samples = ((item + origin).astype(np.float32).astype(np.float64) for item in (reference, samples))
     expected = naive_precision_recall(reference, samples, 3)
     assert 0.1 < expected[1] < expected[0] <= 1
     monkeypatch.setattr(metrics, "BLOCK_NUMBERS", block)
@@ -114,8 +124,8 @@ def test_kid_is_the_unbiased_estimate(monkeypatch):
     def k(a, b):
         return (a @ b / 4 + 1) ** 3
 
-    own = [np.mean([k(a, b) for i, a in enumerate(s) for j, b in enumerate(s) if i != j]) for s in (x, y)]
-    expected = sum(own) - 2 * np.mean([k(a, b) for a in x for b in y])
+    mine = [np.mean([k(a, b) for i, a in enumerate(s) for j, b in enumerate(s) if i != j]) for s in (x, y)]
+    expected = sum(mine) - 2 * np.mean([k(a, b) for a in x for b in y])
     tensors = [torch.from_numpy(a).float() for a in (x, y)]
     assert kernel_distance(*tensors) == pytest.approx(expected, rel=1e-5)
     monkeypatch.setattr(metrics, "BLOCK_NUMBERS", 5)

@@ -10,7 +10,7 @@ import scipy.linalg
 import torch
 from conftest import open_pictures, open_reference
 
-from tread.data.parts import PartStore
+from tread.data.store import ShardStore, pieces_of
 from tread.encoders import inception as kept
 from tread.encoders.inception import Inception, extract, load_inception
 from tread.evaluation import image_sets
@@ -24,10 +24,10 @@ NARROW = 16  # times fewer features than the Inception has, 2048 / 16 = 128 of t
 
 def parts_of(folder, arrays, size=7):
     count = len(next(iter(arrays.values())))
-    parts = PartStore(folder, {}, count, size)
+    parts = ShardStore(folder, {}, pieces_of(range(count), size))
     parts.begin()
     for number, rows in enumerate(parts.ranges):
-        parts.write(number, {name: array[rows.start : rows.stop] for name, array in arrays.items()})
+        parts.keep(number, {name: array[rows.start : rows.stop] for name, array in arrays.items()})
     return parts
 
 
@@ -136,7 +136,7 @@ def test_extraction_in_parts_is_extraction_at_once(tmp_path, pictures_of, incept
     monkeypatch.setattr(kept, "part_size", lambda count, batch_size: 4)
     monkeypatch.setattr(kept, "extract", lambda *given: extracted.append(len(given[1])) or extract(*given))
     parts = kept.extract_all(opened, tmp_path / "cache", network, "weights", share_work(None))
-    (parts.folder / "part-00001" / "pool.npy").unlink()
+    (parts.data / "pool-00001.npy").unlink()
     parts = kept.extract_all(opened, tmp_path / "cache", network, "weights", share_work(None))
     assert extracted == [4, 4, 1, 4] and parts.missing() == []
     whole = extract(network, torch.from_numpy(pictures.transpose(0, 3, 1, 2)))

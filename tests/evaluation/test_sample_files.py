@@ -187,14 +187,12 @@ def test_latents_are_those_of_the_pictures_and_have_their_address(tmp_path, draw
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
-        (["save_latents=true", "out=x.png"], "must be the name of a .safetensors file"),
-        (["save_latents=true", "out=folder"], "must be the name of a .safetensors file"),
-        (["save_latents=true", "out="], "must be the name of a .safetensors file"),
-        (["out=x.safetensors"], "written by save_latents=true"),
+        (["save_latents=true", "out=x.png"], "save_latents=true writes a .safetensors file"),
+        (["save_latents=true", "out="], "save_latents=true writes a .safetensors file"),
+        (["out=x.safetensors"], "save_latents=true writes a .safetensors file"),
         (["save_latents=true", "autoencoder=vae.pt"], "decodes none: leave it out, or autoencoder=…"),
         (["save_latents=true", "seeds=[9223372036854775808]"], "seed 9223372036854775808 does not fit into the 64"),
         (["save_latents=true", "out=there.safetensors"], "there.safetensors is there already"),
-        (["save_latents=3"], "save_latents"),
     ],
 )
 def test_latents_that_can_not_be_written_are_refused_before_any_work(tmp_path, drawn, monkeypatch, given, shown):

@@ -24,11 +24,11 @@ def given(tokens, taps, dtype=torch.float64):
 def test_it_is_conv1d(tokens, taps):
     """Forward and gradients, also of fewer tokens than taps, and of tokens that lie otherwise in memory."""
     x, weight, bias = given(tokens, taps)
-    for one in (x, x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()):
-        found, expected = (conv(one, weight, bias) for conv in (causal_conv, by_conv1d))
-        torch.testing.assert_close(found, expected)
-        upstream = torch.randn_like(found)
-        grads = (torch.autograd.grad(out, (one, weight, bias), upstream) for out in (found, expected))
+    for item in (x, x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()):
+        actual, expected = (conv(item, weight, bias) for conv in (causal_conv, by_conv1d))
+        torch.testing.assert_close(actual, expected)
+        upstream = torch.randn_like(actual)
+        grads = (torch.autograd.grad(out, (item, weight, bias), upstream) for out in (actual, expected))
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b)
 
@@ -44,26 +44,27 @@ def test_bf16_is_summed_in_the_weights_fp32():
     """The result is the fp32 one, rounded once; gradients have the types of what they are of."""
     x, weight, bias = given(40, 4, torch.float32)
     half = x.detach().bfloat16().requires_grad_()
-    found = causal_conv(half, weight, bias)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), by_conv1d(half.float(), weight, bias), rtol=2**-8, atol=1e-6)
-    upstream = torch.randn(found.shape).bfloat16()
-    grads = torch.autograd.grad(found, (half, weight, bias), upstream)
+    actual = causal_conv(half, weight, bias)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.float(), by_conv1d(half.float(), weight, bias), rtol=2**-8, atol=1e-6)
+    upstream = torch.randn(actual.shape).bfloat16()
+    grads = torch.autograd.grad(actual, (half, weight, bias), upstream)
     twins = torch.autograd.grad(by_conv1d(half.float(), weight, bias), (half, weight, bias), upstream.float())
     for a, b, dtype in zip(grads, twins, (torch.bfloat16, torch.float32, torch.float32), strict=True):
         assert a.dtype == dtype
         torch.testing.assert_close(a.float(), b.float(), rtol=2**-7, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_compiled_it_is_conv1d(tokens):
     """Compilers see another sum; torch 2.11's has made wrong gradients of the one that others run."""
     torch._dynamo.reset()
     compiled, given_here = torch.compile(causal_conv, backend="aot_eager", fullgraph=True), given(tokens, 4)
-    found, expected = (conv(*given_here) for conv in (compiled, by_conv1d))
-    torch.testing.assert_close(found, expected)
-    upstream = torch.randn_like(found)
-    grads = (torch.autograd.grad(out, given_here, upstream) for out in (found, expected))
+    actual, expected = (conv(*given_here) for conv in (compiled, by_conv1d))
+    torch.testing.assert_close(actual, expected)
+    upstream = torch.randn_like(actual)
+    grads = (torch.autograd.grad(out, given_here, upstream) for out in (actual, expected))
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)
     half = given_here[0].detach().bfloat16()

@@ -6,14 +6,20 @@ import copy
 
 import pytest
 import torch
-from row_routes import assert_compiled_as_eager, assert_smaller_image, batch, rows
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from modes import counted_flops
+from row_routes import (
+    assert_compiled_as_eager,
+    assert_routed_as_it_should_be,
+    assert_smaller_image,
+    assert_trains_on_a_gpu,
+    batch,
+    rows,
+)
+from test_wkv import naive as naive_wkv
 
 from dit import DiT
 from routing_module import Route, draw_ids
 from tread.models.rwkv import RWKV, ChannelMix, RWKVBlock, SpatialMix, quad_shift
-from tread.routing.ids import choose_ids
 
 CPU = torch.device("cpu")
 
@@ -47,14 +53,6 @@ def naive_shift(x, grid):
     return out
 
 
-def naive_wkv(k, v, w, u):
-    """The formula over all pairs of tokens (test_wkv.py has it against the chunks)."""
-    T = k.shape[1]
-    distance = (torch.arange(T)[:, None] - torch.arange(T)).abs()[:, :, None]
-    exponent = k[:, None] + torch.where(distance == 0, u, -(distance - 1) * w / T)
-    return (exponent.softmax(dim=2) * v[:, None]).sum(dim=2)
-
-
 def blend(x, shifted, mix):
     return mix * x + (1 - mix) * shifted
 
@@ -80,8 +78,8 @@ def naive_channel(m, x, grid):
 def naive_block(block, x, c, grid):
     """x + α·mix(γ·norm(x) + β), twice, with β, γ − 1, α from the conditioning."""
     layer = block.adaLN_modulation[1]
-    found = (c * c.sigmoid()) @ layer.weight.T + layer.bias
-    b1, g1, a1, b2, g2, a2 = found[:, None].chunk(6, dim=2)
+    actual = (c * c.sigmoid()) @ layer.weight.T + layer.bias
+    b1, g1, a1, b2, g2, a2 = actual[:, None].chunk(6, dim=2)
 
     def norm(y):
         return (y - y.mean(dim=2, keepdim=True)) / (y.var(dim=2, correction=0, keepdim=True) + 1e-6).sqrt()
@@ -98,20 +96,14 @@ def test_where_it_starts():
     mix = SpatialMix(16)
     assert torch.allclose(mix.decay.view(4, 4), torch.tensor([0.0, 8 / 3, 16 / 3, 8.0]).expand(4, -1))
     assert not mix.bonus.any()
-    for one in (mix.mix_r, mix.mix_k, mix.mix_v, ChannelMix(16, 32).mix_r, ChannelMix(16, 32).mix_k):
-        assert (one == 0.5).all()
+    for item in (mix.mix_r, mix.mix_k, mix.mix_v, ChannelMix(16, 32).mix_r, ChannelMix(16, 32).mix_k):
+        assert (item == 0.5).all()
 
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_shift_equals_a_loop(grid):
     x = torch.randn(2, grid[0] * grid[1], 8)
     assert torch.equal(quad_shift(x, grid), naive_shift(x, grid))
-
-
-def test_shift_moves_quarters_down_up_right_and_left():
-    x = torch.zeros(1, 9, 4)
-    x[0, 4] = 1.0  # the centre of 3×3
-    assert [quad_shift(x, (3, 3))[0, :, part].nonzero().tolist() for part in range(4)] == [[[7]], [[1]], [[5]], [[3]]]
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -123,8 +115,8 @@ def test_parts_and_block_equal_their_equations(grid):
         (RWKVBlock(16, 2.5), lambda m: naive_block(m, x.double(), c.double(), grid)),
     ):
         scramble(module)
-        found = module(x, c, grid) if isinstance(module, RWKVBlock) else module(x, grid)
-        torch.testing.assert_close(found.double(), twin(copy.deepcopy(module).double()), rtol=1e-5, atol=1e-6)
+        actual = module(x, c, grid) if isinstance(module, RWKVBlock) else module(x, grid)
+        torch.testing.assert_close(actual.double(), twin(copy.deepcopy(module).double()), rtol=1e-5, atol=1e-6)
 
 
 def test_network_is_its_blocks_on_the_token_grid():
@@ -154,8 +146,8 @@ def test_parameter_count(dim, depth, mlp_ratio):
         frame = DiT(hidden_size=dim, depth=0, num_heads=4)
     block = (5 + 2 * mlp_ratio) * dim**2 + 7 * dim + 6 * dim**2 + 6 * dim
     assert sum(p.numel() for p in ours.parameters()) == depth * block + sum(p.numel() for p in frame.parameters())
-    own = {name: value.shape for name, value in ours.state_dict().items() if not name.startswith("blocks.")}
-    assert own == {name: value.shape for name, value in frame.state_dict().items()}
+    mine = {name: value.shape for name, value in ours.state_dict().items() if not name.startswith("blocks.")}
+    assert mine == {name: value.shape for name, value in frame.state_dict().items()}
 
 
 @pytest.mark.parametrize("routes", [(), (Route(1, 4, 0.5),), (Route(0, 1, 0.25), Route(3, 5, 0.7))])
@@ -165,38 +157,14 @@ def test_flops_agree_with_torchs_counter(routes):
     x, t, y = batch(2)
     drawn = [(route, rows(2, route.selection_ratio)) for route in routes]
     model = network(mlp_ratio=3.0)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(x, t, y, routes=drawn)
-    assert 2 * model.forward_flops(routes) == counter.get_total_flops()
-
-
-def test_blocks_cost_in_proportion_to_the_tokens():
-    """Twice the tokens: twice the cost, up to the modulation, which is once a sample; attention's cost quadruples."""
-    sizes = {"input_size": 8, "hidden_size": 768, "depth": 1}
-    with torch.device("meta"):
-        ours, dit = RWKV(**sizes), DiT(num_heads=12, **sizes)
-
-    def growth(model, tokens, mixing_alone=False):
-        def cost(n):
-            (block,) = model.blocks
-            return block.multiply_adds(n) - block.multiply_adds(n if mixing_alone else 0, attention=False)
-
-        return cost(2 * tokens) / cost(tokens)
-
-    for tokens in (64, 256, 1024, 4096, 16384):
-        assert growth(ours, tokens) == pytest.approx(2, rel=1e-3)
-        assert growth(ours, tokens, mixing_alone=True) == pytest.approx(2, rel=0.04)
-        assert growth(dit, tokens, mixing_alone=True) == 4
-    assert growth(dit, 16384) > 3
+    assert 2 * model.forward_flops(routes) == counted_flops(model, x, t, y, routes=drawn)
 
 
 def test_flops_of_a_large_grid_are_those_that_torch_counts():
     block = scramble(RWKVBlock(16, 4.0))
     for grid in ((8, 8), (16, 8), (16, 16), (32, 33)):
         n = grid[0] * grid[1]
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            block(torch.randn(1, n, 16), torch.randn(1, 16), grid)
-        assert counter.get_total_flops() == 2 * block.multiply_adds(n)
+        assert counted_flops(block, torch.randn(1, n, 16), torch.randn(1, 16), grid) == 2 * block.multiply_adds(n)
 
 
 def test_blocks_on_a_route_see_the_kept_grid():
@@ -216,52 +184,8 @@ def test_a_row_route_is_the_smaller_image_and_leaves_the_rest():
     assert_smaller_image([scramble(RWKVBlock(16, 2.0)) for _ in range(3)], naive_block, 16)
 
 
-def test_ratio_zero_equals_dense():
-    model = network()
-    dense = model(*batch())
-    assert torch.equal(model(*batch(), routes=[(Route(1, 4, 0.0, select="row"), rows(4, 0.0))]), dense)
-    assert not torch.equal(model(*batch(), routes=[(Route(1, 4, 0.5, select="row"), rows(4))]), dense)
-
-
-@pytest.mark.parametrize("select", ["token", "shared"])
-def test_routes_of_single_tokens_are_refused(select):
-    route = Route(1, 4, 0.5, select=select)
-    ids = choose_ids(route, torch.rand(4, 16), (4, 4))
-    with pytest.raises(ValueError, match=f"1→4 selects by '{select}'.*need a grid.*it takes select=\"row\""):
-        network()(*batch(), routes=[(route, ids)])
-
-
-@pytest.mark.parametrize(
-    "ids",
-    [
-        [0, 1, 2, 3, 5, 6, 7, 8],  # four in a line, but not from a row's start
-        [8, 9, 10, 11, 0, 1, 2, 3],  # rows, but not in raster order
-        [1, 0, 2, 3, 4, 5, 6, 7],
-        [0, 1, 2, 3, 4],
-    ],
-)
-def test_ids_that_are_not_whole_rows_are_refused(ids):
-    ids = torch.tensor([ids]).expand(4, -1)
-    with pytest.raises(ValueError, match="1→4 are not whole rows of the 4×4 grid in raster order; .*row_ids"):
-        network()(*batch(), routes=[(Route(1, 4, 0.5, select="row"), ids)])
-
-
-def test_a_row_named_twice_is_refused():
-    ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]).expand(4, -1)
-    with pytest.raises(ValueError, match="token 0 twice"):
-        network()(*batch(), routes=[(Route(1, 4, 0.5, select="row"), ids)])
-
-
-def test_gradients_reach_everything_and_recomputation_finds_the_same():
-    plain = network()
-    recomputed = copy.deepcopy(plain)
-    recomputed.activation_checkpointing = True
-    routes = [(Route(1, 3, 0.5, select="row"), rows(4))]
-    for model in (plain, recomputed):
-        model(*batch(), routes=routes).square().sum().backward()
-    for name, parameter in plain.named_parameters():
-        assert parameter.grad.abs().sum() > 0, name
-        assert torch.equal(recomputed.get_parameter(name).grad, parameter.grad), name
+def test_routes():
+    assert_routed_as_it_should_be(network())
 
 
 @pytest.mark.slow
@@ -292,43 +216,12 @@ def test_row_routes_on_dit_are_token_routes_with_those_ids(tiny):
     by_row, by_token = (tiny(*batch(), routes=[(Route(1, 4, 0.5, select=select), ids)]) for select in ("row", "token"))
     assert torch.equal(by_row, by_token)
     assert not torch.equal(by_row, tiny(*batch(), routes=[(Route(1, 4, 0.5), draw_ids(torch.rand(4, 16), 0.5))]))
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        tiny(*batch(), routes=[(Route(1, 4, 0.7, select="row"), rows(4, 0.7))])  # 2 rows of 4 stay, of tokens 16 − 11
-    assert 4 * tiny.forward_flops([Route(1, 4, 0.7, select="row")]) == pytest.approx(
-        counter.get_total_flops(), rel=0.01
-    )
-    assert tiny.forward_flops([Route(1, 4, 0.7, select="row")]) > tiny.forward_flops([Route(1, 4, 0.7)])
-
-
-@pytest.mark.parametrize(
-    ("sizes", "shown"),
-    [({"input_size": 9}, "9.*2"), ({"hidden_size": 30}, "30.*4"), ({"init": "ones"}, "ones.*xavier")],
-)
-def test_sizes_that_do_not_fit_are_refused(sizes, shown):
-    with pytest.raises(ValueError, match=shown):
-        RWKV(**{"input_size": 8, "hidden_size": 32, "depth": 1, **sizes})
+    route = Route(1, 4, 0.7, select="row")  # 2 rows of 4 stay, of tokens 16 − 11
+    assert 4 * tiny.forward_flops([route]) == counted_flops(tiny, *batch(), routes=[(route, rows(4, 0.7))])
+    assert tiny.forward_flops([route]) > tiny.forward_flops([Route(1, 4, 0.7)])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_routed_training_on_a_gpu():
-    """A step in bf16 under a row route; and the parts of a block on a GPU against the CPU's, in fp32."""
-    device = torch.device("cuda")
-    model = network()
-    x, t, y = batch(8)
-    routes = [(Route(1, 4, 0.5, "end", "row"), rows(8))]
-    expected = model(x, t, y, routes=routes)
-    model, x, t, y = model.to(device), x.to(device), t.to(device), y.to(device)
-    routes = [(route, ids.to(device)) for route, ids in routes]
-    torch.testing.assert_close(model(x, t, y, routes=routes).cpu(), expected, rtol=1e-3, atol=1e-3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(2):
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = model(x, t, y, routes=routes).float().square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        assert all(p.grad.isfinite().all() for p in model.parameters())
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[1] < losses[0]
+    assert_trains_on_a_gpu(network())

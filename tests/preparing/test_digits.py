@@ -28,6 +28,7 @@ def test_the_dataset_is_the_scans_exactly(tmp_path):
     assert sum(len(labels) for _, labels in digits.digits_parts().values()) == 1797
 
 
+@pytest.mark.slow
 def test_several_processes_may_prepare_it_at_once(tmp_path):
     folder = str(tmp_path / "data" / "train")
     code = (

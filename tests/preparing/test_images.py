@@ -31,6 +31,20 @@ def pixels(content: bytes, *how) -> np.ndarray:
     return np.asarray(read_rgb(content, *how))
 
 
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [
+        *[(mode, "JPEG") for mode in ("RGB", "L", "CMYK")],
+        *[(mode, "PNG") for mode in ("RGB", "RGBA", "LA", "L", "1", "P")],
+        *[(mode, "WEBP") for mode in ("RGB", "RGBA")],
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Palette images")
+def test_pictures_are_what_pillow_converts_to_rgb(mode, kind):
+    content = saved(Image.fromarray(NOISE).convert(mode), kind)
+    assert np.array_equal(pixels(content), np.asarray(Image.open(io.BytesIO(content)).convert("RGB")))
+
+
 # ----------------------------------------------------------------------------------- orientation
 
 
@@ -159,9 +173,9 @@ def test_of_16_bit_colours_the_upper_bits_are_taken():
         b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + clear + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
     )
     for how in ((), ("exif", "white")):
-        found = pixels(content, *how).copy()
-        found[1, 2] = values[1, 2] >> 8  # transparent
-        assert np.array_equal(found, values >> 8)
+        result = pixels(content, *how).copy()
+        result[1, 2] = values[1, 2] >> 8  # transparent
+        assert np.array_equal(result, values >> 8)
 
 
 # ------------------------------------------------------------------------------------ other kinds
@@ -181,6 +195,19 @@ def test_what_is_cut_short_is_refused(kind):
     for length in (len(content) // 3, len(content) * 2 // 3, len(content) - 40):
         with pytest.raises((OSError, ValueError)):
             read_rgb(content[:length], "exif", "white")
+
+
+def test_what_is_no_picture_of_8_or_16_bits_is_refused():
+    deep = [Image.fromarray(NOISE[..., 0].astype(dtype) * 65536) for dtype in (np.int32, np.float32)]
+    for content, shown in (
+        (b"these are words", "no JPEG, PNG or WebP"),
+        (b"", "no JPEG, PNG or WebP"),
+        (saved(Image.fromarray(RGB), "GIF"), "no JPEG, PNG or WebP"),
+        (saved(deep[0], "TIFF"), "8 or 16 bits"),
+        (saved(deep[1], "TIFF"), "mode F.*8 bits"),
+    ):
+        with pytest.raises(ValueError, match=shown):
+            read_rgb(content)
 
 
 def huge() -> bytes:
@@ -217,14 +244,31 @@ def test_names_say_nothing_and_may_be_of_any_script(tmp_path):
     expected = [centre_crop(image, 16).transpose(2, 0, 1) for image in upright]
     for source in ("photos", "photos.tar", "photos.parquet"):
         photos = find_photos(tmp_path / source)
-        found = [Crops(photos, Crop(16, "exif", "white"))[index] for index in range(4)]
-        assert [size for _, _, size in found[:3]] == [(24, 33), (24, 33), (33, 24)]
-        for (pixels, *_), one in zip(found, expected):
-            assert np.array_equal(pixels, one)
-        assert found[3][0] is None and "no JPEG, PNG or WebP, nor a TIFF" in found[3][1]
+        result = [Crops(photos, Crop(16, "exif", "white"))[index] for index in range(4)]
+        assert [size for _, _, size in result[:3]] == [(24, 33), (24, 33), (33, 24)]
+        for (pixels, *_), wanted in zip(result, expected):
+            assert np.array_equal(pixels, wanted)
+        assert result[3][0] is None and "no JPEG, PNG or WebP, nor a TIFF" in result[3][1]
 
 
-# ----------------------------------------------------------------------------------------- strips
+# --------------------------------------------------------------------------------------- cropping
+
+
+def test_halving_is_the_mean_of_boxes_and_the_crop_is_central():
+    wide = np.random.default_rng(1).integers(0, 256, (64, 104, 3), dtype=np.uint8)
+    halved = wide.reshape(32, 2, 52, 2, 3).mean(axis=(1, 3))
+    quartered = halved.reshape(16, 2, 26, 2, 3).mean(axis=(1, 3))
+    for size, boxes, left, rounding in ((64, wide, 20, 0), (32, halved, 10, 1), (16, quartered, 5, 2)):
+        crop = centre_crop(Image.fromarray(wide), size)
+        assert np.abs(crop - boxes[:, left : left + size]).max() <= rounding  # twice 0.5 for each halving
+
+
+def test_resizing_keeps_a_ramp_a_ramp():
+    """512×384 → halved once, 256×192 → 171×128 by 2/3 → the central 128 columns, from column 21."""
+    ramp = np.broadcast_to((np.arange(512) / 2).astype(np.uint8)[None, :, None], (384, 512, 3))
+    columns = (np.arange(21, 21 + 128) + 0.5) * 512 / 171 / 2 - 0.5
+    crop = centre_crop(Image.fromarray(np.ascontiguousarray(ramp)), 128)
+    assert crop.shape == (128, 128, 3) and np.abs(crop - columns[None, :, None]).max() <= 1
 
 
 def plain_crop(image: Image.Image, size: int) -> np.ndarray:
@@ -260,7 +304,7 @@ def test_strips_take_little_memory():
         content = saved(Image.new("RGB", size, (1, 2, 3)))
         try:
             resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
-            found = centre_crop(read_rgb(content, "exif", "white"), 256)
+            result = centre_crop(read_rgb(content, "exif", "white"), 256)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, before)
-        assert np.array_equal(found, np.full((256, 256, 3), (1, 2, 3)))
+        assert np.array_equal(result, np.full((256, 256, 3), (1, 2, 3)))

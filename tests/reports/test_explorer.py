@@ -1,15 +1,23 @@
-"""Guidance by hand, without its page. The references: sample.py's own pictures by the command that is shown, what
-Guidance itself refuses, and configs/sample.yaml."""
+"""Guidance by hand. References: sample.py's own pictures by the command that is shown, what Guidance itself refuses,
+configs/sample.yaml; of the page, what an HTML parser and a real browser (slow) make of it."""
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import html
+import http.client
+import io
 import re
 import shlex
 import shutil
 import threading
 import time
+import urllib.parse
 from dataclasses import replace
+from http.server import ThreadingHTTPServer
 
+import explore
 import numpy as np
 import pytest
 import torch
@@ -21,19 +29,19 @@ import sample
 from tread.checkpoints.for_sampling import SavedNetwork
 from tread.diffusion.guidance import KINDS, Guidance
 from tread.reports import explorer as module
-from tread.reports.explorer import DEFAULTS, Explorer, ExplorerOptions, Side, branches, controls
+from tread.reports.explorer import BOXES, DEFAULTS, FIELDS, Explorer, ExplorerOptions, PageHandler, Shown, controls
 
 DIGITS = ROOT / "tests" / "recorded" / "run"
 CPU = torch.device("cpu")
-SIDES = {
-    "none": Side("none"),
-    "cfg": Side("cfg", 2, interval="0.1, 5"),
-    "autoguidance": Side("autoguidance", 1.25, checkpoint="results/weak"),
-    "sparse": Side("sparse", 3, 0.5, 0.25, force=True, same_ids=True),
-    "sparse_cfg": Side("sparse_cfg", 1.5, 0.25, 0.75, checkpoint="results/weak/step_0000002"),
-    "sparse_uncond": Side("sparse_uncond", 1.5, 0.0, 0.75),
-    "path_drop": Side("path_drop", 1.5),
-    "path_drop_class": Side("path_drop_class", 1.5),
+FORMS = {
+    "none": {},
+    "cfg": {"scale": "2", "interval": "0.1, 5"},
+    "autoguidance": {"scale": "1.25", "checkpoint": "results/weak"},
+    "sparse": {"scale": "3", "strong": "0.5", "weak": "0.25", "force": "on", "same_ids": "on"},
+    "sparse_cfg": {"strong": "0.25", "weak": "0.75", "checkpoint": " results/weak/step_0000002 "},
+    "sparse_uncond": {"strong": "0", "weak": "0.75"},
+    "path_drop": {},
+    "path_drop_class": {},
 }
 
 
@@ -50,6 +58,12 @@ def explorer(tmp_path, composed, monkeypatch):
     return Explorer(options("results/a"), CPU, "sample.py")
 
 
+def draw(explorer: Explorer, kind: str, labels: list[int], seeds: str, **form: str) -> Shown:
+    """A side as its form asks for it, by default of two steps."""
+    first = {name: value for name, (_, value, _) in FIELDS.items()} | {"kind": kind, "steps": "2"}
+    return explorer.draw(module.read_side(first | form), labels, seeds)
+
+
 def run(folder, command: str) -> Image.Image:
     """The picture that a command leaves in a folder."""
     program, script, *words = shlex.split(command)
@@ -58,18 +72,18 @@ def run(folder, command: str) -> Image.Image:
     return Image.open(folder / "samples.png")
 
 
-def same(one: Image.Image, other: Image.Image) -> bool:
-    return one.mode == other.mode and np.array_equal(np.asarray(one), np.asarray(other))
+def same(first: Image.Image, second: Image.Image) -> bool:
+    return first.mode == second.mode and np.array_equal(np.asarray(first), np.asarray(second))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_command_draws_what_is_seen(explorer, tmp_path, kind):
-    side = replace(SIDES[kind], steps=3, solver="euler" if kind == "sparse" else None)
     if KINDS[kind].drops_path:
         with pytest.raises(ValueError, match="not trained with model=sprint"):
-            explorer.draw(side, [1], "1")
+            draw(explorer, kind, [1], "1")
         return
-    shown = explorer.draw(side, [1, 5] if kind != "none" else [4], "1, 4" if kind != "cfg" else "2-4")
+    form = {"steps": "3", "solver": "euler" if kind == "sparse" else "", **FORMS[kind]}
+    shown = draw(explorer, kind, [1, 5] if kind != "none" else [4], "1, 4" if kind != "cfg" else "2-4", **form)
     assert same(shown.grid, run(tmp_path, shown.command))
     assert f"guidance={kind}" in shown.command and "steps=3" in shown.command
     assert ("of no guidance" in shown.told) == (kind != "none")
@@ -79,15 +93,12 @@ def test_the_command_of_digits_draws_what_is_seen_with_other_options_too(tmp_pat
     """In a folder whose name Hydra would misread."""
     folder = tmp_path / "it's a=b"
     shutil.copytree(DIGITS, folder / "run")
-    monkeypatch.chdir(folder)
     given = options("run", batch_size=3, precision="fp32", cpu_threads=1, weights="model", decode=False)
-    for one, place in ((given, folder), (replace(given, checkpoint=str(folder / "run")), tmp_path)):
+    for chosen, place in ((given, folder), (replace(given, checkpoint=str(folder / "run")), tmp_path)):
         monkeypatch.chdir(place)
-        shown = Explorer(one, CPU, "sample.py").draw(Side("cfg", 1.5, steps=2), [0, 3], "0-1")
-        for word in ("batch_size=3", "precision=fp32", "cpu_threads=1", "weights=model", "decode=false"):
-            assert f" {word} " in shown.command
+        shown = draw(Explorer(chosen, CPU, "sample.py"), "cfg", [0, 3], "0-1")
+        assert " batch_size=3 precision=fp32 cpu_threads=1 weights=model decode=false " in shown.command
         assert same(shown.grid, run(place, shown.command))
-    assert shown.grid.size == (2 * 64 + 2, 2 * 64 + 2)
 
 
 def test_defaults_that_commands_leave_out_are_those_of_sample_py():
@@ -101,100 +112,76 @@ def test_defaults_that_commands_leave_out_are_those_of_sample_py():
 def test_controls_without_an_effect_are_those_that_guidance_refuses(kind):
     """Each alone; `force` is refused of no kind, and means something where there are ratios."""
     needed = {"checkpoint": "x"} if KINDS[kind].weak_network == "must" else {}
+    needed |= {"weak": 0.5} if KINDS[kind].routed else {}
     given = {"scale": 2.0, "strong": 0.5, "weak": 0.5, "interval": (1.0, 2.0), "checkpoint": "x", "same_ids": True}
     for name, value in given.items():
-        try:
-            Guidance(
-                kind, **needed | ({"weak": 0.5} if name == "strong" and KINDS[kind].routed else {}) | {name: value}
-            )
-            accepted = True
-        except ValueError:
-            accepted = False
-        assert controls(kind)[name] == accepted, name
-    assert controls(kind)["force"] == KINDS[kind].routed
-    all_set = Side(kind, 2, 0.25, 0.5, "1, 2", " x ", True, True).guidance()
-    shown = {name: value for name, value in (given | {"strong": 0.25, "force": True}).items() if controls(kind)[name]}
-    assert all_set == Guidance(kind, **shown)
-
-
-def test_kinds_are_told_apart():
-    assert branches("cfg") == "strong branch: class; weak branch: no class"
-    assert "weaker network" in branches("autoguidance") and "no effect" in branches("sparse_uncond")
-    assert len({branches(kind) for kind in KINDS}) == len(KINDS)
+        refused = pytest.raises(ValueError) if not controls(kind)[name] else contextlib.nullcontext()
+        with refused:
+            Guidance(kind, **needed | {name: value})
+    assert controls(kind)["force"] == KINDS[kind].routed and {*controls(kind)} < {*FIELDS, *BOXES}
+    assert len({module.branches(kind) for kind in KINDS}) == len(KINDS)
+    form = {"scale": "2", "strong": "0.5", "weak": "0.5", "interval": "[1, 2]", "checkpoint": " x ", "same_ids": "on"}
+    side = module.read_side({"kind": kind, "steps": "", **form})
+    assert side.guidance == Guidance(kind, **{name: given[name] for name in given if controls(kind)[name]})
 
 
 def test_costs_are_told(explorer):
     """cfg runs two passes of one size; ω = 1 runs one."""
-    assert "2.00 times the FLOPs" in explorer.draw(Side("cfg", 2, steps=2), [0], "0").told
-    alone = explorer.draw(Side("cfg", 1, steps=2), [0], "0").told
-    assert "1.00 times the FLOPs" in alone and alone.endswith("2 steps of heun, NFE 3")
-    assert re.fullmatch(
-        r"no guidance: \d+\.\d\d s for 2 pictures; 2 steps of heun, NFE 3",
-        explorer.draw(Side("none", steps=2), [0], "0-1").told,
-    )
+    assert "2.000 times the FLOPs" in draw(explorer, "cfg", [0], "0", scale="2").told
+    alone = draw(explorer, "cfg", [0], "0", scale="1").told
+    assert "1.000 times the FLOPs" in alone and "heun with 2 steps, NFE 3" in alone
+    assert re.search(r", guidance none, fp32; \d+\.\d\d s for 2 pictures$", draw(explorer, "none", [0], "0-1").told)
 
 
 def test_networks_and_pictures_are_kept(explorer, monkeypatch):
     loads, draws = [], []
-    load, draw = SavedNetwork.load, module.draw_pictures
+    load, drawing = SavedNetwork.load, module.draw_pictures
     monkeypatch.setattr(SavedNetwork, "load", lambda *given: loads.append(given) or load(*given))
-    monkeypatch.setattr(module, "draw_pictures", lambda *given, **more: draws.append(given) or draw(*given, **more))
-    for scale in (1.5, 2.0, 2.0):
-        explorer.draw(replace(SIDES["autoguidance"], scale=scale, steps=2), [0], "0")
+    monkeypatch.setattr(module, "draw_pictures", lambda *given, **more: draws.append(given) or drawing(*given, **more))
+    for scale in ("1.5", "2", "2"):
+        draw(explorer, "autoguidance", [0], "0", scale=scale, checkpoint="results/weak")
     assert len(loads) == 1  # the weak network; the other was loaded when the page was opened
     assert len(draws) == 3  # both scales, and without guidance, once each
     monkeypatch.setattr(module, "GRIDS", 1)
-    explorer.draw(Side("none", steps=3), [0], "0")
+    draw(explorer, "none", [0], "0", steps="3")
     assert len(explorer._drawn) == 1
 
 
-def test_a_checkpoint_that_is_written_anew_is_read_anew(explorer, composed):
-    before = explorer.draw(Side("none", steps=2), [0], "0").grid
+def test_a_checkpoint_that_changes_or_vanishes_meanwhile_is_seen(explorer, composed):
+    """Also where its pictures are kept: the command would not run."""
+    before = draw(explorer, "none", [0], "0").grid
     shutil.rmtree("results/a")
     _, folder = save_checkpoint(explorer.saved.found.folder.parent, composed, step=4)
     folder.rename(explorer.saved.found.folder)
-    assert not same(before, explorer.draw(Side("none", steps=2), [0], "0").grid)
-
-
-def test_a_checkpoint_that_vanishes_meanwhile_is_told(explorer):
-    """Also of what was drawn before: its command would not run."""
-    side = replace(SIDES["autoguidance"], steps=2)
-    explorer.draw(side, [0], "0")
+    assert not same(before, draw(explorer, "none", [0], "0").grid)
+    draw(explorer, "autoguidance", [0], "0", checkpoint="results/weak")
     shutil.move("results/weak", "results/elsewhere")
-    with pytest.raises(FileNotFoundError, match="no checkpoint at results/weak: .* not there"):
-        explorer.draw(side, [0], "0")
+    with pytest.raises(FileNotFoundError, match="no checkpoint at results/weak"):
+        draw(explorer, "autoguidance", [0], "0", checkpoint="results/weak")
     (explorer.saved.found.folder / "ema.safetensors").unlink()
     with pytest.raises(ValueError, match="ema.safetensors is missing"):
-        explorer.draw(Side("none", steps=2), [0], "0")
-    shutil.rmtree("results")
-    with pytest.raises(FileNotFoundError, match="no checkpoint at .*step_0000003: .* not there"):
-        explorer.draw(Side("none", steps=2), [0], "0")
+        draw(explorer, "none", [0], "0")
 
 
 def test_what_can_not_be_is_refused(explorer):
-    for side, labels, seeds, told in (
-        (Side("sparse", strong=0.7, weak=0.3), [0], "0", "guidance.strong 0.7 is larger than guidance.weak 0.3"),
-        (Side("sparse", weak=0.95), [0], "0", "guidance.weak"),  # keeps a single token of 16
-        (Side("autoguidance"), [0], "0", "needs guidance.checkpoint=…"),
-        (Side("autoguidance", checkpoint="results/a"), [0], "0", "it can't guide itself"),
-        (Side("autoguidance", checkpoint="results/no"), [0], "0", "no checkpoint at results/no"),
-        (Side("cfg", interval="5, 1"), [0], "0", "guidance.interval is [5.0, 1.0]"),
-        (Side("cfg", interval="5"), [0], "0", "guidance.interval is [5.0], but must be [lowest, highest]"),
-        (Side("cfg", interval="from 5"), [0], "0", "guidance.interval is 'from 5', but must be the lowest"),
-        (Side("cfg", interval="0.1, inf"), [0], "0", "guidance.interval.1 is inf, but must be a finite number"),
-        (Side("cfg", interval="500, 600"), [0], "0", "none of the sampling's noise levels lies in it"),
-        (Side("cfg", scale=None), [0], "0", "guidance.scale is None, but must be float"),
-        (Side("none", steps=0), [0], "0", "steps is 0, but must be positive"),
-        (Side("none", steps=1), [0], "0", "steps is 1, but EDM's schedule needs at least 2"),
-        (Side("none"), [0], "0-", "seeds is '0-', but must be a-b"),
-        (Side("none"), [0], "", "seeds is '', but must be a-b"),
-        (Side("none"), [0, 1], "0-128", "2 classes and 129 seeds are 258 pictures"),
-        (Side("none"), [0], "0-9999999999999", "a side shows at most 256 pictures"),
-        (Side("none"), [], "0", "0 classes and 1 seeds are 0 pictures"),
-        (Side("none"), [9], "0", "classes.0 is 9, but the classes are 0..4"),
+    for kind, labels, seeds, form, told in (
+        ("sparse", [0], "0", {"strong": "0.7", "weak": "0.3"}, "guidance.strong 0.7 is larger than guidance.weak 0.3"),
+        ("sparse", [0], "0", {"weak": "0.95"}, "guidance.weak"),  # keeps a single token of 16
+        ("autoguidance", [0], "0", {}, "needs guidance.checkpoint=…"),
+        ("cfg", [0], "0", {"interval": "5"}, "guidance.interval is [5.0], but must be [lowest, highest]"),
+        ("cfg", [0], "0", {"interval": "from 5"}, "interval is 'from 5', but must be a number"),
+        ("cfg", [0], "0", {"scale": ""}, "scale is '', but must be a number"),
+        ("none", [0], "0", {"steps": "0"}, "steps is 0, but must be positive"),
+        ("none", [0], "0", {"steps": "x", "solver": "y"}, "steps is 'x'"),
+        ("else", [0], "0", {}, "guidance.kind is 'else', but must be none"),
+        ("none", [0], "0-", {}, "seeds is '0-', but must be a-b"),
+        ("none", [0, 1], "0-128", {}, "2 classes and 129 seeds are 258 pictures"),
+        ("none", [0], "0-9999999999999", {}, "a side shows 1 to 256"),
+        ("none", [], "0", {}, "0 classes and 1 seeds are 0 pictures"),
+        ("none", [9], "0", {}, "classes.0 is 9, but the classes are 0..4"),
     ):
         with pytest.raises((ValueError, OSError)) as refused:
-            explorer.draw(replace(side, steps=side.steps if side.kind == "none" else 2), labels, seeds)
+            draw(explorer, kind, labels, seeds, **form)
         assert told in str(refused.value)
 
 
@@ -209,7 +196,7 @@ def test_one_drawing_at_a_time(explorer, monkeypatch):
         yield torch.zeros(len(seeds), 3, 16, 16, dtype=torch.uint8)
 
     monkeypatch.setattr(module, "draw_pictures", slow)
-    threads = [threading.Thread(target=explorer.draw, args=(Side("cfg", steps=2), [0], str(seed))) for seed in range(4)]
+    threads = [threading.Thread(target=draw, args=(explorer, "cfg", [0], str(seed))) for seed in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -217,13 +204,75 @@ def test_one_drawing_at_a_time(explorer, monkeypatch):
     assert len(most) == 8 and max(most) == 1
 
 
-def test_what_the_page_offers(explorer, composed, tmp_path):
-    """Class names with their numbers, null where it was trained; the run's other checkpoints; what is drawn from."""
+@pytest.fixture
+def address(explorer):
+    """The address of the explorer's page."""
+    with ThreadingHTTPServer((module.HOST, 0), PageHandler) as server:
+        server.explorer = explorer
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"{module.HOST}:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def ask(address: str, query: str = "", path: str = "/", **headers: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(address)
+    connection.request("GET", path + query, headers=headers)
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_the_page_offers_what_there_is(explorer, address, composed, tmp_path):
+    """Class names with their numbers, "no class" where it was trained; the run's other checkpoints; the network."""
     names = ["0 a", "1 b", "2 c", "3 d", "4 e", "no class"]
     assert explorer.class_names == {name: n for n, name in enumerate(names)} and explorer.others == []
     save_checkpoint(tmp_path / "results" / "a", composed, step=2)
-    assert explorer.others == ["results/a/step_0000002"]
-    assert explorer.title.endswith(", step 3") and explorer.about.startswith("ema weights of results/a/step_0000003; ")
-    assert "trained with r(2→2)" in explorer.about and "16 tokens" in explorer.about
+    status, page = ask(address)
+    assert status == 200 and "<option>results/a/step_0000002</option>" in page and "<img" not in page
+    assert explorer.title.endswith(", step 3") and html.escape(explorer.about) in page
+    assert "ema weights of results/a/step_0000003; " in page and "; 16 tokens; trained with r(2→2);" in page
+    assert re.findall(r'name="classes" value="(\d)" checked', page) == ["0", "1", "3", "4"]
+    assert '<option value="none" selected>' in page and '<option value="cfg" selected>' in page
     digits = Explorer(options(DIGITS), CPU, "sample.py")
     assert list(digits.class_names)[:10] == [str(n) for n in range(10)]
+    for refused in ({"path": "/other"}, {"Host": "elsewhere.example:80"}):
+        assert ask(address, **refused)[0] == 404
+
+
+def test_the_page_shows_pictures_and_refusals_beside_the_form_as_it_was_sent(address, tmp_path):
+    """The reference: sample.py's picture by the command on the page."""
+    form = {"classes": "1", "seeds": "0-1", "kind-A": "sparse", "steps-A": "2", "weak-A": "0.5", "same_ids-A": "on"}
+    form |= {"kind-B": "autoguidance", "checkpoint-B": "<no>"}
+    _, page = ask(address, "?" + urllib.parse.urlencode(form))
+    picture = base64.b64decode(re.search(r'src="data:image/png;base64,([^"]*)"', page)[1])
+    command = html.unescape(re.search("<pre>(.*)</pre>", page)[1])
+    assert same(Image.open(io.BytesIO(picture)), run(tmp_path, command)) and "guidance.same_ids=true" in command
+    assert 'role="alert">no checkpoint at &lt;no&gt;' in page and 'value="&lt;no&gt;"' in page
+    assert 'name="weak-A" value="0.5"' in page and 'name="same_ids-A" value="on" checked' in page
+
+
+@pytest.mark.slow
+def test_a_browser_hides_what_has_no_effect(address):
+    playwright = pytest.importorskip("playwright.sync_api")
+    if (chromium := shutil.which("chromium")) is None:
+        pytest.skip("there is no chromium here; Debian's package of that name has it")
+    with playwright.sync_playwright() as started:
+        page, heard = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page(), []
+        page.on("request", lambda asked: heard.append(asked.url))
+        page.goto(f"http://{address}")
+        for kind in KINDS:
+            page.locator("[name=kind-B]").select_option(kind)
+            side = page.locator("fieldset", has=page.locator("[name=kind-B]"))
+            for name, effect in controls(kind).items():
+                assert side.locator(f".{name}").is_visible() == effect
+            assert side.locator(f".about-{kind}").is_visible()
+        page.get_by_role("button", name="Draw A and B").click()
+        page.locator("#A img").wait_for()
+        assert all(asked.startswith((f"http://{address}", "data:")) for asked in heard)
+
+
+def test_a_busy_port_is_refused_before_any_work(address, tmp_path):
+    port = address.rpartition(":")[2]
+    with pytest.raises(SystemExit, match="Address already in use"):
+        launch_door(explore.main, "explore", tmp_path, "checkpoint=results/no", f"port={port}")

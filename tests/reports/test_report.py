@@ -8,20 +8,21 @@ import html.parser
 import io
 import json
 import re
+import shutil
 import sys
 
+import compare_runs
 import numpy as np
 import pytest
 import report
-from conftest import launch
+from conftest import ROOT, launch
 from PIL import Image
 from test_comparison import write_run
 
 import train
 from tread.evaluation.score_files import add_line
 from tread.reports import page, runs
-from tread.reports.report import write_report
-from tread.reports.sections import duration, time_of, troubles_of
+from tread.reports.report import duration, evenly, time_of, troubles_of, write_report
 from tread.training.run_folder import RunLog
 
 SCORE = {"label_agreement": 0.9, "frechet_pixels": 30.5, "count": 500, "time": "2026-01-02T03:04:05+00:00", "step": 300}
@@ -102,17 +103,17 @@ def test_two_runs_and_what_tells_them_apart(tmp_path):
     )
     found = read(routed, dense)
     assert (routed / "report.html").is_file() and not (dense / "report.html").exists()
-    assert ["tread", "300", "1.800", "52.00", "10.00", "1500"] in found.rows
-    assert ["dit", "300", "2.000", "52.00", "10.00", "3000"] in found.rows
+    assert ["tread", "1", "300", "1.800", "52.00", "10.00", "1500"] in found.rows
+    assert ["dit", "1", "300", "2.000", "52.00", "10.00", "3000"] in found.rows
     assert found.says("tread reaches the evaluation loss 2 of dit by step 200 (of 300), with 1e+03 FLOPs, 0.33 times")
     facts = {row[0]: row[1:] for row in found.rows if len(row) == 3}
     assert facts["commit"] == ["0123456789ab+changes", "–"] and facts["device"][0] == "8 processes on cuda:0, bf16"
     assert facts["command"][0] == "python train.py 'a b'" and facts["state"] == ["finished", "not known"]
     assert "; ".join(["r(2→4) at ratio 0.5 rejoining as before block 1", "r(6→7) at ratio 0.5"]) in facts["network"][0]
     assert facts["images"] == ["2,400 in batches of 8"] * 2 and facts["training time"][0] == "10 minutes"
-    assert facts["from start to end"] == ["2.5 hours", "–"] and facts["started"][0] == "2026-01-01 21:30:00 UTC"
+    assert facts["started"][0] == "2026-01-01 21:30:00 UTC"
     assert facts["model.name"] == ["tread", "dit"] and "results" not in facts and "name" not in facts
-    assert found.says("tread: its code differed from the commit that is stated")
+    assert found.says("tread: its code differed from the stated commit")
 
 
 def test_curves_are_the_records_against_steps_flops_and_time(tmp_path):
@@ -167,8 +168,8 @@ def test_the_pictures_are_the_files_few_of_many_and_small(tmp_path, monkeypatch)
     assert found.says(f"{files[100]} can't be read") and found.says("step_0000175.png can't be read")
     small = Image.open(io.BytesIO(base64.b64decode(found.pictures[-1]["src"].partition(",")[2])))
     assert max(small.size) == page.SIDE and found.says("1 pictures are smaller here")
-    assert list(page.spread(dict.fromkeys(range(0, 1000, 10)), 5)) == [0, 250, 500, 740, 990]
-    monkeypatch.setattr("tread.reports.sections.PICTURES", 2)
+    assert evenly(range(0, 1000, 10), 5) == [0, 250, 500, 740, 990]
+    monkeypatch.setattr("tread.reports.report.PICTURES", 2)
     found = read(run)
     assert len(found.pictures) == 2 and found.says("2 of 5 pictures are here")
 
@@ -227,24 +228,11 @@ def test_where_the_time_went(tmp_path):
     ]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "run" / "status.json").write_text(json.dumps({"state": "finished", "spent": {"save_seconds": 1.5}}))
-    assert time_of(runs.find_run(tmp_path / "run")) == pytest.approx(
-        {
-            "start, before the first step": 5.0,
-            "the first step of each start": 4.0,
-            "other training steps": 31.0,
-            "waiting for data": 25.0,
-            "evaluation loss": 3.0,
-            "drawing samples": 2.0,
-            "saving checkpoints": 2.5,
-        }
-    )
-    assert [duration(s) for s in (0.5, 90.0, 7200.0, 8 * 86400.0)] == [
-        "0.5 seconds",
-        "90 seconds",
-        "2 hours",
-        "192 hours",
-    ]
-    assert ["waiting for data", "25 seconds", "34.5%", ""] in read(tmp_path / "run").rows
+    spent = {"start, before the first step": 5.0, "the first step of each start": 4.0, "other training steps": 31.0}
+    spent |= {"waiting for data": 25.0, "evaluation loss": 3.0, "drawing samples": 2.0, "saving checkpoints": 2.5}
+    assert time_of(runs.find_run(tmp_path / "run")) == pytest.approx(spent)
+    assert [duration(seconds) for seconds in (0.5, 90.0, 8 * 86400.0)] == ["0.5 seconds", "90 seconds", "192 hours"]
+    assert ["waiting for data", "25 seconds, 34.5%"] in read(tmp_path / "run").rows
 
 
 @pytest.mark.parametrize(
@@ -252,16 +240,13 @@ def test_where_the_time_went(tmp_path):
     [
         ("metrics.jsonl", '{"step": 1, "loss": 2.0}\n{"step": 2, "lo', "1 of 2 lines of metrics.jsonl can't be read"),
         ("metrics.jsonl", '3\n[]\n{"step": "x"}\n{"step": 7, "loss": NaN}\n', "3 of 4 lines of metrics.jsonl"),
-        ("metrics.jsonl", "", "nothing was logged"),
-        ("metrics.jsonl", None, "metrics.jsonl is missing"),
-        ("run.json", None, "run.json is missing"),
+        ("metrics.jsonl", "", "metrics.jsonl is damaged or empty"),
         ("run.json", "[{", "run.json is damaged"),
         ("run.json", '[{"config": {"model": {"name": "dit"}, "train": {"steps": []}}}]', "its settings are not known"),
         ("step_0000100/fid.json", '{"counts": {"fid": {}}, "warnings": 3, "settings": 1, "fid": 5.0}', "FID ↓"),
-        ("run.json", '[{"config": 3}]', "its settings are not known"),
-        ("run.json", '[{"config": {}, "warnings": 4, "versions": 5}]', "its settings are not known"),
+        ("run.json", '[{"config": 3}, {"config": {}, "warnings": 4, "versions": 5}]', "its settings are not known"),
         ("status.json", "[1]", "status.json is damaged"),
-        ("status.json", None, "how the run ended is not known"),
+        ("status.json", None, "status.json is missing"),
         ("step_0000100/info.json", "{", "info.json is damaged"),
         ("fid.csv", "\0\n\"", "digits"),
         ("sweep.csv", "scale\n", "digits"),
@@ -277,22 +262,18 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(tmp_path, name, content, 
     found = read(run)
     assert found.says(said) and found.says("What ran")
     if name != "metrics.jsonl":
-        assert ["run", "300" if name != "status.json" else "200", "2.000"] == found.rows[1][:3]
+        assert ["run", "1", "300" if name != "status.json" else "200", "2.000"] == found.rows[1][:4]
     other = tmp_path / "other"
     write_run(other, [3.0, 2.0], model__name="dit")
     assert read(other, run).says(said)  # beside a whole one, too
 
 
 def test_a_checkpoint_alone_is_a_run(tmp_path):
-    launch(tmp_path, "train.steps=2", "every.save=2")
-    run = tmp_path / "results" / "digits-tread"
-    for path in [*run.glob("*.json*"), *run.glob("samples/*")]:
-        path.unlink()
+    run = tmp_path / "run"
+    shutil.copytree(ROOT / "tests" / "recorded" / "run" / "step_0000020", run / "step_0000020")
     found = read(run)
-    assert found.says("its settings are those of the newest checkpoint") and found.says(
-        "tread, hidden size 16, depth 6"
-    )
-    (run / "step_0000002" / "ema.safetensors").write_bytes(b"short")
+    assert found.says("its settings are those of the newest checkpoint") and found.says("tread, hidden size ")
+    (run / "step_0000020" / "ema.safetensors").write_bytes(b"short")
     assert read(run).says("is damaged: 5 bytes")
 
 
@@ -331,39 +312,25 @@ def test_troubles_are_those_of_the_records_and_starts(tmp_path):
         "the evaluation loss is 2e+03 at step 200",
         "no held-out data",
         "weights of others",
-        "started again once, at step 100",
+        "started again at step 100",
         "optim.lr was 1.0, is 0.5 from step 100 on",
         f"commits {'a' * 40}, {'b' * 40}",
     ):
         assert text in said
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "name at least one run's folder"),
-        (["nowhere"], "nowhere does not exist"),
-        (["file"], "file is a file"),
-        (["empty"], "empty is no run's folder: it has neither run.json"),
-        (["no-*"], "no-\\* names no run"),
-    ],
-)
-def test_what_is_no_run_is_an_error_in_a_line(tmp_path, monkeypatch, capsys, words, said):
-    (tmp_path / "file").touch()
+@pytest.mark.parametrize("script", [report, compare_runs])
+def test_what_can_not_be_is_an_error_in_a_line(tmp_path, monkeypatch, script):
     (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["report.py", *words])
-    with pytest.raises(SystemExit, match=f"^error: .*{said}[^\n]*$"):
-        report.main()
-    assert not list(tmp_path.rglob("*.html"))
-
-
-def test_without_plotly_the_error_says_what_to_install(tmp_path, monkeypatch):
     write_run(tmp_path / "run", [3.0])
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    monkeypatch.setattr(sys, "argv", ["report.py", str(tmp_path / "run")])
-    with pytest.raises(SystemExit, match="error: the page needs plotly: pip install -r requirements.txt"):
-        report.main()
+    for word, said in (("", "name at"), ("empty", "empty is no run's"), ("no-*", "names no run"), ("run", "plotly")):
+        monkeypatch.setattr(sys, "argv", ["script", *word.split()])
+        if script is report or word != "run":
+            with pytest.raises(SystemExit, match=f"^error: .*{said}[^\n]*$"):
+                script.main()
+    assert not list(tmp_path.rglob("*.html"))
 
 
 def test_text_of_runs_is_text(tmp_path):

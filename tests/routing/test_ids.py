@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 import torch
 from test_routing_module import mixing
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from dit import DiT
 from rf import RF
 from routing_module import RULES, Record, Route, draw_ids, num_keep, run_blocks, settle_ids
 from tread.data.dataset import Batch
@@ -50,10 +47,10 @@ def uniform(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
 
 def mask(batch: int, tokens: int, *places: tuple[int, int]) -> torch.Tensor:
     """False but at (sample, token)."""
-    found = torch.zeros(batch, tokens, dtype=torch.bool)
+    actual = torch.zeros(batch, tokens, dtype=torch.bool)
     for sample, token in places:
-        found[sample, token] = True
-    return found
+        actual[sample, token] = True
+    return actual
 
 
 def shares(subsets: torch.Tensor, size: int) -> tuple[int, float]:
@@ -75,8 +72,8 @@ def test_row_ids_equal_a_loop(grid, ratio):
         first = sorted(range(height), key=lambda row: numbers[row * width])
         rows = sorted(first[: height - int(height * ratio)])
         expected.append([row * width + column for row in rows for column in range(width)])
-    found = row_ids(noise, ratio, grid)
-    assert found.tolist() == expected and found.dtype == torch.int64
+    actual = row_ids(noise, ratio, grid)
+    assert actual.tolist() == expected and actual.dtype == torch.int64
 
 
 def test_every_set_of_rows_is_equally_likely_and_samples_differ():
@@ -112,10 +109,10 @@ def test_group_ids_equal_a_loop(grid):
             four = [(row + down) * width + column + right for down in (0, 1) for right in (0, 1)]
             ids.append(min(four, key=lambda token: numbers[token]))
         expected.append(sorted(ids))
-    found = group_ids(noise, grid)
-    assert found.tolist() == expected and found.dtype == torch.int64
+    actual = group_ids(noise, grid)
+    assert actual.tolist() == expected and actual.dtype == torch.int64
     route = Route(0, 0, 0.75, select="group")
-    assert torch.equal(choose_ids(route, noise, grid), found) and found.shape[1] == count_kept(route, height * width)
+    assert torch.equal(choose_ids(route, noise, grid), actual) and actual.shape[1] == count_kept(route, height * width)
     assert choose_ids(route, noise, grid, prefix=1).tolist() == [[0, *(i + 1 for i in ids)] for ids in expected]
 
 
@@ -134,8 +131,6 @@ def test_a_forced_token_stays_for_its_group_and_two_of_one_are_refused():
     assert (ids == 5).any(dim=1).all() and number == 4 and errors < 5
     with pytest.raises(ValueError, match="2 tokens of a 2×2 group"):
         choose_ids(route, noise[:3], (2, 4), mask(3, 8, (1, 5), (1, 0)))
-    with pytest.raises(ValueError, match=r"force_keep is .* but must be \(3, 8\)"):
-        choose_ids(route, noise[:3], (2, 4), mask(3, 7))
 
 
 def test_groups_have_one_ratio_and_even_grids():
@@ -149,8 +144,6 @@ def test_groups_have_one_ratio_and_even_grids():
             choose_ids(route, uniform(2, 12), grid)
         with pytest.raises(ValueError, match=odd):
             check_ratio(route, grid, "key")
-    with pytest.raises(ValueError, match="group.* needs grid="):
-        choose_ids(route, uniform(2, 16))
     check_ratio(route, (4, 4), "key")
     assert with_ratio(route, 0.75) == route and with_ratio(route, 0.5) == Route(1, 3, 0.5)
     assert with_ratio(Route(1, 3, 0.75, select="row"), 0.5) == Route(1, 3, 0.5, select="row")
@@ -204,9 +197,9 @@ def test_a_shared_token_stays_if_it_must_in_one_sample():
 @pytest.mark.parametrize(
     ("select", "places", "shown"),
     [
-        ("token", [(1, token) for token in range(9)], "9 tokens of a sample.*0.5 keeps 8 of 16"),
-        ("row", [(1, 0), (1, 5), (1, 10)], "3 rows of a sample.*0.5 keeps 2 of 4"),
-        ("shared", [(token % 3, token) for token in range(9)], "9 tokens of a sample.*0.5 keeps 8 of 16"),
+        ("token", [(1, token) for token in range(9)], "9 of a sample's 16 .*0.5 keeps 8"),
+        ("row", [(1, 0), (1, 5), (1, 10)], "3 of a sample's 4 .*0.5 keeps 2"),
+        ("shared", [(token % 3, token) for token in range(9)], "9 of a sample's 16 .*0.5 keeps 8"),
     ],
 )
 def test_more_forced_than_kept_is_refused(select, places, shown):
@@ -217,11 +210,7 @@ def test_more_forced_than_kept_is_refused(select, places, shown):
 
 
 @pytest.mark.parametrize("select", SELECTS)
-@pytest.mark.parametrize(
-    "keep",
-    [mask(3, 16).long(), mask(3, 15), mask(1, 16), mask(6, 16), mask(1, 16)[0]],
-    ids=["int64", "tokens", "one sample", "samples", "no batch"],
-)
+@pytest.mark.parametrize("keep", [mask(3, 16).long(), mask(1, 16)], ids=["int64", "one sample"])
 def test_a_mask_of_another_shape_or_type_is_refused(select, keep):
     with pytest.raises(ValueError, match="force_keep is .* but must be \\(3, 16\\) of torch.bool"):
         choose_ids(Route(0, 0, select=select), uniform(3, 16), (4, 4), keep)
@@ -233,9 +222,9 @@ def test_a_mask_of_another_shape_or_type_is_refused(select, keep):
 @pytest.mark.parametrize("select", SELECTS)
 def test_a_prefix_always_stays(select):
     noise, route = uniform(3, 16), Route(0, 0, 0.5, select=select)
-    found, plain = choose_ids(route, noise, (4, 4), prefix=2), choose_ids(route, noise, (4, 4))
-    assert found.tolist() == [[0, 1, *(token + 2 for token in ids)] for ids in plain.tolist()]
-    assert torch.equal(keep_prefix(plain, 2), found) and torch.equal(keep_prefix(plain, 0), plain)
+    actual, plain = choose_ids(route, noise, (4, 4), prefix=2), choose_ids(route, noise, (4, 4))
+    assert actual.tolist() == [[0, 1, *(token + 2 for token in ids)] for ids in plain.tolist()]
+    assert torch.equal(keep_prefix(plain, 2), actual) and torch.equal(keep_prefix(plain, 0), plain)
     forced = choose_ids(route, noise, (4, 4), mask(3, 16, (0, 7)), prefix=2)  # the mask is of those behind it
     assert forced.shape == (3, 10) and 9 in forced[0] and (forced[:, :2] == torch.arange(2)).all()
 
@@ -268,12 +257,12 @@ def test_ratios_for_settings_keep_more_than_one_token_and_not_all(size, select):
 
 
 def test_rows_need_a_grid_that_fits():
-    route = Route(0, 0, select="row")
-    with pytest.raises(ValueError, match="row.* needs grid="):
-        choose_ids(route, uniform(2, 16))
-    for noise, grid in ((uniform(2, 16), (4, 5)), (uniform(2, 15), (4, 4)), (uniform(2, 16)[0], (4, 4))):
-        with pytest.raises(ValueError, match=f"noise has shape .* a {grid[0]}×{grid[1]} grid needs"):
-            choose_ids(route, noise, grid)
+    with pytest.raises(ValueError, match="keeps a single token .* at most 0.5 keeps more"):  # two rows of four
+        check_ratio(Route(0, 0, 0.75, select="row"), (4, 1), "key")
+    for noise, grid in ((uniform(2, 16), None), (uniform(2, 16), (4, 5)), (uniform(2, 16)[0], (4, 4))):
+        for route in (Route(0, 0, select="row"), Route(0, 0, 0.75, select="group")):
+            with pytest.raises(ValueError, match="noise has shape .* and grid is"):
+                choose_ids(route, noise, grid)
 
 
 # --------------------------------------------------------------------------------------- schedule
@@ -315,24 +304,19 @@ def test_a_schedule_has_so_many_ratios_and_keeps_its_ends(shape, levels):
 
 def test_a_schedule_is_of_all_routes():
     routes = (Route(1, 2, 0.5, "off", "row"), Route(4, 4, 0.9))
-    found = RatioSchedule(0.75, 0.25, last=4, levels=3).apply(routes, 2)
-    assert found == (Route(1, 2, 0.5, "off", "row"), Route(4, 4, 0.5))
+    actual = RatioSchedule(0.75, 0.25, last=4, levels=3).apply(routes, 2)
+    assert actual == (Route(1, 2, 0.5, "off", "row"), Route(4, 4, 0.5))
 
 
 @pytest.mark.parametrize(
-    ("wrong", "shown"),
-    [
-        ({"start": 1.0}, "start is 1.0"),
-        ({"end": -0.1}, "end is -0.1"),
-        ({"first": 10}, "first 10 and last 10"),
-        ({"first": -1}, "first -1 and last 10"),
-        ({"shape": "step"}, "'step'.*linear or cosine"),
-        ({"levels": 1}, "levels is 1"),
-    ],
+    "wrong",
+    [{"start": 1.0}, {"end": -0.1}, {"first": 10}, {"first": -1}, {"shape": "step"}, {"levels": 1}, {"levels": 17}],
+    ids=str,
 )
-def test_a_schedule_that_can_not_be_is_refused(wrong, shown):
-    with pytest.raises(ValueError, match=shown):
+def test_a_schedule_that_can_not_be_is_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
         RatioSchedule(**{"start": 0.5, "end": 0.25, "last": 10, **wrong})
+    assert RatioSchedule(0.5, 0.0, 8) == RatioSchedule(0.5, 0.0, 8, 0, "linear", 8)
 
 
 # ---------------------------------------------------------------------- independence of the company
@@ -412,25 +396,16 @@ def test_a_stale_route_runs_all_tokens_and_equals_a_loop(start, end):
     route, seen = Route(start, end, rejoin="stale"), []
     ids = draw_ids(uniform(2, 8), 0.5, sort=False)
     watched = [lambda tokens, block=block: seen.append(tokens.shape[1]) or block(tokens) for block in blocks]
-    found = run_blocks(watched, x, routes=[(route, ids)], record=(record := Record((start,))))
+    actual = run_blocks(watched, x, routes=[(route, ids)], record=(record := Record((start,))))
     assert seen == [8] * 7 and record.ids[0] is ids
     assert record.outputs[start][0].shape == (2, 8, 8) and record.outputs[start][1] is None
     expected = stale_twin(blocks, x, route.resolve(7), ids)
-    torch.testing.assert_close(found, expected)
-    assert (found - run_blocks(blocks, x, routes=[(Route(start, end), ids)])).abs().max() > 0.01
+    torch.testing.assert_close(actual, expected)
+    assert (actual - run_blocks(blocks, x, routes=[(Route(start, end), ids)])).abs().max() > 0.01
     weight, inputs = torch.randn_like(x), [x, *(p for block in blocks for p in block.parameters())]
-    ours, theirs = (torch.autograd.grad((out * weight).sum(), inputs) for out in (found, expected))
+    ours, theirs = (torch.autograd.grad((out * weight).sum(), inputs) for out in (actual, expected))
     for one, other in zip(ours, theirs):
         torch.testing.assert_close(one, other)
-
-
-def test_flops_of_a_stale_route_are_those_of_all_tokens():
-    """Against torch's counter."""
-    network = DiT(input_size=8, in_channels=4, num_classes=10, patch_size=2, hidden_size=32, depth=6, num_heads=2)
-    route = Route(1, 3, 0.5, rejoin="stale")
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        network(torch.randn(2, 4, 8, 8), torch.rand(2), torch.arange(2), [(route, draw_ids(uniform(2, 16), 0.5))])
-    assert 2 * network.forward_flops([route]) == counter.get_total_flops() == 2 * network.forward_flops()
 
 
 def test_what_can_not_rejoin_stale_refuses_to():
@@ -441,7 +416,7 @@ def test_what_can_not_rejoin_stale_refuses_to():
     whole = Route(0, -1, fp32="off", rejoin="stale")
     with pytest.raises(ValueError, match="MaskDiT drops tokens before its encoder"):
         MaskDiT(depth=4, **sizes)(*given, [(whole, ids)])
-    with pytest.raises(ValueError, match="route 0→-1 has rejoin=stale.*run_blocks does the rest"):
+    with pytest.raises(ValueError, match="route 0→-1 has rejoin=stale.*only run_blocks"):
         attach_routes(torch.nn.ModuleList(mixing()), whole)
     with pytest.raises(ValueError, match="rejoin is 'fresh', but must be null, a block or stale"):
         Route(0, 1, rejoin="fresh")
@@ -456,9 +431,9 @@ def test_without_chance_the_largest_norms_are_kept(monkeypatch):
     tokens = torch.randn(5, 12, 4) * uniform(5, 12, 1)[:, :, None].exp()
     norms = [[float(sum(value**2 for value in token)) for token in sample] for sample in tokens.double()]
     expected = [sorted(sorted(range(12), key=lambda place: -sample[place])[:5]) for sample in norms]
-    for seed in range(3):
-        run_blocks([lambda x: x] * 3, tokens, routes=[(Route(1, 1, 0.6, select="norm"), uniform(5, 12, seed))],
-                   record=(record := Record()))  # fmt: skip
+    for draws in (uniform(5, 12), torch.zeros(5, 12), torch.ones(5, 12)):
+        route, record = Route(1, 1, 0.6, select="norm"), Record()
+        run_blocks([lambda x: x] * 3, tokens, routes=[(route, draws)], record=record)
         assert record.ids[0].tolist() == expected
 
 
@@ -486,14 +461,14 @@ def test_scored_routes_choose_before_their_first_block_and_are_recorded_in_order
     blocks, x = mixing(), torch.randn(2, 8, 8, dtype=torch.float64, requires_grad=True)
     late, early = Route(5, 5, 0.25, select="norm"), Route(1, 3, select="norm")
     given, record = [(late, uniform(2, 8, 1)), (early, uniform(2, 8, 2))], Record()
-    found = run_blocks(blocks, x, routes=given, record=record)
+    actual = run_blocks(blocks, x, routes=given, record=record)
     assert [tuple(ids.shape) for ids in record.ids] == [(2, 6), (2, 4)]
     assert torch.equal(record.ids[1], settle_ids(early, given[1][1], blocks[0](x)))
     routes = [(route, ids) for (route, _), ids in zip(given, record.ids)]
     expected = run_blocks(blocks, x, routes=routes, record=(again := Record()))
-    assert torch.equal(found, expected) and all(map(torch.equal, record.ids, again.ids))
+    assert torch.equal(actual, expected) and all(map(torch.equal, record.ids, again.ids))
     inputs = [x, *(p for block in blocks for p in block.parameters())]
-    ours, theirs = (torch.autograd.grad(out.square().sum(), inputs) for out in (found, expected))
+    ours, theirs = (torch.autograd.grad(out.square().sum(), inputs) for out in (actual, expected))
     assert all(map(torch.equal, ours, theirs))
 
 
@@ -502,16 +477,15 @@ def test_scored_routes_are_chosen_by_run_blocks_alone():
     assert pair(route, draws, (4, 4))[1] is draws and pair(Route(1, 2), draws, (4, 4))[1].dtype == torch.int64
     with pytest.raises(ValueError, match='select="norm" scores the tokens before the route.*run_blocks'):
         choose_ids(route, draws, (4, 4))
-    with pytest.raises(ValueError, match="select=norm: hooks take out tokens that were drawn"):
+    with pytest.raises(ValueError, match="select=norm, which only run_blocks"):
         attach_routes(torch.nn.ModuleList(mixing()), route)
 
 
-@pytest.mark.parametrize("kind", ["sparse", "sparse_cfg"])
-def test_samples_by_a_scored_route_do_not_depend_on_their_batch(tiny, kind):
+def test_samples_by_a_scored_route_do_not_depend_on_their_batch(tiny):
     """Each branch keeps its share of the tokens."""
     seen = []
     tiny.blocks[1].register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
-    model, guidance = Model(RF(), tiny, (Route(1, 3, select="norm"),)), Guidance(kind, 1.5, 0.25, 0.5)
+    model, guidance = Model(RF(), tiny, (Route(1, 3, select="norm"),)), Guidance("sparse", 1.5, 0.25, 0.5)
 
     def drawn(seeds: list[int], batch_size: int) -> dict[int, torch.Tensor]:
         samples = draw(model, seeds, torch.tensor(seeds) % 10, Sampler(2, batch_size, guidance=guidance))
@@ -538,7 +512,7 @@ def test_branches_of_one_scored_route_run_as_one_batch_with_their_own_ids(tiny):
         strong, weak = ([(Route(1, 3, r, select="norm"), uniform(3, 16, s))] for r, s in ((0.5, 1), (ratio, 2)))
         calls.clear()
         branches = Branch(denoise, y, lambda call: strong), Branch(denoise, y.flip(0), lambda call: weak)  # noqa: B023
-        found = guided(*branches, lambda call: 3.0)(x, torch.tensor(0.5))
+        actual = guided(*branches, lambda call: 3.0)(x, torch.tensor(0.5))
         assert calls == together
         D_strong, D_weak = denoise(x, torch.tensor(0.5), y, strong), denoise(x, torch.tensor(0.5), y.flip(0), weak)
-        torch.testing.assert_close(found, D_weak + 3 * (D_strong - D_weak), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual, D_weak + 3 * (D_strong - D_weak), rtol=1e-4, atol=1e-4)

@@ -37,18 +37,6 @@ def test_ends_are_inclusive():
     assert seen == [(i, 8 if 2 <= i <= 8 else 16) for i in range(12)]
 
 
-def test_gather_and_scatter_equal_loops():
-    tokens, ids = torch.randn(3, 10, 4), drawn(3, 10, 0.4, sort=False)
-    kept = gather_tokens(tokens, ids)
-    naive = torch.stack([torch.stack([tokens[b, i] for i in ids[b]]) for b in range(3)])
-    assert torch.equal(kept, naive)
-    back = tokens.clone()
-    for b in range(3):
-        for position, i in enumerate(ids[b]):
-            back[b, i] = 2 * kept[b, position]
-    assert torch.equal(scatter_tokens(tokens, 2 * kept, ids), back)
-
-
 @pytest.mark.parametrize("more", [(), (4,), (2, 3), (2, 3, 2)], ids=str)
 def test_what_travels_with_tokens_may_have_any_axes_behind_theirs(more):
     """Masks (B, N), tables of positions (B, N, heads, pairs, …): against loops."""
@@ -131,16 +119,6 @@ def test_ids_that_are_no_rows_of_the_grid_are_refused():
         run_blocks([lambda x, grid: x], torch.zeros(2, 16, 1), routes=[(Route(0, 0), rows)], grid=(4, 4))
 
 
-def test_bypassed_tokens_are_those_of_the_block_before():
-    blocks = [torch.nn.Linear(4, 4) for _ in range(6)]
-    x, ids = torch.randn(3, 10, 4), drawn(3, 10, 0.5)
-    before = blocks[1](blocks[0](x))
-    after = run_blocks(blocks[:5], x, routes=[(Route(2, 4), ids)])
-    bypassed = torch.ones(3, 10, dtype=torch.bool).scatter_(1, ids, False)
-    assert torch.equal(after[bypassed], before[bypassed])
-    assert not torch.isclose(after[~bypassed], before[~bypassed]).any()
-
-
 def test_gradient_reaches_both_paths():
     block = torch.nn.Linear(4, 4)
     x, ids = torch.randn(2, 6, 4, requires_grad=True), drawn(2, 6, 0.5)
@@ -158,39 +136,20 @@ def test_ratio_zero_equals_dense(tiny):
     assert torch.equal(routed, tiny(x, t, y))
 
 
-def test_several_disjoint_routes():
-    seen = []
-    blocks = [lambda x, i=i: seen.append(x.shape[1]) or x + 1 for i in range(6)]
-    x = torch.zeros(2, 8, 1)
-    routes = [(Route(3, 4, 0.75), drawn(2, 8, 0.75, 1)), (Route(1, 2, 0.5), drawn(2, 8, 0.5, 2))]
-    out = run_blocks(blocks, x, routes=routes)
-    assert seen == [8, 4, 4, 2, 2, 8]
-    visits = torch.full((2, 8), 2.0)
-    for (_, ids), count in zip(routes, (2, 2)):
-        visits.scatter_add_(1, ids, torch.full(ids.shape, float(count)))
-    assert torch.equal(out[..., 0], visits)
-
-
-def test_ids_of_a_ratio_outside_the_unit_interval_are_not_drawn():
-    for ratio in (-0.1, 1.0):
-        with pytest.raises(ValueError, match=f"selection_ratio is {ratio}"):
-            draw_ids(torch.rand(2, 8), ratio)
-
-
 def test_what_does_not_fit_the_tokens_is_refused():
     x = torch.zeros(2, 8, 1)
     with pytest.raises(ValueError, match="a grid of 2×3 does not hold 8 tokens"):
         run_blocks([], x, grid=(2, 3))
-    with pytest.raises(ValueError, match="along has shape \\(2, 9, 4\\), but tokens begin with \\(2, 8\\)"):
+    with pytest.raises(ValueError, match="along has shape"):
         run_blocks([], x, along=[torch.zeros(2, 9, 4)])
-
-
-def test_given_ids_are_used_as_they_come():
-    order = []
-    ids = torch.tensor([[3, 1, 2]])
-    x = torch.arange(4.0).view(1, 4, 1)
-    run_blocks([lambda x: order.append(x.flatten().tolist()) or x], x, routes=[(Route(0, 0, 0.5), ids)])
-    assert order == [[3.0, 1.0, 2.0]]
+    for ids in (torch.zeros(3, 2).long(), torch.zeros(2, 9).long(), torch.zeros(2, 0).long(), torch.zeros(2, 1).int()):
+        with pytest.raises(ValueError, match="ids_keep has shape"):
+            run_blocks([torch.nn.Identity()], x, routes=[(Route(0, 0), ids)])
+    for ratio in (-0.1, 1.0):
+        with pytest.raises(ValueError, match=f"selection_ratio is {ratio}"):
+            draw_ids(torch.rand(2, 8), ratio)
+        with pytest.raises(ValueError, match=f"selection_ratio is {ratio}"):
+            Route(2, 8, ratio)
 
 
 def test_every_token_is_kept_equally_often_and_ids_differ_across_samples():
@@ -211,46 +170,30 @@ def test_sorting_keeps_the_subset():
 def test_paper_rule():
     assert [(r.start, r.end) for r in map(Route.for_depth, (12, 24, 28))] == [(2, 8), (2, 20), (2, 24)]
     assert Route(2, -4).resolve(28) == Route.for_depth(28).resolve(28)
+    assert Route.for_depth(6) == Route(2, 2, 0.5) and Route(-12, -1).resolve(12) == Route(0, 11).resolve(12)
     with pytest.raises(ValueError, match="r\\(2→1\\) at depth 5"):
         Route.for_depth(5)
 
 
 @pytest.mark.parametrize(
-    ("route", "depth", "numbers"),
+    ("route", "shown"),
     [
-        (Route(2, 12), 12, ("12", "12 blocks")),
-        (Route(-13, 5), 12, ("-13", "12 blocks")),
-        (Route(8, 2), 12, ("8", "2")),
-        (Route(2, 11, fp32="next"), 12, ("11", "12")),
-        (Route(2, 8, rejoin=3), 12, ("rejoin 3", "start 2")),
-        (Route(2, 8, rejoin=-9), 12, ("rejoin -9", "start 2")),
-        (Route(2, 8, rejoin=12), 12, ("rejoin 12", "12 blocks")),
-        (Route(2, 8, rejoin=-13), 12, ("rejoin -13", "12 blocks")),
+        (Route(2, 12), "end 12 is out of range for 12 blocks"),
+        (Route(-13, 5), "start -13 is out of range"),
+        (Route(8, 2), "start 8 lies behind route end 2"),
+        (Route(2, 11, fp32="next"), "no block follows"),
+        (Route(2, 8, rejoin=-9), "rejoin -9 lies behind route start 2"),
     ],
 )
-def test_routes_that_do_not_fit_show_both_numbers(route, depth, numbers):
-    with pytest.raises(ValueError) as error:
-        check_routes([route], depth)
-    assert all(number in str(error.value) for number in numbers)
+def test_routes_that_do_not_fit_show_both_numbers(route, shown):
+    with pytest.raises(ValueError, match=shown):
+        check_routes([route], 12)
 
 
 def test_overlap_is_refused():
     with pytest.raises(ValueError, match="2→8 and 8→9 overlap"):
         check_routes([Route(8, 9), Route(2, -4)], 12)
     assert check_routes([Route(9, 10), Route(2, 8)], 12)[0].start == 2
-
-
-@pytest.mark.parametrize("ratio", [-0.1, 1.0, 1.5])
-def test_ratio_outside_the_unit_interval_is_refused(ratio):
-    with pytest.raises(ValueError, match=str(ratio)):
-        Route(2, 8, ratio)
-
-
-def test_ids_that_do_not_fit_are_refused():
-    x = torch.zeros(2, 4, 1)
-    for ids in (torch.zeros(3, 2, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2).long()):
-        with pytest.raises(ValueError, match="ids_keep has shape"):
-            run_blocks([torch.nn.Identity()], x, routes=[(Route(0, 0), ids)])
 
 
 def test_numbers_and_ids_that_would_choose_wrongly_are_refused():
@@ -262,6 +205,7 @@ def test_numbers_and_ids_that_would_choose_wrongly_are_refused():
     x, kept = torch.arange(16.0).view(2, 8, 1), torch.zeros(2, 3, 1)
     for rows, message in (
         ([[5, 2, 7], [1, 4, 1]], "token 1 twice in sample 1"),
+        ([[5, 2, 5], [1, 4, 7]], "token 5 twice in sample 0"),
         ([[0, 1, 2], [6, 7, 8]], "tokens 0 to 8, but they are 0 to 7"),
         ([[0, 1, 2], [-1, 2, 3]], "tokens -1 to 3, but they are 0 to 7"),
     ):
@@ -273,12 +217,12 @@ def test_numbers_and_ids_that_would_choose_wrongly_are_refused():
     with pytest.raises(ValueError, match="\\(2, 4, 1\\) kept tokens for ids of shape \\(2, 3\\)"):
         scatter_tokens(x, torch.zeros(2, 4, 1), torch.tensor([[0, 1, 2], [3, 4, 5]]))
     unsorted = torch.tensor([[5, 2, 7], [6, 4, 1]])
-    found = run_blocks([lambda tokens: -tokens], x, routes=[(Route(0, 0), unsorted)])
+    actual = run_blocks([lambda tokens: -tokens], x, routes=[(Route(0, 0), unsorted)])
     expected = x.clone()
     for sample, tokens in enumerate(unsorted.tolist()):
         for token in tokens:
             expected[sample, token] *= -1
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -357,15 +301,15 @@ def test_a_route_that_rejoins_equals_loops_over_samples_and_tokens(kind):
     """With gradients, of ids in any order."""
     blocks, x = mixing(), torch.randn(2, 8, 8, dtype=torch.float64, requires_grad=True)
     routes = [(route, drawn(2, 8, route.selection_ratio, n, sort=False)) for n, route in enumerate(REJOINING[kind])]
-    found = run_blocks(blocks, x, routes=routes)
+    actual = run_blocks(blocks, x, routes=routes)
     expected = twin(blocks, x, [(route.resolve(7), ids) for route, ids in routes])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     earlier = run_blocks(blocks, x, routes=[(Route(r.start, r.end, r.selection_ratio), ids) for r, ids in routes])
-    assert (found - earlier).abs().max() > 0.01
+    assert (actual - earlier).abs().max() > 0.01
     weight, inputs = torch.randn_like(x), [x, *(p for block in blocks for p in block.parameters())]
-    ours, theirs = (torch.autograd.grad((out * weight).sum(), inputs) for out in (found, expected))
-    for one, other in zip(ours, theirs):
-        torch.testing.assert_close(one, other)
+    ours, theirs = (torch.autograd.grad((out * weight).sum(), inputs) for out in (actual, expected))
+    for item, other in zip(ours, theirs):
+        torch.testing.assert_close(item, other)
 
 
 def test_to_rejoin_at_the_start_is_what_a_route_was():
@@ -380,19 +324,19 @@ def test_to_rejoin_at_the_start_is_what_a_route_was():
     expected = blocks[6](blocks[5](scatter_tokens(before, kept, ids)))
     gradients = torch.autograd.grad((expected * weight).sum(), parameters)
     for rejoin in (None, 2, -5):
-        found = run_blocks(blocks, x, routes=[(Route(2, 4, rejoin=rejoin), ids)])
-        assert torch.equal(found, expected)
-        assert all(map(torch.equal, torch.autograd.grad((found * weight).sum(), parameters), gradients))
+        actual = run_blocks(blocks, x, routes=[(Route(2, 4, rejoin=rejoin), ids)])
+        assert torch.equal(actual, expected)
+        assert all(map(torch.equal, torch.autograd.grad((actual * weight).sum(), parameters), gradients))
 
 
 def test_the_order_of_ids_changes_the_order_in_the_blocks_alone():
     blocks, x, ids = mixing(), torch.randn(2, 8, 8, dtype=torch.float64), drawn(2, 8, 0.4)
     order, seen = torch.tensor([4, 0, 2, 1, 3]), []
     watched = [lambda x, block=block: seen.append(block(x)) or seen[-1] for block in blocks]
-    outputs = [run_blocks(watched, x, routes=[(Route(3, 5, 0.4, rejoin=1), one)]) for one in (ids, ids[:, order])]
+    outputs = [run_blocks(watched, x, routes=[(Route(3, 5, 0.4, rejoin=1), item)]) for item in (ids, ids[:, order])]
     torch.testing.assert_close(*outputs)
-    for number, (one, other) in enumerate(zip(seen[:7], seen[7:])):
-        torch.testing.assert_close(one[:, order] if 3 <= number <= 5 else one, other)
+    for number, (item, other) in enumerate(zip(seen[:7], seen[7:])):
+        torch.testing.assert_close(item[:, order] if 3 <= number <= 5 else item, other)
 
 
 def test_the_gradient_of_tokens_that_rejoin_goes_round_the_blocks_between():

@@ -15,9 +15,8 @@ import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
-from conftest import ROOT, launch, launch_door, score
+from conftest import ROOT
 
-import sample
 from tread.runtime.device import use_cores
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
@@ -31,14 +30,6 @@ def environ(monkeypatch):
     threads = torch.get_num_threads()
     yield monkeypatch
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def asked(environ):
-    """The numbers of threads that torch is told, in order."""
-    numbers = []
-    environ.setattr(torch, "set_num_threads", numbers.append)
-    return numbers
 
 
 def accelerates(threads: int) -> dict[str, str]:
@@ -77,6 +68,7 @@ def test_a_setting_wins_over_the_users_variable_and_that_over_all_cores(environ,
     assert use_cores(2, processes=1) == 2
 
 
+@pytest.mark.slow
 def test_all_cores_are_used_where_a_launcher_left_one():
     """In a process of its own: torch has taken the launcher's 1 when we are asked."""
     cores = f"import os; os.sched_setaffinity(0, {os.sched_getaffinity(1)}); "  # all, whatever a test's worker has
@@ -85,14 +77,3 @@ def test_all_cores_are_used_where_a_launcher_left_one():
     environment = {**os.environ, **accelerates(1)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["1", str(len(os.sched_getaffinity(1))), "3"], done.stderr
-
-
-def test_every_door_takes_cpu_threads(asked, tmp_path):
-    launch(tmp_path, "train.cpu_threads=2", "name=run", "every.evaluate=6", "every.sample=6")
-    assert asked[0] == 2
-    asked.clear()
-    launch_door(sample.main, "sample", tmp_path, "checkpoint=results/run", "steps=2", "seeds=[0]", "cpu_threads=3")
-    assert asked[0] == 3
-    asked.clear()
-    score(tmp_path, "checkpoint=results/run", "num_samples=4", "steps=2", "cpu_threads=4")
-    assert asked[0] == 4

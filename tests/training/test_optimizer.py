@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import launch, random_network, same, state
 from test_survival import spoil
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tread.checkpoints import checkpoint
 from tread.runtime import schema
@@ -169,17 +170,52 @@ def test_sgd_is_the_closed_form():
             assert weight.tolist() == pytest.approx(theta, rel=1e-12)
 
 
+@pytest.mark.parametrize(("name", "waits"), [("sgd", 0), ("momentum", 1), ("odd", 3)])
+def test_the_device_decides_unless_state_is_not_its_own(name, waits):
+    """How often a number is taken out of a tensor in three steps; of momentum in the first, which makes the state."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+            seen.append(str(operator))
+            return operator(*arguments, **(options or {}))
+
+    model = network()
+    optimizer = ANY[name](model.parameters())
+    for step in range(3):
+        give_gradients(model, step)
+        with Watch():
+            optimizer_step(optimizer, 0.01, 1.0)
+    assert len([operator for operator in seen if "_local_scalar_dense" in operator]) == waits
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_state_comes_back_to_a_gpu(tmp_path):
-    """Also where part of it lies on the CPU, as NAdam's steps do."""
-    model = network().cuda()
-    optimizer = torch.optim.NAdam(model.parameters(), lr=1.0)
-    give_gradients(model, 0)
-    optimizer_step(optimizer, 0.01, 2.0)
-    checkpoint.save(tmp_path, 1, {"optimizer": checkpoint.optimizer_tensors(optimizer, model)}, {"config": {}})
-    again = torch.optim.NAdam(model.parameters(), lr=1.0)
-    checkpoint.load_optimizer(again, model, checkpoint.find(tmp_path).tensors("optimizer"))
+@pytest.mark.parametrize("options", [None, {"capturable": True}, {}])
+def test_on_a_gpu(options, tmp_path):
+    """PyTorch's watch over waiting, where the state is the device's; bits as of `if`; and state comes back there."""
+
+    def make(parameters):
+        return ANY["momentum"](parameters) if options is None else torch.optim.NAdam(parameters, lr=1.0, **options)
+
+    ours, theirs = network().cuda(), network().cuda()
+    optimizer, reference = make(ours.parameters()), make(theirs.parameters())
+    for step in range(4):
+        give_gradients(ours, step), give_gradients(theirs, step)
+        if step == 2:
+            ours.blocks[1].mlp.fc1.weight.grad[3, 2] = math.nan
+        decides = all(v.is_cuda for kept in optimizer.state.values() for v in kept.values())
+        torch.cuda.set_sync_debug_mode("error" if step and decides else "default")
+        norm, _ = optimizer_step(optimizer, 0.01, 2.0)
+        torch.cuda.set_sync_debug_mode("default")
+        if step != 2:
+            for parameter in theirs.parameters():
+                parameter.grad /= norm / 2.0
+            optimizer_step(reference, 0.01, None)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters()))
+    checkpoint.save(tmp_path, 1, {"optimizer": checkpoint.optimizer_tensors(optimizer, ours)}, {"config": {}})
+    again = make(ours.parameters())
+    checkpoint.load_optimizer(again, ours, checkpoint.find(tmp_path).tensors("optimizer"))
     for parameter, kept in optimizer.state.items():
         assert all(again.state[parameter][key].device == value.device for key, value in kept.items())
 
@@ -213,8 +249,8 @@ def settings(**options):
     ("options", "shown"),
     [
         ({"name": "adam"}, "optim.name is 'adam', but must be adamw or sgd"),
-        ({"name": "sgd", "options": {"momentun": 0.9}}, "optim.name=sgd refuses.*'momentun'"),
-        ({"options": {"betas": [0.9, 0.9]}}, "optim.name=adamw refuses.*multiple values"),
+        ({"name": "sgd", "options": {"momentun": 0.9}}, "{momentun:0.9}.*optim.name=sgd takes momentum, .*'momentun'"),
+        ({"options": {"betas": [0.9, 0.9]}}, "optim.name=adamw takes amsgrad.*multiple values.*optim.options=null"),
         ({"final_lr": 2.0}, "optim.final_lr is 2.0.*between 0 and optim.lr, 1.0"),
     ],
 )
@@ -271,7 +307,7 @@ def test_a_run_goes_on_by_another_optimizer_and_says_so(tmp_path):
     launch(tmp_path, *options, "train.steps=2")
     begun = state(tmp_path / RUN)
     text = launch(tmp_path, *options, "train.steps=3", "optim.name=sgd", "optim.options={momentum: 0.9}")
-    assert "warning: optim.name was adamw, is sgd" in text
+    assert "warning: optim.name was adamw, is sgd" in text and "its state begins anew, weights and averages go" in text
     assert "weights   raw and averaged, not the optimizer's state, of" in text
     switched = state(tmp_path / RUN)
     kept = {key.removeprefix("optimizer/momentum_buffer/"): v for key, v in switched.items() if "momentum_" in key}
@@ -294,17 +330,20 @@ def test_an_infinite_loss_with_finite_gradients_spoils_them():
     assert weight.grad.item() == 2.0
 
 
-def test_the_tally_leaves_bad_steps_out_of_means():
-    """And keeps which of the last steps were bad, whatever reads, saves or restarts it; reference: a list."""
-    tally = StepStatistics("cpu", keep=3)
+def test_the_tally_leaves_bad_steps_out_of_means_and_counts_them_in_a_row():
+    tally = StepStatistics("cpu")
     for loss, norm, skip in ((1.0, 2.0, 0.0), (math.nan, math.nan, 1.0), (3.0, 4.0, 0.0), (math.inf, 1.0, 1.0)):
         tally.add(torch.tensor(loss), torch.tensor(norm), torch.tensor(skip), torch.tensor(loss))
-    sums = {"loss": 4.0, "alignment": 4.0, "grad_norm": 6.0, "good": 2.0, "bad": 2.0}
-    assert tally.read() == {**sums, "recent": "101"} == StepStatistics("cpu", tally.read(), keep=3).read()
-    assert StepStatistics("cpu", tally.read(), keep=2).read()["recent"] == "01"
+    sums = {"loss": 4.0, "grad_norm": 6.0, "good": 2.0, "bad": 2.0, "alignment": 4.0}
+    rows = {"in_a_row": 1.0, "longest": 1.0, "ago": 2.0}
+    assert tally.read() == {**sums, **rows, "recent": "0101"} == StepStatistics("cpu", tally.read()).read()
     tally.restart()
     tally.add(torch.tensor(1.0), torch.tensor(math.nan), torch.tensor(1.0))
-    assert tally.read() == {**dict.fromkeys(sums, 0.0), "bad": 1.0, "recent": "011"}
+    rows = {"in_a_row": 2.0, "longest": 2.0, "ago": 0.0}
+    assert tally.read() == {**dict.fromkeys(sums, 0.0), "bad": 1.0, **rows, "recent": "01011"}
+    for skip in (0.0, 0.0, 1.0):
+        tally.add(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(skip))
+    assert [tally.read()[name] for name in ("in_a_row", "longest", "ago")] == [1.0, 2.0, 3.0]
 
 
 def test_learning_rates():

@@ -1,4 +1,4 @@
-"""Going on with a run: which settings it has, and the warnings about those that differ.
+"""Going on with a run: whose settings it has, and what is said of those that differ.
 
 The reference is the run's own record, its run.json, and what was typed, by hand."""
 
@@ -7,16 +7,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, launch, launch_door, launch_processes, records
+from conftest import ROOT, TINY, launch, launch_door, launch_processes, records
+from omegaconf import OmegaConf
 
 import train
 from tread.training import settings
-from tread.training.resume import settle, take_typed
-from tread.training.run_folder import RunLog
+from tread.training.resume import keys_of, settle, take_typed
+from tread.training.run_folder import RunLog, migrate
 
 RUN = Path("results/digits-tread")
 CONFIGS = ROOT / "configs"
@@ -48,19 +48,22 @@ def warnings(text):
     return [line for line in text.splitlines() if line.startswith("warning: ")]
 
 
-def recorded(folder):
+def own(folder):
     return RunLog(folder / RUN).starts()[-1]["config"]
+
+
+# ------------------------------------------------------------------------------------ by the folder
 
 
 def test_a_folder_alone_goes_on_by_the_runs_own_settings(begun):
     """Then for longer; then moved, with no more of the old place than its name."""
-    before = recorded(begun)
+    before = own(begun)
     text = resume(begun, f"run={RUN}/")
     assert f"{RUN} goes on at step 3\n" in text and "is finished" in text and warnings(text) == []
-    assert recorded(begun) == before and {path.name for path in begun.iterdir()} == {"data", "results"}
+    assert own(begun) == before and {path.name for path in begun.iterdir()} == {"data", "results"}
     text = resume(begun, f"run={RUN}", "train.steps=4")
     assert warnings(text) == ["warning: train.steps was 3, is 4"]
-    assert recorded(begun) == {**before, "train": {**before["train"], "steps": 4}}
+    assert own(begun) == {**before, "train": {**before["train"], "steps": 4}}
     assert [record["step"] for record in records(begun / RUN) if "loss" in record] == [1, 2, 3, 4]
     (begun / RUN).rename(begun / "moved")
     text = resume(begun, "run=moved")
@@ -69,34 +72,22 @@ def test_a_folder_alone_goes_on_by_the_runs_own_settings(begun):
     assert (again["name"], again["results"], again["train"]["steps"]) == ("moved", ".", 4)
 
 
-def test_an_older_record_goes_on(begun):
-    """Keys younger than the run have their defaults, also without run.json; and what was typed at a start that saved
-    nothing is known from run.json alone."""
-    for path in (begun / RUN / "run.json", begun / RUN / "latest" / "info.json"):
-        text = path.read_text().replace('"tracker": "none",', "").replace('"wandb": {', '"wandb": {"enabled": false,')
-        path.write_text(re.sub(r',\s*"rejoin": null', "", text))
-    before = RunLog(begun / RUN).starts()
-    (begun / RUN / "run.json").rename(begun / "run.json")
-    assert warnings(resume(begun, f"run={RUN}")) == [] and recorded(begun)["tracker"] == "none"
-    typed = {**before[0], "config": {**before[0]["config"], "init_weights": "model"}}
-    (begun / RUN / "run.json").write_text(json.dumps([*before, typed]))
-    assert warnings(resume(begun, f"run={RUN}")) == ["warning: init_weights was ema, is model"]
+def test_a_folder_without_run_json_goes_on_by_its_checkpoint(begun):
+    before = own(begun)
+    (begun / RUN / "run.json").unlink()
+    assert warnings(resume(begun, f"run={RUN}")) == [] and own(begun) == before
 
 
 @pytest.mark.parametrize(
     ("typed", "shown"),
     [
-        (("run=results/digits-tred",), "results/digits-tred holds no run"),
-        (("run=results/digits-tread/latest",), "latest holds no run"),
+        (("run=results/digits-tred",), "results/digits-tred does not exist; near it: run=results/digits-tread"),
+        (("run=results",), "results holds no run; near it: run=results/digits-tread"),
+        (("run=results/digits-tread/latest",), "latest holds no run; near it: run=results/digits-tread"),
+        (("run=data/digits",), "data/digits holds no run; near it: no run either"),
         (("run=results/digits-tread", "name=x"), "so name=… and results=… can't be set beside it"),
         (("run=results/digits-tread", "resume=false"), "holds a run already"),
-        (("name=digits-tread", "model=dit"), "holds a run without model=dit; name=<another name> starts one"),
-        (("run=results/digits-tread", "experiment=tiny"), "holds a run without experiment=tiny"),
-        (
-            ("run=results/digits-tread", "model.routes.0.selection_ratio=0.3", "train.label_drop=0.2", "optim.lr=1"),
-            "holds a run with other settings; name=<another name> starts a run of its own\n"
-            "  model.routes.0.selection_ratio: 0.5 there, 0.3 here\n  train.label_drop: 0.1 there, 0.2 here",
-        ),
+        (("run=results/digits-tread", "seed=1"), "  seed: 0 there, 1 here"),
     ],
 )
 def test_what_is_refused_says_what_is_there_and_touches_nothing(begun, typed, shown):
@@ -112,48 +103,121 @@ def test_two_processes_go_on_by_the_folder(begun):
     assert "8 = 2 processes" in done and [s["processes"] for s in RunLog(begun / RUN).starts()] == [1, 2]
 
 
+# ----------------------------------------------------------------------------- what was typed, or not
+
+
+def test_what_was_not_typed_stays_and_says_how_to_take_it(begun):
+    """The run was begun with more typed than it goes on with."""
+    before = own(begun)
+    kept = [word for word in TINY if not word.startswith(("model.hidden_size", "every.log", "train.cpu_threads"))]
+    text = resume(begun, *kept, "train.steps=4", "train.cpu_threads=1")
+    assert "goes on at step 3" in text
+    assert warnings(text) == [
+        "warning: train.steps was 3, is 4",
+        "warning: model.hidden_size, optim.lr, every.log stay as the run has them, though a new run would have others; "
+        "key=value changes one",
+    ]
+    assert own(begun) == {**before, "train": {**before["train"], "steps": 4}}
+
+
 def test_a_changed_config_yaml_is_not_taken_by_an_old_run(composed, tmp_path, monkeypatch):
-    """With run=… as with the command again, which also says what else was typed before and is not now."""
+    """With run=… as with the command again; a run's own model, dataset or experiment typed again changes nothing."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(CONFIGS, tmp_path / "configs")
     config = tmp_path / "configs" / "config.yaml"
     config.write_text(config.read_text() + "\noptim:\n  betas: [0.9, 0.95]\n")
     experiment = "experiment=imagenet256_b2"
     before = composed(experiment, "train.steps=9")
-    monkeypatch.setattr(sys, "argv", ["train.py", experiment, "train.steps=9"])
     log = RunLog(tmp_path / "results" / before["name"])
     log.start(0, before)
     log.close()
+    run = tmp_path / "results" / before["name"] / "run.json"
+    run.write_text(json.dumps([{**log.starts()[0], "command": ["train.py", experiment, "train.steps=9"]}]))
+    line = "warning: optim.betas stays [0.9,0.999], as the run has it, although config.yaml says [0.9,0.95]; "
+    line += "'optim.betas=[0.9,0.95]' takes that"
 
     def today(*typed):
         tree = composed(*typed)
         tree["optim"]["betas"] = [0.9, 0.95]
         return settle(tree, typed, tmp_path / "configs")
 
-    betas, how = "optim.betas=[0.9,0.999] (now [0.9,0.95])", "typing key=value changes one"
-    assert today(f"run=results/{before['name']}") == (before, [f"warning: the run keeps {betas}; {how}"])
-    settled, (warning,) = today(experiment)
-    assert settled == before and betas in warning and "train.steps=9 (now 400000)" in warning and how in warning
-    settled, told = today(experiment, "optim.betas=[0.9,0.95]", "train.steps=9")
-    assert (settled["optim"]["betas"], told) == ([0.9, 0.95], [])
+    assert today(f"run=results/{before['name']}") == (before, [line])
+    rest = "warning: train.steps stay as the run has them, though a new run would have others; key=value changes one"
+    assert today(experiment) == (before, [line, rest])
+    found, said = today(experiment, "optim.betas=[0.9,0.95]", "train.steps=9")
+    assert (found["optim"]["betas"], said) == ([0.9, 0.95], [])
+    # one that is not the run's own is typed: what its file sets, and the files that it chooses
+    found, _ = today("experiment=imagenet256_xl2_finetune", f"name={before['name']}")
+    assert (found["model"]["depth"], found["model"]["name"], found["optim"]["lr"]) == (28, "dit", 1e-5)
+    assert found["optim"]["betas"] == [0.9, 0.999] and found["model"]["routes"] == []
+
+
+def test_settings_that_a_kill_kept_from_a_checkpoint_are_kept_with_a_word(begun):
+    """Typed at the last start, whose process died before it saved: run.json knows, the checkpoint does not."""
+    path = begun / RUN / "run.json"
+    starts = json.loads(path.read_text())
+    path.write_text(json.dumps([*starts, {**starts[0], "config": {**own(begun), "init_weights": "model"}}]))
+    assert warnings(resume(begun, f"run={RUN}")) == ["warning: init_weights was ema, is model"]
+
+
+def test_keys_that_are_younger_than_the_run_have_todays_default(begun):
+    for path in (begun / RUN / "run.json", begun / RUN / "latest" / "info.json"):
+        text = path.read_text()
+        path.write_text(text.replace('"tracker": "none",', "").replace('"wandb": {', '"wandb": {"enabled": false,'))
+        assert path.read_text() != text and '"rejoin": null' in text
+        path.write_text(re.sub(r',\s*"rejoin": null', "", path.read_text()))
+    assert warnings(resume(begun, f"run={RUN}")) == [] and own(begun)["tracker"] == "none"
 
 
 def test_typed_values_are_taken_one_by_one():
-    """At keys that the run lacks today's are; a ratio schedule is never a mixture."""
-    routes = [{"s": 0, "r": 0.5}]
-    before = {"a": {"x": 1, "y": 2}, "routes": routes, "other": [1], "train": {"ratio_schedule": {"s": 1}}}
+    before = {
+        "a": {"x": 1, "y": 2},
+        "routes": [{"s": 0, "r": 0.5}],
+        "other": [1],
+        "train": {"ratio_schedule": {"s": 1}},
+    }
     now = {"a": {"x": 3, "y": 4, "z": 5}, "routes": [{"s": 7, "r": 0.3}], "other": [2], "new": 6}
     now["train"] = {"ratio_schedule": {"s": 2, "t": 3}}
-    taken = {**before, "a": {"x": 1, "y": 4, "z": 5}, "routes": [{"s": 0, "r": 0.3}], "new": 6}
-    assert take_typed(before, now, {"a.y", "routes.0.r"}) == taken
+    assert take_typed(before, now, {"a.y", "routes.0.r"}) == {
+        "a": {"x": 1, "y": 4, "z": 5},
+        "routes": [{"s": 0, "r": 0.3}],
+        "other": [1],
+        "new": 6,
+        "train": {"ratio_schedule": {"s": 1}},
+    }
     assert take_typed(before, now, {"routes", "train.ratio_schedule"})["routes"] == now["routes"]
     assert take_typed({"routes": []}, now, {"routes.0.r"})["routes"] == now["routes"]  # no such route: to be refused
+
+
+def test_the_keys_of_a_file_are_what_it_sets():
+    raw = OmegaConf.to_container(OmegaConf.load(CONFIGS / "experiment" / "imagenet256_xl2_finetune.yaml"))
+    found = keys_of(CONFIGS, "experiment/imagenet256_xl2_finetune")
+    assert {"name", "init_from", "model.depth", "optim.lr"} <= found and raw["optim"].keys() == {"lr"}
+    assert {"model.routes", "dataset.path"} <= found and "train.precision" not in found
+    assert (
+        keys_of(CONFIGS, "config") == {"hydra.run", "hydra.output_subdir"} and keys_of(CONFIGS, "model/null") == set()
+    )
+
+
+def test_refusals_name_each_key(begun):
+    """Inside lists too, and nothing that is alike."""
+    with pytest.raises(SystemExit) as error:
+        resume(begun, f"run={RUN}", "model.routes.0.selection_ratio=0.3", "train.label_drop=0.2", "optim.lr=1")
+    lines = str(error.value).splitlines()
+    assert "holds a run with other settings; name=<another name> starts a run of its own" in lines[0]
+    expected = {"  train.label_drop: 0.1 there, 0.2 here", "  model.routes.0.selection_ratio: 0.5 there, 0.3 here"}
+    assert set(lines[1:]) == expected
+    with pytest.raises(SystemExit) as error:
+        resume(begun, "model=dit", "name=digits-tread")
+    assert "  model.name: tread there, dit here\n" in str(error.value)
+    (line,) = [line for line in str(error.value).splitlines() if "model.routes" in line]
+    assert line.startswith("  model.routes.0: {") and line.endswith("} there, nothing here")
 
 
 def test_a_run_keeps_the_options_of_its_architecture(begun, composed, monkeypatch):
     """Whatever the model of config.yaml has; the reference is the run's own record."""
     monkeypatch.chdir(begun)
-    model = recorded(begun)["model"]
+    model = own(begun)["model"]
     assert model["architecture"] == "dit" and not {"norm", "state", "decoder_depth"} & model.keys()
     today = composed(f"run={RUN}", "model=tread_lightning", "model.qk_norm=true")
     config, _ = settle(today, [f"run={RUN}"], CONFIGS)
@@ -163,26 +227,7 @@ def test_a_run_keeps_the_options_of_its_architecture(begun, composed, monkeypatc
         settings.read(config)
 
 
-def lines(text: str, *beginnings: str) -> list[str]:
-    return [re.sub(" +", " ", line.strip()) for line in text.splitlines() if line.strip().startswith(beginnings)]
-
-
-def test_where_the_first_weights_come_from(tmp_path):
-    """What a start says of them, against what is on the disk."""
-
-    def weights(*overrides):
-        return lines(launch(tmp_path, "every.save=2", *overrides), "weights ", "warning: ")
-
-    run = tmp_path / "results" / "digits-tread"
-    assert weights("train.steps=2", "seed=3") == ["weights new, drawn by seed 3"]
-    resumed = weights("train.steps=4", "seed=3")
-    assert resumed[0] == "warning: train.steps was 2, is 4"
-    assert resumed[1:] == [f"weights raw and averaged, with the optimizer, of {run}/step_0000002, step 2"]
-    start = ("train.steps=1", "name=second", "init_from=results/digits-tread", "init_weights=model", "objective=rf")
-    said = weights(*start)
-    assert said[0] == f"weights raw (model) of {run}/step_0000004/model.safetensors, step 4"
-    assert said[1:] == ["warning: objective was edm where these weights were trained, but is rf now"]
-    kept = RunLog(tmp_path / "results" / "second").starts()[-1]
-    assert [f"weights {kept['weights']}", *(f"warning: {this}" for this in kept["warnings"])] == said
-    again = weights(*start, "train.steps=2")
-    assert len(again) == 2 and again[1].endswith("second/step_0000001, step 1; init_from was read when the run began")
+def test_an_old_wandb_section_says_which_tracker():
+    config = migrate({"wandb": {"enabled": True, "project": "p"}})
+    assert (config["tracker"], config["wandb"]) == ("wandb", {"project": "p"})
+    assert migrate({"wandb": {"enabled": False}})["tracker"] == "none"

@@ -151,7 +151,8 @@ def test_the_sampler_follows_from_the_checkpoint(trained):
 def test_a_shift_is_the_runs_unless_another_is_asked_for(trained):
     """In sample.py and fid.py. The reference is a drawing by RF(shift=…), and each score has its own place."""
     folder, run = trained[0], trained[0] / "results/shifted"
-    launch(folder, "rf.shift=0.3", "rf.direction=1.0", "train.steps=1", "name=shifted", "dataset.heldout=null")
+    text = launch(folder, "rf.shift=0.3", "rf.direction=1.0", "train.steps=1", "name=shifted", "dataset.heldout=null")
+    assert "one channel, of whose direction only the sign is left" in text
     drawn = ("seeds=0-1", "classes=[3]", "steps=2", "overwrite=true", "out=a.png")
     for words, shift, shown in (((), 0.3, " and shift 0.3"), (("shift=1",), 1.0, "")):
         text = launch_door(sample.main, "sample", folder, f"checkpoint={run}", *drawn, *words)

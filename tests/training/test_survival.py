@@ -24,7 +24,7 @@ from tread.checkpoints import checkpoint
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.models import backbone
-from tread.training import periodic, step
+from tread.training import failures, periodic, step
 from tread.training.run_folder import RunLog
 
 RUN = Path("results/digits-tread")
@@ -181,21 +181,23 @@ def test_bad_steps_are_skipped_and_counted(tmp_path, monkeypatch):
     assert same(together, alone)
 
 
-@pytest.mark.parametrize(("bad", "log", "shown"), [(range(9, 100), 1, (10, 15)), (range(4, 10), 12, (5, 10))])
-def test_too_many_bad_steps_in_a_row_end_the_run_and_keep_the_checkpoint(tmp_path, monkeypatch, bad, log, shown):
+@pytest.mark.parametrize(
+    ("bad", "every", "shown", "kept"), [(range(9, 100), (1, 3), (10, 15), 9), (range(4, 10), (12, 12), (5, 10), None)]
+)
+def test_too_many_bad_steps_in_a_row_end_the_run_and_keep_the_checkpoint(
+    tmp_path, monkeypatch, bad, every, shown, kept
+):
     """Also a row that has ended before the log."""
     spoil(monkeypatch, set(bad))
-    options = ("train.steps=24", "every.save=3", "train.max_bad_steps=5", f"every.log={log}", "every.sample=100")
+    options = ("train.steps=24", "train.max_bad_steps=5", "every.evaluate=100", "every.sample=100")
     with pytest.raises(SystemExit) as error:
-        launch(tmp_path, *options, "every.evaluate=100")
-    actual = re.search(
-        r"in 6 of the last 10 steps, (\d+) to (\d+) .* σ lay between (\S+) and (\S+)\. Try", str(error.value)
-    )
+        launch(tmp_path, *options, f"every.log={every[0]}", f"every.save={every[1]}")
+    actual = re.search(r"in 6 steps in a row, (\d+) to (\d+) .* σ lay between (\S+) and (\S+)\. Try", str(error.value))
     assert actual and (int(actual[1]), int(actual[2])) == shown and 0 < float(actual[3]) < float(actual[4])
     assert status(tmp_path)["state"] == "failed" and "optim.lr" in status(tmp_path)["reason"]
-    kept = shown[0] - 1 - (shown[0] - 1) % 3
-    assert f"that of step {kept}" in str(error.value)
-    assert checkpoint.find_whole(tmp_path / RUN)[0].step == kept  # what was skipped is not saved
+    assert (f"that of step {kept}" if kept else "nothing was saved yet") in str(error.value)
+    saved, _ = checkpoint.find_whole(tmp_path / RUN)
+    assert (saved and saved.step) == kept  # what was skipped is not saved
 
 
 def test_skipped_steps_change_no_average_and_remove_no_checkpoint(tmp_path, monkeypatch):
@@ -268,14 +270,21 @@ def test_a_number_of_processes_that_was_not_asked_for_is_an_error(tmp_path):
     assert not (tmp_path / "results").exists()
 
 
-def test_out_of_memory_says_what_needs_less(tmp_path, monkeypatch):
-    def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+def test_out_of_memory_names_the_micro_batch_that_fits(tmp_path, monkeypatch):
+    """A device that takes at most 3 images: of 8, 4, 2, 1 it takes 2."""
+    loss = step.loss
 
-    monkeypatch.setattr(step, "loss", full)
-    with pytest.raises(SystemExit, match="(?s)micro-batches of 8 images: .*CUDA out.*train.micro_batch_size=4 gives"):
+    def limited(cfg, network, latents, batch, draws, null, aligner):
+        if len(batch.stored) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+        return loss(cfg, network, latents, batch, draws, null, aligner)
+
+    for module in (step, failures):
+        monkeypatch.setattr(module, "loss", limited)
+    with pytest.raises(SystemExit, match="(?s)micro-batches of 8 images: CUDA out.*train.micro_batch_size=2 would fit"):
         launch(tmp_path)
     assert status(tmp_path)["state"] == "failed"
+    launch(tmp_path, "train.micro_batch_size=2")
 
 
 def test_a_compiler_that_fails_in_a_step_is_left_out_from_there(whole, tmp_path, monkeypatch):

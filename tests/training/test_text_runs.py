@@ -21,7 +21,7 @@ from tread.checkpoints.weights import load_weights
 from tread.data.captions import add_captions
 from tread.data.columns import TextSpec
 from tread.data.dataset import LatentDataset
-from tread.data.text_writer import TextWriter
+from tread.data.section_writer import TextWriter
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Sampler, draw
 from tread.evaluation.sample_files import facts_of
@@ -59,8 +59,8 @@ def write_text(folder, *specs: TextSpec) -> None:
     for spec in specs:
         writer = TextWriter(folder, spec, [1] * len(labels))
         writer.begin()
-        writer.write(0, encoded(spec, labels))
-        writer.write_null(encoded(spec, np.array([-1])))
+        writer.write(0, [encoded(spec, labels)])
+        writer.write(1, [encoded(spec, np.array([-1]))])
         writer.publish()
 
 

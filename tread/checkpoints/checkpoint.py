@@ -11,8 +11,10 @@ results/<run>/latest       link to the newest one
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,7 +31,14 @@ VERSION = 1
 
 
 class Damaged(ValueError):
-    """A checkpoint that is not what was written."""
+    """A checkpoint that is not what was written, by problem and folder; the text names the checkpoint before it."""
+
+    def __str__(self) -> str:
+        problem, folder = self.args
+        earlier = _before(folder)
+        if earlier is None:
+            return f"{problem}; there is no whole checkpoint before it: it must be copied or made again"
+        return f"{problem}; the checkpoint before it is {earlier}"
 
 
 def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info: Mapping) -> Path:
@@ -86,7 +95,9 @@ class Checkpoint:
         """The hash that info.json states for a part. Raises ValueError if it does not hold the part."""
         file = f"{name}.safetensors"
         if file not in self.info["files"]:
-            raise ValueError(f"{self.folder} holds no {name} part, only {', '.join(self.info['files'])}")
+            other = {"ema": "model", "model": "ema"}.get(name)
+            raw = f"; weights={other} (of train.py: init_weights={other}) takes those" if other else ""
+            raise ValueError(f"{self.folder} holds no {name} part, only {', '.join(self.info['files'])}{raw}")
         return self.info["files"][file]["sha256"]
 
     def check(self, name: str) -> None:
@@ -94,17 +105,18 @@ class Checkpoint:
         self.sha256(name)
         path = self.folder / f"{name}.safetensors"
         if not path.is_file():
-            raise Damaged(f"{path} is missing, though info.json names it")
+            raise Damaged(f"{path} is missing, though info.json names it", self.folder)
         size, stated = path.stat().st_size, self.info["files"][path.name]["bytes"]
         if size != stated:
-            raise Damaged(f"{path} is damaged: {size} bytes, where {stated} were written")
+            cut = ", so it is cut short" if size < stated else ""
+            raise Damaged(f"{path} is damaged: {size} bytes, where {stated} were written{cut}", self.folder)
 
     def verify(self, name: str) -> None:
         """As `check`, and raise ValueError unless the file has the hash that info.json states."""
         self.check(name)
         path = self.folder / f"{name}.safetensors"
         if sha256(path) != self.sha256(name):
-            raise Damaged(f"{path} is damaged: its content is not what was written, by info.json's hash")
+            raise Damaged(f"{path} is damaged: its content is not what was written, by info.json's hash", self.folder)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of a part on the CPU. Raises ValueError if it is damaged."""
@@ -117,25 +129,38 @@ def find(path: Path) -> Checkpoint:
 
     Raises FileNotFoundError if there is none, ValueError if it is damaged or not ours.
     """
+    if path.name == "latest" and not path.is_dir():
+        there = path.is_symlink() or path.exists()
+        why = f"a link to {os.readlink(path)}, which is gone" if path.is_symlink() else "no link to a checkpoint"
+        other = newest(path.parent)
+        use = f"; the newest checkpoint there is {other}" if other else ""
+        raise FileNotFoundError(f"no checkpoint at {path}: it is {why if there else 'not there'}{use}")
     if path.is_file():
-        raise ValueError(f"{path} is a file, but a checkpoint is a folder: scripts/import_checkpoint.py makes one")
-    folder = next((place for place in (path, path / "latest") if (place / "info.json").is_file()), None)
-    if folder is None and (path / "latest").is_dir():  # an older checkpoint would not be what was asked for
-        raise Damaged(f"{path / 'latest' / 'info.json'} is missing")
+        raise ValueError(
+            f"{path} is a file, but a checkpoint is a folder with info.json. A state dict can start a training run "
+            "(init_from=…), and scripts/import_checkpoint.py makes a checkpoint of one. It can be sampled if it was "
+            "trained by EDM or rectified flow; public DiT weights were not: they predict noise on timesteps 0..999"
+        )
+    named = path / "latest" if (path / "latest").is_dir() else path
+    folder = next((place for place in (path, named) if (place / "info.json").is_file()), None)
+    if folder is None and (named != path or _looks_like_one(path)):
+        lost = named.resolve()
+        raise Damaged(f"{lost / 'info.json'} is missing, without which nobody knows what {lost} is", lost)
     if folder is None and (folder := newest(path)) is None:
-        raise FileNotFoundError(f"no checkpoint at {path}: neither it nor a folder step_… in it has an info.json")
+        why = "neither it nor a folder step_… in it has an info.json" if path.exists() else "it is not there"
+        raise FileNotFoundError(f"no checkpoint at {path}: {why}")
     info, file = _parsed(folder), folder / "info.json"
     stated = (info.get("format"), info.get("version")) if isinstance(info, dict) else (None, None)
     if None not in stated and stated != ("checkpoint", VERSION):
         kind = f"{stated[0]!r} version {stated[1]}"
         raise ValueError(f"{folder} is a {kind}, but this code reads 'checkpoint' version {VERSION}")
     if None in stated or not _is_complete(info):
-        raise Damaged(f"{file} is damaged: it lacks format, version, step, config, or size and sha256 of a file")
+        raise Damaged(f"{file} is damaged: it lacks format, version, step, config, or a file's size and sha256", folder)
     try:
         for name in info["files"]:
             plain_name(name, file)
     except ValueError as error:
-        raise Damaged(f"{file} is damaged: {error}") from error
+        raise Damaged(f"{file} is damaged: {error}", folder) from error
     return Checkpoint(folder.resolve(), info)
 
 
@@ -156,7 +181,7 @@ def _parsed(folder: Path) -> object:
     try:
         return json.loads((folder / "info.json").read_text())
     except ValueError as error:
-        raise Damaged(f"{folder / 'info.json'} is damaged ({error})") from error
+        raise Damaged(f"{folder / 'info.json'} is damaged ({error})", folder) from error
 
 
 def _is_complete(info: dict) -> bool:
@@ -165,6 +190,24 @@ def _is_complete(info: dict) -> bool:
     if type(info.get("step")) is not int or not all(isinstance(section, dict) for section in sections):
         return False
     return all(isinstance(file, dict) and {"bytes", "sha256"} <= file.keys() for file in info["files"].values())
+
+
+def _looks_like_one(folder: Path) -> bool:
+    """Whether a folder without info.json was a checkpoint, by its name or its files."""
+    return folder.is_dir() and (folder.name.startswith("step_") or any(folder.glob("*.safetensors")))
+
+
+def _before(folder: Path) -> Path | None:
+    """The newest checkpoint of a lower step beside a folder whose files have the sizes that were written."""
+    number = folder.resolve().name.removeprefix("step_")
+    for other in reversed(_folders(folder.resolve().parent)):
+        if not number.isdecimal() or _step(other) < int(number):
+            with contextlib.suppress(ValueError, OSError, LookupError, TypeError, AttributeError):
+                checkpoint = find(other)
+                for name in checkpoint.info["files"]:
+                    checkpoint.check(name.removesuffix(".safetensors"))
+                return other
+    return None
 
 
 def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -178,17 +221,19 @@ def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
         try:
             checkpoint = find(folder)
             if checkpoint.step != _step(folder):
-                raise Damaged(f"{folder / 'info.json'} is damaged: it states step {checkpoint.step}")
+                raise Damaged(f"{folder / 'info.json'} is damaged: it states step {checkpoint.step}", folder)
             parts = [file.removesuffix(".safetensors") for file in checkpoint.info["files"]]
             if missing := {"latents", "samples", "model", "ema", "optimizer"} - {*checkpoint.info, *parts}:
-                raise Damaged(f"{folder} lacks {', '.join(sorted(missing))}, so no training can go on from it")
+                raise Damaged(f"{folder} lacks {', '.join(sorted(missing))}, so no training can go on from it", folder)
             for name in parts:
                 checkpoint.verify(name)
             return checkpoint, problems
+        except Damaged as error:
+            problems.append(error.args[0])
         except PermissionError:
             raise
-        except (Damaged, OSError) as error:
-            problems.append(f"{folder}: {error}")
+        except (OSError, LookupError, AttributeError, TypeError) as error:  # a disk's error; info.json of another shape
+            problems.append(f"{folder} can't be read ({type(error).__name__}: {error})")
     if problems:
         raise ValueError(f"no checkpoint of {run} is whole; name=… starts anew\n  " + "\n  ".join(problems))
     return None, []

@@ -87,7 +87,9 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
         label_drop, path_drop = config["train"]["label_drop"], config["train"].get("path_drop", 0.0)
         LatentSpec.from_json(source.info["latents"])
     except (LookupError, TypeError) as error:
-        raise checkpoint.Damaged(f"{source.folder / 'info.json'} is damaged: {error} is missing") from error
+        raise checkpoint.Damaged(
+            f"{source.folder / 'info.json'} is damaged: {error} is missing", source.folder
+        ) from error
     cfg = read_network(config)
     cfg = replace(cfg, model=cfg.model.anywhere)
     if shift is not None and cfg.objective != "rf":

@@ -1,9 +1,9 @@
-"""Captions of a dataset's samples, as text: captions.jsonl beside its shards, which index.json names.
+"""Captions of a dataset's samples as text, in captions.jsonl beside its shards.
 
     ["woman firefighter, medium skin tone", "a firefighter"]        line i: the captions of sample i, at least one
     ["red apple"]
 
-What encoders made of them lies beside it too, see columns.py.
+columns.py reads their encodings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = 
 
     folder    that holds index.json, of a finished dataset or of one that its writer has just assembled (writer.data).
     captions  of each sample, at least one, none of them blank.
-    again     put them in the place of others; what encoders made of those stays, and is refused when it is opened.
+    again     replace other captions; the encoded text of those stays, and is refused when it is opened.
 
     Raises ValueError that names the sample if some are missing, too many or blank, or where there are others; nothing
     that was there has changed then.
@@ -81,8 +81,9 @@ def read_captions(folder: Path, index: dict) -> list[list[str]]:
 
 
 def parse_captions(file: Path) -> Iterable[list[str]]:
-    """Captions of sample after sample in a .jsonl file, where a line may also be one string, or in a .txt file of a
-    caption a line. Raises FileNotFoundError, or ValueError that names the line."""
+    """The captions of each sample, line by line: a .jsonl file's lists or strings, or a .txt file's single captions.
+
+    Raises FileNotFoundError, or ValueError that names the line."""
     if file.suffix not in (".jsonl", ".txt"):
         raise ValueError(
             f"{file} must be a .jsonl file, a line of JSON for each sample, or a .txt file, a caption a line"

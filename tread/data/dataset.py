@@ -26,7 +26,7 @@ from tread.data.captions import captions_of
 from tread.data.columns import FeatureSpec, TextSpec, open_features, open_pictures, open_text
 from tread.data.index import damaged, read_index
 from tread.data.latents import LatentSpec, holds_pixels, stored_pictures
-from tread.data.shards import Placement, Shards, open_shards
+from tread.data.shards import Placement, ShardRows, open_latents, place
 from tread.models import conditions
 from tread.models.conditions import Condition, Text
 from tread.runtime.randomness import generator
@@ -36,8 +36,8 @@ from tread.runtime.schema import check
 class Batch(NamedTuple):
     """Samples as stored (B, stored channels, S, S), labels (B,) int64, indices into the dataset (B,).
 
-    And of the same views, where the dataset was opened with them, features (B, T, z) float16 and pictures
-    (B, 3, H, W) uint8; and of one caption of each sample its text.
+    Where the dataset was opened with them: the same views' features (B, T, z) float16 and pictures (B, 3, H, W) uint8,
+    and the text of one caption of each sample.
     """
 
     stored: Tensor
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
 
     @property
     def condition(self) -> Condition:
-        """What a network gets of them: the text where the dataset was opened with it, else the labels."""
+        """The network's condition: the text where the dataset was opened with it, else the labels."""
         return self.labels if self.text is None else self.text
 
     def rows(self, rows: slice) -> Batch:
@@ -70,14 +70,13 @@ def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
 class LatentDataset:
     """A dataset opened for reading: checked, addressed by (seed, step), held where `placement` says.
 
-    verify     "open" checks headers and sizes of all files and the hashes of the labels; "full" hashes
-               the latents as well.
-    placement  "mmap": memory-mapped, the operating system keeps in memory what it can; "ram": read
-               into this process's memory at once; "device": read into the memory of `device`.
-    features   the encoder whose features are to be read too; `feature_spec` says more of them.
-    pictures   read the pictures too: those that were kept, or the latents themselves where they are pixels.
+    verify     "open" checks headers and sizes of all files, and the labels' hashes; "full" also hashes the latents.
+    placement  "mmap": memory-mapped, so that the operating system keeps in memory what it can; "ram": read into this
+               process's memory at once; "device": read into the memory of `device`.
+    features   the encoder whose features are read too; `feature_spec` describes them.
+    pictures   read the pictures too: those that were kept, or the latents themselves if they are pixels;
                `picture_size` is their side.
-    text       the encoder whose text of the captions is to be read too; `text_spec` says more of it.
+    text       the encoder whose text of the captions is read too; `text_spec` describes it.
 
     Features and pictures are memory-mapped, whatever the placement; text lies where the latents do.
 
@@ -116,24 +115,21 @@ class LatentDataset:
         except (ValueError, KeyError, TypeError) as error:
             raise damaged(path, error) from error
         try:
-            shards, self.labels = open_shards(self.folder, index, self.latents, self.verify == "full")
-            self._open_columns(index)
+            self._open(index, full=self.verify == "full")
         except (KeyError, TypeError) as error:
             raise damaged(path, error) from error
-        more = 0 if self._text is None else self._text.nbytes
-        self._shards = Shards(shards, self.latents.views, self.placement, self.device, self.folder, more)
-        if self._text is not None and self.placement != "mmap":
-            self._text.place(self._shards.device)
+        placed = [self._latents, *(self._text.rows if self._text else ())]
+        place(placed, self.placement, self.device, self.folder)
 
-    def _open_columns(self, index: dict) -> None:
-        full, self._features, self._pictures, self._text = self.verify == "full", None, None, None
+    def _open(self, index: dict, full: bool) -> None:
+        shards, self.labels = open_latents(self.folder, index, self.latents, full)
+        self._latents, self._features, self._pictures, self._text = ShardRows(shards), None, None, None
         if self.text is not None:
             self._text = open_text(self.folder, index, self.text, full)
             self.text_spec = self._text.spec
         if self.features is not None:
-            self.feature_spec, self._features = open_features(
-                self.folder, index, self.features, self.latents.views, full
-            )
+            opened = open_features(self.folder, index, self.features, self.latents.views, full)
+            self.feature_spec, self._features = opened
         if self.pictures and "pictures" in index:
             self._pictures, self.picture_size = open_pictures(self.folder, index, full), index["pictures"][1]
         elif self.pictures and holds_pixels(self.latents):
@@ -154,7 +150,7 @@ class LatentDataset:
 
     def locate(self, index: int) -> tuple[Path, int]:
         """The shard's file that holds a sample, and its number in there."""
-        return self._shards.locate(index)
+        return self._latents.locate(index)
 
     def normalize(self, std: float) -> None:
         """Let the network see each channel with mean 0 and this standard deviation (`LatentSpec.channel_scale`).
@@ -200,18 +196,13 @@ class LatentDataset:
         return indices, views, captions
 
     def expect(self, seed: int, step: int, batch_size: int, rows: slice = slice(None)) -> None:
-        """Have the operating system read what `batch` will need, all at once; memory-mapped data only.
-
-        A gather alone would meet the disk's latency page after page.
-        """
+        """Have the operating system read what `batch` will need, all at once; memory-mapped data only."""
         indices, views, captions = self._chosen(seed, step, batch_size, rows)
-        views = np.broadcast_to(views, indices.shape)
+        for part in (self._latents, self._features, self._pictures):
+            if part is not None:
+                part.expect(indices, views)
         if captions is not None:
             self._text.expect(captions)
-        for columns in (self._features, self._pictures):
-            if columns is not None:
-                columns.expect(indices, views)
-        self._shards.expect(indices, views)
 
     def read(
         self, indices: np.ndarray, views: np.ndarray | int = 0, pin: bool = False, captions: np.ndarray | None = None
@@ -228,8 +219,7 @@ class LatentDataset:
             raise IndexError(f"indices {indices.min()}..{indices.max()}, but {self.folder} holds {len(self)} samples")
         if views.size and views.max() >= self.latents.views:
             raise IndexError(f"view {views.max()}, but {self.folder} holds {self.latents.views} views")
-        stored = self._shards.read(indices, views, pin).view(-1, *self.latents.stored_shape[1:])
-        views = np.broadcast_to(views, indices.shape)
+        stored = self._latents.read(indices, views, pin)
         features = self._features and self._features.read(indices, views, pin)
         pictures = self._pictures and self._pictures.read(indices, views, pin)
         if self.pictures and pictures is None:
@@ -245,7 +235,7 @@ class LatentDataset:
 
     def null_text(self) -> Text:
         """The text of the empty caption, one row."""
-        return self._text.null()
+        return self._text.null
 
     def captions_of(self, sample: int) -> list[str]:
         """A sample's captions, with or without text of them. Raises FileNotFoundError or ValueError without any."""

@@ -1,4 +1,4 @@
-"""index.json of a dataset: what was prepared, and what lies beside it."""
+"""A dataset's index.json."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_index(folder: Path) -> dict:
 
 
 def prepared_heldout(folder: Path) -> Path | None:
-    """Where the held-out data lies that was prepared with a dataset; None if there is none.
+    """The folder of the held-out data that was prepared with a dataset; None if there is none.
 
     Raises FileNotFoundError if index.json names it and it is not there, or as read_index.
     """
@@ -48,7 +48,7 @@ def prepared_heldout(folder: Path) -> Path | None:
 
 
 def damaged(path: Path, error: Exception) -> ValueError:
-    """What to raise for an index.json that can't be read."""
+    """The error for an index.json that cannot be read."""
     return ValueError(f"{path} is damaged or of another kind: {type(error).__name__}: {error}")
 
 
@@ -59,6 +59,6 @@ def check_labels(labels: np.ndarray, num_classes: int, where: object) -> None:
 
 
 def check_sha256(file: Path, expected: str, then: str = "") -> None:
-    """Raise ValueError unless a file's hash is the one that index.json has of it; `then` says what to do."""
+    """Raise ValueError unless a file has the hash that index.json states; `then` says what to do."""
     if (actual := sha256(file)) != expected:
         raise ValueError(f"{file} was changed: its sha256 is {actual}, but index.json says {expected}{then}")

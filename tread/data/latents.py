@@ -1,4 +1,4 @@
-"""What stored numbers mean: the latents of a dataset, and the way to what the network sees and back.
+"""The meaning of stored numbers, and how they become the latents that the network sees, and back.
 
     pixels --encode--> stored (latents or moments) --to_network--> network latents      (autoencoder.py encodes)
     network latents --from_network--> the autoencoder's z --decode--> pixels
@@ -26,7 +26,7 @@ Alpha = Literal["white", "drop"]
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """What the numbers of a dataset mean: the part of index.json that is not a count or a file.
+    """The meaning of a dataset's numbers: the part of index.json that is neither a count nor a file.
 
     shape          (C, S, S) of the latents (of one view; moments hold twice the channels).
     classes        class names; a label is an index into them.
@@ -73,7 +73,7 @@ class LatentSpec:
 
     @property
     def to_network_scale(self) -> dict:
-        """What must agree for two networks to see the same latents, by name."""
+        """The fields that agree if two networks see the same latents, by name."""
         names = ("shape", "classes", "scale", "shift", "channel_shift", "channel_scale")
         return {name: getattr(self, name) for name in names}
 
@@ -116,9 +116,9 @@ def to_network(stored: Tensor, latents: LatentSpec, posterior: Tensor | None = N
 
 
 def mean_and_std(stored: Tensor, latents: LatentSpec) -> tuple[Tensor, Tensor | None]:
-    """Network latents' mean and standard deviation, (…, C, S, S) fp32 each; None where latents are plain.
+    """Mean and standard deviation of the network latents, (…, C, S, S) fp32 each; plain latents have None.
 
-    The one place where stored numbers meet scale and shift.
+    Only here are scale and shift applied to stored numbers.
     """
     scale, shift = (1.0, 0.0) if latents.scale_applied else (latents.scale, latents.shift)
     if latents.content == "latents":

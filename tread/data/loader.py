@@ -1,8 +1,7 @@
 """Batches that lie on the device before they are asked for.
 
-Threads read the coming steps' samples while the device computes; on a GPU they are copied from
-page-locked memory on a stream of their own. What a step gets follows from (seed, step) alone, so
-reading ahead changes nothing but the time.
+Threads read the coming steps' samples while the device computes, and copy them to a GPU from page-locked memory on a
+separate stream. A step's samples follow from (seed, step) alone, so reading ahead only changes the time.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tread.models.conditions import Text, each
 
 
 class Loader:
-    """A process's share of each global batch, on its device.
+    """A process's rows of each global batch, on its device.
 
     data           the dataset.
     seed           of the data order.
@@ -27,7 +26,7 @@ class Loader:
     micro_batches  the rows of the global batch that this process takes: adjacent slices, see split_batch.
     device         where the samples go.
     steps          reading ahead stops before this step; None: never.
-    ahead          how many steps are read ahead; None: 4, and none on a CPU, which has no time of its own to spare.
+    ahead          how many steps are read ahead; None: 4 on a GPU, 0 on a CPU, which would have to do the reading.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class Loader:
         self.pieces = [slice(rows.start - self.rows.start, rows.stop - self.rows.start) for rows in micro_batches]
         self.device = torch.device(device)
         self.ahead = (0 if self.device.type == "cpu" else 4) if ahead is None else ahead
-        self.waited = 0.0  # seconds that `batches` has waited for samples; its user sets it back
+        self.waited = 0.0  # seconds that `batches` has waited for samples; the caller may reset it
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         # a thread of its own would begin on GPU 0, and open a context there
         start = {"initializer": torch.cuda.set_device, "initargs": (self._stream.device,)} if self._stream else {}

@@ -1,47 +1,42 @@
-"""Writing what lies beside a dataset's latents, shard by shard, so that stopped work goes on where it was.
+"""Writing what lies beside a dataset's latents: encoded text and features, each a section of its index.json.
 
-    <dataset>/.<stem>.unfinished/    in the dataset's folder
-        plan.json                    what is made, and of what; work with another plan is refused
-        <stem>-00000.npy …           a shard, see columns.py
-        00000.json …                 written last of a shard: it is whole
+    <dataset>/.<stem>.unfinished/    the work on their shards, see store.py
 
-Shards may be written in any order and by several processes. When all are there they go beside the latents, and a
-section of index.json names them: until then the dataset is as it was.
+When all shards are there they move beside the latents and index.json names them: until then the dataset is as it was.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial, reduce
 from pathlib import Path
 
+import numpy as np
+
+from tread.data.columns import FeatureSpec, TextSpec, latents_hash, open_features, open_text
 from tread.data.index import read_index
+from tread.data.shards import Stream
+from tread.data.store import ShardStore, differences, pieces_of
+from tread.models.conditions import Text, join
 from tread.runtime.distributed import Processes
-from tread.runtime.files import Lock, explain_failure, free_bytes, plain_name, size_text, sync, write_whole
+from tread.runtime.files import explain_failure, plain_name, sync, write_whole
+
+SHARD = 1 << 28  # bytes of a shard of text, about
+Encode = Callable[[Sequence[range]], Iterator]  # batches of rows → what SectionWriter.write takes of each
 
 
-def differences(there: Mapping, here: Mapping) -> str:
-    """What two plans differ in, for people: a line for each key, with both values."""
-    keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-    return "\n".join(f"  {key}: {str(there.get(key))[:80]} there, {str(here.get(key))[:80]} here" for key in keys)
+class SectionWriter(ShardStore):
+    """A section of index.json in the making.
 
-
-class SectionWriter:
-    """A section of a dataset's index.json in the making.
-
-    folder     of the dataset: one that is finished, or that its writer has just assembled (writer.data).
-    what       it is, for messages.
-    stem       how the names of its files begin.
-    place      the keys in index.json that lead to the section.
-    facts      what the section says beside its shards, anything JSON can hold; a finished one must have them.
-    plan       what decides whether unfinished work is gone on with.
-    ranges     the rows of each shard.
-    row_bytes  size of a row.
-    open       opens what a finished section names, all of it if its argument is true. Raises ValueError or OSError
-               for what is damaged.
-
-    Of several processes that write shards, one begins and publishes the work.
+    folder  the dataset: one that is finished, or that its writer has just assembled (writer.data).
+    what    the section's name in messages.
+    stem    the beginning of its files' names.
+    place   the keys in index.json that lead to the section.
+    facts   the section without its shards, as JSON: a finished section with other facts is another one.
     """
 
     def __init__(
@@ -51,17 +46,24 @@ class SectionWriter:
         stem: str,
         place: Sequence[str],
         facts: Mapping,
-        plan: Mapping,
         ranges: Sequence[range],
+        names: Mapping[str, str],
         row_bytes: int,
-        open: Callable[[bool], object],
     ) -> None:
-        self.folder, self.ranges = Path(folder), ranges
-        self.work = self.folder / f".{stem}.unfinished"
-        self.names = [f"{number:05d}" for number in range(len(ranges))]
-        self._what, self._stem, self._place, self._row_bytes, self._open = what, stem, place, row_bytes, open
-        self._facts, self._plan = (json.loads(json.dumps(told)) for told in (facts, plan))
-        self._lock: Lock | None = None
+        self.folder, self._what, self._place = Path(folder), what, place
+        super().__init__(self.folder / f".{stem}.unfinished", facts, ranges, names, row_bytes)
+
+    def open(self, full: bool) -> object:
+        """Open what a finished section names. Raises ValueError or OSError for what is damaged."""
+        raise NotImplementedError
+
+    def shards(self, entries: list[dict]) -> dict:
+        """The part of the section that names its shards."""
+        raise NotImplementedError
+
+    def write(self, number: int, parts: Iterable) -> None:
+        """Write a shard, which comes in parts."""
+        raise NotImplementedError
 
     def _around(self, index: dict) -> tuple[dict, str]:
         """The part of a parsed index.json that holds the section, and the section's key in there."""
@@ -70,125 +72,72 @@ class SectionWriter:
         return index, self._place[-1]
 
     def is_finished(self, again: bool = False) -> bool:
-        """Whether the dataset holds this already. Raises ValueError for what is damaged or other, unless again."""
+        """Whether the dataset has this section already. Raises ValueError if it is damaged or another, unless again."""
         around, key = self._around(read_index(self.folder))
         if (section := around.get(key)) is None:
             return False
-        there = {name: section.get(name) for name in self._facts}
-        if there != self._facts:
-            if not again:
-                differ = differences(there, self._facts)
-                raise ValueError(f"{self.folder} holds other {self._what}: again=true replaces what is there\n{differ}")
-            return False
+        there = {name: section.get(name) for name in self.plan}
         try:
-            self._open(again)
+            if there != self.plan:
+                differ = differences(there, self.plan)
+                raise ValueError(f"{self.folder} holds other {self._what}: again=true replaces it\n{differ}")
+            self.open(again)
         except (ValueError, OSError):
             if not again:
                 raise
             return False
-        shutil.rmtree(self.work, ignore_errors=True)  # a process may have been killed just then
+        self.remove()  # a process may have been killed just then
         return True
 
-    def begin(self, again: bool = False) -> None:
-        """Get ready to write shards, or to go on with those that are there.
-
-        again  begin anew where something else is unfinished.
-
-        Raises ValueError where something else is, FileExistsError where another process writes it.
-        """
-        with explain_failure(self.work):
-            self.work.mkdir(exist_ok=True)
-        self._lock = Lock(self.work / "lock", f"another process is making {self._what} in {self.folder}")
-        path = self.work / "plan.json"
-        before = json.loads(path.read_text()) if path.exists() else self._plan
-        if before != self._plan and not again:
-            self.release()
-            raise ValueError(
-                f"{self.work} holds unfinished work of another kind: go on with it as it was begun, or begin anew by "
-                f"again=true\n{differences(before, self._plan)}"
-            )
-        stale = [*self.work.glob(".*.partial")]
-        if before != self._plan:
-            stale = [file for file in self.work.iterdir() if file.name not in ("lock", path.name)]
-        with explain_failure(path):
-            for file in stale:
-                file.unlink()
-            write_whole(path, json.dumps(self._plan) + "\n")
-
-    def _note(self, name: str) -> Path:
-        return self.work / f"{name}.json"
-
-    def missing(self) -> list[int]:
-        """The shards that are still to be written."""
-        return [number for number in range(len(self.ranges)) if not self._note(self.names[number]).exists()]
-
-    def rows(self, numbers: Sequence[int]) -> int:
-        """Rows of some shards."""
-        return sum(len(self.ranges[number]) for number in numbers)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all shards."""
-        return self.rows(range(len(self.ranges))) * self._row_bytes
-
-    def check_space(self, missing: Sequence[int]) -> None:
-        """Raise OSError unless the disk can take the shards that are missing."""
-        if (size := self.rows(missing) * self._row_bytes) > (free := free_bytes(self.work)):
-            raise OSError(f"{size_text(size)} of {self._what} are to come, but {self.work} has {size_text(free)} free")
-
-    def note(self, name: str, entry: dict) -> None:
-        """Write down that a shard's files are whole: its entry in the section."""
-        with explain_failure(self.work):
-            sync(self.work)  # the shard's name is on the disk before it is said to be done
-            write_whole(self._note(name), json.dumps(entry) + "\n")
-
     def make(
-        self,
-        processes: Processes,
-        again: bool,
-        lines: Iterable[str],
-        unit: str,
-        write: Callable[[list[int], Callable[[int], object]], None],
+        self, processes: Processes, again: bool, lines: Iterable[str], unit: str, batch_size: int, encode: Encode
     ) -> bool:
-        """Do the work that is missing with other processes and publish it; False if all was there.
+        """Make the missing shards together with other processes and publish them; False if the section was there.
 
-        again  see `begin`.
-        lines  tell people of the work.
-        unit   what a row is called.
-        write  (numbers of shards, what is to be told of each count of rows) writes this process's share.
+        again  replace another or a damaged section, and discard unfinished work on another.
+        lines  describe the work to people.
+        unit   the name of a row.
+
+        Raises ValueError for another or a damaged section, FileExistsError if another launch is making it.
         """
         if processes.from_main(lambda: self.is_finished(again)):
             processes.say(f"{self.folder} holds the same {self._what} already")
             return False
-        processes.from_main(lambda: self.begin(again))
-        try:
-            missing = processes.from_main(self.missing)
+        with processes.lock(self.work / "lock", f"another process is making {self._what} in {self.folder}"):
+            processes.from_main(lambda: self.begin(again))
             for line in lines:
                 processes.say(line)
-            shards = f"{len(missing)} of {len(self.ranges)} shards"
-            processes.say(f"  work      {shards}, {processes.count} processes on {processes.device}")
-            processes.from_main(lambda: self.check_space(missing))
-            mine = missing[processes.rank :: processes.count]
-            with processes.bar(self._what, self.rows(mine), unit) as bar:
-                write(mine, bar.update)
-            processes.wait()
+            processes.from_main(lambda: self.check_space(self.rows(self.missing())))
+            self.share(processes, self._what, partial(self.encode, batch_size, encode), unit)
             processes.from_main(self.publish)
-        finally:
-            self.release()
         return True
 
-    def publish(self, **facts: object) -> None:
-        """Put all shards beside the latents, in the place of older ones, and let index.json name them.
+    def encode(
+        self,
+        batch_size: int,
+        encode: Encode,
+        numbers: Iterable[int],
+        done: Callable[[int], object] = lambda rows: None,
+    ) -> None:
+        """Write some shards from batches of rows, which never cross shards; `done` is told of each count of rows."""
+        batches = [pieces_of(self.ranges[number], batch_size) for number in numbers]
+        coming = encode(list(itertools.chain(*batches)))
 
-        facts  what else the section says.
+        def parts(shard: list[range]) -> Iterator:
+            for rows, part in zip(shard, coming):
+                yield part
+                done(len(rows))
+
+        for number, shard in zip(numbers, batches):
+            self.write(number, parts(shard))
+
+    def publish(self) -> None:
+        """Move all shards beside the latents, in place of older ones, and have index.json name them.
 
         Raises OSError if some are missing.
         """
-        if lacking := [name for name in self.names if not self._note(name).exists()]:
-            raise OSError(f"shards {lacking} of {self.work} are missing: all processes must share {self.folder}")
-        notes = {name: json.loads(self._note(name).read_text()) for name in self.names}
-        null = {"null": notes.pop("null")} if "null" in notes else {}
-        section = {**self._facts, **facts, "shards": list(notes.values()), **null}
+        self.check_complete()
+        section = self.plan | self.shards([note["entry"] for note in self.notes()])
         path, index = self.folder / "index.json", read_index(self.folder)
         around, key = self._around(index)
         with explain_failure(path):
@@ -197,22 +146,119 @@ class SectionWriter:
                 for name in section_files(before):
                     (self.folder / plain_name(name, path)).unlink(missing_ok=True)
             for name in section_files(section):
-                if (self.work / name).exists():  # else a process was killed behind it
-                    (self.work / name).rename(self.folder / name)
+                if (self.data / name).exists():  # else a process was killed behind it
+                    (self.data / name).rename(self.folder / name)
             sync(self.folder)
             around[key] = section
             write_whole(path, json.dumps(index, indent=1) + "\n")
-        shutil.rmtree(self.work, ignore_errors=True)
-        self.release()
-
-    def release(self) -> None:
-        """Let others go on with the work, which stays as it is."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        self.remove()
 
 
 def section_files(section: dict) -> list[str]:
     """The names of all files that a section of index.json names."""
     entries = [{"file": section.get("counts")}, *section["shards"], section.get("null", {})]
     return [entry[kind] for entry in entries for kind in ("file", "lengths", "pooled") if entry.get(kind)]
+
+
+class TextWriter(SectionWriter):
+    """An encoder's text of a dataset in the making. Its last shard is the empty caption, one row.
+
+    folder      of the dataset.
+    spec        the encoder, and the shapes of its text.
+    counts      (samples,) number of captions of each sample, at least 1.
+    shard_size  captions in a shard, the unit of resuming; None: as many as take 256 MB.
+    """
+
+    def __init__(self, folder: Path, spec: TextSpec, counts: Sequence[int], shard_size: int | None = None) -> None:
+        self.spec, self.counts = spec, np.asarray(counts, dtype=np.int32)
+        index = read_index(folder)
+        if len(self.counts) != index["count"] or self.counts.min() < 1:
+            raise ValueError(
+                f"{folder} holds {index['count']:,} samples, each of which needs a count of captions above 0"
+            )
+        total, size = int(self.counts.sum()), shard_size or max(1, SHARD // spec.caption_bytes)
+        super().__init__(
+            folder,
+            f"text of {spec.encoder}",
+            spec.stem,
+            place=("text", spec.encoder),
+            facts={
+                **asdict(spec),
+                "captions_sha256": index["captions"]["sha256"] if "captions" in index else None,
+                "of": latents_hash(index),
+                "captions": total,
+            },
+            ranges=[*pieces_of(range(total), size), range(total, total + 1)],
+            names={
+                "file": f"{spec.stem}-{{}}.npy",
+                "lengths": f"{spec.stem}-{{}}.lengths.npy",
+                "pooled": f"{spec.stem}-{{}}.pooled.npy",
+                "counts": f"{spec.stem}-counts.npy",
+            },
+            row_bytes=spec.caption_bytes,
+        )
+
+    def open(self, full: bool) -> object:
+        return open_text(self.folder, read_index(self.folder), self.spec.encoder, full)
+
+    def shards(self, entries: list[dict]) -> dict:
+        return {**self.save("counts", 0, self.counts), "shards": entries[:-1], "null": entries[-1]}
+
+    def write(self, number: int, parts: Iterable[Text]) -> None:
+        """Write a shard: the text of the captions in `ranges[number]`, in parts.
+
+        Raises ValueError for text that is not what `spec` says, or not finite in float16.
+        """
+        spec, count, where = self.spec, len(self.ranges[number]), f"shard {number} of text"
+        text = reduce(join, parts)
+        mask = text.mask.cpu().numpy()
+        lengths = mask.sum(axis=1).astype(np.int32)
+        if not np.array_equal(mask, np.arange(mask.shape[1]) < lengths[:, None]) or not lengths.min():
+            raise ValueError(f"{where} must begin with its words, at least one, and end with its padding")
+        arrays = {"file": (text.tokens.int() if spec.width is None else text.tokens.half()).cpu().numpy()}
+        arrays["lengths"] = lengths
+        expected = {"file": (count, *spec.token_shape), "lengths": (count,)}
+        if text.pooled is not None:
+            arrays["pooled"] = text.pooled.half().cpu().numpy()
+        if spec.pooled is not None:
+            expected["pooled"] = (count, spec.pooled)
+        if (shapes := {kind: array.shape for kind, array in arrays.items()}) != expected:
+            raise ValueError(f"{where} has arrays of {shapes}, but must have {expected}")
+        if not all(np.isfinite(array).all() for array in arrays.values()):
+            raise ValueError(
+                f"{where} holds numbers that are not finite in float16: they are too large for it, or the weights of "
+                f"{spec.encoder} are broken"
+            )
+        self.keep(number, arrays)
+
+
+class FeatureWriter(SectionWriter):
+    """Features of a dataset in the making.
+
+    spec    their encoder and shape.
+    views   number of stored views of each sample.
+    counts  samples of each shard.
+    """
+
+    def __init__(self, folder: Path, spec: FeatureSpec, views: int, counts: Sequence[int]) -> None:
+        self.spec, self.views, self.row_shape = spec, views, (views, spec.grid**2, spec.width)
+        super().__init__(
+            folder,
+            "features",
+            "features",
+            place=("features",),
+            facts=asdict(spec),
+            ranges=[range(end - count, end) for count, end in zip(counts, itertools.accumulate(counts))],
+            names={"file": "features-{}.npy"},
+            row_bytes=2 * math.prod(self.row_shape),
+        )
+
+    def open(self, full: bool) -> object:
+        return open_features(self.folder, read_index(self.folder), self.spec.encoder, self.views, full)
+
+    def shards(self, entries: list[dict]) -> dict:
+        return {"shards": [{"file": entry["file"], "sha256": entry["file_sha256"]} for entry in entries]}
+
+    def write(self, number: int, parts: Iterable[np.ndarray]) -> None:
+        """Write a shard, in parts (n, views, T, z) float16."""
+        self.keep(number, {"file": Stream("float16", (len(self.ranges[number]), *self.row_shape), parts)})

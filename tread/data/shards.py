@@ -1,10 +1,11 @@
-"""Memory-mapped .npy files: written, checked, and read as one matrix, which a dataset's shards are."""
+"""Memory-mapped .npy files: written, checked, and read as one matrix of rows."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, get_args
 
@@ -21,32 +22,44 @@ Placement = Literal["mmap", "ram", "device"]
 PLACEMENTS = get_args(Placement)
 
 
-def write_array(file: BinaryIO, array: np.ndarray) -> None:
-    """What np.save does, by the file's own write: NumPy's does not notice when the disk is full."""
-    array = np.ascontiguousarray(array)
-    np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
-    file.write(array.reshape(-1).view(np.uint8).data)
+@dataclass(frozen=True)
+class Stream:
+    """An array whose parts, along its first axis, are made while it is written: only one is held at a time."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: Iterable[np.ndarray]
 
 
-def write_rows(file: BinaryIO, dtype: str, shape: tuple[int, ...], parts: Iterable[np.ndarray]) -> None:
-    """As write_array, of an array that comes in parts along its first axis: no more than one is held.
+def write_array(file: BinaryIO, array: np.ndarray | Stream) -> None:
+    """As np.save, but by the file's own write method: NumPy's does not notice that the disk is full.
 
-    Raises ValueError if the parts are not, together, of that shape.
+    Raises ValueError if the parts of a stream do not add up to its shape.
     """
-    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, header)
+    parts = array.parts if isinstance(array, Stream) else [array]
+    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(array.dtype)), "fortran_order": False}
+    np.lib.format.write_array_header_1_0(file, {**header, "shape": array.shape})
     count = 0
     for part in parts:
-        if part.dtype != dtype or part.shape[1:] != shape[1:]:
-            raise ValueError(f"a part is {part.dtype} {part.shape}, but must be {dtype} (n, {str(shape[1:])[1:]}")
+        if part.dtype != array.dtype or part.shape[1:] != array.shape[1:]:
+            raise ValueError(f"a part is {part.dtype} {part.shape}, but the array {array.dtype} {array.shape}")
         file.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
         count += len(part)
-    if count != shape[0]:
-        raise ValueError(f"the parts hold {count} rows, but must hold {shape[0]}")
+    if count != array.shape[0]:
+        raise ValueError(f"the parts hold {count} rows, but must hold {array.shape[0]}")
 
 
-def open_array(path: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Memory-map an .npy file read-only. Raises FileNotFoundError or ValueError unless it is what was expected."""
+def open_array(
+    folder: Path, entry: Mapping, kind: str, dtype: str, shape: tuple[int, ...], hashed: bool, then: str = ""
+) -> np.memmap:
+    """Memory-map a dataset's .npy file read-only.
+
+    entry   the part of index.json that names the file by its kind, with its sha256.
+    hashed  compare the hash too; `then` says what to do if it differs.
+
+    Raises FileNotFoundError or ValueError unless the file is what index.json says.
+    """
+    path = folder / plain_name(entry[kind], folder / "index.json")
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing, though index.json names it; prepare the dataset again")
     try:
@@ -59,13 +72,34 @@ def open_array(path: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
         raise ValueError(f"{path} has {path.stat().st_size} bytes, but its array takes {array.offset + array.nbytes}")
     if not array.flags.c_contiguous:
         raise ValueError(f"{path} is stored in Fortran order; save it in C order")
+    if hashed:
+        check_sha256(path, entry[f"{kind}_sha256"], then)
     return array
 
 
-def will_need(array: np.ndarray, start: int, size: int) -> None:
-    """Have the operating system read `size` bytes of a memory-mapped array, from byte `start` of its numbers."""
-    first = (array.offset + start) // mmap.PAGESIZE * mmap.PAGESIZE
-    array._mmap.madvise(mmap.MADV_WILLNEED, first, array.offset + start + size - first)
+def open_latents(folder: Path, index: dict, latents: LatentSpec, full: bool) -> tuple[list[np.memmap], np.ndarray]:
+    """A dataset's shards, memory-mapped, and its labels (n,), checked against its parsed index.json.
+
+    full  compare the hashes of the latents too, not only those of the labels.
+
+    Raises FileNotFoundError or ValueError, KeyError or TypeError for a bad index.
+    """
+    path, arrays, labels = folder / "index.json", [], []
+    for shard in index["shards"]:
+        count = shard["count"]
+        arrays.append(open_array(folder, shard, "file", latents.dtype, (count, *latents.stored_shape), full))
+        labels.append(np.array(open_array(folder, shard, "labels", "int64", (count,), True)))
+        check_labels(labels[-1], len(latents.classes), folder / shard["labels"])
+    if not arrays:
+        raise ValueError(f"{path} names no shard")
+    joined = np.concatenate(labels)
+    counted = np.bincount(joined, minlength=len(latents.classes)).tolist()
+    if len(joined) != index["count"] or counted != index["class_counts"]:
+        raise ValueError(
+            f"{path} says {index['count']} samples, by class {index['class_counts']}, "
+            f"but the shards hold {len(joined)}, by class {counted}"
+        )
+    return arrays, joined
 
 
 def rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, list[int]]:
@@ -78,120 +112,107 @@ def rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, lis
     size = shards[0].itemsize
     starts = [shard.ctypes.data for shard in shards]
     base, end = min(starts), max(start + shard.nbytes for start, shard in zip(starts, shards))
-    flat = torch.frombuffer((ctypes.c_char * (end - base)).from_address(base), dtype=torch_dtype(shards[0].dtype))
+    dtype = torch.from_numpy(np.empty(0, shards[0].dtype)).dtype
+    flat = torch.frombuffer((ctypes.c_char * (end - base)).from_address(base), dtype=dtype)
     return flat.as_strided(((end - base) // size - width + 1, width), (1, 1)), [(s - base) // size for s in starts]
 
 
-def torch_dtype(name: str | np.dtype) -> torch.dtype:
-    """The torch type of the same numbers."""
-    return torch.from_numpy(np.empty(0, name)).dtype
+class ShardRows:
+    """Shards (n, views, …) as one matrix with a row for each view of each sample.
 
-
-def open_shards(folder: Path, index: dict, latents: LatentSpec, full: bool) -> tuple[list[np.ndarray], np.ndarray]:
-    """A dataset's shards, memory-mapped, and its labels (n,), checked against its parsed index.json.
-
-    full  hash the latents, too, not the labels alone.
-
-    Raises FileNotFoundError or ValueError, KeyError or TypeError for a bad index.
-    """
-    path, arrays, labels = folder / "index.json", [], []
-    for shard in index["shards"]:
-        file, label_file = (folder / plain_name(shard[key], path) for key in ("file", "labels"))
-        arrays.append(open_array(file, latents.dtype, (shard["count"], *latents.stored_shape)))
-        labels.append(np.array(open_array(label_file, "int64", (shard["count"],))))
-        for checked, stated in [(label_file, shard["labels_sha256"])] + [(file, shard["file_sha256"])] * full:
-            check_sha256(checked, stated)
-        check_labels(labels[-1], len(latents.classes), label_file)
-    joined = np.concatenate(labels) if labels else np.zeros(0, dtype=np.int64)
-    counted = np.bincount(joined, minlength=len(latents.classes)).tolist()
-    if len(joined) != index["count"] or counted != index["class_counts"]:
-        raise ValueError(
-            f"{path} says {index['count']} samples, by class {index['class_counts']}, "
-            f"but the shards hold {len(joined)}, by class {counted}"
-        )
-    return arrays, joined
-
-
-class Shards:
-    """Shards (n, views, …) as one matrix with a row for each view of each sample, held where `placement` says.
-
-    placement  "mmap": memory-mapped; "ram": read into this process's memory; "device": into that of `device`.
-    folder     where they are from, for messages.
-    more       bytes of what will be placed with them.
-
-    Raises ValueError where memory does not suffice.
+    They are memory-mapped, or, after `place`, in a device's memory. A view that is not stored is the mirror image of a
+    stored one.
     """
 
-    def __init__(
-        self,
-        arrays: list[np.ndarray],
-        views: int,
-        placement: Placement,
-        device: torch.device | str,
-        folder: Path,
-        more: int,
-    ) -> None:
-        self._arrays, self._views, self._in_place = arrays, views, placement == "mmap"
-        counts = [len(array) for array in arrays]
-        self._firsts = np.cumsum([0, *counts])[:-1]  # of each shard, the first sample
+    def __init__(self, arrays: Sequence[np.memmap]) -> None:
+        self._arrays, counts = list(arrays), list(map(len, arrays))
+        self._views, *self._shape = arrays[0].shape[1:]
+        self._firsts = np.cumsum([0, *counts])  # of each shard, the first sample; behind them the number of all
+        self._stride = int(np.prod(self._shape))  # rows of the matrix from one view to the next
+        self._in_place = True
         for array in arrays:  # the kernel's reading ahead would be wasted on samples in random order
-            array._mmap.madvise(mmap.MADV_RANDOM if self._in_place else mmap.MADV_SEQUENTIAL)
-        if self._in_place and counts:
-            width = int(np.prod(arrays[0].shape[2:]))
-            self._rows, starts = rows_in_place(arrays, width)
-            self._next_view = width
-        else:
-            starts = (np.cumsum([0, *counts]) * views).tolist()
-            self._next_view = 1
-            place = torch.device(device if placement == "device" else "cpu")
-            needed, free = sum(array.nbytes for array in arrays) + more, free_memory(place)
-            if needed > free:
-                raise ValueError(
-                    f"{folder} takes {size_text(needed)}, but {place} has {size_text(free)} of memory free: "
-                    f"dataset.placement={placement} needs more; mmap does not"
-                )
-            self._rows = _read_all(arrays, starts, place)
-        samples = [start + views * self._next_view * np.arange(count) for start, count in zip(starts, counts)]
-        self._row_of = torch.from_numpy(np.concatenate(samples) if samples else np.zeros(0, dtype=np.int64))
+            array._mmap.madvise(mmap.MADV_RANDOM)
+        self._rows, self._starts = rows_in_place(arrays, self._stride)
+        self._index(self._starts)
+
+    def _index(self, starts: Sequence[int]) -> None:
+        """Note each sample's first row, by the row at which its shard starts."""
+        counts, step = np.diff(self._firsts), self._views * self._stride
+        samples = [start + step * np.arange(count) for start, count in zip(starts, counts)]
+        self._row_of = torch.from_numpy(np.concatenate(samples))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all rows."""
+        return sum(array.nbytes for array in self._arrays)
 
     @property
     def device(self) -> torch.device:
         return self._rows.device
 
+    def place(self, device: torch.device) -> None:
+        """Read all rows into a device's memory."""
+        width, firsts = self._stride, (self._firsts * self._views).tolist()
+        rows = torch.empty(firsts[-1], width, dtype=self._rows.dtype, device=device)
+        for array, start, first, stop in zip(self._arrays, self._starts, firsts, firsts[1:]):
+            array._mmap.madvise(mmap.MADV_SEQUENTIAL)
+            rows[first:stop] = self._rows[start : start + (stop - first) * width : width]
+        self._rows, self._stride, self._in_place = rows, 1, False
+        self._index(firsts)
+
     def locate(self, index: int) -> tuple[Path, int]:
-        """The shard's file that holds a sample, and its number in there."""
+        """The file that holds a sample, and its number in there."""
         shard = int(np.searchsorted(self._firsts, index, side="right")) - 1
         return Path(self._arrays[shard].filename), int(index - self._firsts[shard])
 
-    def read(self, indices: np.ndarray, views: np.ndarray, pin: bool) -> Tensor:
-        """Views of samples, (B, numbers of a view), where the rows lie; in page-locked memory with `pin`."""
-        chosen = self._row_of[torch.from_numpy(indices)] + torch.as_tensor(views * self._next_view)
+    def read(self, indices: np.ndarray, views: np.ndarray | int = 0, pin: bool = False) -> Tensor:
+        """Views of samples, (B, …), where the rows lie; in page-locked CPU memory with `pin`."""
+        views, mirrored = np.asarray(views), None
+        if views.max(initial=0) >= self._views:
+            mirrored, views = np.broadcast_to(views >= self._views, indices.shape), views % self._views
+        chosen = self._row_of[torch.from_numpy(indices)] + torch.as_tensor(views * self._stride)
         lock = pin and self.device.type == "cpu"
         shape = (len(indices), self._rows.shape[1])
         batch = torch.empty(shape, dtype=self._rows.dtype, device=self.device, pin_memory=lock)
-        return torch.index_select(self._rows, 0, chosen.to(self.device), out=batch)
+        batch = torch.index_select(self._rows, 0, chosen.to(self.device), out=batch).view(-1, *self._shape)
+        if mirrored is not None:
+            batch[mirrored] = batch[mirrored].flip(-1)
+        return batch
 
-    def expect(self, indices: np.ndarray, views: np.ndarray) -> None:
-        """Have the operating system read what `read` will need, all at once."""
+    def expect(self, indices: np.ndarray, views: np.ndarray | int = 0) -> None:
+        """Have the operating system read what `read` will need, all at once; nothing to do for rows that were placed.
+
+        A gather alone would meet the disk's latency page after page.
+        """
         if not self._in_place:
             return
         size = self._arrays[0][0, 0].nbytes
         shards = np.searchsorted(self._firsts, indices, side="right") - 1
-        samples = indices - self._firsts[shards]
-        for shard, start in zip(shards.tolist(), ((samples * self._views + views) * size).tolist()):
-            will_need(self._arrays[shard], start, size)
+        rows = (indices - self._firsts[shards]) * self._views + views % self._views
+        for shard, start in zip(shards.tolist(), (rows * size).tolist()):
+            array = self._arrays[shard]
+            first = (array.offset + start) // mmap.PAGESIZE * mmap.PAGESIZE
+            array._mmap.madvise(mmap.MADV_WILLNEED, first, array.offset + start + size - first)
 
 
-def _read_all(arrays: Sequence[np.ndarray], starts: Sequence[int], device: torch.device) -> Tensor:
-    """All views of all samples as a matrix on a device; each shard begins at one of the starts, the last is the end."""
-    width = int(np.prod(arrays[0].shape[2:])) if arrays else 1
-    rows = torch.empty(starts[-1], width, dtype=torch_dtype(arrays[0].dtype) if arrays else None, device=device)
-    for array, start in zip(arrays, starts):
-        flat = rows_in_place([array], width)[0][::width]
-        rows[start : start + len(flat)] = flat
-    return rows
+def place(rows: Sequence[ShardRows], placement: Placement, device: torch.device | str, folder: Path) -> None:
+    """Move the rows of the dataset in `folder` to where its placement asks: "mmap", "ram", or "device", the given one.
+
+    Raises ValueError if memory does not suffice.
+    """
+    if placement == "mmap":
+        return
+    to = torch.device(device if placement == "device" else "cpu")
+    needed, free = sum(part.nbytes for part in rows), free_memory(to)
+    if needed > free:
+        raise ValueError(
+            f"{folder} takes {size_text(needed)}, but {to} has {size_text(free)} of memory free: "
+            f"dataset.placement={placement} needs more; mmap does not"
+        )
+    for part in rows:
+        part.place(to)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be taken of a GPU's memory, or of the CPU's."""
+    """Bytes that a GPU, or the CPU, has left."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

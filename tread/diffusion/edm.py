@@ -21,7 +21,7 @@ from tread.runtime.schema import Positive, check
 
 @dataclass(frozen=True)
 class EDM(Process):
-    """The constants of a diffusion process of this family, in units of the latents.
+    """EDM's process; its constants are in units of the latents.
 
     P_mean, P_std         training noise levels: ln σ ~ Normal(P_mean, P_std²) (Table 1).
     sigma_data            standard deviation of the data that the preconditioning assumes.
@@ -47,7 +47,7 @@ class EDM(Process):
 
     @property
     def data_std(self) -> float:
-        """What dataset.normalize brings latents to."""
+        """The standard deviation that dataset.normalize gives latents."""
         return self.sigma_data
 
     def noise_level(self, normal: Tensor) -> Tensor:
@@ -59,12 +59,12 @@ class EDM(Process):
         return (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2
 
     def precondition(self, x: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """What the network is given for a noisy x: x / √(σ² + σ_data²) and ln σ / 4 (B,), fp32 (Table 1)."""
+        """The network's input x / √(σ² + σ_data²) and time ln σ / 4 (B,), fp32 (Table 1)."""
         sigma = per_sample(sigma, x)
         return x.float() / self._norm(sigma), sigma.log() / 4
 
     def combine(self, F: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
-        """D = c_skip·x + c_out·F in fp32 (Eq. 7, Table 1). Of an F of 2C channels (learned sigma) the first C."""
+        """D = c_skip·x + c_out·F in fp32 (Eq. 7, Table 1), using the first C channels of F."""
         sigma = per_sample(sigma, x)
         norm = self._norm(sigma)
         c_skip, c_out = self.sigma_data**2 / norm**2, sigma.view(-1, 1, 1, 1) * self.sigma_data / norm
@@ -84,7 +84,7 @@ class EDM(Process):
     def errors(
         self, network: Network, x: Tensor, y: Condition, sigma: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `loss` averages and weighs (Eq. 2, 8): squared errors, D, noisy input, each (B, C, S, S) fp32."""
+        """The squared errors (D − x)², D and the noisy input (Eq. 2, 8), each (B, C, S, S) fp32."""
         noisy = self.noised(x, sigma, noise)
         D = self.denoise(network, noisy, sigma, y, routes)
         return (D - x).square(), D, noisy

@@ -1,7 +1,7 @@
 """Guidance: a denoiser made of a strong and a weak one, D = D_weak + ω·(D_strong − D_weak).
 
-That is the one convention of this code, for all kinds, for all channels, for EDM and rectified flow
-(whose velocity is guided alike, being linear in D). ω = 1 is the strong branch alone, and runs alone.
+All kinds use this convention, on all channels, for EDM and for rectified flow (whose velocity is linear in D, so
+guiding one guides the other). With ω = 1 only the strong branch runs.
 
     kind           strong branch        weak branch
     none           class                –
@@ -14,8 +14,8 @@ That is the one convention of this code, for all kinds, for all channels, for ED
     path_drop      class                no class, without g   SPRINT's, arXiv 2510.21986: g is its sparse part
     path_drop_class class               class, without g      likewise
 
-A ratio is the share of tokens routed around, of the routes that the network was trained with. Of a network that takes
-texts read "text" for "class": without one it sees the empty caption.
+A ratio is the fraction of tokens that skip the routes which the network was trained with. For a network that takes
+texts, "class" means the caption, and "no class" the empty caption.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from routing_module import Route
+from routing_module import Routes
 from tread.models.conditions import Condition, join
 from tread.runtime.schema import check
 from tread.runtime.tensor_files import Weights
 
-Routes = Sequence[tuple[Route, Tensor]]
 Shape = Literal["cosine", "linear"]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A row of the table: whether each branch sees the class and is routed, whether the weak network is another, and
-    whether the weak branch leaves out SPRINT's sparse part."""
+    """A row of the table: which branches see the class, whether they are routed, whether the weak branch may use
+    another network, and whether it leaves out SPRINT's sparse part."""
 
     strong_class: bool
     weak_class: bool | None  # None: there is no weak branch
@@ -77,8 +76,8 @@ class Schedule:
         check("schedule", self.schedule, Shape)
 
     def at(self, u: float) -> float:
-        share = (1 + math.cos(math.pi * u)) / 2 if self.schedule == "cosine" else 1 - u
-        return share * self.start + (1 - share) * self.end
+        left = (1 + math.cos(math.pi * u)) / 2 if self.schedule == "cosine" else 1 - u
+        return left * self.start + (1 - left) * self.end
 
     def __str__(self) -> str:
         return f"{self.schedule} {self.start:.12g}→{self.end:.12g}"
@@ -98,7 +97,7 @@ def _show(value: float | Schedule) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the guided denoiser: ω and the ratio of each branch; weak None: the strong branch runs alone."""
+    """One call of the guided denoiser: ω and the ratio of each branch; with weak None only the strong branch runs."""
 
     scale: float
     strong: float
@@ -107,18 +106,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Guidance:
-    """How a denoiser is guided. scale, strong and weak are numbers or schedules over the sampling.
+    """How a denoiser is guided. scale, strong and weak are numbers, or schedules over the sampling.
 
     kind          a row of KINDS.
     scale         ω.
-    strong, weak  shares of tokens routed around in the branches, in [0, 1); for the sparse kinds. Of N
-                  tokens int(N·share) are, of row routes as many of the rows.
-    interval      noise levels (lowest, highest), both included, of EDM's σ or rectified flow's t, outside
-                  of which the strong branch runs alone (Kynkäänniemi et al. 2024, arXiv 2404.07724).
-    checkpoint    of the weak network, a path; None: it is the strong one.
-    weights       of that checkpoint, "ema" or "model".
-    same_ids      let both branches choose their tokens by the same random numbers.
-    force         run what would be refused as a likely mistake: a network trained without routes, strong above weak.
+    strong, weak  fractions of tokens that skip the routes in each branch, in [0, 1); for the sparse kinds. Out of N
+                  tokens int(N·fraction) skip, or that part of the rows on row routes.
+    interval      noise levels (lowest, highest), both included, EDM's σ or rectified flow's t; outside them only the
+                  strong branch runs (Kynkäänniemi et al. 2024, arXiv 2404.07724).
+    checkpoint    path of the weak network; None: the strong one serves.
+    weights       which weights of that checkpoint, "ema" or "model".
+    same_ids      both branches choose their tokens by the same random numbers.
+    force         allow what is refused as a likely mistake: a network trained without routes, strong above weak.
     """
 
     kind: str = "none"
@@ -135,8 +134,6 @@ class Guidance:
         if self.kind not in KINDS:
             raise ValueError(f"guidance.kind is {self.kind!r}, but must be one of {', '.join(KINDS)}")
         row = KINDS[self.kind]
-        if not all(map(math.isfinite, ends_of(self.scale))):
-            raise ValueError(f"guidance.scale is {_show(self.scale)}, but must be finite")
         if self.kind == "none" and (ends_of(self.scale) != (1, 1) or self.interval is not None):
             raise ValueError(
                 "guidance.scale or guidance.interval is given, but guidance=none; choose a kind: guidance=cfg, …"
@@ -145,7 +142,7 @@ class Guidance:
             given = getattr(self, name)
             if not all(0 <= end < 1 for end in ends_of(given)):
                 raise ValueError(
-                    f"guidance.{name} is {_show(given)}, but must lie in [0, 1): the share of tokens routed around"
+                    f"guidance.{name} is {_show(given)}, but must lie in [0, 1): the fraction of skipped tokens"
                 )
             if not row.routed and any(ends_of(given)):
                 raise ValueError(
@@ -154,8 +151,8 @@ class Guidance:
                 )
         if not self.scheduled and self.checkpoint is None and self.strong > self.weak and not self.force:
             raise ValueError(
-                f"guidance.strong {self.strong} is larger than guidance.weak {self.weak}: the weak branch is the one "
-                "that sees fewer tokens (guidance.force=true runs it all the same)"
+                f"guidance.strong {self.strong} is larger than guidance.weak {self.weak}, but the weak branch is the "
+                "one that sees fewer tokens (guidance.force=true allows it)"
             )
         if self.interval is not None and not (len(self.interval) == 2 and 0 <= self.interval[0] < self.interval[1]):
             raise ValueError(
@@ -163,17 +160,13 @@ class Guidance:
                 "highest, of σ (edm) or t (rf)"
             )
         if self.checkpoint is not None and row.weak_network == "never":
-            takers = ", ".join(kind for kind in KINDS if KINDS[kind].weak_network != "never")
-            raise ValueError(
-                f"guidance.checkpoint is given, but guidance={self.kind} has one network; {takers} take two"
-            )
+            raise ValueError(f"guidance.checkpoint is given, but guidance={self.kind} uses one network")
         if self.checkpoint is None and row.weak_network == "must":
             raise ValueError(
                 f"guidance={self.kind} needs guidance.checkpoint=…: a weaker network's, or an earlier one of the run"
             )
-        check("guidance.weights", self.weights, Weights)
         if self.weights != "ema" and self.checkpoint is None:
-            raise ValueError(f"guidance.weights={self.weights} is of guidance.checkpoint, which is not given")
+            raise ValueError(f"guidance.weights={self.weights} needs guidance.checkpoint, which is not given")
         if self.same_ids and not row.routed:
             raise ValueError(f"guidance.same_ids is given, but guidance={self.kind} runs all tokens")
 
@@ -183,7 +176,7 @@ class Guidance:
 
     @property
     def scheduled(self) -> bool:
-        """Whether the shares of tokens change over the sampling."""
+        """Whether the fractions of tokens change over the sampling."""
         return isinstance(self.strong, Schedule) or isinstance(self.weak, Schedule)
 
     def describe(self) -> str:
@@ -198,7 +191,7 @@ class Guidance:
         return " ".join(parts)
 
     def plan(self, levels: Sequence[float], progress: Sequence[float]) -> list[Call]:
-        """What each call of a sampling does, from its noise level and its u, which goes from 0 to 1.
+        """What each call of the denoiser does, given its noise level and its progress u from 0 to 1.
 
         Raises ValueError if no level lies in the interval.
         """
@@ -223,7 +216,7 @@ class Branch:
     """One of the two denoisers.
 
     denoise  (x, level, y, routes) → D.
-    y        (B,) int64 labels, or the null class; or texts, or the empty one.
+    y        its conditions: (B,) int64 labels or the null class, or texts.
     routes   number of the call → its routes with ids drawn; () runs all tokens.
     """
 
@@ -233,11 +226,11 @@ class Branch:
 
 
 def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -> Callable[[Tensor, Tensor], Tensor]:
-    """The guided denoiser (x, level) → D of one sampling: its calls are counted, from 0.
+    """The guided denoiser (x, level) → D for one batch of samples. It counts its calls, from 0.
 
-    scale  number of the call → ω; 1 runs the strong branch alone, as weak None does.
+    scale  number of the call → ω; with 1, as with weak None, only the strong branch runs.
 
-    Branches with one `denoise` and routes of one shape and rejoin run as one batch, others one after the other.
+    Branches that share `denoise` and whose routes agree in shape and rejoin run as one batch, others in turn.
     """
     calls = itertools.count()
 
@@ -261,7 +254,7 @@ def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -
 
 
 def _shapes(routes: Routes) -> list[tuple]:
-    """What must agree for two branches' routes to run as one: of draws for a rule that scores tokens, all of it."""
+    """What must agree for two branches' routes to run as one; if a rule scores tokens, the whole route."""
     return [
         (ids.shape, route)
         if ids.is_floating_point()

@@ -1,4 +1,4 @@
-"""Labels of samples: drawn by seeds, as people name classes, or spread over all."""
+"""Labels for samples: drawn by seeds, given as class numbers, or spread over all classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Labels = Literal["random", "balanced"]
 
 
 def check_labels(labels: Tensor, num_classes: int) -> None:
-    """Raise ValueError unless labels (n,) are classes (or prompts), or their number for none."""
+    """Raise ValueError unless labels (n,) lie in 0..num_classes, where num_classes is no class (or prompt)."""
     if not 0 <= int(labels.min()) <= int(labels.max()) <= num_classes:
         raise ValueError(
             f"classes lie in {int(labels.min())}..{int(labels.max())}, but must lie in 0..{num_classes - 1}, "
@@ -24,10 +24,10 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
 
 
 def seeded_labels(seeds: Sequence[int], num_classes: int, mode: Labels) -> Tensor:
-    """(n,) int64 classes, each given by its seed alone.
+    """(n,) int64 classes, each a function of its seed.
 
-    mode  "random", uniform over the classes, as reference batches are scored; or "balanced", the
-          seed's remainder, so that seeds in a row have each class equally often.
+    mode  "random": uniform over the classes, as for scoring against reference batches; "balanced": the seed modulo
+          num_classes, so that consecutive seeds have each class equally often.
     """
     check("labels", mode, Labels)
     if mode == "balanced":
@@ -36,11 +36,11 @@ def seeded_labels(seeds: Sequence[int], num_classes: int, mode: Labels) -> Tenso
 
 
 def class_labels(classes: Sequence[int | None], num_classes: int, label_drop: float) -> list[int]:
-    """Labels of classes as people name them, None for no class: that is label num_classes, the null class.
+    """Labels for class numbers, where None is no class: label num_classes, the null class.
 
-    label_drop  of the network's training: where it is 0, the null class was never trained.
+    label_drop  in the network's training; with 0 the null class was never trained.
 
-    Raises ValueError for what is no class of the network.
+    Raises ValueError for classes that the network does not know.
     """
     for position, number in enumerate(classes):
         if number is not None and not 0 <= number < num_classes:

@@ -1,4 +1,4 @@
-"""What training, evaluation and sampling ask of a diffusion process, and what edm.py's EDM and rf.py's RF share."""
+"""The interface of a diffusion process, and what EDM (edm.py) and RF (rf.py) share."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def per_sample(level: Tensor | float, x: Tensor) -> Tensor:
 
 
 class Process(Protocol):
-    """A way from data x to noise and back, of noise level l (EDM's σ, rectified flow's t).
+    """A way from data x to noise and back, with noise level l (EDM's σ, rectified flow's t).
 
-    default_steps, default_solver  of sampling, where nobody asks for others.
-    level_name                     what people call l.
-    variance_exploding             whether x_l = x + l·noise, so that a sampler may add noise on its way.
-    data_std                       what dataset.normalize brings latents to.
+    default_steps, default_solver  for sampling.
+    level_name                     the symbol of l.
+    variance_exploding             whether x_l = x + l·noise, so that a sampler may add noise between steps.
+    data_std                       the standard deviation that dataset.normalize gives latents.
     conventions                    the settings that decide what a trained network's input and output mean.
-    evaluation                     what the mean of evaluation_loss is called in metrics.jsonl: processes whose numbers
-                                   mean something else have another name.
+    evaluation                     the name of the mean evaluation_loss in metrics.jsonl: numbers that are not
+                                   comparable have different names.
 
     Shapes: x (B, C, S, S); level (B,) or a scalar; y (B,) int64, or a Text.
     """
@@ -52,10 +52,10 @@ class Process(Protocol):
         return self.noise_level(math.sqrt(2) * torch.erfinv(2 * quantile - 1))
 
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
-        """Noise levels that lie below the training ones of the same standard normal numbers, elementwise.
+        """Noise levels below `noise_level` of the same standard normal numbers, elementwise.
 
-        step  in [0, 1): by so much of the training distribution, whose first thousandth is the end; what lies below
-              that stays as it is.
+        step  in [0, 1): how far below, in quantiles of the training distribution. They stop at the quantile 0.001;
+              levels below that stay as they are.
         """
         quantile = (torch.special.ndtr(normal) - step).clamp(min=CLEANEST)
         return self.noise_level(torch.special.ndtri(quantile).minimum(normal))
@@ -67,7 +67,7 @@ class Process(Protocol):
         """x_l, from clean x and standard normal noise."""
 
     def precondition(self, x: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
-        """What the network is given for a noisy x: its input and its time (B,), fp32."""
+        """The network's input and time (B,) for a noisy x, fp32."""
 
     def combine(self, output: Tensor, x: Tensor, level: Tensor) -> Tensor:
         """The predicted data, from the network's output for a noisy x."""
@@ -79,7 +79,7 @@ class Process(Protocol):
     def errors(
         self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `loss` averages and weighs: squared errors, D and the noisy input, each (B, C, S, S) fp32."""
+        """Squared errors, which `loss` averages and weights, D and the noisy input, each (B, C, S, S) fp32."""
 
     def loss(
         self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
@@ -93,7 +93,7 @@ class Process(Protocol):
     def evaluation_loss(
         self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """What runs are compared by on held-out data, of each sample: (B,) fp32; arguments as in `loss`."""
+        """The loss by which runs are compared on held-out data, for each sample: (B,) fp32. Arguments: see `loss`."""
         return self.loss(network, x, y, level, noise, routes)
 
     def schedule(self, num_steps: int) -> Tensor:

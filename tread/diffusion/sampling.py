@@ -1,6 +1,6 @@
-"""Sampling, by whoever asks for pictures: seeds and labels in, a stream of latents or pictures out.
+"""Sampling: seeds and labels in, a stream of latents or pictures out.
 
-A sample is given by its seed and label alone: the seed gives its noise and its route ids.
+A sample depends on its seed and label only: the seed gives its noise and its route ids.
 
 Shapes: B samples, N tokens; latents (B, C, S, S).
 """
@@ -29,9 +29,9 @@ from tread.runtime.randomness import seeded_normal, seeded_uniform
 class Model:
     """A network ready to be sampled.
 
-    process  what it was trained on.
-    routes   those that it can be run under, whose ratios a guidance sets; () for all tokens only.
-    prompts  of a network that takes texts: the texts that labels number; None: labels are classes.
+    process  the diffusion process that it was trained on.
+    routes   those that it was trained under, whose ratios a guidance sets; () runs all tokens.
+    prompts  for a network that takes texts: label i means the i-th prompt; None: labels are classes.
     """
 
     process: Process
@@ -41,18 +41,11 @@ class Model:
 
     @property
     def num_labels(self) -> int:
-        """Labels are 0..num_labels−1, classes or prompts; num_labels itself is no class, or the empty caption.
-
-        Raises ValueError for a network that takes texts without prompts.
-        """
-        if self.prompts is not None:
-            return count(self.prompts)
-        if self.network.num_classes is None:
-            raise ValueError("this network takes texts, but there are no prompts for labels to number")
-        return self.network.num_classes
+        """Labels are 0..num_labels−1, classes or prompts; num_labels itself is no class, or the empty caption."""
+        return self.network.num_classes if self.prompts is None else count(self.prompts)
 
     def condition(self, labels: Tensor, device: torch.device) -> Condition:
-        """What the network gets for labels (n,), on a device."""
+        """The network's conditions for labels (n,), on a device."""
         if self.prompts is None:
             return labels.to(device)
         known = to(rows(self.prompts, labels.clamp(max=self.num_labels - 1)), device)
@@ -66,12 +59,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Sampler:
-    """How samples are drawn: all that decides about them beside networks, seed and label.
+    """How samples are drawn: everything that decides about them beside networks, seeds and labels.
 
-    steps       of the solver, N.
+    steps       N, of the solver.
     batch_size  samples at once. The last batch is padded to it, so that all have one shape.
     solver      "heun" calls the denoiser 2N−1 times, "euler" N times.
-    churn       fresh noise on the way, of "heun" and EDM alone.
+    churn       fresh noise in each step, for EDM and "heun" only.
     """
 
     steps: int = 40
@@ -92,26 +85,26 @@ class Sampler:
         guidance: Guidance = NO_GUIDANCE,
         churn: Churn | None = None,
     ) -> Sampler:
-        """With the process's own steps and solver where these are None, and no churn."""
+        """With the process's default steps and solver where these are None, and without churn."""
         steps = process.default_steps if steps is None else steps
         return cls(steps, batch_size, precision, guidance, solver or process.default_solver, churn or Churn())
 
     def plan(self, process: Process) -> list[Call]:
-        """What each call of the denoiser does. Raises ValueError for steps, a solver or churn that can't be."""
+        """What each call of the denoiser does. Raises ValueError for impossible steps, solver or churn."""
         if self.churn.amount > 0 and not (self.solver == "heun" and process.variance_exploding):
             raise ValueError(
-                f"churn={self.churn.amount:g} is of EDM and solver=heun: here noise can't be added on the way"
+                f"churn={self.churn.amount:g} needs EDM and solver=heun: only these can add noise between steps"
             )
         levels = process.schedule(self.steps).tolist()
         order = call_order(self.solver, self.steps)
         return self.guidance.plan([levels[i] for i in order], [i / max(1, order[-1]) for i in order])
 
     def nfe(self, process: Process) -> int:
-        """Network function evaluations a sample, each branch of a guidance counted."""
+        """Network function evaluations per sample; each branch of a guidance counts."""
         return sum(1 + (call.weak is not None) for call in self.plan(process))
 
     def flops(self, model: Model, weak: Model | None = None, attention: bool = True) -> int:
-        """FLOPs of the networks a sample, see Backbone.forward_flops; weak: a second network of the guidance."""
+        """FLOPs per sample, see Backbone.forward_flops; weak: the guidance's second network."""
 
         def cost(model: Model, ratio: float, **more: bool) -> int:
             routes = [with_ratio(route, ratio) for route in model.routes]
@@ -125,41 +118,40 @@ class Sampler:
 
 
 def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> None:
-    """Raise ValueError unless a guidance's ratios, where they are not 0, suit the networks' routes (`check_ratio`),
-    and if it leaves out a path that the network has not."""
+    """Raise ValueError if a guidance's ratios do not suit the networks' routes (`check_ratio`; 0 always does), or if it
+    leaves out a path that the network does not have."""
     plan = sampler.plan(model.process)
     if sampler.guidance.row.drops_path and not model.network.drops_path:
         raise ValueError(
-            f"guidance={sampler.guidance.kind} leaves out SPRINT's sparse part in the weak branch, but this network "
-            "has none: it was not trained with model=sprint"
+            f"guidance={sampler.guidance.kind} leaves out SPRINT's sparse part, but this network has none: it was not "
+            "trained with model=sprint"
         )
     for name, branch in (("strong", model), ("weak", weak or model)):
         ratio = max(getattr(call, name) or 0.0 for call in plan)
         if ratio == 0:
             continue
         if not branch.routes:
-            raise ValueError(f"guidance={sampler.guidance.kind} routes tokens around, but the model has no routes")
+            raise ValueError(f"guidance={sampler.guidance.kind} skips tokens, but the model has no routes")
         for route in branch.routes:
             check_ratio(with_ratio(route, ratio), branch.network.grid, f"guidance.{name}")
 
 
 def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:
-    """FLOPs of a sample over those of the same steps without guidance, all tokens running."""
+    """FLOPs per sample, relative to the same steps without guidance and with all tokens."""
     return sampler.flops(model, weak) / replace(sampler, guidance=NO_GUIDANCE).flops(model)
 
 
 def draw(
     model: Model, seeds: Sequence[int], labels: Tensor, sampler: Sampler, weak: Model | None = None
 ) -> Iterator[Tensor]:
-    """Samples of classes, or of prompts, a batch after the other.
+    """Samples of classes or of prompts, batch by batch.
 
     seeds   one for each sample; its noise and route ids depend on it alone.
-    labels  (n,) int64 classes, or numbers of the model's prompts, on the CPU.
-    weak    a second network of the guidance; None: the strong one serves.
+    labels  (n,) int64 classes, or indices of the model's prompts, on the CPU.
+    weak    the guidance's second network; None: the strong one serves.
 
-    Yields network latents (b, C, S, S) fp32 on the network's device, in the order of the seeds. A
-    sample's numbers do not depend on what else is drawn, where batches have one shape; in other
-    batches they differ by rounding.
+    Yields network latents (b, C, S, S) fp32 on the network's device, in the order of the seeds. A sample does not
+    depend on the others of its batch; batches of another size change it by rounding.
     """
     if len(seeds) != len(labels) or not len(seeds):
         raise ValueError(f"{len(seeds)} seeds for {len(labels)} labels: each sample needs one of both")
@@ -210,9 +202,9 @@ def _denoiser(model: Model, precision: str, **more: bool) -> Callable[[Tensor, T
 def _routes(
     model: Model, seeds: list[int], ratios: Sequence[float], stream: str, device: torch.device
 ) -> Callable[[int], Routes]:
-    """Number of a call → the model's routes under that call's ratio, with ids of one draw for each call and route.
+    """Number of a call → the model's routes under that call's ratio, with ids drawn for each call and route.
 
-    A sample's ids follow from its seed: of a route trained with ids shared by a batch, each has its own.
+    A sample's ids follow from its seed. Routes trained with ids that a batch shares draw them for each sample here.
     """
     tokens, grid = model.network.num_tokens, model.network.grid
     by_sample = [RULES[route.select].for_sampling(route) for route in model.routes]
@@ -244,8 +236,7 @@ def draw_pictures(
     for x in draw(model, seeds, labels, sampler, weak):
         if check and not x.isfinite().all():
             raise ValueError(
-                "samples are not finite: the network's weights are broken, "
-                f"or {sampler.precision} is too coarse for them"
+                f"samples are not finite: the network's weights are broken, or {sampler.precision} is too coarse"
             )
         yield to_pictures(x, decoder, min(16, sampler.batch_size))
 

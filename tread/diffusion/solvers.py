@@ -1,10 +1,9 @@
-"""Solvers of a probability-flow ODE, for any denoiser: dx/dl = (x − D(x; l)) / l from high noise levels to 0.
+"""Solvers of the probability-flow ODE dx/dl = (x − D(x; l)) / l, from high noise levels l to 0, for any denoiser.
 
-A denoiser is any function (x, level) → D, with x (B, C, S, S) and level a 0-d tensor. The level is
-EDM's σ (Karras et al. 2022, arXiv 2206.00364, Eq. 1) or rectified flow's t, whose velocity is
-(x − D) / t. Guidance is folded into the denoiser by the caller.
+A denoiser is a function (x, level) → D, with x (B, C, S, S) and level a 0-d tensor. The level is EDM's σ (Karras et al.
+2022, arXiv 2206.00364, Eq. 1) or rectified flow's t, whose velocity is (x − D) / t. Guidance is part of the denoiser.
 
-The state is float64 (float32 on devices without it); samples come back in that precision.
+The state is float64 (float32 on devices without it), and so are the samples.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Churn:
 
 
 def call_order(solver: str, steps: int) -> list[int]:
-    """Which level each call of the denoiser is at: 0..N−1 for euler's N calls, 0, 1, 1, 2, 2, … for heun's 2N−1."""
+    """The index of each call's noise level: 0..N−1 for euler's N calls, 0, 1, 1, 2, 2, … for heun's 2N−1."""
     check("solver", solver, Solver)
     return list(range(steps)) if solver == "euler" else [(call + 1) // 2 for call in range(2 * steps - 1)]
 
@@ -102,6 +101,6 @@ def heun(
 
 
 def solve(solver: str, denoiser: Denoiser, noise: Tensor, levels: Tensor, *churning: object) -> Tensor:
-    """Run the solver of that name; what else is given is heun's churn and churn_noise."""
+    """Run the solver of that name; `churning` is heun's churn and churn_noise."""
     check("solver", solver, Solver)
     return heun(denoiser, noise, levels, *churning) if solver == "heun" else euler(denoiser, noise, levels)

@@ -1,7 +1,7 @@
-"""From pixels to what is stored of them, and from network latents to pixels, by a diffusers autoencoder.
+"""From pixels to the stored latents, and from network latents to pixels, by a diffusers autoencoder.
 
-The autoencoder "pixels" is the identity: its z is the picture itself, with 0..255 mapped to −1..1. The setting that
-chooses it is autoencoder=none. "unknown" is that of imported latents whose source does not say it.
+The autoencoder "pixels" is the identity: its z is the picture itself, with 0..255 mapped to −1..1; autoencoder=none
+chooses it. Imported latents whose source does not name their autoencoder have "unknown".
 """
 
 from __future__ import annotations
@@ -50,20 +50,19 @@ SD_CONFIG = {
 
 
 def preview(x: Tensor) -> Tensor:
-    """Network latents as they are, their first 3 (or 1) channels as uint8 pictures, −3..3 → 0..255."""
-    channels = 3 if x.shape[1] >= 3 else 1
-    return to_uint8(x[:, :channels] / 3)
+    """The first 3 channels of network latents, or the first of fewer, as uint8 pictures: −3..3 → 0..255."""
+    return to_uint8(x[:, : 3 if x.shape[1] >= 3 else 1] / 3)
 
 
 # ------------------------------------------------------------------------------ loading and running
 
 
 def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module:
-    """A diffusers AutoencoderKL or AutoencoderTiny in fp32 and eval mode.
+    """A frozen diffusers AutoencoderKL or AutoencoderTiny in fp32 and eval mode.
 
     name  a hub id, a folder with config.json and weights, or a weight file. A file has no config: it is
-          an AutoencoderKL in LDM's parameter names (Stable Diffusion's, VA-VAE's), whose sizes are its
-          tensors', or Stable Diffusion 1's or TAESD's in diffusers' names. What else is in it is set aside.
+          an AutoencoderKL in LDM's parameter names (Stable Diffusion's, VA-VAE's), whose tensors say its
+          sizes, or Stable Diffusion 1's or TAESD's in diffusers' names.
 
     A hub id that was fetched once is taken from its cache without asking the hub. Raises ValueError if it is none of
     these or can't be had; without a network after some seconds.
@@ -77,8 +76,9 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
         else:
             model = _from_folder_or_hub(name, diffusers, local)
     except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError, SafetensorError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else error
         raise ValueError(
-            f"autoencoder {name!r} could not be loaded as one of {', '.join(KINDS)}: {error}\n"
+            f"autoencoder {name!r} could not be loaded as one of {', '.join(KINDS)}: {why}\n"
             "A hub id must be downloaded once while online; else name a folder or a weight file"
         ) from error
     # channels last: 1.5 to 2 times faster on a CPU, and what a GPU's convolutions want
@@ -86,10 +86,8 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
 
 
 def located(name: str) -> str:
-    """The name of an autoencoder that holds from any folder: hub ids as they are, paths in full."""
-    if name == UNKNOWN:
-        return name
-    return str(Path(name).resolve()) if Path(name).exists() else name
+    """An autoencoder's name that holds from any folder: paths in full, hub ids and UNKNOWN as they are."""
+    return str(Path(name).resolve()) if name != UNKNOWN and Path(name).exists() else name
 
 
 def _from_folder_or_hub(name: str, diffusers, local: bool) -> nn.Module:
@@ -108,28 +106,17 @@ def _from_file(path: Path, diffusers) -> nn.Module:
     elif any(key.startswith("encoder.down_blocks.") for key in state):
         model = diffusers.AutoencoderKL.from_config(SD_CONFIG)
     else:
-        return _from_ldm(path, state, diffusers)
-    model.load_state_dict({key: value.float() for key, value in state.items()})
-    return model
-
-
-def _from_ldm(path: Path, state: dict[str, Tensor], diffusers) -> nn.Module:
-    ldm, aside = ldm_names.own_part(state)
-    config, tensors = ldm_names.config_of(ldm), ldm_names.renamed(ldm)
-    as_sd = all(config[key] == SD_CONFIG[key] for key in ("block_out_channels", "latent_channels"))
-    config["scaling_factor"] = SD_CONFIG["scaling_factor"] if as_sd else 1.0
-    model = diffusers.AutoencoderKL.from_config(config)
-    needed = {name: value.shape for name, value in model.state_dict().items()}
-    odd = [name for new, (name, value) in tensors.items() if needed.get(new) != value.shape]
-    if odd or (missing := sorted(needed.keys() - tensors.keys())):
-        why = f"{listed(odd)} are of other names or shapes" if odd else f"it has nothing for {listed(missing)}"
-        raise ValueError(f"it has names of LDM's AutoencoderKL, but does not fit diffusers': {why}")
-    model.load_state_dict({new: value.float() for new, (_, value) in tensors.items()})
-    if aside:
-        kinds = sorted({name.partition(".")[0] for name in aside})
-        logging.getLogger(__name__).warning(  # on stderr, where nobody set up anything else
-            "%s: %s tensors beside the autoencoder's are set aside: %s", path, len(aside), listed(kinds)
-        )
+        state, aside = ldm_names.own_part(state)
+        if aside:
+            kinds = listed(sorted({name.partition(".")[0] for name in aside}))
+            logging.getLogger(__name__).warning(  # on stderr, where nobody set up anything else
+                "%s: %s tensors beside the autoencoder's are set aside: %s", path, len(aside), kinds
+            )
+        config, state = ldm_names.config_of(state), ldm_names.renamed(state)
+        as_sd = all(config[key] == SD_CONFIG[key] for key in ("block_out_channels", "latent_channels"))
+        scaling = SD_CONFIG["scaling_factor"] if as_sd else 1.0
+        model = diffusers.AutoencoderKL.from_config({**config, "scaling_factor": scaling})
+    model.load_state_dict(state)
     return model
 
 
@@ -143,7 +130,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def decoder_hash(latents: LatentSpec, autoencoder: str | None = None) -> str:
-    """What load_decoder's pictures depend on beside the latents: the fingerprint of the weights, or "pixels"."""
+    """The fingerprint of the weights that load_decoder would decode with, or "pixels"."""
     if latents.autoencoder == "pixels":
         return "pixels"
     if autoencoder is None and latents.fingerprint is not None:
@@ -163,13 +150,13 @@ def _chosen(latents: LatentSpec, autoencoder: str | None) -> str:
 def encoded(
     model: nn.Module, name: str, resolution: int, classes: tuple[str, ...], store: Content, **kept
 ) -> LatentSpec:
-    """What `encoder` will store of pictures of this size: shape, content and scale.
+    """The shape, content and scale of what `encoder` will store for pictures of this size.
 
     store  "moments" of an AutoencoderKL's posterior, "latents" (its mean, or an AutoencoderTiny's
            latents), or "auto": moments where there is a posterior.
     kept   dtype and views of the dataset.
 
-    Raises ValueError for a size that the autoencoder does not give back.
+    Raises ValueError if the autoencoder decodes its latents to another size.
     """
     posterior = type(model).__name__ == "AutoencoderKL"
     if store == "moments" and not posterior:
@@ -198,10 +185,7 @@ def encoded(
 
 
 def as_pixels(resolution: int, classes: tuple[str, ...], store: Content, **kept) -> LatentSpec:
-    """What is stored of pictures without an autoencoder: (3, R, R) in −1..1. Arguments are those of `encoded`.
-
-    Raises ValueError for large pictures.
-    """
+    """As `encoded`, of pictures stored without an autoencoder, (3, R, R) in −1..1. Raises ValueError for large ones."""
     if store == "moments":
         raise ValueError("store=moments needs an AutoencoderKL, but autoencoder=none stores pixels")
     if resolution > PIXELS_UP_TO:
@@ -213,39 +197,35 @@ def as_pixels(resolution: int, classes: tuple[str, ...], store: Content, **kept)
 
 
 def patch_for(side: int, tokens: int = 256) -> int:
-    """The smallest model.patch_size from 2 on that makes at most so many tokens of pixels or latents of that side."""
+    """The smallest model.patch_size of at least 2 that cuts (side, side) into at most so many tokens."""
     return next((p for p in range(2, side) if side % p == 0 and (side // p) ** 2 <= tokens), side)
 
 
 def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32") -> LatentEncoder:
-    """A function from uint8 pictures (B, 3, R, R) to what is stored of them: (B, views, C or 2C, S, S) float32.
+    """A function from uint8 pictures (B, 3, R, R) to the numbers to store, (B, views, C or 2C, S, S) float32.
 
-    With views=2 the second is the encoded flipped picture. precision is fp32, or bf16 for autocast. Without a
-    model the pixels are stored.
+    model      None: the pixels themselves are stored.
+    precision  fp32, or bf16 for autocast.
+
+    With views=2 the second view is the flipped picture.
     """
-    if model is None:
-        return lambda pictures: torch.stack(_views(pictures.float() / 127.5 - 1, latents), dim=1).numpy()
-    device = next(model.parameters()).device
+    device = torch.device("cpu") if model is None else next(model.parameters()).device
+
+    def encode_view(pixels: Tensor) -> Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+            out = model.encode(pixels)
+        if latents.content == "moments":
+            return torch.cat([out.latent_dist.mean, out.latent_dist.logvar], dim=1)
+        return out.latents if hasattr(out, "latents") else out.latent_dist.mean
 
     @torch.no_grad()
     def encode(pictures: Tensor) -> np.ndarray:
         pixels = (pictures.to(device).float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
-        views = []
-        for view in _views(pixels, latents):
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-                out = model.encode(view)
-            if latents.content == "moments":
-                z = torch.cat([out.latent_dist.mean, out.latent_dist.logvar], dim=1)
-            else:
-                z = out.latents if hasattr(out, "latents") else out.latent_dist.mean
-            views.append(z.float().cpu())
-        return torch.stack(views, dim=1).numpy()
+        views = [pixels, pixels.flip(-1)][: latents.views]
+        views = views if model is None else map(encode_view, views)
+        return torch.stack([view.float().cpu() for view in views], dim=1).contiguous().numpy()
 
     return encode
-
-
-def _views(pictures: Tensor, latents: LatentSpec) -> list[Tensor]:
-    return [pictures, pictures.flip(-1)][: latents.views]
 
 
 def load_decoder(latents: LatentSpec, device: torch.device | str = "cpu", autoencoder: str | None = None) -> Decoder:

@@ -1,43 +1,44 @@
-"""How well pictures fit their captions: the CLIP score, 100·max(cos, 0) of CLIP's two embeddings (arXiv 2104.08718).
+"""The CLIP score, how well pictures fit their captions: 100·max(cos, 0) of CLIP's two embeddings (arXiv 2104.08718).
 
-Its authors multiply by 2.5 and not by 100; with 100 it is the number that text-to-image papers print. ViT-L/14's and
-ViT-B/32's differ: fid.json has the hash of the weights.
+Its authors multiply by 2.5; with 100 it is the number that text-to-image papers print. ViT-L/14 and ViT-B/32 give
+different scores, so fid.json records the hash of the weights.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread.encoders.autoencoder import fingerprint
-from tread.encoders.pretrained import load_whole, pretrained
+from tread.encoders.pretrained import TOKENIZER, hash_of_text_model, load_pretrained
 from tread.runtime.device import exact
 
 AT_ONCE = 64  # pictures in one pass
 
 
 class ClipScore:
-    """CLIP, both towers, in fp32.
+    """Both towers of CLIP, in fp32.
 
     name    a hub id, or a folder as transformers saves it.
-    sha256  of its weights and its vocabulary.
+    sha256  the hash of its weights and its vocabulary.
 
-    Raises ValueError or OSError if it can't be had.
+    Raises ValueError if it can't be loaded.
     """
 
     def __init__(self, name: str, device: torch.device | str) -> None:
-        self._model, self._tokenizer, self._processor = _load_clip(name)
-        self._model = self._model.to(device).eval().requires_grad_(False)
-        self._device = device
-        vocabulary = json.dumps(sorted(self._tokenizer.get_vocab().items()))
-        self.sha256 = hashlib.sha256((fingerprint(self._model) + vocabulary).encode()).hexdigest()
+        known = (
+            "It must be a hub id (to be downloaded once while online) or a folder of a whole CLIP, such as "
+            "openai/clip-vit-large-patch14"
+        )
+        parts = (TOKENIZER, ("CLIPImageProcessorPil", "CLIPImageProcessor"))  # by Pillow, as CLIP's own code resizes
+        model, (self._tokenizer, self._processor) = load_pretrained(
+            f"clip={name}", name, {"clip": "CLIPModel"}, "requirements-text.txt", known, parts=parts
+        )
+        self._model, self._device = model.to(device), device
+        self.sha256 = hash_of_text_model(model, self._tokenizer)
 
     @torch.no_grad()
     def score(self, pictures: Tensor, captions: Sequence[str]) -> np.ndarray:
@@ -57,20 +58,3 @@ class ClipScore:
             cosine = F.cosine_similarity(made.image_embeds.float(), made.text_embeds.float())
             scores.append(100 * cosine.clamp(min=0).cpu())
         return torch.cat(scores).numpy()
-
-
-def _load_clip(name: str) -> tuple[torch.nn.Module, Any, Any]:
-    """transformers' CLIPModel in fp32, its tokenizer and what prepares its pictures. Raises ValueError."""
-    known = (
-        "It must be a hub id (to be downloaded once while online) or a folder of a whole CLIP, such as "
-        "openai/clip-vit-large-patch14"
-    )
-    with pretrained(f"clip={name}", name, "requirements-text.txt", known) as (transformers, told):
-        # by Pillow, as CLIP's own code resizes; newer releases have it under a name of its own
-        processor = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
-        kind = transformers.AutoConfig.from_pretrained(name, **told).model_type
-        if kind != "clip":
-            raise ValueError(f"it is a {kind}, and not a clip, which has a tower for pictures and one for text")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **told)
-        prepared = processor.from_pretrained(name, **told)
-        return load_whole(transformers.CLIPModel, name, told), tokenizer, prepared

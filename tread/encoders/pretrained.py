@@ -1,29 +1,46 @@
-"""What transformers loads by a hub id or from a folder: quietly, from the cache where it is there, whole or refused."""
+"""Models of transformers by hub id or from a folder: loaded quietly, from the cache if there, whole or refused."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from safetensors import SafetensorError
+from torch import nn
 
+from tread.encoders.autoencoder import fingerprint
 from tread.runtime.hub import is_cached
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+TOKENIZER = ("AutoTokenizer",)
 
 
-@contextmanager
-def pretrained(what: str, place: str, requirements: str, known: str) -> Iterator[tuple[ModuleType, dict[str, bool]]]:
-    """A context in which transformers reports nothing; it, and what its from_pretrained(place, …) is to be told.
+def load_pretrained(
+    what: str,
+    place: str,
+    kinds: Mapping[str, str],
+    requirements: str,
+    known: str,
+    others: str | None = None,
+    parts: Sequence[Sequence[str]] = (),
+    unused: str = "\0",
+) -> tuple[nn.Module, list[Any]]:
+    """A frozen model in fp32 and eval mode, and the parts that are asked for.
 
-    what, known   what is loaded, and which there are, for messages.
+    what, known   what is loaded, and what could be, for messages.
+    place         a hub id or a folder.
+    kinds         the model type in config.json → the class of transformers.
     requirements  the file that names transformers.
+    others        the class for other types with a single tower and a hidden size; None: they are refused.
+    parts         what is loaded beside the model, such as its tokenizer: each by class names, of which the first that
+                  this release of transformers has is taken.
+    unused        how the names of weights begin that may be missing.
 
-    Raises ValueError for what can't be loaded in it, or had.
+    Raises ValueError for what can't be loaded, lacks weights or has others.
     """
     try:
         import transformers  # imported here because it takes seconds, and is an extra
@@ -36,18 +53,28 @@ def pretrained(what: str, place: str, requirements: str, known: str) -> Iterator
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield transformers, {"local_files_only": Path(place).is_dir() or is_cached(place, WEIGHTS)}
+            local = {"local_files_only": Path(place).is_dir() or is_cached(place, WEIGHTS)}
+            config = transformers.AutoConfig.from_pretrained(place, **local)
+            single = not config.is_encoder_decoder and hasattr(config, "hidden_size")
+            kind = kinds.get(config.model_type, others if single else None)
+            if kind is None:
+                raise ValueError(f"it is a {config.model_type}, and not a {' or '.join(kinds)}")
+            classes = [next(name for name in names if hasattr(transformers, name)) for names in parts]
+            beside = [getattr(transformers, name).from_pretrained(place, **local) for name in classes]
+            load = getattr(transformers, kind).from_pretrained
+            model, loading = load(place, **local, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ValueError(f"{what} could not be loaded: {str(error).strip()}\n{known}") from error
     finally:
         logging.set_verbosity(before)
         logging.enable_progress_bar()
+    missing = [key for key in sorted(loading["missing_keys"]) if not key.startswith(unused)]
+    if odd := missing + sorted(map(str, loading["mismatched_keys"])):
+        raise ValueError(f"{what} lacks weights of a {kind}, or has others: {', '.join(odd[:3])}, …")
+    return model.float().eval().requires_grad_(False), beside
 
 
-def load_whole(kind: type, place: str, told: dict[str, bool], unused: str = "") -> Any:
-    """A model of that class in fp32. Raises ValueError for lacking weights, but for those whose names begin so."""
-    model, loading = kind.from_pretrained(place, **told, output_loading_info=True)
-    lacking = [key for key in sorted(loading["missing_keys"]) if not (unused and key.startswith(unused))]
-    if odd := lacking + sorted(map(str, loading["mismatched_keys"])):
-        raise ValueError(f"it lacks weights of a {type(model).__name__}, or has others: {', '.join(odd[:3])}, …")
-    return model.float()
+def hash_of_text_model(model: nn.Module, tokenizer: Any) -> str:
+    """Hex sha256 of a model's weights and its tokenizer's vocabulary."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256((fingerprint(model) + vocabulary).encode()).hexdigest()

@@ -18,12 +18,12 @@ from tread.data.columns import TextSpec
 from tread.models.conditions import Text
 
 BEGIN, UNKNOWN = "<begin>", "<unknown>"  # words 0 and 1; padding is 0 too, and masked
-MOST = 8192  # words of a vocabulary: the most frequent ones
+MOST = 8192  # words in a vocabulary
 WORD = re.compile(r"[^\W_]+(?:[-'.][^\W_]+)*|[^\w\s,;:.()!?\"“”'-]")  # "medium-light" is one, "&" and "#" are
 
 
 def split_words(caption: str) -> list[str]:
-    """The words of a caption, in small letters, without punctuation."""
+    """A caption's words in lower case, without punctuation."""
     return WORD.findall(unicodedata.normalize("NFKC", caption).replace("’", "'").lower())
 
 
@@ -34,9 +34,9 @@ def make_vocabulary(captions: Iterable[str]) -> tuple[str, ...]:
 
 
 class WordEncoder:
-    """Captions → word numbers, each caption begun by the begin token.
+    """Captions → word numbers; each begins with the begin token.
 
-    spec  of vocabulary and number of tokens.
+    spec  records the vocabulary and the number of tokens.
     """
 
     def __init__(self, vocabulary: Sequence[str], tokens: int) -> None:
@@ -58,7 +58,7 @@ class WordEncoder:
         return [word for word in split_words(caption) if word not in self._numbers]
 
     def encode(self, captions: Sequence[str]) -> Text:
-        """Word numbers (B, T) int64; what is longer than T is cut off."""
+        """Word numbers (B, T) int64; longer captions are cut off."""
         T = self.spec.tokens
         rows = [self._cut(caption)[:T] for caption in captions]
         tokens = torch.tensor([row + [0] * (T - len(row)) for row in rows], dtype=torch.int64).view(-1, T)

@@ -8,18 +8,20 @@ dataset's folder the pictures that were kept with its latents, or the latents wh
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import itertools
 import json
+import math
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
@@ -27,7 +29,7 @@ from tread.data.shards import write_array
 from tread.encoders.inception import Pictures
 from tread.preparing.archives import Folder, Tar
 from tread.preparing.images import FORMATS, Crop, centre_crop, read_rgb
-from tread.preparing.sources import SUFFIXES
+from tread.preparing.photos import SUFFIXES
 from tread.runtime.distributed import Processes
 from tread.runtime.files import sha256, size_text, whole_file
 
@@ -44,31 +46,29 @@ def open_pictures(path: Path, crop: Crop | None, processes: Processes) -> Pictur
 
     Raises FileNotFoundError, or ValueError that names what is wrong.
     """
-    inside = None
+    inside = ""
     if not path.exists():
         tar = next((parent for parent in path.parents if parent.is_file()), None)
         if tar is None:
             raise FileNotFoundError(f"{path} is not there: an .npz with arr_0, a folder or a tar of pictures is needed")
         path, inside = tar, f"{path.relative_to(tar)}/"
-    if (path / "index.json").is_file():
-        return _open_dataset(path, crop)
     if path.suffix == ".npy":
         raise ValueError(f"{path} is one array; save it as an .npz: np.savez(…, arr_0=pictures)")
-    if path.suffix.lower() == ".npz":
-        return _open_npz(path, processes)
-    return _open_files(path, inside, crop, processes)
+    if (path / "index.json").is_file():
+        pictures = _open_dataset(path, crop)
+    elif path.suffix.lower() == ".npz":
+        pictures = _open_npz(path, processes)
+    else:
+        pictures = _open_files(path, inside, crop, processes)
+    if pictures.count < 2:
+        raise ValueError(f"{path} holds {pictures.count} pictures, but at least 2 are needed")
+    return pictures
 
 
 def _open_dataset(path: Path, crop: Crop | None) -> Pictures:
     if crop:
         raise ValueError(f"{path} is a dataset, whose pictures are cropped already: leave out crop={crop.size}")
-    try:
-        data = LatentDataset(path, pictures=True)
-    except ValueError as error:
-        raise ValueError(
-            f"{error}; or name the photos themselves: reference=<folder> crop=256, of the size it was prepared in"
-        ) from error
-    check_count(path, len(data))
+    data = LatentDataset(path, pictures=True)
 
     def read(start: int, stop: int) -> np.ndarray:
         return data.read(np.arange(start, stop)).pictures.numpy()
@@ -79,85 +79,45 @@ def _open_dataset(path: Path, crop: Crop | None) -> Pictures:
 
 
 class Npz:
-    """Arrays of an .npz, whose large ones are read by rows. Never unpickles."""
+    """Arrays of an .npz. Never unpickles. Raises ValueError for a file that is damaged or no .npz."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with self._explained():
             self._zip = zipfile.ZipFile(path)
-        except (zipfile.BadZipFile, OSError) as error:
-            raise ValueError(f"{path} is damaged or no .npz: {error}") from error
         self.names = [name.removesuffix(".npy") for name in self._zip.namelist()]
 
-    def _open(self, name: str) -> tuple[io.BufferedIOBase, tuple[int, ...], np.dtype, bool]:
-        """An array's file after its head; shape, dtype, and whether it is stored column by column."""
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
         try:
-            file = self._zip.open(f"{name}.npy")
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, fortran, dtype = read(file)
+            yield
         except UNREADABLE as error:
-            raise ValueError(f"{self.path} is damaged or no NumPy archive: {name}: {error}") from error
-        if dtype.hasobject:
-            raise ValueError(f"{self.path}: {name} is stored as objects, which are not read")
-        if file.tell() + int(np.prod(shape)) * dtype.itemsize != self._zip.getinfo(f"{name}.npy").file_size:
-            raise ValueError(f"{self.path} is damaged: {name} is not {shape} of {dtype}, as its head says")
-        return file, shape, dtype, fortran and len(shape) > 1
+            raise ValueError(f"{self.path} is damaged or no NumPy archive: {error}") from error
 
     def rows(self, name: str) -> tuple[tuple[int, ...], np.dtype, Callable[[int, int], np.ndarray]]:
-        """Shape and dtype of an array, and a function (start, stop) → its rows, which goes back where it must."""
-        file, shape, dtype, columns = self._open(name)
-        if columns:
-            raise ValueError(f"{self.path}: {name} is stored column by column; save it as np.ascontiguousarray(…)")
-        size, at = int(np.prod(shape[1:])) * dtype.itemsize, 0
+        """Shape and dtype of a large array, and a function (start, stop) → its rows, which alone are in memory."""
+        with self._explained():
+            file = self._zip.open(f"{name}.npy")
+            version = np.lib.format.read_magic(file)
+            head = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, columns, dtype = head(file)
+            begin, size = file.tell(), math.prod(shape[1:]) * dtype.itemsize
+            if dtype.hasobject or (columns and len(shape) > 1):
+                raise ValueError(f"{name} holds objects, or is stored column by column")
+            if begin + shape[0] * size != self._zip.getinfo(f"{name}.npy").file_size:
+                raise ValueError(f"{name} is not {shape} of {dtype}, as its head says")
 
         def read(start: int, stop: int) -> np.ndarray:
-            nonlocal file, at
-            if start < at:
-                file, at = self._open(name)[0], 0
-            while at < start:
-                at += len(self._exactly(file, min(start - at, max(1, 2**24 // size)) * size)) // size
-            content = self._exactly(file, (stop - start) * size)
-            at = stop
-            return np.frombuffer(content, dtype).reshape(stop - start, *shape[1:])
+            with self._explained():
+                file.seek(begin + start * size)
+                return np.frombuffer(file.read((stop - start) * size), dtype).reshape(stop - start, *shape[1:])
 
         return shape, dtype, read
 
-    def _exactly(self, file: io.BufferedIOBase, size: int) -> bytes:
-        try:
-            content = file.read(size)
-        except UNREADABLE as error:
-            raise ValueError(f"{self.path} is damaged: {error}") from error
-        if len(content) != size:
-            raise ValueError(f"{self.path} is damaged: {size - len(content)} bytes are missing")
-        return content
-
     def read(self, name: str) -> np.ndarray:
         """A whole array."""
-        file, shape, dtype, columns = self._open(name)
-        content = self._exactly(file, int(np.prod(shape)) * dtype.itemsize)
-        return np.frombuffer(content, dtype).reshape(shape, order="F" if columns else "C")
-
-
-def check_pictures(where: object, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    """Raise ValueError unless an array is (n, H, W, 3) uint8 with n at least 2."""
-    if len(shape) == 3 or (len(shape) == 4 and shape[-1] == 1):
-        raise ValueError(f"{where}: arr_0 {shape} holds grey pictures, but RGB is scored: repeat them to 3 channels")
-    if len(shape) == 4 and shape[-1] == 4:
-        raise ValueError(f"{where}: arr_0 {shape} holds pictures with alpha; leave out the fourth channel")
-    if len(shape) != 4 or shape[-1] != 3 or 0 in shape[1:]:
-        raise ValueError(f"{where}: arr_0 has shape {shape}, but must be (n, H, W, 3)")
-    if dtype != np.uint8:
-        raise ValueError(
-            f"{where}: arr_0 is {dtype}, but must be uint8 in 0..255: look for NaN, bring them to 0..255, round and "
-            "clip before you save them"
-        )
-    check_count(where, shape[0])
-
-
-def check_count(where: object, count: int) -> None:
-    if count < 2:
-        raise ValueError(f"{where} holds {count} pictures, but at least 2 are needed")
+        with self._explained(), np.load(self.path, allow_pickle=False) as arrays:
+            return arrays[name]
 
 
 def _open_npz(path: Path, processes: Processes) -> Pictures:
@@ -165,7 +125,8 @@ def _open_npz(path: Path, processes: Processes) -> Pictures:
     if "arr_0" not in npz.names:
         raise ValueError(f"{path} holds {', '.join(npz.names) or 'nothing'}, but no pictures (arr_0)")
     shape, dtype, rows = npz.rows("arr_0")
-    check_pictures(path, shape, dtype)
+    if len(shape) != 4 or shape[-1] != 3 or 0 in shape[1:] or dtype != np.uint8:
+        raise ValueError(f"{path}: arr_0 is {shape} of {dtype}, but must be uint8 RGB pictures (n, H, W, 3)")
 
     def read(start: int, stop: int) -> np.ndarray:
         return np.ascontiguousarray(rows(start, stop).transpose(0, 3, 1, 2))
@@ -180,15 +141,13 @@ def hash_of(path: Path, processes: Processes) -> str:
     return processes.from_main(lambda: sha256(path))
 
 
-def _open_files(path: Path, inside: str | None, crop: Crop | None, processes: Processes) -> Pictures:
+def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes) -> Pictures:
     store = Folder(path) if path.is_dir() else Tar(path)
-    names = [name for name in store.names if name.lower().endswith(SUFFIXES) and name.startswith(inside or "")]
+    names = [name for name in store.names if name.lower().endswith(SUFFIXES) and name.startswith(inside)]
     names = [name for name in names if not any(part.startswith(".") for part in name.split("/") if part != ".")]
-    if inside and not names:
+    if not names:
         folders = sorted({name.rpartition("/")[0] for name in store.names})
-        raise ValueError(f"{path} has no pictures in {inside}, but folders like {', '.join(folders[:3])}")
-    check_count(path / (inside or ""), len(names))
-
+        raise ValueError(f"{path} has no pictures in {inside or './'}, but folders like {', '.join(folders[:3])}")
     prepared = f"crop {crop and crop.size}"
     if crop and crop != Crop(crop.size):  # features that were kept before there was a choice are still right
         prepared += f", orientation {crop.orientation}, alpha {crop.alpha}"
@@ -222,20 +181,19 @@ def _open_files(path: Path, inside: str | None, crop: Crop | None, processes: Pr
             return np.ascontiguousarray(np.stack(list(pool.map(decode, names[start:stop]))).transpose(0, 3, 1, 2))
 
     digest, size = processes.from_main(read_all)
-    return Pictures(str(path / (inside or "")), len(names), size, digest, read)
+    return Pictures(str(path / inside), len(names), size, digest, read)
 
 
 def _plain_size(content: bytes, where: str) -> tuple[int, int]:
     """(H, W) of an RGB picture file, from its head. Raises ValueError for other pictures."""
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"{where} is no JPEG, PNG or WebP, nor a TIFF, that can be read: {error}") from error
     if image.mode != "RGB":
-        kind = {"L": "grey", "1": "black and white", "RGBA": "RGB with alpha", "LA": "grey with alpha"}
         raise ValueError(
-            f"{where} is {kind.get(image.mode, f'of mode {image.mode}')}, but RGB is scored: convert it, or set "
-            "crop=256 for photos that are to be prepared as ADM does"
+            f"{where} is of mode {image.mode}, but RGB is scored: convert it, or set crop=256 for photos that are to "
+            "be prepared as ADM does"
         )
     return image.height, image.width
 

@@ -1,7 +1,7 @@
-"""Prompts of a network that takes texts: read, checked, and made into what it sees, by its training's own encoder; and
-the captions of held-out pictures, which it is scored on.
+"""Prompts of a text network: read, checked, and encoded by its training's own encoder; and the captions of held-out
+pictures, which it is scored on.
 
-Whatever draws pictures numbers them: the labels of a text network are 0 to n−1, the numbers of its prompts.
+Drawing numbers them: the labels of a text network are 0 to n−1, the numbers of its prompts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from tread.data.index import read_index
 from tread.diffusion.labels import class_labels, spread_classes
 from tread.encoders.language import TextEncoder, encoder_for
 from tread.models.conditions import Text
-from tread.runtime.files import explain_failure
 
 NOTED = 3  # prompts that are named where something holds of many
 HELDOUT = "heldout"
@@ -35,53 +34,33 @@ HELDOUT = "heldout"
 def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
     """The prompt, or those of a file, one a line; none where neither is given.
 
-    Raises OSError, or ValueError for both at once, an empty prompt, an empty file or one that is no text.
+    Raises OSError, or ValueError for both at once, an empty prompt, an empty file or one that is not UTF-8.
     """
     if prompt is not None and file is not None:
         raise ValueError("prompt=… and prompts=… are both given: name one prompt, or a file of them")
-    if prompt is not None:
-        if not prompt.strip():
-            raise ValueError("prompt is empty: say what to draw, prompt='a red apple, cut open'")
-        return (prompt,)
-    return () if file is None else _read_file(Path(file).expanduser())
-
-
-def _read_file(path: Path) -> tuple[str, ...]:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}: prompts=… names a text file of a prompt a line")
-    try:
-        with explain_failure(path):
-            lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is no UTF-8 text ({error}): prompts=… names a text file of a prompt a line"
-        ) from error
-    prompts = lines if lines[-1] else lines[:-1]
-    blank = [number for number, line in enumerate(prompts, 1) if not line.strip()]
-    if len(blank) == len(prompts):
-        raise ValueError(f"{path} holds no prompt: write one a line")
-    if blank:
-        raise ValueError(f"{path}, line {blank[0]}, is an empty prompt: write one a line, without blank lines")
+    if file is None:
+        prompts, where = [] if prompt is None else [prompt], "prompt"
+    else:
+        where = Path(file).expanduser()
+        prompts = where.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+    if blank := [str(number) for number, line in enumerate(prompts, 1) if not line.strip()]:
+        raise ValueError(f"{where} is empty (line {', '.join(blank)}): say what to draw, a prompt a line")
     return tuple(prompts)
 
 
 def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompts: Sequence[str]) -> list[int]:
-    """The labels of what is asked for: of classes (None: ten, spread over all), or the prompts' numbers.
+    """The labels that are asked for: classes (None: ten, spread over all), or the prompts' numbers.
 
-    Raises ValueError for what the network does not take, and for a network of texts without a prompt.
+    Raises ValueError for what the network does not take, and for a text network without a prompt.
     """
     where, count = saved.found.folder, saved.cfg.dataset.num_classes
+    if saved.text is None and prompts:
+        raise ValueError(f"{where} was trained with classes, and takes no prompt: classes=[0,1] names them")
     if saved.text is None:
-        if prompts:
-            raise ValueError(
-                f"{where} was trained with classes, and takes no prompt: classes=[0,1] names them, or leave all out"
-            )
         return class_labels(spread_classes(count, 10) if classes is None else classes, count, saved.label_drop)
-    if classes is not None:
-        raise ValueError(f"{where} was trained with captions, and takes no classes: prompt='…', or prompts=<file>")
-    if not prompts:
+    if classes is not None or not prompts:
         raise ValueError(
-            f"{where} was trained with captions: prompt='…' says what to draw, or prompts=<file>, one a line"
+            f"{where} was trained with captions, and takes no classes: prompt='…' says what to draw, or prompts=<file>"
         )
     return list(range(len(prompts)))
 
@@ -89,7 +68,7 @@ def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompt
 def encode_prompts(
     saved: SavedNetwork, prompts: Sequence[str], device: torch.device, place: str | None = None
 ) -> tuple[Text, list[str]]:
-    """What the network sees of prompts, and what to know of it: words that it never met, and what is cut off.
+    """Prompts as the network sees them, and notes: words that it never met, and what is cut off.
 
     place  where the encoder lies now, a hub id or folder; None: where it lay at training.
 
@@ -102,8 +81,6 @@ def encode_prompts(
     try:
         encoder = encoder_for(TextSpec(**asdict(saved.cfg.text)), device, place and str(Path(place).expanduser()))
     except (ValueError, OSError) as error:
-        if place is not None:
-            raise
         raise ValueError(
             f"{error}\nIf it has moved, text_encoder=<hub id or folder> names where it lies now"
         ) from error
@@ -116,7 +93,7 @@ def brief(prompt: str) -> str:
 
 
 def prompt_warnings(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
-    """What does not reach the network of some prompts, in a line each of the first ones."""
+    """What does not reach the network, a line a prompt for the first ones."""
     tokens, notes = encoder.spec.tokens, []
     for prompt, length in zip(prompts, encoder.lengths(prompts)):
         shown = repr(brief(prompt))
@@ -159,10 +136,7 @@ def heldout_folder(saved: SavedNetwork) -> Path:
     if name in (None, "auto"):
         raise ValueError(f"{where} has no held-out data: name a dataset's folder in the place of {HELDOUT}")
     if not (Path(name) / "index.json").is_file():
-        raise FileNotFoundError(
-            f"the held-out data of {where} is not at {name} any more: name the folder where it lies in the place of "
-            f"{HELDOUT}"
-        )
+        raise FileNotFoundError(f"the held-out data of {where} is not at {name}: name its folder in place of {HELDOUT}")
     return Path(name)
 
 
@@ -172,8 +146,6 @@ def open_prompts(saved: SavedNetwork, asked: str) -> ScoredPrompts:
     Raises ValueError or FileNotFoundError, also if they were not encoded by the encoder of its training.
     """
     folder = heldout_folder(saved) if asked == HELDOUT else Path(asked).expanduser()
-    if folder.is_file():
-        raise ValueError(f"prompts={asked} is a file, but must be {HELDOUT} or the folder of a dataset with captions")
     wanted = TextSpec(**asdict(saved.cfg.text))
     data = LatentDataset(folder, text=wanted.encoder)
     if data.text_spec != wanted:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tread.data.parts import PartStore
+from tread.data.store import ShardStore
 from tread.encoders.inception import FeatureSizes, Inception, Pictures
 from tread.evaluation.image_sets import Npz, hash_of, open_pictures
 from tread.evaluation.metrics import Moments, Seen
@@ -61,9 +61,9 @@ class Reference:
 
 
 def open_reference(path: Path, crop: Crop | None, processes: Processes, sizes: FeatureSizes | None) -> Reference:
-    """Open a reference; the pictures of it are not looked at yet. Other arguments are those of open_pictures.
+    """Open a reference without reading its pictures. Other arguments are those of open_pictures.
 
-    sizes  of the features that statistics in a file must be of; None: not looked at yet.
+    sizes  of the features that statistics in a file must be of; None: any.
 
     Raises FileNotFoundError, or ValueError for what is damaged, of another network, or no reference.
     """
@@ -73,20 +73,13 @@ def open_reference(path: Path, crop: Crop | None, processes: Processes, sizes: F
     given = {kind: npz and _statistics(npz, *keys, sizes and getattr(sizes, kind)) for kind, keys in KEYS.items()}
     if npz is None or "arr_0" in npz.names:
         pictures = open_pictures(path, crop, processes)
-        return Reference(
-            str(path), pictures.sha256, **given, pictures=pictures, resolution=pictures.resolution, count=pictures.count
-        )
+        about = (pictures, pictures.resolution, pictures.count)
+        return Reference(str(path), pictures.sha256, given["pool"], given["spatial"], *about)
     if given["pool"] is None:
         raise ValueError(f"{path} holds {', '.join(npz.names) or 'nothing'}: a reference has mu, sigma or arr_0")
     resolution, count = (npz.read(name).ravel().tolist() if name in npz.names else [] for name in STATED)
-    return Reference(
-        str(path),
-        hash_of(path, processes),
-        **given,
-        pictures=None,
-        resolution=tuple(resolution) if len(resolution) == 2 else None,
-        count=count[0] if len(count) == 1 else None,
-    )
+    about = (None, tuple(resolution) if len(resolution) == 2 else None, count[0] if len(count) == 1 else None)
+    return Reference(str(path), hash_of(path, processes), given["pool"], given["spatial"], *about)
 
 
 def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int | None) -> Statistics | None:
@@ -104,8 +97,8 @@ def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int | N
     return mean.astype(np.float64), covariance.astype(np.float64)
 
 
-def moments(what: str, features: PartStore, kind: str, processes: Processes) -> Moments:
-    """Of the "pool" or "spatial" features of a set of pictures, under a bar that says whose they are."""
+def statistics(what: str, features: ShardStore, kind: str, processes: Processes) -> Statistics:
+    """Mean and covariance of the "pool" or "spatial" features of pictures, under a bar that says whose they are."""
     with processes.bar(f"mean and covariance of {what}, {kind}", sum(map(len, features.ranges))) as progress:
 
         def parts() -> Iterator[np.ndarray]:
@@ -113,13 +106,12 @@ def moments(what: str, features: PartStore, kind: str, processes: Processes) -> 
                 yield part
                 progress.update(len(part))
 
-        return Moments.of_parts(parts())
+        return Moments.of_parts(parts()).gaussian
 
 
-@functools.lru_cache(maxsize=4)  # a reference's are wanted for each checkpoint
-def statistics(features: PartStore, kind: str, processes: Processes) -> Statistics:
-    """Mean and covariance of the "pool" or "spatial" features of a reference's pictures."""
-    return moments("the reference", features, kind, processes).gaussian
+@functools.lru_cache(maxsize=4)  # each checkpoint that is scored needs them again
+def reference_statistics(features: ShardStore, kind: str, processes: Processes) -> Statistics:
+    return statistics("the reference", features, kind, processes)
 
 
 class Unavailable(ValueError):
@@ -133,8 +125,8 @@ class FeatureSets:
     Whatever is missing raises Unavailable when it is asked for.
     """
 
-    samples: PartStore
-    features: PartStore | None
+    samples: ShardStore
+    features: ShardStore | None
     reference: Reference
     network: Inception
     processes: Processes
@@ -142,10 +134,11 @@ class FeatureSets:
 
     def gaussians(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Means (D,) and covariances (D, D) of "pool" or "spatial" features: the samples', then the reference's."""
-        expected = getattr(self.reference, kind) or (self.features and statistics(self.features, kind, self.processes))
-        if expected is None:
+        expected = getattr(self.reference, kind)
+        if expected is None and self.features is None:
             raise Unavailable("the reference has neither pictures (arr_0) nor mu_s, sigma_s")
-        ours = moments("the samples", self.samples, kind, self.processes).gaussian
+        expected = expected or reference_statistics(self.features, kind, self.processes)
+        ours = statistics("the samples", self.samples, kind, self.processes)
         self.processes.say(f"distance of both means and covariances, {kind}")
         return *ours, *expected
 
@@ -190,12 +183,12 @@ class FeatureSets:
 
 
 def save_statistics(
-    path: Path, features: PartStore, count: int, resolution: tuple[int, int], processes: Processes
+    path: Path, features: ShardStore, count: int, resolution: tuple[int, int], processes: Processes
 ) -> None:
     """Write mu, sigma, mu_s, sigma_s, and the pictures' count and resolution, as open_reference reads them."""
     arrays = {}
     for kind, (mean_key, covariance_key) in KEYS.items():
-        arrays[mean_key], arrays[covariance_key] = statistics(features, kind, processes)
+        arrays[mean_key], arrays[covariance_key] = reference_statistics(features, kind, processes)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as partial, partial.open("wb") as file:
         np.savez(file, **arrays, count=np.array([count]), resolution=np.array(resolution))
@@ -204,13 +197,9 @@ def save_statistics(
 def check_size(where: object, size: tuple[int, ...], reference: Reference) -> None:
     """Raise ValueError unless pictures of this size (channels, H, W) can be compared with the reference."""
     if size[0] != 3:
-        raise ValueError(
-            f"{where} gives grey pictures, but the Inception scores RGB; the embedded digits are scored without "
-            "reference=…"
-        )
+        raise ValueError(f"{where} gives grey pictures, but RGB is scored; digits are scored without reference=…")
     if reference.resolution not in (None, size[1:]):
         height, width = reference.resolution
         raise ValueError(
-            f"{where} has pictures of {size[2]}×{size[1]}, but those of {reference.where} are {width}×{height}: only "
-            "equal sizes are compared"
+            f"{where} has pictures of {size[2]}×{size[1]}, but those of {reference.where} are {width}×{height}"
         )

@@ -24,15 +24,13 @@ from tread.runtime.tensor_files import save_tensors
 from tread.runtime.versions import versions
 
 DEFAULTS = {False: "samples.png", True: "samples.safetensors"}  # of pictures, of latents
-MEANING = (
-    "the autoencoder's z, which its decoder takes: the network's latents with their scale and normalisation undone"
-)
+MEANING = "the autoencoder's z, which its decoder takes: the network's latents, their scale and normalisation undone"
 
 
-def parse_seeds(seeds: str | int | Sequence[int]) -> list[int]:
+def parse_seeds(seeds: str | int | Sequence[int]) -> Sequence[int]:
     """ "0-15" → 0..15, both included; a number or a list of numbers as it is."""
     if isinstance(seeds, str) and (match := re.fullmatch(r"(\d+)-(\d+)", seeds)) and int(match[1]) <= int(match[2]):
-        return list(range(int(match[1]), int(match[2]) + 1))
+        return range(int(match[1]), int(match[2]) + 1)
     seeds = [seeds] if isinstance(seeds, int) else seeds
     if isinstance(seeds, str) or not seeds:
         raise ValueError(f"seeds is {seeds!r}, but must be a-b with a at most b, a number or a list of numbers")
@@ -41,12 +39,10 @@ def parse_seeds(seeds: str | int | Sequence[int]) -> list[int]:
 
 def check_name(out: str | None, latents: bool) -> None:
     """Raise ValueError for a file name that `SampleFiles` would take for a folder's, or for the other kind's."""
-    suffix = None if out is None else Path(out).suffix.lower()
-    if latents and suffix not in (None, ".safetensors"):
-        raise ValueError(f"out is {out!r}, but with save_latents=true must be the name of a .safetensors file")
-    if not latents and suffix == ".safetensors":
-        raise ValueError(f"out is {out!r}, a file of latents: they are written by save_latents=true, without pictures")
-    if out is not None and (not out or suffix in (".jpg", ".jpeg", ".webp", ".gif", ".npy")):
+    suffix = ".safetensors" if out is None and latents else Path(out or "").suffix.lower()
+    if latents != (suffix == ".safetensors"):
+        raise ValueError(f"out is {out!r}, but save_latents=true writes a .safetensors file, and nothing else does")
+    if out == "" or suffix in (".jpg", ".jpeg", ".webp", ".gif", ".npy"):
         raise ValueError(f"out is {out!r}, but must be a grid's name in .png, a batch's in .npz, or a folder")
 
 
@@ -60,14 +56,10 @@ def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: Sav
         return {"step": source.found.step, "weights": source.weights, "sha256": source.sha256}
 
     churn = {key: value for key, value in asdict(sampler.churn).items() if math.isfinite(value)}  # as JSON must be
+    known = {"shift": saved.shift, "churn": churn if sampler.churn.amount else None}
     asked = saved.found.info.get("attribution")
     return {
-        "settings": {
-            **settings,
-            **asdict(sampler),
-            "shift": saved.shift,
-            "churn": churn if sampler.churn.amount else None,
-        },
+        "settings": {**settings, **asdict(sampler), **known},
         "network": network(saved),
         "weak_network": weak and network(weak),
         "nfe": sampler.nfe(saved.process),
@@ -131,13 +123,10 @@ class SampleFiles:
             return check_place(Path(), 0)
         paths = [self._single(*pair) for pair in self.pairs] if self.form == "folder" else [self.out]
         if len(set(paths)) < len(paths):
-            raise ValueError(
-                f"out={self.out} is a folder of single files, but seeds or classes name some pictures twice"
-            )
+            raise ValueError(f"out={self.out} is a folder, but seeds or classes name some of its pictures twice")
         there = [path for path in paths if path.exists()]
         if there and not self.overwrite:
-            more = f" (and {len(there) - 1} more)" if there[1:] else ""
-            raise ValueError(f"{there[0]}{more} is there already: name another out=…, or replace it by overwrite=true")
+            raise ValueError(f"{there[0]} is there already: name another out=…, or replace it by overwrite=true")
         if folders := [path for path in there if path.is_dir()]:
             raise ValueError(f"{folders[0]} is a folder, but a file is to be written there: name another out=…")
         check_place(self.out if self.form == "folder" else self.out.parent, 0)
@@ -147,53 +136,46 @@ class SampleFiles:
 
         Returns where they are, and whether grey ones became RGB, as single files and ADM's format are.
         """
-        channels = 0
+        grey, rows = False, [self._told(label) | {"seeds": list(self.seeds)} for label in self.labels]
 
         def rgb() -> Iterator[np.ndarray]:
-            nonlocal channels
+            nonlocal grey
             for batch in batches:
-                channels = batch.shape[1]
-                yield batch.repeat(3 // channels, axis=1)
+                grey = batch.shape[1] == 1
+                yield batch.repeat(3 // batch.shape[1], axis=1)
 
         path = self._free() if self.out is None else self.out
         with explain_failure(path):
             if self.form == "grid":
-                save_png(path, self.grid(np.concatenate(list(batches))), {**facts, "rows": self._rows()})
+                save_png(path, self.grid(np.concatenate(list(batches))), {**facts, "rows": rows})
             elif self.form == "npz":
                 save_npz(path, rgb(), np.array([label for label, _ in self.pairs]))
             elif self.form == "latents":
-                self._save_latents(path, batches, facts)
+                latents, (labels, seeds) = torch.from_numpy(np.concatenate(list(batches))), zip(*self.pairs)
+                tensors = {"latents": latents, "seeds": torch.tensor(seeds), "labels": torch.tensor(labels)}
+                with whole_file(path) as partial:
+                    save_tensors(partial, tensors, {"meaning": MEANING, FACTS: json.dumps({**facts, "rows": rows})})
             else:
                 for (label, seed), picture in zip(self.pairs, itertools.chain.from_iterable(rgb())):
                     about = {"seed": seed} | self._told(label)
                     save_png(self._single(label, seed), Image.fromarray(picture.transpose(1, 2, 0)), {**facts, **about})
-        return path, channels == 1
+        return path, grey
 
     def describe(self, path: Path, grey: bool, seeds: object) -> str:
-        """What lies where, for people; grey: whether it became RGB; seeds: as they were asked for."""
-        kind = "latents" if self.latents else "pictures"
-        of, columns = ("rows are", "columns ") if self.form == "grid" else (f"{len(self.pairs)} {kind} of", "")
+        """The files for people; grey: whether they became RGB; seeds: as they were asked for."""
+        what = f"classes {json.dumps([None if label == len(self.classes) else label for label in self.labels])}"
+        if self.prompts:
+            first = json.dumps(brief(self.classes[0]), ensure_ascii=False)
+            what = f"{len(self.classes)} prompts from {first} on" if self.classes[1:] else f"prompt {first}"
         rgb = ", grey as RGB of three equal channels" if grey else ""
-        return f"{path}: {of} {self._asked()}, {columns}seeds {seeds}{rgb}"
-
-    def _asked(self) -> str:
-        if not self.prompts:
-            return f"classes {json.dumps([None if label == len(self.classes) else label for label in self.labels])}"
-        first = json.dumps(brief(self.classes[0]), ensure_ascii=False)
-        return f"{len(self.classes)} prompts from {first} on" if self.classes[1:] else f"prompt {first}"
-
-    def _save_latents(self, path: Path, batches: Iterable[np.ndarray], facts: Mapping) -> None:
-        labels, seeds = torch.tensor(self.pairs).unbind(1)
-        drawn = torch.from_numpy(np.concatenate(list(batches)))
-        metadata = {"meaning": MEANING, FACTS: json.dumps({**facts, "rows": self._rows()})}
-        with whole_file(path) as partial:
-            tensors = {"latents": drawn, "seeds": seeds.contiguous(), "labels": labels.contiguous()}
-            save_tensors(partial, tensors, metadata)
+        if self.form == "grid":
+            return f"{path}: rows are {what}, columns seeds {seeds}{rgb}"
+        return f"{path}: {len(self.pairs)} {'latents' if self.latents else 'pictures'} of {what}, seeds {seeds}{rgb}"
 
     def _free(self) -> Path:
         first = Path(DEFAULTS[self.latents])
-        names = itertools.chain([first], (f"{first.stem}-{number}{first.suffix}" for number in itertools.count(1)))
-        return next(path for path in map(Path, names) if self.overwrite or not path.exists())
+        names = itertools.chain([first], (Path(f"{first.stem}-{n}{first.suffix}") for n in itertools.count(1)))
+        return next(path for path in names if self.overwrite or not path.exists())
 
     def _single(self, label: int, seed: int) -> Path:
         kind = "prompt" if self.prompts else "class"
@@ -205,9 +187,6 @@ class SampleFiles:
     def _told(self, label: int) -> dict:
         name = self._name(label)
         return {"prompt": name} if self.prompts else {"class": label, "class_name": name}
-
-    def _rows(self) -> list[dict]:
-        return [self._told(label) | {"seeds": list(self.seeds)} for label in self.labels]
 
     def grid(self, pictures: np.ndarray) -> Image.Image:
         """Pictures (n, 1 or 3, H, W) uint8, and the rows' names, unless all are but numbers, as digits' are."""

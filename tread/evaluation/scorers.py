@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tread.data.parts import PartStore
+from tread.data.store import ShardStore
 from tread.encoders.inception import Inception, extract, extract_all, load_inception
 from tread.evaluation.metric_table import METRICS, feature_metrics
 from tread.evaluation.metrics import Moments, frechet_distance
@@ -42,7 +42,7 @@ class Scorer(Protocol):
         """What is to be kept of pictures (n, C, H, W) uint8 beside themselves, a row for each, by name."""
         return {}
 
-    def score(self, samples: PartStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
+    def score(self, samples: ShardStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
         """Of parts with pictures, labels and what was prepared.
 
         Returns the values by name, why a metric is unavailable, and the counts of values that are not of all samples.
@@ -58,7 +58,7 @@ class Unscored(Scorer):
 
     metrics, reference, seconds = (), None, 0.0
 
-    def score(self, samples: PartStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
+    def score(self, samples: ShardStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
         return {}, {"fid": "there is no reference"}, {}
 
 
@@ -75,7 +75,7 @@ class ReferenceScorer:
     reference: Reference
     network: Inception
     weights: str
-    features: PartStore | None
+    features: ShardStore | None
     seconds: float
     processes: Processes
 
@@ -87,7 +87,7 @@ class ReferenceScorer:
         """The features of pictures (n, 3, H, W) uint8."""
         return extract(self.network, pictures)
 
-    def score(self, samples: PartStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
+    def score(self, samples: ShardStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
         """({metric: value}, {metric: why it is unavailable}, {}) of samples' features; one of them has each metric."""
         sets = FeatureSets(samples, self.features, self.reference, self.network, self.processes)
         values, unavailable = {}, {}
@@ -157,7 +157,7 @@ class DigitsJudge(Scorer):
 
     metrics, reference, seconds = ("label_agreement", "frechet_pixels"), None, 0.0
 
-    def score(self, samples: PartStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
+    def score(self, samples: ShardStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
         pictures, labels = (np.concatenate(list(samples.arrays(name))) for name in ("pictures", "labels"))
         unavailable = {"fid": "grey pictures of 8×8 are scored in raw pixels"}
         return judge_digits(pictures, labels), unavailable, REAL_COUNTS

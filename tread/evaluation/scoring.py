@@ -1,7 +1,7 @@
-"""A checkpoint or pictures → scores: everything is settled and checked before long work, which is done in parts that
-processes share.
+"""Scores of checkpoints or pictures. Read from `run` down.
 
-Read from `run` down. Started again after it was stopped, it goes on with the parts that are missing.
+Everything is settled and checked before long work starts. Processes share the work part by part; after a stop, the same
+command goes on with the missing parts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,7 @@ from tqdm import tqdm
 from tread.checkpoints import checkpoint
 from tread.checkpoints.for_sampling import SavedNetwork, open_network, open_weak
 from tread.data.latents import Alpha, Orientation
-from tread.data.parts import PartStore
+from tread.data.store import ShardStore, pieces_of
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.labels import Labels, seeded_labels
 from tread.diffusion.process import Process
@@ -112,15 +114,16 @@ def read_options(config: dict) -> ScoringOptions:
 
 @dataclass(frozen=True)
 class ScoringPlan:
-    """What scoring a checkpoint means.
+    """How a checkpoint is scored.
 
-    weak        the weak network of the guidance, if it is another.
+    weak        the weak network of the guidance, if it is another one.
     embedded    the dataset whose own judge scores it, where there is no reference.
-    compiled    whether the networks' blocks are, when samples are drawn.
-    decoder     what makes pictures of latents, by its fingerprint.
-    prompts     the captions that it draws, of a network that takes texts.
-    flops       of the networks, a sample; flops_relative: over those of the same steps without guidance.
-    reference   sha256 of what it is scored against, of the Inception, and of CLIP; None without them.
+    compiled    whether the networks' blocks are compiled for drawing samples.
+    decoder     fingerprint of the decoder of its latents.
+    prompts     the captions that are drawn, for a network that takes texts.
+    flops       of the networks, per sample; flops_relative: their ratio to the same steps without guidance.
+    reference, inception, clip
+                sha256 of the reference, and of the networks that score; None without them.
     """
 
     saved: SavedNetwork
@@ -150,7 +153,7 @@ class ScoringPlan:
 
     @property
     def num_labels(self) -> int:
-        """Classes or captions that it draws of."""
+        """How many classes or captions samples are drawn from."""
         return self.saved.cfg.dataset.num_classes if self.prompts is None else self.prompts.count
 
     @property
@@ -159,13 +162,13 @@ class ScoringPlan:
 
     @property
     def fingerprint(self) -> dict:
-        """All that decides about the numbers, for JSON: what was scored by an equal one need not be scored again."""
+        """Everything that decides the numbers, as JSON: with an equal fingerprint nothing is scored again."""
         saved, weak, sampler, latents = self.saved, self.weak, self.sampler, self.saved.latents
         routed = [network for network in (saved, weak) if network and sampler.guidance.row.routed]
         routes = [asdict(route) for network in routed for route in network.routes(sampler.guidance)]
         for route in routes:
             if route["rejoin"] is None:
-                del route["rejoin"]  # a younger key: what was scored without it stays scored
+                del route["rejoin"]  # as in scores from before it existed, so that they are recognised
         return {
             "step": self.saved.found.step,
             "checkpoint": saved.sha256,
@@ -193,16 +196,16 @@ class ScoringPlan:
 
 
 def _constants(process: Process) -> dict:
-    """A process's; those that are younger than the first scores only where they are set, so that these are found."""
+    """A process's constants, without later ones at their defaults, so that older scores are recognised."""
     added = {"direction": 0.0, "shift": 1.0}
     return {key: value for key, value in asdict(process).items() if key not in added or value != added[key]}
 
 
 def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
-    """The options with the weak network's own folder, and the checkpoints' folders, each once, by step.
+    """Resolve the checkpoints, as `latest` may soon name another one.
 
-    checkpoint is a path, or a pattern with *; `latest` may name another a moment later. Raises
-    FileNotFoundError or ValueError.
+    Returns the options with the weak network's folder, and the folders that options.checkpoint (a path, or a pattern
+    with *) names: each once, by step. Raises FileNotFoundError or ValueError.
     """
     pattern, weak = options.checkpoint, options.guidance.checkpoint
     paths = [pattern] if pattern else []
@@ -218,9 +221,9 @@ def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
 
 
 def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | None:
-    """How photos are prepared: as asked, else as those that the checkpoints were trained on; exif, white without one.
+    """How photos are read: as asked, else as the checkpoints' training photos; without checkpoints exif and white.
 
-    Raises ValueError if the checkpoints' were read in different ways.
+    Raises ValueError if the checkpoints' photos were read in different ways.
     """
     chosen = {}
     for key, usual in (("orientation", "exif"), ("alpha", "white")) if options.crop else ():
@@ -237,9 +240,9 @@ def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | Non
 def plan_scoring(
     options: ScoringOptions, entry: checkpoint.Checkpoint, precision: str, compiled: bool = False
 ) -> ScoringPlan:
-    """Settle what scoring a checkpoint means, but for the reference; precision and compiled are of sampling, settled.
+    """Settle how a checkpoint is scored, except for the reference; precision and compiled are settled ones.
 
-    Raises ValueError or FileNotFoundError if it can't be scored so.
+    Raises ValueError or FileNotFoundError if it cannot be scored that way.
     """
     saved = open_network(entry, options.weights, options.shift)
     weak, cfg, process = open_weak(options.guidance, saved), saved.cfg, saved.process
@@ -274,9 +277,9 @@ def plan_scoring(
 
 
 def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPrompts | None:
-    """The captions that a network is scored on; None of one that takes classes.
+    """The captions that a network is scored on; None for a network of classes.
 
-    Raises ValueError or FileNotFoundError, also for what a network of classes has no use for.
+    Raises ValueError or FileNotFoundError, also for options that a network of classes cannot use.
     """
     if saved.text is not None:
         prompts = open_prompts(saved, options.prompts or HELDOUT)
@@ -290,10 +293,8 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
 
 
 def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
-    """The options with the folder of the held-out data as reference, where reference=heldout asks for it, or nothing
-    is named and networks of texts are to be scored.
-
-    Raises ValueError or FileNotFoundError.
+    """The options, with the held-out data's folder as the reference if that is asked for (reference=heldout), or if no
+    reference is named and all networks take texts. Raises ValueError or FileNotFoundError.
     """
     unnamed = options.reference is None and not options.save_samples and all(plan.prompts for plan in plans)
     if not plans or not (options.reference == HELDOUT or unnamed):
@@ -307,9 +308,9 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
 
 
 def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
-    """Check everything that can be checked at once, then score one thing after the other.
+    """Check everything first, then score one thing after the other.
 
-    Returns the scores of the checkpoints, in the main process.
+    Returns the checkpoints' scores, in the main process.
     """
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
@@ -335,54 +336,35 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
             clip = ClipScore(options.clip, processes.device)
     hashes = {"reference": reference and reference.sha256, "inception": inception, "clip": clip and clip.sha256}
     plans = [replace(plan, **hashes) for plan in plans]
-    records = processes.from_main(lambda: [find_score(plan, options) for plan in plans])
-    all_plans, plans = plans, [plan for plan, record in zip(plans, records) if record is None]
-    decoders = {}
-    for plan in plans:
-        latents = plan.saved.latents
+    scorings = [CheckpointScoring(plan, options, processes) for plan in plans]
+    records = processes.from_main(lambda: [scoring.find_score() for scoring in scorings])
+    decoders, left = {}, [scoring for scoring, record in zip(scorings, records) if record is None]
+    for scoring in left:
+        latents = scoring.plan.saved.latents
         if latents not in decoders:
             decoders[latents] = autoencoder.load_decoder(latents, processes.device, options.autoencoder)
         picture = decoders[latents](torch.zeros(1, *latents.shape, device=processes.device))[0]
         if reference is not None:
-            check_size(plan.folder, tuple(picture.shape), reference)
+            check_size(scoring.plan.folder, tuple(picture.shape), reference)
         if processes.main:
-            missing = plan.count - sum(map(len, work_of(plan, options).kept()))
-            needed = missing * (picture.numel() + feature_bytes) + options.save_samples * plan.count * picture.numel()
-            check_place(files_of(plan, options).folder, needed)
-            check_place(lines_of(plan, options).parent, 0)
+            scoring.check_space(picture.numel(), feature_bytes)
     if samples is not None:
         check_size(samples.where, (3, *samples.resolution), reference)
         check_place(files_beside(options).folder, 0)
     if options.save_reference:
         check_target(Path(options.save_reference), reference)
     against = None
-    if reference is not None and (plans or samples or options.save_reference):
+    if reference is not None and (left or samples or options.save_reference):
         against = open_scorer(reference, weights, inception, Path(options.cache), processes)
     if options.save_reference:
         keep_statistics(Path(options.save_reference), against, processes)
-    for number, plan in enumerate(all_plans):
-        if records[number] is None:
-            scorer = choose_scorer(plan.embedded, against)
-            records[number] = score_checkpoint(plan, decoders[plan.saved.latents], scorer, clip, options, processes)
+    for number, scoring in enumerate(scorings):
+        if scoring in left:
+            scorer = choose_scorer(scoring.plan.embedded, against)
+            records[number] = scoring.score(decoders[scoring.plan.saved.latents], scorer, clip)
     if samples is not None:
         score_pictures(samples, against, options, processes)
     return records
-
-
-def files_of(plan: ScoringPlan, options: ScoringOptions) -> ScoreFiles:
-    return ScoreFiles(Path(options.out) if options.out else plan.folder)
-
-
-def lines_of(plan: ScoringPlan, options: ScoringOptions) -> Path:
-    return (Path(options.out) if options.out else plan.folder.parent) / "fid.csv"
-
-
-def work_of(plan: ScoringPlan, options: ScoringOptions) -> PartStore:
-    """Where a checkpoint's samples and their features are kept until they are scored; a reference does not matter."""
-    drawn = {key: value for key, value in plan.fingerprint.items() if key != "reference"}
-    name = f".fid-{hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]}"
-    size = part_size(plan.count, plan.sampler.batch_size)
-    return PartStore(files_of(plan, options).folder / name, drawn, plan.count, size)
 
 
 def files_beside(options: ScoringOptions) -> ScoreFiles:
@@ -390,14 +372,6 @@ def files_beside(options: ScoringOptions) -> ScoreFiles:
     path = Path(options.samples)
     folder = next(parent for parent in path.parents if parent.is_dir())
     return ScoreFiles(Path(options.out)) if options.out else ScoreFiles(folder, f"{path.stem}.")
-
-
-def find_score(plan: ScoringPlan, options: ScoringOptions) -> dict | None:
-    """What an earlier scoring by the same settings found, and says so; None if there is something left to do."""
-    before = files_of(plan, options).find(plan.fingerprint, with_samples=options.save_samples)
-    if before is not None:
-        tqdm.write(f"{plan.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
-    return before and before[1]
 
 
 def check_target(path: Path, reference: Reference) -> None:
@@ -418,115 +392,146 @@ def keep_statistics(path: Path, scorer: ReferenceScorer, processes: Processes) -
         processes.say(f"{path}: statistics of {pictures.count:,} pictures of {scorer.reference.where}")
 
 
-def score_checkpoint(
-    plan: ScoringPlan,
-    decoder: autoencoder.Decoder,
-    scorer: Scorer,
-    clip: ClipScore | None,
-    options: ScoringOptions,
-    processes: Processes,
-) -> dict | None:
-    """Draw, score, and write down; what is drawn is kept until then. Returns the score in the main process."""
-    began, folder, parts = time.perf_counter(), files_of(plan, options).folder, work_of(plan, options)
-    with processes.lock(folder / ".fid.lock", f"another process is scoring in {folder}"):
-        record = processes.from_main(lambda: find_score(plan, options))
-        if record is not None:  # by another launch meanwhile
-            return record
-        processes.from_main(parts.begin)
-        guidance = plan.sampler.guidance
-        shift = "" if plan.saved.shift in (None, 1) else f"shift {plan.saved.shift:g}, "
-        cost = "" if guidance.kind == "none" else f"{plan.flops_relative:.3f} times the FLOPs of none, "
-        processes.say(
-            f"{plan.folder}: {plan.count:,} samples, guidance {guidance.describe()}, "
-            f"NFE {plan.nfe}, {shift}{cost}{plan.sampler.precision}"
-        )
-        for other in set(folder.glob(".fid-*")) - {parts.folder}:
-            processes.say(f"  note: {other} holds unfinished work by other settings; remove it if you do not want it")
-        for text in scorer.warnings(plan.count):
-            processes.say(f"  note: {text}")
-        seconds = draw_parts(plan, decoder, scorer, clip, parts, processes)
-        processes.wait()
-        if processes.main:
-            record = conclude(plan, scorer, parts, seconds, processes)
-            record["seconds"]["total"] = time.perf_counter() - began
-            write_down(plan, record, parts, options)
-            parts.remove()
-        processes.wait()
-    return record
+class CheckpointScoring:
+    """A checkpoint that is scored.
 
+    files  where its score goes.
+    lines  the table that gets a line of it.
+    parts  its samples and their features, kept until they are scored; they do not depend on a reference.
+    """
 
-def draw_parts(
-    plan: ScoringPlan,
-    decoder: autoencoder.Decoder,
-    scorer: Scorer,
-    clip: ClipScore | None,
-    parts: PartStore,
-    processes: Processes,
-) -> dict[str, float]:
-    """Draw this process's share of the missing parts, with what the scorer keeps of them; seconds by stage."""
-    mine = processes.from_main(lambda: parts.missing(processes))[processes.rank :: processes.count]
-    spent = {"sampling": 0.0, "features": 0.0}
-    if not mine:
-        return spent
-    guidance, device = plan.sampler.guidance, processes.device
-    model, weak = plan.saved.load(device, guidance), plan.weak and plan.weak.load(device, guidance)
-    if plan.compiled:
-        compile_blocks([block for branch in (model, weak) if branch for block in branch.network.compiled()])
-    with processes.bar("samples", sum(len(parts.ranges[number]) for number in mine)) as progress:
-        for number in mine:
-            seeds, began = [plan.seeds[i] for i in parts.ranges[number]], time.perf_counter()
+    def __init__(self, plan: ScoringPlan, options: ScoringOptions, processes: Processes) -> None:
+        self.plan, self.options, self.processes = plan, options, processes
+        self.files = ScoreFiles(Path(options.out) if options.out else plan.folder)
+        self.lines = (Path(options.out) if options.out else plan.folder.parent) / "fid.csv"
+        drawn = {key: value for key, value in plan.fingerprint.items() if key != "reference"}
+        name = f".fid-{hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]}"
+        size = part_size(plan.count, plan.sampler.batch_size)
+        self.parts = ShardStore(self.files.folder / name, drawn, pieces_of(range(plan.count), size))
+
+    def find_score(self) -> dict | None:
+        """The record of an earlier scoring by the same settings, which is printed; None if something is left to do."""
+        before = self.files.find(self.plan.fingerprint, with_samples=self.options.save_samples)
+        if before is not None:
+            tqdm.write(f"{self.plan.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
+        return before and before[1]
+
+    def check_space(self, picture_bytes: int, feature_bytes: int) -> None:
+        """Raise OSError unless the disk can take what is left to draw, its features, and the files of the score."""
+        needed = self.parts.rows(self.parts.missing()) * (picture_bytes + feature_bytes)
+        check_place(self.files.folder, needed + self.options.save_samples * self.plan.count * picture_bytes)
+        check_place(self.lines.parent, 0)
+
+    def score(self, decoder: autoencoder.Decoder, scorer: Scorer, clip: ClipScore | None) -> dict | None:
+        """Draw, score, and write down; what is drawn is kept until then. Returns the score in the main process."""
+        began, folder, plan, processes = time.perf_counter(), self.files.folder, self.plan, self.processes
+        with processes.lock(folder / ".fid.lock", f"another process is scoring in {folder}"):
+            record = processes.from_main(self.find_score)
+            if record is not None:  # by another launch meanwhile
+                return record
+            processes.from_main(lambda: self.parts.begin(again=True))
+            guidance = plan.sampler.guidance
+            shift = "" if plan.saved.shift in (None, 1) else f"shift {plan.saved.shift:g}, "
+            cost = "" if guidance.kind == "none" else f"{plan.flops_relative:.3f} times the FLOPs of none, "
+            processes.say(
+                f"{plan.folder}: {plan.count:,} samples, guidance {guidance.describe()}, "
+                f"NFE {plan.nfe}, {shift}{cost}{plan.sampler.precision}"
+            )
+            for other in set(folder.glob(".fid-*")) - {self.parts.work}:
+                processes.say(f"  note: {other} holds unfinished work by other settings; remove it if unwanted")
+            for text in scorer.warnings(plan.count):
+                processes.say(f"  note: {text}")
+            seconds = {"sampling": 0.0, "features": 0.0}
+            draw = partial(self._draw, decoder, scorer, clip, seconds)
+            self.parts.share(processes, "samples", draw, verify=True)
+            if processes.main:
+                record = self._conclude(scorer, seconds)
+                record["seconds"]["total"] = time.perf_counter() - began
+                self._write_down(record)
+                self.parts.remove()
+            processes.wait()
+        return record
+
+    def _draw(
+        self,
+        decoder: autoencoder.Decoder,
+        scorer: Scorer,
+        clip: ClipScore | None,
+        spent: dict[str, float],
+        numbers: list[int],
+        done: Callable[[int], object],
+    ) -> None:
+        """Draw some parts, with what the scorer keeps of them; adds to the seconds that were spent, by stage."""
+        if not numbers:
+            return
+        plan, guidance, device = self.plan, self.plan.sampler.guidance, self.processes.device
+        model, weak = plan.saved.load(device, guidance), plan.weak and plan.weak.load(device, guidance)
+        if plan.compiled:
+            compile_blocks([block for branch in (model, weak) if branch for block in branch.network.compiled()])
+        for number in numbers:
+            seeds, began = [plan.seeds[i] for i in self.parts.ranges[number]], time.perf_counter()
             labels = asked = seeded_labels(seeds, plan.num_labels, plan.labels)
             if plan.prompts is not None:  # this part's alone, which are few
                 model, asked = replace(model, prompts=plan.prompts.read(labels.numpy())), torch.arange(len(labels))
             drawn = []
             for pictures in draw_pictures(model, decoder, seeds, asked, plan.sampler, weak, check=True):
                 drawn.append(pictures)
-                progress.update(len(pictures))
+                done(len(pictures))
             pictures, sampled = torch.cat(drawn), time.perf_counter()
-            arrays = scorer.prepare(pictures)
+            arrays = {"pictures": pictures.numpy(), "labels": labels.numpy(), **scorer.prepare(pictures)}
             if clip is not None:
                 arrays[CLIP] = clip.score(pictures, plan.prompts.captions(labels))
             seconds = {"sampling": sampled - began, "features": time.perf_counter() - sampled}
-            parts.write(number, {"pictures": pictures.numpy(), "labels": labels.numpy(), **arrays}, seconds=seconds)
-            spent = {stage: spent[stage] + seconds[stage] for stage in spent}
-    return spent
+            self.parts.keep(number, arrays, seconds=seconds)
+            for stage in spent:
+                spent[stage] += seconds[stage]
+
+    def _conclude(self, scorer: Scorer, seconds: dict[str, float]) -> dict:
+        """Score what was drawn: the content of fid.json. seconds are those of this launch in the main process."""
+        plan, parts = self.plan, self.parts
+        parts.check_complete(self.processes)
+        began, spent = time.perf_counter(), [note["seconds"] for note in parts.notes()]
+        record = common_record(scorer, parts, plan.count, self.processes)
+        if plan.clip is not None:
+            record |= {CLIP: float(np.concatenate(list(parts.arrays(CLIP))).mean(dtype=np.float64))}
+            record["counts"][CLIP] = plan.count
+        if plan.prompts is not None:
+            record["prompts"] = str(plan.prompts.folder)
+        return record | {
+            "checkpoint": str(plan.folder),
+            "step": plan.saved.found.step,
+            "resolution": list(parts.first("pictures", 1).shape[2:]),
+            "ema": plan.saved.weights == "ema",
+            "seeds": [plan.seeds[0], plan.seeds[-1]],
+            "settings": plan.fingerprint,
+            "weak_network": plan.weak and str(plan.weak.found.folder),
+            "shift": plan.saved.shift,
+            "flops": plan.flops,
+            "flops_relative": plan.flops_relative,
+            "seconds": {
+                "reference": scorer.seconds,
+                **seconds,
+                "scoring": time.perf_counter() - began,
+                "of_all_processes_and_launches": {stage: sum(part[stage] for part in spent) for stage in seconds},
+            },
+        }
+
+    def _write_down(self, record: dict) -> None:
+        """fid.json, fid.png, a line in fid.csv, and samples.npz if asked for; then print the table."""
+        files, parts = self.files, self.parts
+        with explain_failure(files.folder):
+            files.make_room(self.plan.fingerprint)
+            save_grid(files.path("fid.png"), parts.first("pictures", GRID), columns=8)
+            if self.options.save_samples:
+                tqdm.write(f"  writing   {files.path('samples.npz')}")
+                labels = np.concatenate(list(parts.arrays("labels")))
+                save_npz(files.path("samples.npz"), parts.arrays("pictures"), labels)
+            add_line(self.lines, record)
+            where = files.write(record)
+        tqdm.write(f"{table(record)}\n  written   {where}")
 
 
-def conclude(
-    plan: ScoringPlan, scorer: Scorer, parts: PartStore, seconds: dict[str, float], processes: Processes
-) -> dict:
-    """Score what was drawn: the content of fid.json. seconds are those of this launch in the main process."""
-    if missing := parts.missing(processes):
-        raise OSError(f"parts {missing} of {parts.folder} are missing: all processes must share the folder")
-    began = time.perf_counter()
-    spent = [parts.info(number)["seconds"] for number in range(len(parts.ranges))]
-    record = common_record(scorer, parts, plan.count, processes)
-    if plan.clip is not None:
-        record |= {CLIP: float(np.concatenate(list(parts.arrays(CLIP))).mean(dtype=np.float64))}
-        record["counts"][CLIP] = plan.count
-    if plan.prompts is not None:
-        record["prompts"] = str(plan.prompts.folder)
-    return record | {
-        "checkpoint": str(plan.folder),
-        "step": plan.saved.found.step,
-        "resolution": list(parts.first("pictures", 1).shape[2:]),
-        "ema": plan.saved.weights == "ema",
-        "seeds": [plan.seeds[0], plan.seeds[-1]],
-        "settings": plan.fingerprint,
-        "weak_network": plan.weak and str(plan.weak.found.folder),
-        "shift": plan.saved.shift,
-        "flops": plan.flops,
-        "flops_relative": plan.flops_relative,
-        "seconds": {
-            "reference": scorer.seconds,
-            **seconds,
-            "scoring": time.perf_counter() - began,
-            "of_all_processes_and_launches": {stage: sum(part[stage] for part in spent) for stage in seconds},
-        },
-    }
-
-
-def common_record(scorer: Scorer, samples: PartStore, count: int, processes: Processes) -> dict:
+def common_record(scorer: Scorer, samples: ShardStore, count: int, processes: Processes) -> dict:
     """What every fid.json has: each value with its count, and what it was made with."""
     (values, unavailable, counts), reference = scorer.score(samples), scorer.reference
     return {
@@ -544,21 +549,6 @@ def common_record(scorer: Scorer, samples: PartStore, count: int, processes: Pro
         "processes": processes.count,
         "versions": versions(),
     }
-
-
-def write_down(plan: ScoringPlan, record: dict, parts: PartStore, options: ScoringOptions) -> None:
-    """fid.json, fid.png, a line in fid.csv, and samples.npz if asked for; then print the table."""
-    files = files_of(plan, options)
-    with explain_failure(files.folder):
-        files.make_room(plan.fingerprint)
-        save_grid(files.path("fid.png"), parts.first("pictures", GRID), columns=8)
-        if options.save_samples:
-            labels = np.concatenate(list(parts.arrays("labels")))
-            tqdm.write(f"  writing   {files.path('samples.npz')}")
-            save_npz(files.path("samples.npz"), parts.arrays("pictures"), labels)
-        add_line(lines_of(plan, options), record)
-        where = files.write(record)
-    tqdm.write(f"{table(record)}\n  written   {where}")
 
 
 def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: ScoringOptions, processes: Processes) -> None:

@@ -1,7 +1,7 @@
-"""The architectures: each one's options, how it is built of them, and all that others ask about it.
+"""The architectures: the options of each, how its network is built, and everything else that depends on which it is.
 
-ARCHITECTURES is the table: its keys are what model.architecture accepts, and its entries the dataclasses that the
-section `model` is read into. Fields without a default must be given; attributes without a type are no settings.
+ARCHITECTURES is the table: its keys are what model.architecture accepts, its entries the dataclasses that the section
+`model` is read into. Fields without a default are required; attributes without a type are not settings.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ BLOCK = "blocks.0."
 class TextSettings:
     """The encoder of a text network's captions; all but its name come from the dataset, see training/settings.py.
 
-    fingerprint  hash of the encoder, or of the vocabulary; None where nobody knows.
-    tokens       T; width C and pooled P are None where it has no such thing.
-    vocabulary   of word numbers, in their order.
-    padding      True: what the encoder makes of its padding counts as words.
+    fingerprint    hash of the encoder or of the vocabulary; None: unknown.
+    tokens         T.
+    width, pooled  C and P; None: the encoder has no such output.
+    vocabulary     the words, in the order of their numbers.
+    padding        True: the encoder's output for padding counts as words.
     """
 
     encoder: str | None = None
@@ -50,24 +51,24 @@ class TextSettings:
 
     @property
     def decisive(self) -> dict[str, object]:
-        """What decides which function weights are, by dotted name; the fingerprint says which vocabulary."""
+        """The settings that decide what weights compute, by dotted name; the fingerprint stands for the vocabulary."""
         return {f"text.{item.name}": getattr(self, item.name) for item in fields(self) if item.name != "vocabulary"}
 
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """What every architecture has. The names of options are those of its network's arguments.
+    """The options of every architecture; they have the names of its network's arguments.
 
-    An architecture says of itself, where it is otherwise:
+    An architecture overrides what is different:
 
     network       the class that is built.
-    takes_text    its network takes texts in the place of labels.
+    takes_text    its network takes texts instead of labels.
     has_path      it has a sparse path that train.path_drop can drop.
-    masks         nothing but mask tokens stands for what a route takes, so that sampling never leaves any out.
-    along_grid    its blocks look at neighbours in the token grid, so that routes select whole rows.
+    masks         only mask tokens replace the skipped tokens, so sampling never skips any.
+    along_grid    its blocks look at neighbours in the token grid, so routes select whole rows.
     needs_mlp     mlp_ratio can't be 0.
-    constants     attributes that other architectures have as options, and that decide what weights mean, too.
-    undecisive    options that decide nothing about what weights mean.
+    constants     attributes that are options in other architectures and decide what weights mean.
+    undecisive    options that do not decide what weights mean.
     """
 
     name: str
@@ -100,12 +101,12 @@ class NetworkOptions:
         self.check_routes()
 
     def check_routes(self) -> None:
-        """Raise ValueError for routes that are not of this network."""
+        """Raise ValueError for routes that this network can't have."""
         check_routes(self.routes, self.depth)
 
     @property
     def selects(self) -> tuple[str, ...]:
-        """How routes of this architecture can select tokens, the usual way first."""
+        """The rules by which routes of this architecture can select tokens, the usual one first."""
         in_grid = tuple(name for name, rule in RULES.items() if rule.keeps_grid)
         if self.along_grid and not self.allow_token_routes:
             return in_grid
@@ -113,7 +114,7 @@ class NetworkOptions:
 
     @functools.cached_property
     def resolved_routes(self) -> tuple[Route, ...]:
-        """The routes with their ends settled, in the order in which they are given."""
+        """The routes, resolved, in the given order."""
         return tuple(route.resolve(self.depth) for route in self.routes)
 
     @property
@@ -128,39 +129,39 @@ class NetworkOptions:
 
     @property
     def anywhere(self) -> NetworkOptions:
-        """The same network by what every machine has."""
+        """The same network with options that work on any machine."""
         return self
 
     @classmethod
     def deciding(cls) -> list[str]:
-        """Names of what decides which function weights are: all but a network's name, its routes and how it starts."""
+        """Names of the options that decide what weights compute: all but name, routes and initialisation."""
         left_out = ("name", "routes", "init", *cls.undecisive)
         names = dict.fromkeys((*(item.name for item in fields(cls)), *cls.constants))
         return [name for name in names if name not in left_out]
 
     @property
     def decisive(self) -> dict[str, object]:
-        """What decides which function weights are, by dotted name."""
+        """The options that decide what weights compute, by dotted name."""
         return {f"model.{name}": getattr(self, name) for name in self.deciding()}
 
     def build(self, size: int, channels: int, num_classes: int, text: TextSettings) -> Backbone:
-        """The network of latents (channels, size, size), initialised from torch's global generator on the default
-        device. Raises ValueError for sizes that do not fit one another."""
+        """The network for latents (channels, size, size), initialised from torch's global generator on the default
+        device. Raises ValueError for sizes that do not fit together."""
         return self.network(input_size=size, in_channels=channels, num_classes=num_classes, **self.arguments())
 
     def arguments(self) -> dict[str, object]:
-        """The options that the network is built of, by its arguments' names."""
+        """The network's arguments that are options."""
         names = [item.name for item in fields(self) if item.name not in ("name", "architecture", "routes")]
         return {name: getattr(self, name) for name in names}
 
     @classmethod
     def knows(cls, shapes: Shapes) -> bool:
-        """Whether a state dict is of this architecture; the table's last one that knows it counts."""
+        """Whether a state dict has this architecture; if several entries say so, the table's last one counts."""
         return False
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
-        """Options that the names and shapes of its state dict tell, beside those that are read for every network."""
+        """Options that follow from the names and shapes of its state dict, beside those read for every network."""
         width = shapes.get(f"{BLOCK}mlp.fc1.weight")
         return {"mlp_ratio": width[0] / hidden_size} if width else {}
 
@@ -213,15 +214,15 @@ class LightningOptions(DiTOptions):
 
 
 class TakesText:
-    """What taking texts changes; the other options are those of the class that stands behind it."""
+    """What taking texts changes about the class that it is combined with."""
 
     network, takes_text = TextDiT, True
 
     def build(self, size: int, channels: int, num_classes: int | None, text: TextSettings) -> Backbone:
         if text.tokens is None:
             raise ValueError(
-                f"text.tokens is null, but model={self.name} needs what the dataset says of text.encoder="
-                f"{text.encoder}: its tokens, and their width or vocabulary"
+                f"text.tokens is null, but model={self.name} needs the tokens, and their width or vocabulary, that the "
+                f"dataset records for text.encoder={text.encoder}"
             )
         shape = {"text_tokens": text.tokens, "text_width": text.width, "text_pooled": text.pooled}
         words = text.vocabulary and len(text.vocabulary)
@@ -364,5 +365,5 @@ AnyOptions = Annotated[NetworkOptions, CHOSEN]  # the type of a section `model`
 
 
 def recognize(shapes: Shapes) -> str:
-    """The name of the architecture that a state dict is of; where none knows it, DiT's."""
+    """The name of a state dict's architecture; DiT's if no other entry knows it."""
     return next(name for name, kind in reversed(ARCHITECTURES.items()) if kind.knows(shapes))

@@ -1,9 +1,9 @@
-"""What all networks have in common: latents → tokens → blocks under routes → latents.
+"""What all networks share: latents → tokens → blocks under routes → latents.
 
-Embedders, last layer, their names and their start are public DiT's (Peebles & Xie, ICCV 2023, arXiv
-2212.09748); the blocks are dit.py's (MaskDiT's too), lightning.py's (SPRINT's too), rwkv.py's and mamba.py's. It
-draws nothing: routes come in with their token ids drawn, and dropping labels is the training loop's business (a
-dropped label is the null class, number num_classes).
+Embedders and last layer, their names and initialisation are public DiT's (Peebles & Xie, ICCV 2023, arXiv 2212.09748);
+the blocks are dit.py's (also MaskDiT's), lightning.py's (also SPRINT's), rwkv.py's and mamba.py's. Nothing is drawn
+here: routes come in with their token ids, and the training loop drops labels (a dropped label is the null class,
+num_classes).
 
 Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D hidden size.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from routing_module import Record, Route, check_routes, run_blocks
+from routing_module import Record, Route, Routes, check_routes, run_blocks
 from tread.routing.ids import count_run
 from tread.runtime.schema import check
 
@@ -35,8 +35,10 @@ def sincos_positions(dim: int, grid_size: int) -> Tensor:
     """Fixed 2-D sine-cosine positions, (grid_size², dim) fp32, computed in float64.
 
     The first half of the channels holds the column (w), the second the row (h), each as sines
-    followed by cosines: the order of public DiT checkpoints.
+    followed by cosines: the order of public DiT checkpoints. Raises ValueError unless dim is a multiple of 4.
     """
+    if dim % 4:
+        raise ValueError(f"hidden_size {dim} is not a multiple of 4 (2-D sine-cosine positions)")
     frequency = 10000.0 ** (-torch.arange(dim // 4, dtype=torch.float64) / (dim / 4))
     angle = torch.arange(grid_size, dtype=torch.float64)[:, None] * frequency
     line = torch.cat([angle.sin(), angle.cos()], dim=1)
@@ -89,7 +91,7 @@ class LabelEmbedder(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """A modulated norm and a linear layer, of tokens to values: (B, N, dim), (B, conditioning) → (B, N, values)."""
+    """A modulated norm and a linear layer: (B, N, dim), (B, conditioning) → (B, N, values)."""
 
     def __init__(self, dim: int, values: int, conditioning: int) -> None:
         super().__init__()
@@ -105,54 +107,51 @@ class FinalLayer(nn.Module):
 class Backbone(nn.Module):
     """The network F(x; t, y) around blocks of one kind. Argument names are public DiT's.
 
-    make_block   makes a block, called depth times: (tokens (B, N, D), what `along` gives, conditioning (B, D)) →
-                 (B, N, D), and grid=(rows, columns) of the tokens where the class sets needs_grid; its
-                 modulation's last layer is adaLN_modulation[1], and its multiply_adds(tokens, attention) says what
-                 it costs.
+    make_block   makes a block, called depth times. A block maps (tokens (B, N, D), what `along` gives, conditioning
+                 (B, D)) → (B, N, D), and gets grid=(rows, columns) of the tokens where the class sets needs_grid.
+                 The last layer of its modulation is adaLN_modulation[1]; multiply_adds(tokens, attention) is its cost.
     input_size   height and width of the latents; a multiple of patch_size.
     num_classes  labels are 0..num_classes−1; num_classes itself is the null class.
     learn_sigma  twice the output channels (public checkpoints); the second half is unused here.
-    init         "adaln_zero": modulations and the last layer start at zero, so that an untrained
-                 network outputs 0 (the paper's); "xavier": all linear layers Xavier-uniform, what
-                 the released TREAD code runs, since there the zeroing is overwritten.
-    embedder     makes what embeds conditions that are no labels, where num_classes is None (TextDiT).
+    init         "adaln_zero" (the paper's): modulations and the last layer start at zero, so an untrained
+                 network outputs 0; "xavier": all linear layers are Xavier-uniform, as in the released TREAD
+                 code, where the zeroing is overwritten.
+    embedder     hidden_size → what embeds conditions other than labels, where num_classes is None (TextDiT).
 
-    Raises ValueError for sizes that do not fit one another.
+    Raises ValueError for sizes that do not fit together.
     """
 
     needs_grid = False
-    skipped_return = True  # false: behind a route stand mask tokens, and the skipped ones never come back
-    drops_path = False  # whether forward and forward_flops take path_drop, as SPRINT's
+    skipped_return = True  # false: mask tokens replace the skipped ones behind a route
+    drops_path = False  # whether forward and forward_flops take path_drop, as SPRINT's do
 
     def __init__(
         self,
         make_block: Callable[[], nn.Module],
-        input_size: int,
-        patch_size: int,
-        in_channels: int,
-        hidden_size: int,
-        depth: int,
-        num_classes: int | None,
-        learn_sigma: bool,
-        init: Init,
-        embedder: Callable[[], nn.Module] | None = None,
+        input_size: int = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        hidden_size: int = 1152,
+        depth: int = 28,
+        num_classes: int | None = 1000,
+        learn_sigma: bool = False,
+        init: Init = "adaln_zero",
+        embedder: Callable[[int], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         if input_size % patch_size:
             raise ValueError(f"input_size {input_size} is not a multiple of patch_size {patch_size}")
-        if hidden_size % 4:
-            raise ValueError(f"hidden_size {hidden_size} is not a multiple of 4 (2-D sine-cosine positions)")
         check("init", init, Init)
         side = input_size // patch_size
         self.input_size, self.patch_size, self.in_channels = input_size, patch_size, in_channels
         self.num_classes, self.hidden_size = num_classes, hidden_size
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
         self.grid, self.num_tokens = (side, side), side**2
-        self.activation_checkpointing = False  # True: keep a block's input alone and compute the block again backward
+        self.activation_checkpointing = False  # True: keep only a block's input, and recompute the block backward
 
         self.x_embedder = PatchEmbed(in_channels, patch_size, hidden_size)
         self.t_embedder = TimestepEmbedder(hidden_size)
-        self.y_embedder = embedder() if embedder else LabelEmbedder(num_classes, hidden_size)
+        self.y_embedder = embedder(hidden_size) if embedder else LabelEmbedder(num_classes, hidden_size)
         self.register_buffer("pos_embed", sincos_positions(hidden_size, side)[None])
         self.blocks = nn.ModuleList(make_block() for _ in range(depth))
         self.final_layer = FinalLayer(hidden_size, patch_size**2 * self.out_channels, hidden_size)
@@ -176,11 +175,11 @@ class Backbone(nn.Module):
             nn.init.zeros_(self.final_layer.linear.weight)
 
     def compiled(self) -> list[nn.Module]:
-        """The blocks that torch.compile is for; those of equal sizes share their graphs."""
+        """The modules to compile; blocks of equal sizes share their graphs."""
         return list(self.blocks)
 
     def along(self, batch: int) -> Sequence[Tensor]:
-        """What travels with the tokens into the blocks, each (B, N, …): nothing, unless a class says so."""
+        """Tensors (B, N, …) that go into the blocks with their tokens."""
         return ()
 
     def unpatchify(self, x: Tensor) -> Tensor:
@@ -190,16 +189,14 @@ class Backbone(nn.Module):
         return x.permute(0, 5, 1, 3, 2, 4).reshape(-1, self.out_channels, rows * p, columns * p)
 
     def check_inputs(self, x: Tensor, y: Tensor) -> None:
-        """Shapes always; label values only where they lie on the CPU, so that no GPU waits."""
+        """Raise ValueError for inputs that do not fit; label values are checked on a CPU only, so that no GPU waits."""
         expected = (self.in_channels, self.input_size, self.input_size)
         if tuple(x.shape[1:]) != expected:
             raise ValueError(f"x has shape {tuple(x.shape)}, but this network takes (B, *{expected})")
         self.check_condition(y, len(x))
 
     def check_condition(self, y: Tensor, batch: int) -> None:
-        """Raise ValueError for what is no condition of so many samples; see check_inputs."""
-        if not isinstance(y, Tensor):
-            raise ValueError(f"y is {type(y).__name__}, but this network takes (B,) int64 labels")
+        """Raise ValueError unless y is a condition for so many samples; see check_inputs."""
         if y.device.type == "cpu" and y.numel() and not 0 <= int(y.min()) <= int(y.max()) <= self.num_classes:
             raise ValueError(
                 f"labels lie in {int(y.min())}..{int(y.max())}, but this network knows "
@@ -207,15 +204,14 @@ class Backbone(nn.Module):
             )
 
     def null(self, count: int) -> Tensor:
-        """The condition that stands for none, so many times: (count,) int64, the null class."""
+        """The condition for "no condition", so many times: (count,) int64, the null class."""
         return torch.full((count,), self.num_classes, device=self.pos_embed.device)
 
     def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None) -> int:
-        """FLOPs of one forward pass for one sample, two a multiply-add: matrix products and token mixing.
+        """FLOPs of one forward pass for one sample, two per multiply-add: matrix products and token mixing.
 
-        attention  false leaves out what mixes tokens (DiT: the products of queries, keys and values): linear
-                   layers alone.
-        upto       the last block that counts, as in `output_of`; None: all, and the last layer.
+        attention  false: linear layers only, without token mixing (DiT: the products of queries, keys and values).
+        upto       the last block that counts, as in `output_of`; None: all blocks and the last layer.
         """
         D, depth = self.hidden_size, len(self.blocks)
         tokens = [self.num_tokens] * depth
@@ -233,13 +229,13 @@ class Backbone(nn.Module):
         x: Tensor,
         t: Tensor,
         y: Tensor,
-        routes: Sequence[tuple[Route, Tensor]] = (),
+        routes: Routes = (),
         record: Record | None = None,
     ) -> Tensor:
         """x (B, C, S, S), t (B,) noise input, y (B,) int64 labels → (B, out_channels, S, S).
 
         routes   pairs (Route, ids_keep (B, K)), see routing_module.run_blocks; () runs all tokens.
-        record   takes down the ids that the routes used, and the outputs of the blocks that it names.
+        record   receives the ids that the routes used, and the outputs of the blocks that it names.
         """
         x, c, *shared = self.embed(x, t, y)
         grid, along = self.grid if self.needs_grid else None, self.along(len(x))
@@ -248,20 +244,20 @@ class Backbone(nn.Module):
         return self.unpatchify(self.final_layer(x, c))
 
     def called(self, blocks: Iterable[nn.Module]) -> list[Callable[..., Tensor]]:
-        """Blocks as a pass calls them: computed again in the backward pass where that is set."""
+        """Blocks as a pass calls them: with activation checkpointing if that is on."""
         if not self.activation_checkpointing:
             return list(blocks)
         # nothing in the blocks is random, so no generator is kept
         return [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
 
     def output_of(self, block: int, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        """The output of block number `block` with all tokens, (B, N, D); what lies behind it is not computed."""
+        """The output of block number `block` with all tokens, (B, N, D); later blocks are not computed."""
         x, *shared = self.embed(x, t, y)
         grid = self.grid if self.needs_grid else None
         return run_blocks(self.blocks[: block + 1], x, *shared, along=self.along(len(x)), grid=grid)
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """forward's inputs → tokens (B, N, D), conditioning (B, D), and what else a class's blocks get, which routes
-        leave whole. Raises ValueError for what does not fit."""
+        """forward's inputs → tokens (B, N, D), conditioning (B, D), and what else a class's blocks get whole, whatever
+        the route. Raises ValueError for inputs that do not fit."""
         self.check_inputs(x, y)
         return self.x_embedder(x) + self.pos_embed, self.t_embedder(t) + self.y_embedder(y)

@@ -1,7 +1,7 @@
 """A causal convolution of each channel along the tokens, with few taps, as a sum of shifted products.
 
-What nn.Conv1d(C, C, K, groups=C) computes of tokens padded at the start. torch's own wants the tokens last, and takes
-about twice as long on a CPU from 1,024 tokens on (docs/measurements.md).
+The result is that of nn.Conv1d(C, C, K, groups=C) on tokens padded at the start. torch's version wants the tokens last
+and takes about twice as long on a CPU from 1,024 tokens on (docs/measurements.md).
 
 Shapes: B samples, N tokens, C channels, K taps.
 """
@@ -18,8 +18,8 @@ from torch import Tensor
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """y_t = bias + Σ_k weight_k·x_{t−K+1+k}, x before the first token being 0: x (B, N, C) → (B, N, C), of x's dtype.
 
-    weight (C, 1, K) and bias (C,) as nn.Conv1d has them; summed in the wider dtype of theirs and x's. Compilers get the
-    plain sum, which they fuse: torch 2.11 traces `_Shifted` to gradients that are wrong.
+    weight (C, 1, K) and bias (C,) as nn.Conv1d has them; summed in the wider of their dtype and x's. Compilers get the
+    plain sum, which they fuse: torch 2.11 traces `_Shifted` to wrong gradients.
     """
     if torch.compiler.is_compiling():
         taps, tokens = weight.shape[2], x.shape[1]
@@ -29,7 +29,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class _Shifted(torch.autograd.Function):
-    """x (B, N, C), weight (C, K), bias (C,), with gradients of its own: autograd's fill all tokens for each tap."""
+    """x (B, N, C), weight (C, K), bias (C,), with its own gradients: autograd's fill all tokens for each tap."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -52,5 +52,5 @@ class _Shifted(torch.autograd.Function):
 
 
 def _shifts(x: Tensor, weight: Tensor) -> range:
-    """How far back taps reach, but for the last, which takes the token itself."""
+    """How far back each tap reaches, without the last, which is the token itself."""
     return range(1, min(weight.shape[1], x.shape[1]))

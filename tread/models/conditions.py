@@ -1,5 +1,5 @@
-"""What a network is conditioned on: labels (B,) int64, or texts. Rows of either are joined, padded, moved and dropped
-alike. tread/models/text_dit.py is a network that takes texts.
+"""A network's conditions: labels (B,) int64, or texts, which text_dit.py's network takes. The functions here join, pad,
+move and drop the rows of either.
 
 Shapes: B samples, T text tokens, C and P channels of an encoder's tokens and of its pooled text.
 """
@@ -17,7 +17,7 @@ class Text(NamedTuple):
     """Captions of B samples.
 
     tokens  (B, T, C) of a frozen encoder, or (B, T) int64 word numbers, which the network embeds.
-    mask    (B, T) bool, True where there is a word. No row is all False: the empty caption is one begin token.
+    mask    (B, T) bool, False for padding. No row is all False: the empty caption is one begin token.
     pooled  (B, P) of the encoder; None: the network takes the mean of the tokens.
     """
 
@@ -30,19 +30,19 @@ Condition = Tensor | Text
 
 
 def each(function: Callable[..., Tensor], *given: Condition) -> Condition:
-    """A function of tensors, of labels or of each part of texts that there is."""
+    """Apply a function of tensors to labels, or to each part of texts that is not None."""
     if not isinstance(given[0], Text):
         return function(*given)
     return Text(*(None if parts[0] is None else function(*parts) for parts in zip(*given)))
 
 
 def count(y: Condition) -> int:
-    """B, how many samples' conditions these are."""
+    """B, the number of samples."""
     return len(y.mask if isinstance(y, Text) else y)
 
 
 def rows(y: Condition, chosen: slice | Tensor) -> Condition:
-    """Some of the conditions: a slice of them, or by numbers (n,) int64."""
+    """Some of the conditions: a slice, or those at indices (n,) int64."""
     return each(lambda part: part[chosen], y)
 
 
@@ -63,7 +63,7 @@ def to(y: Condition, device: torch.device | str) -> Condition:
 
 
 def replaced(y: Condition, where: Tensor, null: Condition) -> Condition:
-    """The null condition (1, …) where (B,) bool says so."""
+    """The conditions, with the null condition (1, …) where `where` (B,) is true."""
 
     def choose(part: Tensor, empty: Tensor) -> Tensor:
         return torch.where(where.view(-1, *[1] * (part.ndim - 1)), empty.to(part.dtype), part)
@@ -72,5 +72,5 @@ def replaced(y: Condition, where: Tensor, null: Condition) -> Condition:
 
 
 def drop(y: Condition, uniform: Tensor, probability: float, null: Condition) -> Condition:
-    """The null condition (1, …) where the uniform number (B,) is below the probability."""
+    """The conditions, with the null condition (1, …) where the uniform number (B,) is below the probability."""
     return replaced(y, uniform < probability, null)

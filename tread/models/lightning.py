@@ -1,8 +1,8 @@
 """LightningDiT (Yao et al. 2025, arXiv 2501.01423): DiT with RMSNorm, SwiGLU and rotary positions, each an option.
 
-With norm="layer", mlp="gelu", positions="sincos" this is dit.py's DiT, by its names. Parameter names and shapes are
-those of public LightningDiT checkpoints. A token's rotary row is its position in the full grid and travels with it,
-so that a route changes which tokens meet in attention, and not where they are.
+With norm="layer", mlp="gelu", positions="sincos" this is dit.py's DiT, with its names. Parameter names and shapes are
+those of public LightningDiT checkpoints. A token's rotary row is its position in the full grid and stays with it: a
+route changes which tokens meet in attention, not where they are.
 
 Shapes: B samples, N tokens of a grid in raster order, D hidden size, H heads of d = D/H channels.
 """
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dit import Mlp
+from dit import DiTBlock, Mlp
 from tread.models.backbone import Backbone, modulate
 from tread.models.rotary import TABLES, check_tables, rotary_angles, rotate
 from tread.runtime.schema import check
@@ -24,6 +24,7 @@ from tread.runtime.schema import check
 Norm = Literal["layer", "rms"]
 MlpKind = Literal["gelu", "swiglu"]
 Positions = Literal["sincos", "rope"]
+AS_DIT: dict[str, Any] = {"norm": "layer", "mlp": "gelu", "positions": "sincos"}
 
 
 class RotaryAttention(nn.Module):
@@ -39,13 +40,24 @@ class RotaryAttention(nn.Module):
     def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
         """table (B, N, d), see `rotate`; None: no rotary positions."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)  # (B, N, H, d)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q.float()), self.k_norm(k.float())
-        if table is not None:
-            q, k = rotate(q, table), rotate(k, table)  # in fp32, as the table is
-        q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))
-        x = F.scaled_dot_product_attention(q, k, v)  # (B, H, N, d)
-        return self.proj(x.transpose(1, 2).flatten(2))
+        return attend(self, q, k, v, table)
+
+
+def attend(
+    layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """Queries (B, N, H, d) attend to keys and values (B, T, H, d), by a layer's norms and projection: (B, N, D).
+
+    table  rotates queries and keys, see `rotate`.
+    mask   (B, T) bool, False for padding.
+    """
+    if layer.q_norm is not None:
+        q, k = layer.q_norm(q.float()), layer.k_norm(k.float())
+    if table is not None:
+        q, k = rotate(q, table), rotate(k, table)  # in fp32, as the table is
+    q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))
+    x = F.scaled_dot_product_attention(q, k, v, attn_mask=None if mask is None else mask[:, None, None])
+    return layer.proj(x.transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -70,23 +82,18 @@ class LightningBlock(nn.Module):
         self.attn = RotaryAttention(dim, num_heads, qk_norm)
         self.norm2 = make_norm(norm, dim)
         hidden = int(dim * mlp_ratio)
-        self.mlp = SwiGLU(dim, int(2 / 3 * hidden)) if mlp == "swiglu" else Mlp(dim, hidden)  # of as many weights
+        self.mlp = SwiGLU(dim, int(2 / 3 * hidden)) if mlp == "swiglu" else Mlp(dim, hidden)  # equally many weights
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:
-        """x (B, N, D) tokens; given: their rotary rows (B, N, d), where there are, and conditioning c (B, D)."""
+        """x (B, N, D) tokens; given: their rotary rows (B, N, d), if any, and conditioning c (B, D)."""
         *table, c = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1), *table)
         x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
         return x
 
-    def multiply_adds(self, tokens: int, attention: bool = True) -> int:
-        """Of a forward pass for one sample of so many tokens; attention false: of the linear layers alone."""
-        D = self.attn.proj.out_features
-        mlp = sum(layer.weight.numel() for layer in self.mlp.children())
-        products = 2 * tokens * tokens * D if attention else 0
-        return tokens * (4 * D * D + mlp) + products + 6 * D * D
+    multiply_adds = DiTBlock.multiply_adds
 
 
 def make_norm(norm: Norm, dim: int) -> nn.Module:
@@ -95,16 +102,17 @@ def make_norm(norm: Norm, dim: int) -> nn.Module:
 
 
 class LightningDiT(Backbone):
-    """The network F(x; t, y) of LightningDiT's blocks; sizes, labels and start: see Backbone.
+    """The network F(x; t, y) of LightningDiT's blocks; for the other arguments see Backbone.
 
     norm       "rms": RMSNorm with weights, in the last layer too; "layer": LayerNorm without, as DiT's.
-    mlp        "swiglu", of 2/3 of the width mlp_ratio·D; "gelu", as DiT's.
-    positions  "rope": queries and keys turn by their token's place, and the fixed sines and cosines are added to the
-               tokens besides, as public checkpoints have both; "sincos": these alone.
-    qk_norm    True: RMSNorm of each head's queries and keys, before they turn.
-    block, embedder  what makes a block, as LightningBlock, and what embeds the conditions, see Backbone.
+    mlp        "swiglu", with 2/3 of the width mlp_ratio·D; "gelu", as DiT's.
+    positions  "sincos": fixed sines and cosines are added to the tokens; "rope": queries and keys also rotate by their
+               token's position, as in public checkpoints.
+    qk_norm    True: RMSNorm of each head's queries and keys, before they rotate.
+    block      makes a block, with LightningBlock's arguments.
+    embedder   see Backbone.
 
-    Raises ValueError for sizes that do not fit one another.
+    Raises ValueError for sizes that do not fit together.
     """
 
     def __init__(
@@ -125,7 +133,7 @@ class LightningDiT(Backbone):
         positions: Positions = "rope",
         qk_norm: bool = False,
         block: Callable[..., nn.Module] = LightningBlock,
-        embedder: Callable[[], nn.Module] | None = None,
+        embedder: Callable[[int], nn.Module] | None = None,
     ) -> None:
         if hidden_size % num_heads:
             raise ValueError(f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}")
@@ -134,7 +142,7 @@ class LightningDiT(Backbone):
         sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_classes, learn_sigma, init, embedder)
         super().__init__(lambda: block(hidden_size, num_heads, mlp_ratio, norm, mlp, qk_norm), *sizes)
         self.final_layer.norm_final = make_norm(norm, hidden_size)
-        self.head_dim = hidden_size // num_heads if positions == "rope" else None  # of heads that turn
+        self.head_dim = hidden_size // num_heads if positions == "rope" else None  # of rotating heads
         self.register_load_state_dict_pre_hook(_take_tables)
         if self.head_dim:
             angles = rotary_angles(self.head_dim, self.grid[0])
@@ -146,12 +154,12 @@ class LightningDiT(Backbone):
 
 
 def _take_tables(network: LightningDiT, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Compare a public file's rotary tables with the network's and leave them out. Raises ValueError."""
+    """Compare a public file's rotary tables with the network's, then drop them. Raises ValueError if they differ."""
     tables = {name: state_dict.pop(prefix + name) for name in TABLES if prefix + name in state_dict}
     check_tables(tables, network.num_tokens, "the state dict")
     for name, table in tables.items():
         if table.shape[1] != network.head_dim:
             raise ValueError(
-                f"{name} of the state dict turns heads of {table.shape[1]} channels, this network "
-                f"{f'heads of {network.head_dim}' if network.head_dim else 'none: positions=rope does'}"
+                f"{name} of the state dict rotates heads of {table.shape[1]} channels, but this network "
+                f"{f'has heads of {network.head_dim}' if network.head_dim else 'needs positions=rope for that'}"
             )

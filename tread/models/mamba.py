@@ -1,11 +1,11 @@
 """Mamba-2 blocks (Dao & Gu 2024, arXiv 2405.21060) in the place of DiT's, scanned in one, two or four directions.
 
-A block is DiT's with adaLN-Zero, whose attention is a Mamba-2 mixer and whose MLP may be left out. As in
-Vision-Mamba and DiS, the directions share what goes in and out, and nothing is reset at the ends of rows: the grid
-is one sequence. A sequence is what comes, so that on a route the kept rows are scanned as if they were the grid.
-All costs are linear in the number of tokens. With attention_every some blocks are DiT's own.
+A block is DiT's with adaLN-Zero, with a Mamba-2 mixer in the place of attention; its MLP is optional. As in
+Vision-Mamba and DiS, the directions share their input and output projections, and nothing is reset at the ends of
+rows: the grid is one sequence. On a route the kept rows are scanned as if they were the grid. All costs are linear in
+the number of tokens. With attention_every some blocks are DiT's own.
 
-Widths, the choice of two directions and what they share are of this code: no public network is of these blocks.
+Widths, the default of two directions and what they share were chosen here: no public network has these blocks.
 
 Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size, E = expand·D.
 """
@@ -15,17 +15,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import count
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dit import DiTBlock, Mlp
+from routing_module import Grid
 from tread.models.backbone import Backbone, modulate
 from tread.models.causal_conv import causal_conv
 from tread.models.ssd import fused_ssd, products, ssd
-from tread.runtime.schema import Count, CountOrZero, PositiveOrZero, check
+from tread.runtime.schema import check
 
 Directions = Literal[1, 2, 4]
 Kernel = Literal["torch", "mamba_ssm"]
@@ -34,15 +35,15 @@ DECAYS = (1.0, 16.0)  # −A likewise, evenly
 A_LOG_LIMIT = 40.0  # beyond, each token wipes the state anyway, and e^89 is more than fp32 holds
 
 
-def in_order(x: Tensor, direction: int, grid: tuple[int, int] | None) -> Tensor:
-    """Tokens as a direction meets them, (B, N, …) → (B, N, …): 0 by rows, 2 by columns, 1 and 3 backward."""
+def in_order(x: Tensor, direction: int, grid: Grid | None) -> Tensor:
+    """Tokens in the order of a direction, (B, N, …) → (B, N, …): 0 by rows, 2 by columns, 1 and 3 backward."""
     if direction >= 2:
         x = x.unflatten(1, grid).transpose(1, 2).flatten(1, 2)
     return x.flip(1) if direction % 2 else x
 
 
-def in_raster_order(x: Tensor, direction: int, grid: tuple[int, int] | None) -> Tensor:
-    """The way back from in_order; grid is (rows, columns) there and here."""
+def in_raster_order(x: Tensor, direction: int, grid: Grid | None) -> Tensor:
+    """The inverse of in_order, with the same grid (rows, columns)."""
     x = x.flip(1) if direction % 2 else x
     return in_order(x, 2, grid[::-1]) if direction >= 2 else x
 
@@ -50,11 +51,11 @@ def in_raster_order(x: Tensor, direction: int, grid: tuple[int, int] | None) -> 
 class Mamba2Mixer(nn.Module):
     """Token mixing. (B, N, D) → (B, N, D).
 
-    One projection gives the gate z (E channels), what is scanned, x (E), B and C (state each), which all directions
-    share, and for each direction a row of Δ for each head. A direction has its own causal convolution of x, B and C,
-    its Δ's bias, A and D; their outputs are put back in raster order and summed, gated, normalised and projected.
-    Parameters are named as Mamba-2's and those of the directions lie behind one another, so that with one direction
-    the weights are Mamba-2's with one group.
+    One projection gives the gate z (E channels), x (E), B and C (state each), which all directions share, and Δ for
+    each head of each direction. A direction has its own causal convolution of x, B and C, bias of Δ, A and D. The
+    outputs of the directions are put back in raster order, summed, gated, normalised and projected. Parameters have
+    Mamba-2's names, with the directions concatenated, so that with one direction the weights are Mamba-2's with one
+    group.
     """
 
     def __init__(
@@ -74,13 +75,13 @@ class Mamba2Mixer(nn.Module):
         self.norm = nn.RMSNorm(self.width, eps=1e-5)
         self.out_proj = nn.Linear(self.width, dim, bias=False)
 
-    def forward(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-        """grid (H, W), which four directions need. Raises ValueError where they have none of these tokens."""
+    def forward(self, x: Tensor, grid: Grid | None = None) -> Tensor:
+        """grid (H, W), which four directions need. Raises ValueError if they get none, or one of other tokens."""
         ways = range(self.directions)
         if self.directions == 4 and (grid is None or math.prod(grid) != x.shape[1]):
             raise ValueError(
-                f"directions 4 scans columns, but grid is {grid} and there are {x.shape[1]} tokens: it must be (rows, "
-                "columns) of these; on a route by hooks, their select hands on the kept rows'"
+                f"directions 4 scans columns, but grid is {grid} for {x.shape[1]} tokens: it must be their (rows, "
+                "columns); with hooks, select has to pass the kept rows' grid"
             )
         z, x, dt = self.in_proj(x).split([self.width, self.width + 2 * self.state, len(self.A_log)], dim=2)
         x = torch.cat([in_order(x, way, grid) for way in ways], dim=2)
@@ -96,7 +97,7 @@ class Mamba2Mixer(nn.Module):
         return self.out_proj(self.norm(y * F.silu(z.float())))
 
     def multiply_adds(self, tokens: int, mixing: bool = True) -> int:
-        """Of a forward pass for one sample of so many tokens; mixing false: of the linear layers alone."""
+        """Multiply-adds of a forward pass for one sample of so many tokens; mixing false: linear layers only."""
         total = tokens * (self.in_proj.weight.numel() + self.out_proj.weight.numel())
         if mixing:
             total += tokens * self.conv1d.weight.numel()
@@ -116,7 +117,7 @@ class MambaBlock(nn.Module):
             self.mlp = Mlp(dim, int(dim * mlp_ratio))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, (6 if mlp_ratio else 3) * dim))
 
-    def forward(self, x: Tensor, c: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor, grid: Grid | None = None) -> Tensor:
         """x (B, N, D) tokens, of the grid (H, W) where there is one, c (B, D) conditioning → (B, N, D)."""
         shift, scale, gate, *of_mlp = self.adaLN_modulation(c).unflatten(1, (-1, x.shape[2])).unbind(1)
         x = x + gate.unsqueeze(1) * self.mixer(modulate(self.norm1(x), shift, scale), grid)
@@ -126,47 +127,41 @@ class MambaBlock(nn.Module):
         return x
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
-        """Of a forward pass for one sample of so many tokens; attention false: of the linear layers alone."""
+        """Multiply-adds of a forward pass for one sample of so many tokens; attention false: linear layers only."""
         mlp = sum(layer.weight.numel() for layer in self.mlp.children()) if hasattr(self, "mlp") else 0
         return self.mixer.multiply_adds(tokens, attention) + tokens * mlp + self.adaLN_modulation[1].weight.numel()
 
 
 class AttentionBlock(DiTBlock):
-    """DiT's block among Mamba's, to which the grid is nothing."""
+    """DiT's block among Mamba's; it ignores the grid."""
 
-    def forward(self, x: Tensor, c: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor, grid: Grid | None = None) -> Tensor:
         return super().forward(x, c)
 
 
 class Mamba(Backbone):
-    """The network F(x; t, y) of Mamba-2 blocks; sizes, labels and start: see Backbone.
+    """The network F(x; t, y) of Mamba-2 blocks. The other arguments are Backbone's.
 
     mlp_ratio           width of the MLP over hidden_size; 0: none.
-    state               N, numbers that each channel of a head keeps.
+    state               N, the size of the state of each channel.
     head_dim            channels of a head; expand·hidden_size is a multiple of it.
     expand              width of the mixer over hidden_size.
-    conv                tokens that a convolution sees: its own and those before it.
-    directions          1: the raster order; 2: and backward; 4: and both along columns.
-    attention_every     each k-th block is DiT's, with attention of num_heads heads; 0: none is.
-    kernel              "torch": anywhere; "mamba_ssm": that package's fused scan, on CUDA.
+    conv                number of tokens that a convolution sees: a token and those before it.
+    directions          1: raster order; 2: also backward; 4: also both ways along columns.
+    attention_every     each k-th block is DiT's, with attention of num_heads heads; 0: none.
+    kernel              "torch": any device; "mamba_ssm": that package's fused scan, on CUDA.
     allow_token_routes  false: routes take whole rows, Route(…, select="row"), since the order of tokens matters here;
-                        true: any tokens, in their order, and no grid, so that there are no columns to scan.
+                        true: any tokens, in their order, without a grid, so that there are no columns to scan.
 
-    Raises ValueError for sizes that do not fit one another, and for a kernel that is not there.
+    Raises ValueError for sizes that do not fit together, and for a kernel that is not available.
     """
 
     def __init__(
         self,
-        input_size: int = 32,
-        patch_size: int = 2,
-        in_channels: int = 4,
+        *sizes: Any,
         hidden_size: int = 768,
         depth: int = 12,
         mlp_ratio: float = 4.0,
-        num_classes: int = 1000,
-        learn_sigma: bool = False,
-        init: str = "adaln_zero",
-        *,
         state: int = 64,
         head_dim: int = 64,
         expand: int = 2,
@@ -176,14 +171,9 @@ class Mamba(Backbone):
         num_heads: int = 12,
         kernel: Kernel = "torch",
         allow_token_routes: bool = False,
+        **more: Any,
     ) -> None:
         check("directions", directions, Directions)
-        check("kernel", kernel, Kernel)
-        counts = {"state": state, "head_dim": head_dim, "expand": expand, "conv": conv, "num_heads": num_heads}
-        for name, size in counts.items():
-            check(name, size, Count)
-        check("attention_every", attention_every, CountOrZero)
-        check("mlp_ratio", mlp_ratio, PositiveOrZero)
         if expand * hidden_size % head_dim:
             raise ValueError(f"expand {expand} × hidden_size {hidden_size} is not a multiple of head_dim {head_dim}")
         if directions == 4 and allow_token_routes:
@@ -196,8 +186,6 @@ class Mamba(Backbone):
                 f"attention_every is {attention_every}, but must be 0, for none, or 2 to {depth}, the depth, so that "
                 "there are blocks of both kinds"
             )
-        if attention_every and hidden_size % num_heads:
-            raise ValueError(f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}")
         if attention_every and not mlp_ratio:
             raise ValueError("mlp_ratio is 0, but attention_every asks for DiT's blocks, which have an MLP")
         numbers = count(1)
@@ -208,11 +196,9 @@ class Mamba(Backbone):
             mixer = Mamba2Mixer(hidden_size, state, head_dim, expand, conv, directions, kernel)
             return MambaBlock(hidden_size, mlp_ratio, mixer)
 
-        super().__init__(
-            make_block, input_size, patch_size, in_channels, hidden_size, depth, num_classes, learn_sigma, init
-        )
+        super().__init__(make_block, *sizes, hidden_size=hidden_size, depth=depth, **more)
         self.kernel, self.needs_grid = kernel, not allow_token_routes
 
     def compiled(self) -> list[nn.Module]:
-        """The blocks that torch.compile is for: not those of a kernel that is compiled already."""
+        """The modules to compile: all but the blocks of a fused kernel."""
         return [block for block in self.blocks if self.kernel == "torch" or isinstance(block, AttentionBlock)]

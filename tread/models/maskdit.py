@@ -1,8 +1,8 @@
 """MaskDiT (Zheng et al. 2023, arXiv 2306.09305): an encoder of DiT's blocks on the kept tokens, a decoder on all.
 
-In training half of the tokens skip the whole encoder; behind it a learned token stands at their places, and a decoder
-of fixed size, whatever the encoder's, sees them all. Without routes both run on all tokens. Parameter names are those
-of public MaskDiT checkpoints without their prefix `model.`; only the label table is DiT's, whose null row is zero.
+In training half of the tokens skip the encoder; a learned mask token takes their places, and a decoder of fixed size
+runs on all tokens. Without routes both run on all tokens. Parameter names are those of public MaskDiT checkpoints
+without their prefix `model.`; only the label table is DiT's, with a null row of zeros.
 
 Shapes: B samples, N tokens, D hidden size, W the decoder's.
 """
@@ -10,69 +10,59 @@ Shapes: B samples, N tokens, D hidden size, W the decoder's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dit import DiT, DiTBlock
-from routing_module import Record, Route, gather_tokens, run_blocks, scatter_tokens, settle_ids
-from tread.models.backbone import FinalLayer, sincos_positions
+from routing_module import Record, Route, Routes, gather_tokens, run_blocks, scatter_tokens, settle_ids
+from tread.models.backbone import FinalLayer, Init, sincos_positions
 from tread.routing.ids import count_kept
 
 
 class MaskDiT(DiT):
-    """The network F(x; t, y) of encoder and decoder; sizes, labels and start: see Backbone.
+    """The network F(x; t, y) of encoder and decoder. The other arguments are DiT's.
 
-    decoder_hidden_size, decoder_depth, decoder_heads  of the decoder's blocks, which the encoder's conditioning (B, D)
-                                                       modulates; the published are the same for every encoder.
+    decoder_hidden_size, decoder_depth, decoder_heads  sizes of the decoder's blocks, which the encoder's conditioning
+                                                       (B, D) modulates; all published networks have the defaults.
 
-    The null class's row of the label table is zero, and no gradient reaches it. Raises ValueError for sizes that do
-    not fit one another.
+    The null class's row of the label table is zero and gets no gradient. Raises ValueError for sizes that do not fit
+    together.
     """
 
     skipped_return = False
 
     def __init__(
         self,
-        input_size: int = 32,
-        patch_size: int = 2,
-        in_channels: int = 4,
-        hidden_size: int = 1152,
-        depth: int = 28,
-        num_heads: int = 16,
+        *sizes: Any,
         mlp_ratio: float = 4.0,
-        num_classes: int = 1000,
-        learn_sigma: bool = False,
-        init: str = "adaln_zero",
+        init: Init = "adaln_zero",
         decoder_hidden_size: int = 512,
         decoder_depth: int = 8,
         decoder_heads: int = 16,
+        **more: Any,
     ) -> None:
         if decoder_hidden_size % decoder_heads:
             raise ValueError(
                 f"decoder_hidden_size {decoder_hidden_size} is not a multiple of decoder_heads {decoder_heads}"
             )
-        if decoder_hidden_size % 4:
-            raise ValueError(
-                f"decoder_hidden_size {decoder_hidden_size} is not a multiple of 4 (2-D sine-cosine positions)"
-            )
-        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
-        super().__init__(*sizes, num_heads, mlp_ratio, num_classes, learn_sigma, init)
+        super().__init__(*sizes, mlp_ratio=mlp_ratio, init=init, **more)
+        self.decoder_hidden_size, hidden_size = decoder_hidden_size, self.hidden_size
         width = decoder_hidden_size
-        self.decoder_hidden_size = width
         table = self.y_embedder.embedding_table
-        table.padding_idx = num_classes  # no gradient for the null class
+        table.padding_idx = self.num_classes  # no gradient for the null class
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
         self.register_buffer("decoder_pos_embed", sincos_positions(width, self.grid[0])[None])
         self.decoder_layer = FinalLayer(hidden_size, width, hidden_size)
         self.decoder_blocks = nn.ModuleList(
             DiTBlock(width, decoder_heads, mlp_ratio, hidden_size) for _ in range(decoder_depth)
         )
-        self.final_layer = FinalLayer(width, patch_size**2 * self.out_channels, hidden_size)
+        self.final_layer = FinalLayer(width, self.patch_size**2 * self.out_channels, hidden_size)
         self.initialize(init)
         nn.init.normal_(self.mask_token, std=0.02)
         with torch.no_grad():
-            table.weight[num_classes].zero_()
+            table.weight[self.num_classes].zero_()
 
     def compiled(self) -> list[nn.Module]:
         return [*self.blocks, *self.decoder_blocks]
@@ -88,9 +78,7 @@ class MaskDiT(DiT):
         decoder += sum(block.multiply_adds(N, attention) for block in self.decoder_blocks)
         return encoder + int(2 * (decoder + N * W * self.patch_size**2 * self.out_channels))
 
-    def forward(
-        self, x: Tensor, t: Tensor, y: Tensor, routes: Sequence[tuple[Route, Tensor]] = (), record: Record | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None) -> Tensor:
         """As Backbone's. `routes` is () or one pair, whose route spans the encoder: mask tokens stand behind it for
         what it left out, and the decoder sees all. `record` names blocks of the encoder.
 

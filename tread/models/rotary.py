@@ -1,4 +1,4 @@
-"""Rotary positions (RoFormer; Su et al. 2021, arXiv 2104.09864) in two dimensions, as LightningDiT has them.
+"""Rotary positions (RoFormer; Su et al. 2021, arXiv 2104.09864) in two dimensions, as in LightningDiT.
 
 Shapes: B samples, N tokens of a square grid in raster order, H heads of d channels.
 """
@@ -11,22 +11,22 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-TABLES = ("feat_rope.freqs_cos", "feat_rope.freqs_sin")  # what public files hold of them
-ROUNDING = 0.01  # of positions in a file: bf16 rounds by half as much, also in files that are fp32 again
+TABLES = ("feat_rope.freqs_cos", "feat_rope.freqs_sin")  # their names in public files
+ROUNDING = 0.01  # tolerance for a file's tables: bf16, also if converted back to fp32, rounds by half of it
 
 
 def rotary_angles(head_dim: int, side: int) -> Tensor:
-    """Angles by which pairs of a head's channels turn: (side², d/2) fp64.
+    """Angles by which pairs of a head's channels rotate: (side², d/2) fp64.
 
-    The first half of the pairs turns by the token's row, the second by its column, with frequencies
+    The first half of the pairs rotates by the token's row, the second by its column, with frequencies
     10000^(−2k/(d/2)), k = 0 .. d/4−1.
 
     Raises ValueError unless d is a multiple of 4.
     """
     if head_dim % 4:
         raise ValueError(
-            f"heads of {head_dim} channels have no rotary positions: these turn pairs of channels by row and column, "
-            "so that hidden_size / num_heads must be a multiple of 4"
+            f"heads of {head_dim} channels have no rotary positions, which rotate pairs of channels by row and column: "
+            "hidden_size / num_heads must be a multiple of 4"
         )
     frequency = 10000.0 ** (-torch.arange(head_dim // 4, dtype=torch.float64) / (head_dim / 4))
     line = torch.arange(side, dtype=torch.float64)[:, None] * frequency
@@ -34,16 +34,16 @@ def rotary_angles(head_dim: int, side: int) -> Tensor:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turn adjacent pairs of channels: (B, N, H, d) by (B, N, d), cosines of the pairs' angles and then sines."""
+    """Rotate adjacent pairs of channels (B, N, H, d) by a table (B, N, d): the pairs' cosines, then their sines."""
     cos, sin = table.unsqueeze(2).chunk(2, dim=3)
     first, second = x.unflatten(3, (-1, 2)).unbind(4)
     return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=4).flatten(3)
 
 
 def check_tables(state: Mapping[str, Tensor], tokens: int, where: str) -> None:
-    """Raise ValueError unless rotary tables in a public file's state dict, if there are any, are `rotary_angles`'.
+    """Raise ValueError unless the rotary tables in a public file's state dict, if any, agree with `rotary_angles`.
 
-    tokens  N, of a square grid; the channels of a head, d, are the tables' own.
+    tokens  N, a square grid; the channels of a head, d, are those of the tables.
     """
     for name, function in zip(TABLES, (torch.cos, torch.sin)):
         if name not in state:
@@ -51,8 +51,8 @@ def check_tables(state: Mapping[str, Tensor], tokens: int, where: str) -> None:
         table, side = state[name], math.isqrt(tokens)
         if table.ndim != 2 or len(table) != tokens or side**2 != tokens:
             raise ValueError(
-                f"{name} of {where} has shape {tuple(table.shape)}, but must be ({tokens}, d), of the tokens of a "
-                "square grid: input_size and patch_size decide how many they are"
+                f"{name} of {where} has shape {tuple(table.shape)}, but must be ({tokens}, d), one row for each token "
+                "of a square grid: input_size and patch_size decide how many there are"
             )
         formula = function(rotary_angles(table.shape[1], side)).repeat_interleave(2, dim=1)
         off = (table.double().cpu() - formula).abs().max().item()

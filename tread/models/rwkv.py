@@ -1,27 +1,30 @@
 """Diffusion-RWKV (Fei et al. 2024, arXiv 2404.04478): bidirectional RWKV blocks in the place of DiT's.
 
-A block mixes tokens (spatial mix: gated WKV, wkv.py) and then channels, each behind a shift that hands
-every token a part of its four neighbours' channels, as Vision-RWKV does (Duan et al. 2024, arXiv
-2403.02308). Conditioning, gates and last layer are DiT's adaLN-Zero (backbone.py), which is one of that
-paper's own choices; its long skips between shallow and deep blocks are left out, so that the
-configuration is DiT's, as in TREAD. All costs are linear in the number of tokens.
+A block mixes tokens (spatial mix: gated WKV, wkv.py) and then channels, each after a shift that gives every token
+some channels of its four neighbours, as in Vision-RWKV (Duan et al. 2024, arXiv 2403.02308). Conditioning, gates and
+last layer are DiT's adaLN-Zero (backbone.py), one of the choices in that paper; its long skips between shallow and deep
+blocks are left out, as in TREAD. All costs are linear in the number of tokens.
 
 Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from routing_module import Grid
 from tread.models.backbone import Backbone, modulate
 from tread.models.wkv import products, wkv
 
 DECAY_RANGE = 8.0  # channels start with decays w = 0 .. 8 over the whole sequence
 
 
-def quad_shift(x: Tensor, grid: tuple[int, int]) -> Tensor:
+def quad_shift(x: Tensor, grid: Grid) -> Tensor:
     """Each quarter of the channels moves one token down, up, right or left; zeros enter: (B, H·W, D) → (B, H·W, D)."""
     height, width = grid
     down, up, right, left = x.unflatten(1, (height, width)).chunk(4, dim=3)
@@ -44,7 +47,7 @@ class SpatialMix(nn.Module):
         self.bonus = nn.Parameter(torch.zeros(dim))  # u
         self.receptance, self.key, self.value, self.output = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
-    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
         shifted = quad_shift(x, grid)
         r = self.receptance(torch.lerp(shifted, x, self.mix_r))
         k = self.key(torch.lerp(shifted, x, self.mix_k))
@@ -62,7 +65,7 @@ class ChannelMix(nn.Module):
         self.key = nn.Linear(dim, hidden_dim, bias=False)
         self.value = nn.Linear(hidden_dim, dim, bias=False)
 
-    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
         shifted = quad_shift(x, grid)
         r = self.receptance(torch.lerp(shifted, x, self.mix_r))
         k = self.key(torch.lerp(shifted, x, self.mix_k))
@@ -80,7 +83,7 @@ class RWKVBlock(nn.Module):
         self.channel_mix = ChannelMix(dim, int(dim * mlp_ratio))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 
-    def forward(self, x: Tensor, c: Tensor, grid: tuple[int, int]) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor, grid: Grid) -> Tensor:
         """x (B, H·W, D) tokens of the grid (H, W), c (B, D) conditioning → (B, H·W, D)."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1.unsqueeze(1) * self.spatial_mix(modulate(self.norm1(x), shift1, scale1), grid)
@@ -88,34 +91,25 @@ class RWKVBlock(nn.Module):
         return x
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
-        """Of a forward pass for one sample of so many tokens; attention false: of the linear layers alone."""
+        """Multiply-adds of a forward pass for one sample of so many tokens; attention false: linear layers only."""
         D, hidden = self.channel_mix.value.out_features, self.channel_mix.value.in_features
         linear = tokens * D * (5 * D + 2 * hidden)  # r, k, v, output, r; key and value of the channel mix
         return linear + (products(tokens, D) if attention else 0) + 6 * D * D
 
 
 class RWKV(Backbone):
-    """The network F(x; t, y) of RWKV blocks; sizes, labels and start: see Backbone.
+    """The network F(x; t, y) of RWKV blocks. The other arguments are Backbone's.
 
-    Its blocks look at neighbours, so that routes take whole rows: Route(…, select="row").
+    Its blocks look at neighbours, so routes take whole rows: Route(…, select="row").
     mlp_ratio  width of the channel mix over hidden_size.
 
-    Raises ValueError for sizes that do not fit one another.
+    Raises ValueError for sizes that do not fit together.
     """
 
     needs_grid = True
 
     def __init__(
-        self,
-        input_size: int = 32,
-        patch_size: int = 2,
-        in_channels: int = 4,
-        hidden_size: int = 768,
-        depth: int = 12,
-        mlp_ratio: float = 4.0,
-        num_classes: int = 1000,
-        learn_sigma: bool = False,
-        init: str = "adaln_zero",
+        self, *sizes: Any, hidden_size: int = 768, depth: int = 12, mlp_ratio: float = 4.0, **more: Any
     ) -> None:
-        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
-        super().__init__(lambda: RWKVBlock(hidden_size, mlp_ratio), *sizes, num_classes, learn_sigma, init)
+        block = partial(RWKVBlock, hidden_size, mlp_ratio)
+        super().__init__(block, *sizes, hidden_size=hidden_size, depth=depth, **more)

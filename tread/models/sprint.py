@@ -1,9 +1,9 @@
 """SPRINT (arXiv 2510.21986): a dense part f, a sparse part g on a quarter of the tokens, and a dense part h.
 
-f is the first two blocks, h the last two, g what lies between. What g makes of the kept tokens is put among learned
-mask tokens, laid beside what f makes of all, [f ; g], and brought back to D channels by one layer, on which h runs.
-Where a sample's path is dropped, mask tokens stand for all of g. The blocks are lightning.py's, by default as DiT's;
-all of a token's positions travel with it.
+f is the first two blocks, h the last two, g the blocks between. The output of g is filled up with learned mask tokens,
+concatenated with the output of f, [f ; g], and projected back to D channels for h. Where a sample's path is dropped,
+mask tokens replace all of g's output. The blocks are lightning.py's, by default as DiT's; a token keeps its positions
+on the route.
 
 Shapes: B samples, N tokens of a grid in raster order, D hidden size.
 """
@@ -11,66 +11,49 @@ Shapes: B samples, N tokens of a grid in raster order, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from routing_module import Record, Route, check_routes, run_blocks
-from tread.models.lightning import LightningDiT, MlpKind, Norm, Positions
+from routing_module import Record, Route, Routes, check_routes, run_blocks
+from tread.models.lightning import AS_DIT, LightningDiT
 
 DENSE = 2  # blocks of f, and of h
 
 
 class Sprint(LightningDiT):
-    """The network F(x; t, y) of parts f, g and h; sizes, labels and start: see Backbone; choices: see LightningDiT.
+    """The network F(x; t, y) of parts f, g and h. Arguments are LightningDiT's; the choices are DiT's by default.
 
-    Raises ValueError for sizes that do not fit one another, and for a depth that leaves g no block.
+    Raises ValueError for sizes that do not fit together, and for a depth that leaves g no block.
     """
 
     skipped_return, drops_path = False, True
 
-    def __init__(
-        self,
-        input_size: int = 32,
-        patch_size: int = 2,
-        in_channels: int = 4,
-        hidden_size: int = 1152,
-        depth: int = 28,
-        num_heads: int = 16,
-        mlp_ratio: float = 4.0,
-        num_classes: int = 1000,
-        learn_sigma: bool = False,
-        init: str = "adaln_zero",
-        *,
-        norm: Norm = "layer",
-        mlp: MlpKind = "gelu",
-        positions: Positions = "sincos",
-        qk_norm: bool = False,
-    ) -> None:
-        check_sparse_part((), depth)
-        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
-        choices = {"norm": norm, "mlp": mlp, "positions": positions, "qk_norm": qk_norm}
-        super().__init__(*sizes, num_heads, mlp_ratio, num_classes, learn_sigma, init, **choices)
-        self.fusion_proj = nn.Linear(2 * hidden_size, hidden_size)
+    def __init__(self, *sizes: Any, **choices: Any) -> None:
+        super().__init__(*sizes, **AS_DIT | choices)
+        check_sparse_part((), len(self.blocks))
+        D = self.hidden_size
+        self.fusion_proj = nn.Linear(2 * D, D)
         nn.init.xavier_uniform_(self.fusion_proj.weight)
         nn.init.zeros_(self.fusion_proj.bias)
-        self.mask_token = nn.Parameter(0.02 * torch.randn(1, 1, hidden_size))
+        self.mask_token = nn.Parameter(0.02 * torch.randn(1, 1, D))
 
     def forward(
         self,
         x: Tensor,
         t: Tensor,
         y: Tensor,
-        routes: Sequence[tuple[Route, Tensor]] = (),
+        routes: Routes = (),
         path_drop: Tensor | bool | None = None,
         record: Record | None = None,
     ) -> Tensor:
         """x (B, C, S, S), t (B,) noise input, y (B,) int64 labels → (B, out_channels, S, S).
 
         routes     one pair (Route, ids_keep (B, K)) over g, blocks 2..depth−3, or (): all tokens.
-        path_drop  (B,) bool, samples in which mask tokens stand for g, which runs for the whole batch all the same,
-                   so that its shapes stay alike; True: for all samples, and g is not computed; None: for none.
-        record     see Backbone.forward; where g is not computed it takes nothing down.
+        path_drop  (B,) bool, samples in which mask tokens replace g's output; g still runs for the whole batch, so
+                   that shapes stay the same. True: all samples, and g is not computed. None: no sample.
+        record     see Backbone.forward; left empty if g is not computed.
         """
         check_sparse_part([route for route, _ in routes], len(self.blocks))
         x, c = self.embed(x, t, y)
@@ -87,10 +70,10 @@ class Sprint(LightningDiT):
     def fusing(
         self, blocks: Sequence[Callable[..., Tensor]], from_g: Tensor, record: Record
     ) -> list[Callable[..., Tensor]]:
-        """The blocks, of which h's first sees what f and g give, fused; from_g (B, N, 1) bool: else mask tokens.
+        """The blocks, with f's and g's outputs fused before h's first; from_g (B, N, 1) bool, false: mask tokens.
 
-        Where tokens skipped g, by the ids that the pass took down, run_blocks puts back what f gave; mask tokens take
-        its place.
+        run_blocks puts f's output in the places of the tokens that skipped g; by the ids in the record, mask tokens
+        replace it here.
         """
         behind_f = []
 
@@ -99,12 +82,12 @@ class Sprint(LightningDiT):
             return behind_f[0]
 
         def begin_h(x: Tensor, *given: Tensor) -> Tensor:
-            # with all of g too, so that the mask token has a gradient, zero, and processes agree on what is trained
+            # also if nothing skipped g, so that the mask token has a gradient and processes agree on what is trained
             kept = from_g
             for ids_keep in record.ids:
                 kept = kept & torch.zeros_like(from_g).scatter(1, ids_keep[:, :, None], True)
             x, f = torch.where(kept, x, self.mask_token.to(x.dtype)), behind_f.pop()
-            fused = self.fusion_proj(torch.cat([f, x], dim=2))  # of lower precision under autocast, tokens are not
+            fused = self.fusion_proj(torch.cat([f, x], dim=2))  # in lower precision under autocast, unlike the tokens
             return blocks[-DENSE](fused.to(f.dtype), *given)
 
         return [*blocks[: DENSE - 1], end_f, *blocks[DENSE:-DENSE], begin_h, *blocks[1 - DENSE :]]
@@ -140,10 +123,10 @@ class Sprint(LightningDiT):
 
 
 def check_sparse_part(routes: Sequence[Route], depth: int) -> None:
-    """Raise ValueError unless SPRINT of so many blocks has a sparse part, and the routes are () or one over it."""
+    """Raise ValueError unless SPRINT with so many blocks has a sparse part, and the routes are () or one over it."""
     if depth <= 2 * DENSE:
         raise ValueError(
-            f"depth {depth} leaves SPRINT's sparse part no block: it is all but the first and last {DENSE}"
+            f"depth {depth} leaves no block for SPRINT's sparse part, which is all but the first and last {DENSE}"
         )
     if len(routes) > 1:
         raise ValueError(f"{len(routes)} routes are given, but SPRINT has one sparse part: give one route, or none")
@@ -155,6 +138,6 @@ def check_sparse_part(routes: Sequence[Route], depth: int) -> None:
             )
         if route.rejoin != route.start:
             raise ValueError(
-                f"route rejoin {route.rejoin} is given, but SPRINT puts mask tokens where tokens were left out: leave "
-                "rejoin unset (null)"
+                f"route rejoin {route.rejoin} is given, but SPRINT puts mask tokens in the places of skipped ones: "
+                "leave rejoin unset (null)"
             )

@@ -4,9 +4,9 @@ Each head holds a state h of P × N numbers, which every token shrinks, adds to 
 
     h_t = exp(Δ_t·A)·h_{t−1} + Δ_t·x_t B_tᵀ,   y_t = h_t C_t,   h_0 = 0
 
-Within a chunk of tokens that is a product masked by decays, y = (C Bᵀ ∘ decay)(Δ ∘ x). What a chunk adds to the
-state is one product more, and the states that chunks hand on follow the same recurrence, by products again: each
-level has LEVEL times fewer steps than the one below it, so time and memory are linear in the tokens.
+Within a chunk of tokens this is a product masked by decays, y = (C Bᵀ ∘ decay)(Δ ∘ x). Another product gives what a
+chunk adds to the state, and the states between chunks follow the same recurrence, again by products: each level has
+LEVEL times fewer steps than the one below it, so time and memory are linear in the tokens.
 
 Shapes: S samples, T tokens, G groups of R heads each, which share B and C; P channels a head, N numbers of B and C.
 """
@@ -27,9 +27,9 @@ LEVEL = 8  # chunks, and chunks of chunks
 def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
     """y of all tokens: x (S, T, G·R, P), dt = Δ (S, T, G·R), A (G·R,), B, C (S, T, G, N) → (S, T, G·R, P) fp32.
 
-    Δ is at least 0 and A at most 0, of any size: each decay is the exponential of the sum over the very tokens that
-    it spans, never a quotient or a difference of sums, so that nothing overflows and nothing cancels. Computed in
-    fp32 whatever comes in (the products in TF32 where that is allowed).
+    Δ ≥ 0 and A ≤ 0 may have any size: each decay is the exponential of the sum over the tokens that it spans, never a
+    quotient or a difference of sums, so nothing overflows or cancels. Computed in fp32 for any input precision
+    (products in TF32 where that is allowed).
     """
     device = x.device.type
     with contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
@@ -63,7 +63,7 @@ def _chunks(x: Tensor, most: int | None = None) -> Tensor:
 
 
 def _decay(a: Tensor) -> Tensor:
-    """What place i keeps of what came in at j, exp(Σ_{j<k≤i} a_k), and 0 for i < j: (…, L) → (…, L (j), L (i))."""
+    """The decay from place j to place i, exp(Σ_{j<k≤i} a_k), 0 for i < j: (…, L) → (…, L (j), L (i))."""
     spans = a.unsqueeze(-2).expand(*a.shape, a.shape[-1]).triu(1)
     return spans.cumsum(dim=-1).exp().triu()
 
@@ -98,9 +98,9 @@ def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) 
 
 
 def fused_ssd() -> Callable[..., Tensor]:
-    """The package mamba_ssm's fused scan, for the same arguments on a CUDA device; x, B and C in their own precision.
+    """The fused scan of the package mamba_ssm, with ssd's arguments on a CUDA device; x, B and C keep their precision.
 
-    Raises ValueError where the package or CUDA is absent.
+    Raises ValueError if the package or CUDA is absent.
     """
     if not torch.cuda.is_available():
         raise ValueError("kernel mamba_ssm needs a CUDA device, and there is none: kernel torch runs anywhere")
@@ -108,7 +108,7 @@ def fused_ssd() -> Callable[..., Tensor]:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
     except ImportError as error:
         raise ValueError(
-            f"kernel mamba_ssm needs a package that is not there ({error}): pip install -r requirements-mamba.txt, or "
+            f"kernel mamba_ssm needs a package that is absent ({error}): pip install -r requirements-mamba.txt, or "
             "take kernel torch, which needs none"
         ) from error
 

@@ -1,11 +1,10 @@
-"""Texts as conditions: LightningDiT's blocks, and so DiT's, with cross-attention on the words of a caption.
+"""Captions as conditions: LightningDiT's blocks, and so DiT's, with cross-attention to the text.
 
-Between attention and MLP the picture tokens ask (queries), and the text gives keys and values (as in PixArt-α, Chen et
-al. 2023, arXiv 2310.00426). The text is normalised and projected once to the tokens' width; a whole caption's vector,
-its pooled text, joins the timestep's conditioning. The projections behind both start at zero, so that the network
-starts as the same network without text. A text belongs to a sample, not to its tokens: routes gather picture tokens,
-and every block sees the whole text. With norm="layer", mlp="gelu", positions="sincos" the shared parts are dit.py's
-DiT, by its names.
+Between attention and MLP the picture tokens are the queries, and the text gives keys and values (as in PixArt-α, Chen
+et al. 2023, arXiv 2310.00426). The text is normalised and projected once to the tokens' width; its pooled vector is
+added to the timestep's conditioning. The last projections of both start at zero, so an untrained network computes what
+it computes without text. Routes gather picture tokens only: every block sees the whole text. With norm="layer",
+mlp="gelu", positions="sincos" the shared parts are dit.py's DiT and have its names.
 
 Shapes: B samples, N picture tokens, T text tokens, D hidden size, C and P channels of the encoder's tokens and pooled
 text.
@@ -14,17 +13,17 @@ text.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tread.models.backbone import modulate
 from tread.models.conditions import Text
-from tread.models.lightning import LightningBlock, LightningDiT, MlpKind, Norm, Positions, make_norm
+from tread.models.lightning import AS_DIT, LightningBlock, LightningDiT, MlpKind, Norm, attend, make_norm
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention of picture tokens on a text; its output starts at zero. (B, N, D), (B, T, D) → (B, N, D)."""
+    """Multi-head attention of picture tokens to a text; its output starts at 0. (B, N, D), (B, T, D) → (B, N, D)."""
 
     def __init__(self, dim: int, num_heads: int, qk_norm: bool) -> None:
         super().__init__()
@@ -34,18 +33,14 @@ class CrossAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, text: Tensor, mask: Tensor) -> Tensor:
-        """mask (B, T) bool: the words that are there."""
+        """mask (B, T) bool: False for padding."""
         q = self.q(x).unflatten(2, (self.num_heads, -1))  # (B, N, H, d)
         k, v = self.kv(text).unflatten(2, (2, self.num_heads, -1)).unbind(2)  # (B, T, H, d)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q.float()), self.k_norm(k.float())
-        q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None])  # (B, H, N, d)
-        return self.proj(x.transpose(1, 2).flatten(2))
+        return attend(self, q, k, v, mask=mask)
 
 
 class TextBlock(LightningBlock):
-    """LightningDiT's block, or DiT's, with cross-attention on a text of T tokens between attention and MLP."""
+    """LightningDiT's block, or DiT's, with cross-attention to a text of T tokens between attention and MLP."""
 
     def __init__(
         self, dim: int, num_heads: int, mlp_ratio: float, norm: Norm, mlp: MlpKind, qk_norm: bool, text_tokens: int
@@ -56,7 +51,7 @@ class TextBlock(LightningBlock):
         self.cross_attn = CrossAttention(dim, num_heads, qk_norm)
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:
-        """As LightningBlock's, and behind the conditioning the text (B, T, D) and its mask (B, T)."""
+        """As LightningBlock's; after the conditioning come the text (B, T, D) and its mask (B, T)."""
         *table, c, text, mask = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1), *table)
@@ -71,12 +66,11 @@ class TextBlock(LightningBlock):
 
 
 class TextEmbedder(nn.Module):
-    """A text → what joins the conditioning (B, D), and what the blocks attend to (B, T, D).
+    """A text → its part of the conditioning (B, D), and the tokens that the blocks attend to (B, T, D).
 
-    width       C, of an encoder's tokens; None: word numbers, embedded here, with a place each, so that their order
-                counts.
-    pooled      P; None: the mean of the tokens stands for it.
-    vocabulary  how many words have numbers; None: an encoder's tokens.
+    width       C, channels of an encoder's tokens; None: word numbers, embedded here with learned positions.
+    pooled      P; None: the mean of the tokens is used instead.
+    vocabulary  the number of words; None: an encoder's tokens.
     """
 
     def __init__(
@@ -85,8 +79,8 @@ class TextEmbedder(nn.Module):
         super().__init__()
         if (width is None) == (vocabulary is None) or (vocabulary and pooled):
             raise ValueError(
-                f"text width {width}, pooled {pooled} and vocabulary {vocabulary} do not fit: a text has either tokens "
-                "of a width, pooled or not, or word numbers of a vocabulary"
+                f"text width {width}, pooled {pooled} and vocabulary {vocabulary} do not fit: give a width, with or "
+                "without pooled, or a vocabulary"
             )
         self.text_tokens, self.width, self.pooled, self.vocabulary = text_tokens, width, pooled, vocabulary
         if vocabulary:
@@ -112,16 +106,13 @@ class TextEmbedder(nn.Module):
         return self.pooled_proj(self.pooled_norm(pooled)), self.proj(self.norm(tokens))
 
     def multiply_adds(self) -> int:
-        """Of one sample."""
+        """Multiply-adds of a forward pass for one sample."""
         return self.text_tokens * self.proj.weight.numel() + self.pooled_proj.weight.numel()
 
     def check(self, y: Text, batch: int) -> None:
-        """Raise ValueError for what is no text of this encoder, or of other samples; values as labels' are looked at
-        on a CPU alone."""
+        """Raise ValueError unless y is a text of this encoder for so many samples; values are checked on a CPU only."""
         if not isinstance(y, Text):
-            raise ValueError(
-                f"y is {type(y).__name__}, but this network takes Text(tokens, mask, pooled), not class numbers"
-            )
+            raise ValueError(f"y is {type(y).__name__}, but this network takes Text(tokens, mask, pooled)")
         T = self.text_tokens
         expected = {
             "tokens": (batch, T) if self.vocabulary else (batch, T, self.width),
@@ -131,62 +122,35 @@ class TextEmbedder(nn.Module):
         for name, shape in expected.items():
             given = None if getattr(y, name) is None else tuple(getattr(y, name).shape)
             if given != shape:
-                raise ValueError(
-                    f"the text's {name} have shape {given}, but this network takes {shape}: {T} tokens of the encoder "
-                    "that it was made for"
-                )
-        if self.vocabulary and y.tokens.is_floating_point():
-            raise ValueError(f"the text's tokens are {y.tokens.dtype}, but this network takes int64 word numbers")
-        if y.mask.device.type != "cpu":
-            return
-        if not y.mask.any(dim=1).all():
+                raise ValueError(f"the text's {name} have shape {given}, but this network's encoder gives {shape}")
+        if y.mask.device.type == "cpu" and not y.mask.any(dim=1).all():
             raise ValueError("a text has no token at all: the empty caption is one begin token")
-        if self.vocabulary:
-            known = y.tokens[y.mask]
-            if not 0 <= int(known.min()) <= int(known.max()) < self.vocabulary:
-                raise ValueError(
-                    f"word numbers lie in {int(known.min())}..{int(known.max())}, but this network knows "
-                    f"0..{self.vocabulary - 1}"
-                )
 
 
 class TextDiT(LightningDiT):
-    """The network F(x; t, y) of y a Text; sizes and start: see Backbone; choices: see LightningDiT, DiT's by default.
+    """The network F(x; t, y), y a Text. Arguments are LightningDiT's without num_classes; choices are DiT's by default.
 
     text_tokens, text_width, text_pooled, vocabulary  T, C, P and the number of words, see TextEmbedder.
 
-    It holds the empty caption's encoding (`take_null`), which travels with its weights. Raises ValueError for sizes
-    that do not fit one another.
+    Its buffers hold the empty caption's encoding (`take_null`). Raises ValueError for sizes that do not fit together.
     """
 
     def __init__(
         self,
-        input_size: int = 32,
-        patch_size: int = 2,
-        in_channels: int = 4,
-        hidden_size: int = 1152,
-        depth: int = 28,
-        num_heads: int = 16,
-        mlp_ratio: float = 4.0,
-        learn_sigma: bool = False,
-        init: str = "adaln_zero",
-        *,
+        *sizes: Any,
         text_tokens: int,
         text_width: int | None = None,
         text_pooled: int | None = None,
         vocabulary: int | None = None,
-        norm: Norm = "layer",
-        mlp: MlpKind = "gelu",
-        positions: Positions = "sincos",
-        qk_norm: bool = False,
+        **choices: Any,
     ) -> None:
-        sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_heads, mlp_ratio, None, learn_sigma, init)
-        choices = {"norm": norm, "mlp": mlp, "positions": positions, "qk_norm": qk_norm}
+        choices = AS_DIT | choices
         super().__init__(
             *sizes,
             **choices,
+            num_classes=None,
             block=partial(TextBlock, text_tokens=text_tokens),
-            embedder=lambda: TextEmbedder(text_tokens, text_width, text_pooled, vocabulary, hidden_size, norm),
+            embedder=lambda dim: TextEmbedder(text_tokens, text_width, text_pooled, vocabulary, dim, choices["norm"]),
         )
         mask = self.pos_embed.new_zeros(1, text_tokens).bool()
         mask[:, 0] = True
@@ -201,7 +165,7 @@ class TextDiT(LightningDiT):
             nn.init.zeros_(block.cross_attn.proj.weight)
 
     def take_null(self, text: Text) -> None:
-        """Let one text (1, …) be the empty caption's encoding. Raises ValueError for another encoder's."""
+        """Store one text (1, …) as the empty caption's encoding. Raises ValueError for another encoder's."""
         self.y_embedder.check(text, 1)
         self.null_tokens.copy_(text.tokens)
         self.null_mask.copy_(text.mask)
@@ -221,7 +185,7 @@ class TextDiT(LightningDiT):
         return super().forward_flops(*given, **more) + 2 * self.y_embedder.multiply_adds()
 
     def embed(self, x: Tensor, t: Tensor, y: Text) -> tuple[Tensor, ...]:
-        """As Backbone's, and for the blocks the text (B, T, D) and its mask (B, T)."""
+        """As Backbone's, then for the blocks the text (B, T, D) and its mask (B, T)."""
         self.check_inputs(x, y)
         pooled, text = self.y_embedder(y)
         return self.x_embedder(x) + self.pos_embed, self.t_embedder(t) + pooled, text, y.mask

@@ -5,10 +5,9 @@ exponential decay with the distance along the sequence:
 
     wkv_t = Σ_i a_ti·v_i / Σ_i a_ti,   a_ti = exp(k_i − (|t − i| − 1)·w/T) for i ≠ t,   a_tt = exp(k_t + u)
 
-The decay is relative to the number of tokens T, so that a shorter sequence is seen through windows of
-the same share of it. Sums over the tokens before and behind are computed in chunks: small matrix
-products within a chunk, and the same again over the chunks' sums. Each level has CHUNK times fewer
-sums than the one below it, so time and memory are linear in T.
+The decay is relative to the number of tokens T, so it spans the same fraction of any sequence. Sums over the tokens
+before and behind are computed in chunks: small matrix products within a chunk, and the same again over the chunks'
+sums. Each level has CHUNK times fewer sums than the one below it, so time and memory are linear in T.
 
 Shapes: B samples, T tokens, D channels.
 """
@@ -29,10 +28,10 @@ DECAY_LIMIT, BONUS_LIMIT = 60.0, 20.0  # of exponents: both together lie within 
 def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
     """Weighted averages of the values: (B, T, D), (B, T, D), (D,), (D,) → (B, T, D) fp32.
 
-    Computed in fp32 whatever comes in (the products in TF32 where that is allowed), relative to the largest
-    key of each sample and channel: keys may be of any size, since what underflows beside that one weighs
-    nothing anywhere, as long as decays and bonuses span less than fp32 does. So w, which a decay spans over
-    the whole sequence, counts as at most ±60, and u as at least −20.
+    Computed in fp32 for any input precision (products in TF32 where that is allowed), relative to the largest key of
+    each sample and channel. Keys may have any size: what underflows beside the largest has no weight anywhere, as long
+    as decays and bonuses stay within fp32's range. Therefore w, the decay over the whole sequence, is clamped to ±60,
+    and u to at least −20.
     """
     device = k.device.type
     with contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False):

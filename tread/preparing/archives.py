@@ -123,55 +123,39 @@ class Tars:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         above = os.path.commonpath([path.parent for path in paths])
-        stems = {path: path.relative_to(above).with_suffix("") for path in paths}
-        self._depth = len(stems[paths[0]].parts)  # of a pattern all lie equally deep
-        self._tars = {stem.as_posix(): Tar(path) for path, stem in stems.items()}
-        self.names = sorted(f"{stem}/{name}" for stem, tar in self._tars.items() for name in tar.names)
-        self.folders = list(self._tars)
+        tars = {path.relative_to(above).with_suffix("").as_posix(): Tar(path) for path in paths}
+        self._files = {f"{stem}/{name}": (tar, name) for stem, tar in tars.items() for name in tar.names}
+        self.names, self.folders = sorted(self._files), list(tars)
 
     def read(self, name: str) -> bytes:
-        parts = name.split("/", self._depth)
-        return self._tars["/".join(parts[:-1])].read(parts[-1])
+        tar, inside = self._files[name]
+        return tar.read(inside)
 
 
 Store = Folder | Zip | Tar | Tars
 
 
 def open_store(source: Path) -> Store:
-    """What a source of files is."""
-    if is_pattern(source) or holds_tars(source):
-        return Tars(tar_paths(source))
+    """The store of a source's files."""
+    if tars := tar_paths(source):
+        return Tars(tars)
     if source.is_dir():
         return Folder(source)
     return Zip(source) if source.suffix.lower() == ".zip" else Tar(source)
 
 
-def is_pattern(source: Path) -> bool:
-    """Whether a path stands for several: {00..99}.tar, *.tar."""
-    return not source.exists() and (_braces(source) is not None or glob.has_magic(str(source)))
-
-
-def _braces(source: Path) -> re.Match | None:
-    return re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", str(source))
-
-
-def holds_tars(source: Path) -> bool:
-    """Whether a folder is one of tars, beside which lie tables and statistics alone."""
-    held = [entry.name for entry in os.scandir(source) if entry.name[0] != "."] if source.is_dir() else []
-    return any(name.endswith(".tar") for name in held) and all(name.lower().endswith(BESIDE_TARS) for name in held)
-
-
 def tar_paths(source: Path) -> list[Path]:
-    """The tars that are meant by a tar, a folder of tars or a pattern. Raises FileNotFoundError."""
+    """The tars of a pattern ({00..99}.tar, *.tar), or of a folder that holds nothing else but tables and statistics.
+
+    [] for another source.
+    """
     if source.is_dir():
-        paths = sorted(source.glob("*.tar"))
-    elif braces := _braces(source):
+        names = sorted(entry.name for entry in os.scandir(source) if entry.name[0] != ".")
+        only = all(name.lower().endswith(BESIDE_TARS) for name in names)
+        return [source / name for name in names if name.endswith(".tar") and only]
+    if source.exists():
+        return []
+    if braces := re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", str(source)):
         before, first, last, after = braces.groups()
-        paths = [Path(f"{before}{n:0{len(first)}d}{after}") for n in range(int(first), int(last) + 1)]
-    else:
-        paths = [Path(name) for name in sorted(glob.glob(str(source)))] if glob.has_magic(str(source)) else [source]
-    if not paths or not all(path.is_file() for path in paths):
-        raise FileNotFoundError(
-            f"{source} is not there; source must be a tar, a folder of tars or a pattern (*.tar, {{00..99}}.tar)"
-        )
-    return paths
+        return [Path(f"{before}{n:0{len(first)}d}{after}") for n in range(int(first), int(last) + 1)]
+    return [Path(name) for name in sorted(glob.glob(str(source)))]

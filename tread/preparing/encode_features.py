@@ -1,15 +1,16 @@
-"""Features of a dataset's pictures: `prepare_features` checks everything before long work, which processes share.
+"""Features of a dataset's pictures, written by `prepare_features`.
 
-Started again after it was stopped, it goes on with the shards that are missing, see tread/data/section_writer.py.
+Everything is checked before long work starts, which processes share; after a stop, the same command goes on with the
+missing shards.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,19 +21,18 @@ from tread.data.columns import FeatureSpec, latents_hash
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.latents import holds_pixels
-from tread.data.section_writer import SectionWriter
-from tread.data.shards import write_rows
-from tread.encoders.vision import Encoder, open_encoder
-from tread.preparing.encode_photos import pieces_of, read_crops, source_hash
+from tread.data.section_writer import FeatureWriter
+from tread.encoders.vision import open_encoder
+from tread.preparing.encode_photos import read_crops, source_hash
 from tread.preparing.encode_text import DatasetPlace
 from tread.preparing.heldout import held_out
 from tread.preparing.images import Crop
-from tread.preparing.sources import NONE, find_photos
+from tread.preparing.sources import NONE, Photos, find_photos
 from tread.runtime.distributed import Processes
-from tread.runtime.files import explain_failure, sha256, size_text, whole_file
+from tread.runtime.files import size_text
 from tread.runtime.schema import Count, CountOrZero
 
-PictureReader = Callable[[Sequence[np.ndarray]], Iterator[tuple[Tensor, ...]]]
+PictureReader = Callable[[Sequence[range]], Iterator[tuple[Tensor, ...]]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class FeatureOptions:
 
 
 def prepare_features(options: FeatureOptions, processes: Processes) -> None:
-    """Check everything, make this process's shards, and, in the main process, give all of them their place."""
+    """Check everything, make this process's part of the shards, and publish them in the main process."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     data, pictures, size, where = open_source(options, index, processes)
@@ -62,14 +62,6 @@ def prepare_features(options: FeatureOptions, processes: Processes) -> None:
     cost = encoder.cost(size)
     spec = FeatureSpec(encoder.name, encoder.fingerprint, math.isqrt(cost.tokens), cost.width, latents_hash(index))
     writer = FeatureWriter(folder, spec, data.latents.views, [shard["count"] for shard in index["shards"]])
-    batch_size = options.batch_size or (8 if processes.device.type == "cpu" else 64)
-
-    def write(numbers: list[int], done: Callable[[int], object]) -> None:
-        parts = [pieces_of(np.array(writer.ranges[number]), batch_size) for number in numbers]
-        coming = pictures(list(itertools.chain(*parts)))
-        for number, batches in zip(numbers, parts):
-            writer.write(number, encode_batches(itertools.islice(coming, len(batches)), encoder, done))
-
     lines = [
         f"  dataset   {folder}: {len(data):,} samples, {'both views' if data.latents.views == 2 else 'one view'}",
         f"  pictures  {size}×{size}, {where}",
@@ -77,42 +69,34 @@ def prepare_features(options: FeatureOptions, processes: Processes) -> None:
         f"{cost.flops / 1e9:.3g} GFLOP a picture",
         f"  stores    float16, {size_text(writer.nbytes)}",
     ]
-    if writer.make(processes, options.again, lines, "image", write):
+
+    def encode(batches: Sequence[range]) -> Iterator[np.ndarray]:
+        for views in pictures(batches):
+            features = torch.stack([encoder.encode(view) for view in views], dim=1).half()
+            if not features.isfinite().all():
+                raise ValueError(
+                    f"{encoder.name} makes features of some picture that are not finite in float16: they are too large "
+                    "for it, or its weights are broken"
+                )
+            yield features.cpu().numpy()
+
+    batch_size = options.batch_size or (8 if processes.device.type == "cpu" else 64)
+    if writer.make(processes, options.again, lines, "image", batch_size, encode):
         processes.say(f"  features  {folder}: {encoder.name}, read with alignment.source=stored")
-
-
-def encode_batches(
-    batches: Iterable[tuple[Tensor, ...]], encoder: Encoder, done: Callable[[int], object]
-) -> Iterator[np.ndarray]:
-    """(n, views, T, z) float16 of batches of pictures by view; `done` is told of each n."""
-    for views in batches:
-        features = torch.stack([encoder.encode(view) for view in views], dim=1).half()
-        if not features.isfinite().all():
-            raise ValueError(
-                f"{encoder.name} makes features that are not finite in float16 of some picture: they are too large for "
-                "it, or its weights are broken"
-            )
-        yield features.cpu().numpy()
-        done(len(features))
 
 
 def open_source(
     options: FeatureOptions, index: dict, processes: Processes
 ) -> tuple[LatentDataset, PictureReader, int, str]:
-    """The dataset, a function from batches of indices to their pictures by view, their size, where they lie.
+    """The dataset, a function from batches of indices to their pictures by view, their size, and where they lie.
 
     Raises ValueError or OSError where there are none, or others than the latents were made of.
     """
     folder = Path(options.dataset.path)
     if options.source is not None:
         data, workers = LatentDataset(folder), min(16, processes.cores) if options.workers is None else options.workers
-        source = SourcePictures(data, Path(options.source), options.root, options.labels)
-
-        def of_photos(parts: Sequence[np.ndarray]) -> Iterator[tuple[Tensor, ...]]:
-            for pictures in source.batches(parts, workers):
-                yield (pictures, pictures.flip(-1))[: data.latents.views]
-
-        return data, of_photos, source.size, source.where
+        photos, crop, chosen = find_again(data, Path(options.source), options.root, options.labels)
+        return data, partial(read_again, data, photos, crop, chosen, workers), crop.size, photos.where
     if "pictures" not in index and not holds_pixels(LatentDataset(folder).latents):
         raise ValueError(
             f"{folder} keeps no pictures beside its latents: name the photos that it was made of, source=…, or prepare "
@@ -120,94 +104,62 @@ def open_source(
         )
     data = LatentDataset(folder, pictures=True)
 
-    def of_dataset(parts: Sequence[np.ndarray]) -> Iterator[tuple[Tensor, ...]]:
-        for part in parts:
-            yield tuple(data.read(part, view).pictures for view in range(data.latents.views))
+    def stored(batches: Sequence[range]) -> Iterator[tuple[Tensor, ...]]:
+        for rows in batches:
+            yield tuple(data.read(rows, view).pictures for view in range(data.latents.views))
 
-    kept = "kept beside the latents" if "pictures" in index else "which the stored pixels are"
-    return data, of_dataset, data.picture_size, kept
+    where = "kept beside the latents" if "pictures" in index else "which the stored pixels are"
+    return data, stored, data.picture_size, where
 
 
-class SourcePictures:
-    """Pictures by the samples' indices in a dataset.
+def find_again(
+    data: LatentDataset, source: Path, root: str | None, labels: str | None
+) -> tuple[Photos, Crop, np.ndarray]:
+    """The photos that a dataset was made of, how they were cropped, and the photo of each of its samples.
 
-    data          the dataset, or what was held out with it: report.json says how it was made.
-    source, root, labels
-                  the photos, as scripts/prepare_latents.py took them.
-
-    where, size   where they lie, and the side of their crops in pixels.
+    data  the dataset, or what was held out with it: report.json says how it was made.
+    source, root, labels  as scripts/prepare_latents.py took them.
 
     Raises ValueError or OSError unless they are those that the latents were made of, by names, labels and classes.
     """
-
-    def __init__(self, data: LatentDataset, source: Path, root: str | None, labels: str | None) -> None:
-        report = data.folder / "report.json"
-        made = json.loads(report.read_text()) if report.is_file() else {}
-        plan, latents = made.get("plan", {}), data.latents
-        if not {"pictures", "resolution"} <= plan.keys():
-            raise ValueError(
-                f"{data.folder} does not say which photos it was made of: scripts/prepare_latents.py did not make it. "
-                "Prepare it from the photos, or take a dataset that keeps its pictures"
-            )
-        photos = find_photos(source, root, labels, plan.get("captions_in") if "captions" in plan else NONE)
-        if source_hash(photos.classes, photos.names, photos.labels) != plan["pictures"]:
-            raise ValueError(
-                f"{photos.where} holds other pictures than {data.folder} was made of ({len(photos):,}, by names and "
-                "classes): name the same source=…, root=… and labels=… as then"
-            )
-        chosen = np.ones(len(photos), dtype=bool)
-        if "heldout" in plan:
-            out = held_out(photos.names, photos.labels, len(photos.classes), plan["heldout"])
-            chosen = out if plan["part"] == "heldout" else ~out
-        left_out = {name for name, _ in made.get("left_out", [])}
-        chosen &= np.array([name not in left_out for name in photos.names])
-        self._photos, self._chosen = photos, np.flatnonzero(chosen)
-        if photos.labels[chosen].tolist() != data.labels.tolist():
-            raise ValueError(
-                f"{photos.where} has {chosen.sum():,} pictures where {data.folder} has {len(data):,} samples, or of "
-                "other classes: some were damaged or removed when it was made. Prepare it again with keep_pictures=true"
-            )
-        self.where, self.size = photos.where, plan["resolution"]
-        self._crop = Crop(self.size, latents.orientation, latents.alpha)
-
-    def batches(self, parts: Sequence[np.ndarray], workers: int) -> Iterator[Tensor]:
-        """For each of some arrays of samples' indices, their pictures (B, 3, size, size) uint8.
-
-        Raises ValueError for one that can't be read any more, OSError if a reading process ends.
-        """
-        parts = [self._chosen[part] for part in parts]
-        for part, (pictures, notes) in zip(parts, read_crops(self._photos, self._crop, parts, workers)):
-            for number, (why, _) in zip(part.tolist(), notes):
-                if why:
-                    raise ValueError(f"{self.where}: {self._photos.names[number]} can't be read as a picture ({why})")
-            yield pictures
-
-
-class FeatureWriter(SectionWriter):
-    """Features of a dataset in the making.
-
-    spec    what they are.
-    views   how many of each sample are stored.
-    counts  samples of each shard.
-    """
-
-    def __init__(self, folder: Path, spec: FeatureSpec, views: int, counts: list[int]) -> None:
-        self.row_shape = (views, spec.grid**2, spec.width)
-        super().__init__(
-            folder,
-            "features",
-            "features",
-            place=("features",),
-            facts=asdict(spec),
-            plan={**asdict(spec), "shards": [], "views": views},
-            ranges=[range(end - count, end) for count, end in zip(counts, itertools.accumulate(counts))],
-            row_bytes=2 * math.prod(self.row_shape),
-            open=lambda full: LatentDataset(folder, "full" if full else "open", features=spec.encoder),
+    report = data.folder / "report.json"
+    made = json.loads(report.read_text()) if report.is_file() else {}
+    plan = made.get("plan", {})
+    if not {"pictures", "resolution"} <= plan.keys():
+        raise ValueError(
+            f"{data.folder} does not say which photos it was made of: scripts/prepare_latents.py did not make it. "
+            "Prepare it from the photos, or take a dataset that keeps its pictures"
         )
+    photos = find_photos(source, root, labels, plan.get("captions_in") if "captions" in plan else NONE)
+    if source_hash(photos.classes, photos.names, photos.labels) != plan["pictures"]:
+        raise ValueError(
+            f"{photos.where} holds other pictures than {data.folder} was made of ({len(photos):,}, by names and "
+            "classes): name the same source=…, root=… and labels=… as then"
+        )
+    chosen = np.ones(len(photos), dtype=bool)
+    if "heldout" in plan:
+        out = held_out(photos.names, photos.labels, len(photos.classes), plan["heldout"])
+        chosen = out if plan["part"] == "heldout" else ~out
+    left_out = {name for name, _ in made.get("left_out", [])}
+    chosen &= np.array([name not in left_out for name in photos.names])
+    if photos.labels[chosen].tolist() != data.labels.tolist():
+        raise ValueError(
+            f"{photos.where} has {chosen.sum():,} pictures where {data.folder} has {len(data):,} samples, or of "
+            "other classes: some were damaged or removed when it was made. Prepare it again with keep_pictures=true"
+        )
+    return photos, Crop(plan["resolution"], data.latents.orientation, data.latents.alpha), np.flatnonzero(chosen)
 
-    def write(self, number: int, parts: Iterator[np.ndarray]) -> None:
-        """Write a shard of parts (n, views, T, z) float16."""
-        path = self.work / f"features-{number:05d}.npy"
-        with explain_failure(path), whole_file(path) as partial, partial.open("wb") as file:
-            write_rows(file, "float16", (len(self.ranges[number]), *self.row_shape), parts)
-        self.note(self.names[number], {"file": path.name, "sha256": sha256(path)})
+
+def read_again(
+    data: LatentDataset, photos: Photos, crop: Crop, chosen: np.ndarray, workers: int, batches: Sequence[range]
+) -> Iterator[tuple[Tensor, ...]]:
+    """For each batch of samples the views of their pictures, (B, 3, size, size) uint8 each.
+
+    Raises ValueError for one that can't be read any more, OSError if a reading process ends.
+    """
+    parts = [chosen[rows] for rows in batches]
+    for part, (pictures, notes) in zip(parts, read_crops(photos, crop, parts, workers)):
+        for number, (why, _) in zip(part.tolist(), notes):
+            if why:
+                raise ValueError(f"{photos.where}: {photos.names[number]} can't be read as a picture ({why})")
+        yield (pictures, pictures.flip(-1))[: data.latents.views]

@@ -1,27 +1,25 @@
-"""Photos → a dataset of latents: checked, read, cropped, encoded and written, then reported in numbers and pictures.
+"""Photos → a dataset of latents and a report on it, written by `prepare_latents`.
 
-`prepare_latents` checks everything before long work, which processes share. Started again after it was stopped, it
-goes on with the shards that are missing.
+Everything is checked before long work starts, which processes share; after a stop, the same command goes on with the
+missing shards.
 
-Pictures are read and cropped by worker processes while the autoencoder runs. A shard is a fixed range of pictures,
-encoded in batches that never cross it; so what a shard holds depends on the pictures, the autoencoder, the device and
-the batch size alone, and not on who makes it or what was done before. (The last bits of a CPU's results depend on its
-number of threads, too.)
+Worker processes read and crop pictures while the autoencoder runs. A shard is a fixed range of pictures, and batches
+never cross it, so its content depends on the pictures, the autoencoder, the device and the batch size alone. (The last
+bits of a CPU's results also depend on its number of threads.)
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -31,17 +29,18 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from tread.data.captions import add_captions
 from tread.data.dataset import LatentDataset
 from tread.data.latents import Alpha, Dtype, LatentSpec, Orientation, to_network
+from tread.data.store import pieces_of
 from tread.data.writer import DatasetWriter
 from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder
 from tread.encoders.autoencoder import LatentEncoder
-from tread.preparing.caption_files import captions_hash
 from tread.preparing.heldout import held_out
 from tread.preparing.images import Crop, centre_crop, read_rgb
-from tread.preparing.sources import ONE_CLASS, Photos, find_photos, named
+from tread.preparing.photos import ONE_CLASS, Photos, captions_hash, named
+from tread.preparing.sources import find_photos
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes
-from tread.runtime.files import explain_failure, size_text, write_whole
+from tread.runtime.files import explain_failure, size_text
 from tread.runtime.schema import Count, CountOrZero, Fraction
 from tread.runtime.tensor_files import listed
 
@@ -77,7 +76,7 @@ def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
 
 
 def end_with(process: int, worker: int) -> None:
-    """Let a reading process end when the one it reads for is gone: PyTorch watches its parent, a fork server."""
+    """Have a reading process end with the one it reads for. (PyTorch only watches its parent, a fork server.)"""
 
     def watch() -> None:
         while True:
@@ -93,7 +92,7 @@ def end_with(process: int, worker: int) -> None:
 def read_crops(
     photos: Photos, crop: Crop, batches: Iterable[np.ndarray], workers: int
 ) -> Iterator[tuple[Tensor | None, list[tuple]]]:
-    """What `collate` makes of each batch of indices, read by worker processes. Raises OSError if one died."""
+    """Each batch of indices as `collate` returns it, read by worker processes. Raises OSError if one died."""
     sampler, start = [indices.tolist() for indices in batches], partial(end_with, os.getpid())
     options = {"num_workers": workers, "collate_fn": collate, "worker_init_fn": start}
     try:
@@ -105,29 +104,26 @@ def read_crops(
         ) from error
 
 
-def pieces_of(numbers: range | np.ndarray, size: int) -> list[range | np.ndarray]:
-    """Numbers in pieces of one size, such as shards or batches; the last one may be smaller."""
-    return [numbers[first : first + size] for first in range(0, len(numbers), size)]
-
-
 def source_hash(classes: Sequence[str], names: Sequence[str], labels: np.ndarray) -> str:
-    """Hex sha256 of the pictures' names, labels and classes: what an unfinished dataset was begun with."""
+    """Hex sha256 of the pictures' names, labels and classes."""
     digest = hashlib.sha256("\0".join((*classes, *names)).encode(errors="surrogateescape"))
     digest.update(labels.tobytes())
     return digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class Begun:
-    """The pictures as they were when the work was begun: those of now, and damaged ones that were removed since.
+class Begun(NamedTuple):
+    """The pictures as they were when unfinished work was begun: those of now, and damaged ones that were removed since,
+    so that the work goes on in the same shards.
 
     names, labels  of them all.
     at             (n,) where the pictures of now are among them.
+    removed        (place among them all, name, label, why it could not be read) of the others.
     """
 
-    names: Sequence[str]
+    names: list[str]
     labels: np.ndarray
     at: np.ndarray
+    removed: list[tuple[int, str, int, str]]
 
     def cut(self, classes: int, heldout: float | int | str | None, shard_size: int) -> dict[str, list[np.ndarray]]:
         """{"train" and, if some are held out, "heldout"} → the pictures of each shard, as indices into those of now."""
@@ -135,73 +131,37 @@ class Begun:
         if heldout is not None:
             out = held_out(self.names, self.labels, classes, heldout)
             parts = {"train": ~out, "heldout": out}
-        cuts = {part: pieces_of(np.flatnonzero(chosen), shard_size) for part, chosen in parts.items()}
-        return {part: list(map(self._now, cut)) for part, cut in cuts.items()}
-
-    def _now(self, places: np.ndarray) -> np.ndarray:
-        """Indices into the pictures of now of those that were at some places."""
-        indices = np.searchsorted(self.at, places)
-        there = self.at[np.minimum(indices, len(self.at) - 1)] == places
-        return indices[there]
+        there = np.isin(np.arange(len(self.names)), self.at)
+        now = np.cumsum(there) - 1
+        return {
+            part: [now[shard[there[shard]]] for shard in pieces_of(np.flatnonzero(chosen), shard_size)]
+            for part, chosen in parts.items()
+        }
 
 
-class Damage:
-    """Pictures that could not be read, kept beside unfinished work: a file for each shard that lacks them.
-
-    By them the work goes on in the same shards when they were removed from the source.
-    """
-
-    def __init__(self, folder: Path, photos: Photos) -> None:
-        self.folder, self.photos = folder, photos
-
-    def _of(self, files: Iterable[Path]) -> list[tuple[int, str, str, str]]:
-        """(where it was among the pictures, its name, its class, why it can't be read) of pictures, in order."""
-        return sorted(tuple(picture) for file in files if file.exists() for picture in json.loads(file.read_text()))
-
-    def _gone(self, files: Iterable[Path]) -> list[tuple[int, str, str, str]]:
-        """Those that were removed since; not of classes that went with them, whose work is another."""
-        damaged = self._of(files)
-        there, classes = (set(self.photos.names), set(self.photos.classes)) if damaged else ((), ())
-        return [picture for picture in damaged if picture[1] not in there and picture[2] in classes]
-
-    def begun(self) -> Begun:
-        """The pictures that the work was begun with."""
-        names, labels = list(self.photos.names), self.photos.labels.tolist()
-        gone = self._gone(self.folder.glob("*.json"))
-        for place, name, its_class, _ in gone:
-            names.insert(place, name)
-            labels.insert(place, self.photos.classes.index(its_class))
-        at = np.setdiff1d(np.arange(len(names)), [place for place, *_ in gone])
-        return Begun(names, np.array(labels, dtype=np.int64), at)
-
-    def keep(self, shard: str, damaged: list[tuple[int, str, str, str]]) -> None:
-        """Write down the damaged pictures of a shard."""
-        file = self.folder / f"{shard}.json"
-        with explain_failure(file):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps([*damaged, *self._gone([file])]) + "\n")
-
-    def check(self, shards: Iterable[str]) -> None:
-        """Raise ValueError that names the damaged pictures of shards which could not be made."""
-        files = [self.folder / f"{shard}.json" for shard in shards]
-        gone = {name for _, name, *_ in self._gone(files)}
-        damaged = [(name, why) for _, name, _, why in self._of(files) if name not in gone]
-        if damaged:
-            listed = named(damaged, "can't be read as a picture ({})")
-            raise ValueError(
-                f"{self.photos.where}: damaged pictures, {len(damaged):,} in all{listed}\nReplace or remove them and "
-                "start the same command again: it goes on with what is done. Or leave such files out with on_error=skip"
-            )
+def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Begun:
+    """The pictures that unfinished work was begun with, by what its shards note of damaged ones."""
+    known = {tuple(picture) for writer in writers for note in writer.notes(True) for picture in note.get("damaged", ())}
+    there = set(photos.names) if known else ()
+    removed = sorted(picture for picture in known if picture[1] not in there and picture[2] < len(photos.classes))
+    names, labels = list(photos.names), photos.labels.tolist()
+    for place, name, label, _ in removed:
+        names.insert(place, name)
+        labels.insert(place, label)
+    at = np.setdiff1d(np.arange(len(names)), [place for place, *_ in removed])
+    return Begun(names, np.array(labels, dtype=np.int64), at, removed)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A shard that is to be made: by which writer, which number, of which pictures, and its name in Damage."""
-
-    writer: DatasetWriter
-    number: int
-    pictures: np.ndarray
-    name: str
+def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
+    """Raise ValueError that names the pictures that could not be read."""
+    there = set(photos.names)
+    faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
+    if damaged := [(name, why) for _, name, _, why in faults if name in there]:
+        listed = named(damaged, "can't be read as a picture ({})")
+        raise ValueError(
+            f"{photos.where}: damaged pictures, {len(damaged):,} in all{listed}\nReplace or remove them and start the "
+            "same command again: it goes on with what is done. Or leave such files out with on_error=skip"
+        )
 
 
 def check_sizes(photos: Photos, resolution: int) -> None:
@@ -217,62 +177,60 @@ def check_sizes(photos: Photos, resolution: int) -> None:
 
 
 def make_shards(
+    writer: DatasetWriter,
     photos: Photos,
-    pieces: Sequence[Piece],
-    encode: LatentEncoder,
-    damage: Damage,
     begun: Begun,
+    encode: LatentEncoder,
     options: PhotoOptions,
     processes: Processes,
 ) -> None:
-    """Write shards, with a progress bar, and the speed at the end.
+    """Make the missing shards of a dataset together with other processes.
 
-    Notes for each shard which pictures were left out, how many were enlarged, and which more than MUCH times.
-
-    damage  where damaged pictures are written down, of whose shards nothing is written; on_error=skip leaves them out.
+    Each notes its damaged pictures, which it lacks, how many were enlarged, and which more than MUCH times.
     """
     batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
-    batches, stops = [pieces_of(piece.pictures, batch_size) for piece in pieces], options.on_error == "stop"
     workers = min(16, processes.cores) if options.workers is None else options.workers
-    coming = read_crops(photos, options.crop, itertools.chain.from_iterable(batches), workers)
-    total = sum(len(piece.pictures) for piece in pieces)
-    began, waited = time.perf_counter(), 0.0
-    with processes.bar("encoding", total) as bar:
-        for piece, parts in zip(pieces, batches):
-            stored, kept, labels, left_out, enlarged, much_enlarged, damaged = [], [], [], [], 0, [], []
-            for indices in parts:
+    no_latents = np.zeros((0, *writer.latents.stored_shape), np.float32)
+    no_pictures = np.zeros((0, *(writer.pictures or ())), np.uint8)
+    names, labels = photos.names, photos.labels
+
+    def make(numbers: list[int], done: Callable[[int], object]) -> None:
+        shards = [pieces_of(writer.ranges[number], batch_size) for number in numbers]
+        coming = read_crops(photos, options.crop, itertools.chain(*shards), workers)
+        began, waited = time.perf_counter(), 0.0
+        for number, batches in zip(numbers, shards):
+            stored, pictures, read, damaged = [no_latents], [no_pictures], {}, begun.removed.copy()
+            for indices in batches:
                 asked = time.perf_counter()
                 pixels, notes = next(coming)
                 waited += time.perf_counter() - asked
                 for index, (why, size) in zip(indices.tolist(), notes):
-                    name, label = photos.names[index], int(photos.labels[index])
                     if why:
-                        left_out.append((name, why))
-                        damaged.append((int(begun.at[index]), name, photos.classes[label], why))
-                        continue
-                    labels.append(label)
-                    enlarged += min(size) < options.resolution
-                    if MUCH * min(size) < options.resolution:
-                        much_enlarged.append(name)
-                if pixels is not None and not (damaged and stops):
+                        damaged.append((int(begun.at[index]), names[index], int(labels[index]), why))
+                    else:
+                        read[index] = min(size)
+                if pixels is not None:
                     stored.append(encode(pixels))
-                    if piece.writer.pictures:
-                        kept.append(pixels.numpy().copy())  # not in the memory that a worker shares with us
-                bar.update(len(indices))
-            if damaged and stops:
-                damage.keep(piece.name, damaged)
-                continue
-            whole = np.concatenate(stored) if stored else np.zeros((0, *piece.writer.latents.stored_shape), np.float32)
-            numbers = np.array(labels, dtype=np.int64)
-            pictures = np.concatenate(kept) if kept else np.zeros((0, *(piece.writer.pictures or ())), np.uint8)
-            counts = {"left_out": left_out, "enlarged": enlarged, "much_enlarged": much_enlarged}
-            piece.writer.write(piece.number, whole, numbers, pictures if piece.writer.pictures else None, **counts)
-    if total:
-        wall = time.perf_counter() - began
-        processes.say(
-            f"  speed     {total / wall:.1f} images/s a process, of whose time {100 * waited / wall:.1f}% waiting for "
-            f"pictures from {workers} reading processes"
-        )
+                    if writer.pictures:
+                        pictures.append(pixels.numpy().copy())  # not in the memory that a worker shares with us
+                done(len(indices))
+            writer.write(
+                number,
+                np.concatenate(stored),
+                labels[np.array([*read], dtype=np.int64)],
+                np.concatenate(pictures),
+                damaged=damaged,
+                enlarged=sum(side < options.resolution for side in read.values()),
+                much_enlarged=[names[index] for index, side in read.items() if MUCH * side < options.resolution],
+            )
+        if numbers:
+            wall = time.perf_counter() - began
+            processes.say(
+                f"  speed     {writer.rows(numbers) / wall:.1f} images/s a process, of whose time "
+                f"{100 * waited / wall:.1f}% waiting for pictures from {workers} reading processes"
+            )
+
+    writer.share(processes, "encoding", make)
 
 
 @dataclass(frozen=True)
@@ -312,11 +270,60 @@ class PhotoOptions:
 
 def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
     """Check everything, make this process's shards, and, in the main process, the dataset of all."""
+    photos, heldout = open_photos(options)
+    use_precision(options.precision, processes.device)
+    stored = {"store": options.store, "dtype": options.dtype, "views": 2 if options.flip else 1}
+    stored |= {"orientation": options.orientation, "alpha": options.alpha}
+    if options.autoencoder == "none":
+        model, latents = None, autoencoder.as_pixels(options.resolution, photos.classes, **stored)
+    else:
+        model = autoencoder.load_autoencoder(options.autoencoder, processes.device)
+        latents = autoencoder.encoded(model, options.autoencoder, options.resolution, photos.classes, **stored)
+    writers = open_writers(photos, heldout, latents, options)
+    unfinished = {part: writer for part, writer in writers.items() if not writer.is_finished()}
+    for writer in writers.values():
+        if writer not in unfinished.values():
+            processes.say(f"{writer.folder} is finished")
+    if not unfinished:
+        return
+    cut = (len(photos.classes), heldout, options.shard_size)
+
+    def begin() -> None:
+        begun, there = begun_with(photos, unfinished.values()), set(photos.names)
+        begun.cut(*cut)  # which may be refused
+        for writer in unfinished.values():
+            writer.check_free()
+        again = all(note.get("damaged") for writer in unfinished.values() for note in writer.notes())  # no whole shard
+        for writer in unfinished.values():
+            writer.begin(again, {"pictures": source_hash(photos.classes, begun.names, begun.labels)})
+            writer.forget(lambda note: any(name in there for _, name, *_ in note["damaged"]))  # it may be repaired
+
+    processes.from_main(begin)
+    begun = begun_with(photos, unfinished.values())
+    for part, shards in begun.cut(*cut).items():
+        writers[part].ranges = shards
+    rows = sum(writer.rows(writer.missing()) for writer in unfinished.values())
+    processes.from_main(lambda: next(iter(unfinished.values())).check_space(rows))
+    for line in describe(photos, writers, options, model is None):
+        processes.say(line)
+    encode = autoencoder.encoder(model, latents, options.precision)
+    for writer in unfinished.values():
+        make_shards(writer, photos, begun, encode, options, processes)
+    if options.on_error == "stop":
+        processes.from_main(lambda: check_damage(photos, unfinished.values()))
+    if processes.main:
+        finish(photos, unfinished, writers, options, processes)
+
+
+def open_photos(options: PhotoOptions) -> tuple[Photos, float | int | str | None]:
+    """The pictures, checked, and what is held out of them, see `held_out`. Raises ValueError or OSError."""
     out, source = Path(options.out), Path(options.source)
     if source.is_dir() and source.resolve() in (out.resolve(), *out.resolve().parents):
         raise ValueError(
             f"out {out} lies inside source {source}, whose pictures it would be among; choose another place"
         )
+    if options.autoencoder == "none" and options.keep_pictures:
+        raise ValueError("keep_pictures=true would keep what autoencoder=none stores already: leave one of them out")
     root = None if options.root is None else str(options.root)
     photos = find_photos(source, root, options.labels, options.captions)
     if options.on_error == "stop" and (photos.names or photos.unpaired):
@@ -327,112 +334,77 @@ def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
             f"{photos.where} holds out {photos.heldout.rstrip('/')} itself: leave heldout={options.heldout} out, or "
             "choose one split by root="
         )
-    heldout = photos.heldout or options.heldout
     if not options.enlarge:
         check_sizes(photos, options.resolution)
-    use_precision(options.precision, processes.device)
-    stored = {"store": options.store, "dtype": options.dtype, "views": 2 if options.flip else 1}
-    stored |= {"orientation": options.orientation, "alpha": options.alpha}
-    if options.autoencoder == "none" and options.keep_pictures:
-        raise ValueError("keep_pictures=true would keep what autoencoder=none stores already: leave one of them out")
-    if options.autoencoder == "none":
-        model, latents = None, autoencoder.as_pixels(options.resolution, photos.classes, **stored)
-    else:
-        model = autoencoder.load_autoencoder(options.autoencoder, processes.device)
-        latents = autoencoder.encoded(model, options.autoencoder, options.resolution, photos.classes, **stored)
+    return photos, photos.heldout or options.heldout
+
+
+def open_writers(
+    photos: Photos, heldout: float | int | str | None, latents: LatentSpec, options: PhotoOptions
+) -> dict[str, DatasetWriter]:
+    """{"train" and, if some are held out, "heldout"} → the writer of that dataset."""
+    out = Path(options.out)
     plan = {key: getattr(options, key) for key in ("resolution", "precision", "shard_size")}
     plan["pictures"] = source_hash(photos.classes, photos.names, photos.labels)
-    crop_shape = (3, options.resolution, options.resolution) if options.keep_pictures else None
-    said = {} if photos.captions is None else {"captions": captions_hash(photos.captions)}
-    said |= {"captions_in": options.captions} if photos.captions is not None and options.captions else {}
-    said |= {"attribution": options.attribution} if options.attribution else {}
-    folders, plans = {"train": out}, {"train": plan}
-    if heldout is not None:
-        folders["heldout"] = out.with_name(f"{out.name}-heldout")
-        plans = {part: {**plan, "heldout": heldout, "part": part} for part in folders}
-    writers = {part: DatasetWriter(folders[part], latents, plans[part], crop_shape, said) for part in folders}
-    unfinished = {part: writer for part, writer in writers.items() if not writer.is_finished()}
-    for part, writer in writers.items():
-        if part not in unfinished:
-            processes.say(f"{writer.folder} is finished")
-    if not unfinished:
-        return
-    first = next(iter(unfinished.values()))
-    damage = Damage(first.work / "damaged", photos)
-    with processes.main_first():
-        if processes.main:
-            for writer in unfinished.values():
-                writer.check_free()
-            pictures = damage.begun()
-            pictures.cut(len(photos.classes), heldout, options.shard_size)  # which may be refused
-            pictures = source_hash(photos.classes, pictures.names, pictures.labels)
-            anew = not first.has_any()  # both parts, or neither
-            for writer in unfinished.values():
-                writer.begin(anew, pictures=pictures)
-        begun = damage.begun()
-        shards = begun.cut(len(photos.classes), heldout, options.shard_size)
-        pieces = [
-            Piece(writer, number, shards[part][number], f"{part}-{number:05d}")
-            for part, writer in unfinished.items()
-            for number in writer.missing(len(shards[part]))
-        ]
-    processes.wait()  # nobody writes before all have seen the same list
-    if processes.main:
-        first.check_space(sum(len(piece.pictures) for piece in pieces))
-    stored = f"{latents.stored_shape[1:]} {latents.dtype}, {size_text(len(photos) * latents.sample_bytes)}"
+    kept = (3, options.resolution, options.resolution) if options.keep_pictures else None
+    besides = {} if photos.captions is None else {"captions": captions_hash(photos.captions)}
+    besides |= {"captions_in": options.captions} if photos.captions is not None and options.captions else {}
+    besides |= {"attribution": options.attribution} if options.attribution else {}
+    if heldout is None:
+        return {"train": DatasetWriter(out, latents, plan, kept, besides)}
+    folders = {"train": out, "heldout": out.with_name(f"{out.name}-heldout")}
+    plan["heldout"] = heldout
+    return {part: DatasetWriter(folders[part], latents, {**plan, "part": part}, kept, besides) for part in folders}
+
+
+def describe(photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOptions, pixels: bool) -> list[str]:
+    """The dataset to be made, as lines to print."""
+    latents, count = writers["train"].latents, len(photos)
     classes = f"in {len(photos.classes):,} classes, " if photos.classes != ONE_CLASS else ""
-    processes.say(f"  pictures  {len(photos):,} {classes}{photos.where}")
+    lines = [f"  pictures  {count:,} {classes}{photos.where}"]
     if photos.captions is not None:
         counts = sorted(map(len, photos.captions))
         each = f"{counts[0]} to {counts[-1]}" if counts[0] < counts[-1] else str(counts[0])
-        processes.say(f"  captions  {sum(counts):,}, {each} a picture")
-    if heldout is not None:
-        kept, by = sum(map(len, shards["heldout"])), photos.heldout or "chosen by a hash of their names"
-        processes.say(f"  held out  {kept:,} of them, {by.rstrip('/')}: {writers['heldout'].folder}")
-    processes.say(
+        lines.append(f"  captions  {sum(counts):,}, {each} a picture")
+    if writer := writers.get("heldout"):
+        by = photos.heldout or "chosen by a hash of their names"
+        lines.append(f"  held out  {sum(map(len, writer.ranges)):,} of them, {by.rstrip('/')}: {writer.folder}")
+    lines += [
         f"  crop      {options.resolution}², {'with' if options.flip else 'without'} flipped copies; "
-        f"orientation={options.orientation}, alpha={options.alpha}"
-    )
-    processes.say(f"  encoder   {latents.autoencoder}, {options.precision}")
-    processes.say(f"  stores    {stored}: {stored_meaning(latents)}")
-    if options.keep_pictures:
-        size = size_text(len(photos) * writers["train"].picture_bytes)
-        processes.say(f"  keeps     the pictures too, {writers['train'].pictures} uint8, {size}")
-    if model is None and (patch := autoencoder.patch_for(options.resolution)) > 2:
+        f"orientation={options.orientation}, alpha={options.alpha}",
+        f"  encoder   {latents.autoencoder}, {options.precision}",
+        f"  stores    {latents.stored_shape[1:]} {latents.dtype}, {size_text(count * latents.sample_bytes)}: "
+        f"{stored_meaning(latents)}",
+    ]
+    if pictures := writers["train"].pictures:
+        size = size_text(count * writers["train"].picture_bytes)
+        lines.append(f"  keeps     the pictures too, {pictures} uint8, {size}")
+    if pixels and (patch := autoencoder.patch_for(options.resolution)) > 2:
         many, few = ((options.resolution // side) ** 2 for side in (2, patch))
-        processes.say(
+        lines.append(
             f"  note      {many:,} tokens a picture with model.patch_size=2, {few} with model.patch_size={patch}"
         )
-    work = f"{len(pieces)} of {sum(len(shards[part]) for part in unfinished)} shards"
-    processes.say(f"  work      {work}, {processes.count} processes on {processes.device}")
-    mine, encode = pieces[processes.rank :: processes.count], autoencoder.encoder(model, latents, options.precision)
-    make_shards(photos, mine, encode, damage, begun, options, processes)
-    processes.wait()
-    if options.on_error == "stop":
-        processes.from_main(lambda: damage.check(piece.name for piece in pieces if not piece.writer.has(piece.number)))
-    if processes.main:
-        finish(photos, unfinished, writers, shards, options, processes)
+    return lines
 
 
 def finish(
     photos: Photos,
     unfinished: dict[str, DatasetWriter],
     writers: dict[str, DatasetWriter],
-    shards: dict[str, list[np.ndarray]],
     options: PhotoOptions,
     processes: Processes,
 ) -> None:
     """Assemble the datasets, look at them, write their reports, and give them their names."""
     made = {}
     for part, writer in unfinished.items():
-        other = next((writers[other].folder for other in writers if other != part), None)
-        fields = {"train" if part == "heldout" else "heldout": os.path.relpath(other, writer.folder)} if other else {}
+        other = "train" if part == "heldout" else "heldout"
+        fields = {other: os.path.relpath(writers[other].folder, writer.folder)} if other in writers else {}
         fields |= {"attribution": options.attribution} if options.attribution else {}
-        made[part] = look_at(part, photos, writer, shards[part], fields, options, processes.device)
+        made[part] = look_at(part, photos, writer, fields, options, processes.device)
     for part in sorted(made):  # what is held out first: the work on the rest knows what was damaged
         unfinished[part].publish(made[part])
-    for part in made:
-        folder, report = writers[part].folder, made[part]
+    for part, report in made.items():
+        folder = writers[part].folder
         if part == "heldout":
             classes = sum(map(bool, report["class_counts"].values()))
             counts = f"{report['count']:,} samples of {classes:,} classes"
@@ -450,33 +422,30 @@ def look_at(
     part: str,
     photos: Photos,
     writer: DatasetWriter,
-    shards: list[np.ndarray],
     fields: dict[str, str],
     options: PhotoOptions,
     device: torch.device,
 ) -> dict:
-    """Assemble a dataset and return its report; shards are indices into photos, fields further ones of index.json."""
-    notes = writer.notes(len(shards))
-    skipped = {name for note in notes for name, _ in note["left_out"]}
-    kept = [index for index in np.concatenate(shards).tolist() if photos.names[index] not in skipped]
-    writer.assemble(len(shards), **fields)
+    """Assemble a dataset and return its report; fields are further ones of index.json."""
+    writer.assemble(**fields)
+    notes, there = list(writer.notes()), set(photos.names)
+    left_out = [(name, why) for note in notes for _, name, _, why in note["damaged"] if name in there]
+    skipped = {name for name, _ in left_out}
+    kept = [index for index in np.concatenate(writer.ranges).tolist() if photos.names[index] not in skipped]
     if photos.captions is not None:
         add_captions(writer.data, (photos.captions[index] for index in kept))
     data = LatentDataset(writer.data)
     made = dataset_numbers(data)
     empty = [name for name, count in made["class_counts"].items() if not count]
     if empty and not options.allow_empty and part == "train":
-        writer.forget(number for number, note in enumerate(notes) if note["left_out"])
         raise ValueError(
             f"no picture of {', '.join(empty[:5])} could be read; repair some of {photos.where} and start the same "
             "command again, or set allow_empty=true"
         )
-    refused = [*photos.refused, *photos.unpaired] if part == "train" else []
-    left_out = [*refused, *(tuple(fault) for note in notes for fault in note["left_out"])]
     made |= {
         "enlarged": sum(note["enlarged"] for note in notes),
-        "much_enlarged": [name for note in notes for name in note.get("much_enlarged", [])],  # not in older notes
-        "left_out": left_out,
+        "much_enlarged": [name for note in notes for name in note["much_enlarged"]],
+        "left_out": [*photos.refused, *photos.unpaired, *left_out] if part == "train" else left_out,
     }
     if options.decode:
         chosen = spread_indices(len(data), options.decode)
@@ -548,7 +517,7 @@ def report_text(report: dict) -> str:
 
 
 def stored_meaning(latents: LatentSpec) -> str:
-    """What stored numbers are, in words."""
+    """The meaning of stored numbers, in words."""
     spread = {"logvar": "log-variance", "std": "standard deviation"}.get(latents.spread)
     content = f"posterior mean and {spread}" if spread else "latents"
     if latents.autoencoder == "pixels":

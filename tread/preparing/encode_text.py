@@ -1,25 +1,22 @@
-"""Encoded text of a dataset's captions: `prepare_text` checks everything before long work, which processes share.
+"""Encoded text of a dataset's captions, written by `prepare_text`.
 
-Started again after it was stopped, it goes on with the shards that are missing, and makes the same: a shard is encoded
-in batches that never cross it.
+Everything is checked before long work starts, which processes share; after a stop, the same command goes on with the
+missing shards. Batches never cross a shard, so its content does not depend on who makes it.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from tread.data.captions import add_captions, parse_captions, read_captions
 from tread.data.columns import TextSpec, read_spec
 from tread.data.index import read_index
-from tread.data.text_writer import TextWriter
+from tread.data.section_writer import Encode, TextWriter
 from tread.encoders.language import AT_ONCE, TextEncoder, text_encoder
-from tread.models.conditions import Text
 from tread.runtime.distributed import Processes
 from tread.runtime.files import size_text
 from tread.runtime.schema import Count
@@ -78,7 +75,7 @@ def _take_captions(options: TextOptions, folder: Path, index: dict) -> None:
 
 
 def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Processes) -> None:
-    """Check everything, make this process's shards, and, in the main process, give all of them their place."""
+    """Check everything, make this process's part of the shards, and publish them in the main process."""
     captions = read_captions(folder, read_index(folder))
     flat = list(itertools.chain.from_iterable(captions))
     shape = None if like is None else _shape_of(Path(like), options.encoder)
@@ -90,22 +87,16 @@ def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Pr
     tokens, vocabulary = options.tokens or (shape and shape.tokens), shape and shape.vocabulary
     with processes.main_first():  # which may fetch it
         encoder = text_encoder(options.encoder, flat, tokens, vocabulary, processes.device)
-    spec = encoder.spec
-    writer = TextWriter(folder, spec, list(map(len, captions)), options.shard_size)
-    usual = 16 if processes.device.type == "cpu" else AT_ONCE
-
-    def write(numbers: list[int], done: Callable[[int], object]) -> None:
-        write_shards(writer, encoder, flat, numbers, min(AT_ONCE, options.batch_size or usual), done)
-        processes.from_main(lambda: writer.write_null(encoder.encode([""])))
-
+    writer = TextWriter(folder, encoder.spec, list(map(len, captions)), options.shard_size)
+    batch_size = min(AT_ONCE, options.batch_size or (16 if processes.device.type == "cpu" else AT_ONCE))
     lines = [
         f"  dataset   {folder}: {len(captions):,} samples, {len(flat):,} captions",
-        f"  encoder   {spec.describe()}",
-        f"  stores    {spec.dtype}, {size_text(writer.nbytes)}",
+        f"  encoder   {encoder.spec.describe()}",
+        f"  stores    {encoder.spec.dtype}, {size_text(writer.nbytes)}",
         *remarks(encoder, flat),
     ]
-    if writer.make(processes, options.again, lines, "caption", write):
-        processes.say(f"  text      {folder}: {spec.encoder}, read with text.encoder={spec.encoder}")
+    if writer.make(processes, options.again, lines, "caption", batch_size, encoding(encoder, flat)):
+        processes.say(f"  text      {folder}: {encoder.spec.encoder}, read with text.encoder={encoder.spec.encoder}")
 
 
 def _shape_of(like: Path, encoder: str) -> TextSpec:
@@ -120,7 +111,7 @@ def _shape_of(like: Path, encoder: str) -> TextSpec:
 
 
 def remarks(encoder: TextEncoder, captions: Sequence[str]) -> list[str]:
-    """What of some captions an encoder does not take, as lines to print."""
+    """The words and ends of captions that an encoder ignores, as lines to print."""
     longest, spec = encoder.lengths(captions), encoder.spec
     lines = []
     if cut := sum(length > spec.tokens for length in longest):
@@ -138,19 +129,7 @@ def remarks(encoder: TextEncoder, captions: Sequence[str]) -> list[str]:
     return lines
 
 
-def write_shards(
-    writer: TextWriter,
-    encoder: TextEncoder,
-    captions: Sequence[str],
-    numbers: Iterable[int],
-    batch_size: int,
-    done: Callable[[int], object] = lambda count: None,
-) -> None:
-    """Encode and write some shards; `done` is told of each count of captions."""
-    for number in numbers:
-        rows, parts = writer.ranges[number], []
-        for first in range(rows.start, rows.stop, batch_size):
-            batch = captions[first : min(first + batch_size, rows.stop)]
-            parts.append(encoder.encode(batch))
-            done(len(batch))
-        writer.write(number, Text(*(None if part[0] is None else torch.cat(part) for part in zip(*parts))))
+def encoding(encoder: TextEncoder, captions: Sequence[str]) -> Encode:
+    """How a TextWriter gets the text of all captions of its dataset, and of the empty one behind them."""
+    captions = [*captions, ""]
+    return lambda batches: (encoder.encode(captions[rows.start : rows.stop]) for rows in batches)

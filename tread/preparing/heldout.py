@@ -1,4 +1,4 @@
-"""Which pictures of a source are held out: of each class those whose names have the smallest hashes, or a split."""
+"""The choice of held-out pictures: in each class those whose names have the smallest hashes, or a split."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: float | int | str) -> np.ndarray:
     """(n,) bool, True for pictures that are held out.
 
-    wanted  a share in (0, 1) of all pictures, at least one, divided over the classes by their sizes; or a count,
-            divided over the classes evenly. A class keeps at least one picture for training. Or how the names begin
-            of those that the source itself holds out.
+    wanted  a fraction of all pictures, at least one of them, divided over the classes by their sizes; or a count,
+            divided over the classes evenly; each class keeps at least one picture for training. Or the beginning of the
+            names of pictures that the source itself holds out.
 
-    Which ones they are of a class depends on the names alone. Raises ValueError if there are too few pictures.
+    The choice within a class depends on the names alone. Raises ValueError if there are too few pictures.
     """
     if isinstance(wanted, str):
         return np.array([name.startswith(wanted) for name in names], dtype=bool)
@@ -35,7 +35,7 @@ def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: flo
 
 
 def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
-    """Whole numbers with that sum, near the shares and at most `most`: rounded down, the rest where most is missing."""
+    """Integers that sum to `total`, each at most `most`: the shares rounded down, then raised where most is missing."""
     if total > most.sum():
         raise ValueError(
             f"heldout takes {total:,} pictures, but {most.sum():,} can be held out: each class keeps one for training"

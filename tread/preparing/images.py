@@ -1,6 +1,6 @@
-"""Pictures as arrays: from a file to the square of RGB that ADM's preparation would make of it, grids and PNG files.
+"""Pictures as arrays: from a file to the RGB square of ADM's preparation.
 
-Dhariwal & Nichol 2021 prepare ImageNet so, and their reference batches are made of such pictures.
+Dhariwal & Nichol 2021 prepare ImageNet so, and their reference batches consist of such pictures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STRIP = 16  # times as long as wide: from there on only the box that is kept is 
 
 @dataclass(frozen=True)
 class Crop:
-    """How photos become squares: size in pixels, and what read_rgb is told."""
+    """How photos become squares: the size in pixels, and read_rgb's options."""
 
     size: int
     orientation: Orientation = "stored"
@@ -42,11 +42,11 @@ def read_rgb(content: bytes, orientation: Orientation = "stored", alpha: Alpha =
 
     orientation  "exif": turned and mirrored as its EXIF orientation says; "stored": as the pixels lie, as in
                  ADM's preparation. A TIFF is upright in both, for Pillow turns it while it decodes.
-    alpha        "white": what is transparent is laid on white; "drop": alpha is left out, as in ADM's.
+    alpha        "white": transparent pixels are laid on white; "drop": alpha is left out, as in ADM's.
 
-    Grey and palette pictures are expanded, CMYK is converted; 16-bit grey is divided by 257 and rounded, of
-    16-bit colours the upper 8 bits are taken, as Pillow does. Raises ValueError or OSError for what is not a
-    whole picture, is of other numbers (32-bit grey, floating point), or of more pixels than Pillow's limit.
+    Grey and palette pictures are expanded, CMYK is converted; 16-bit grey is divided by 257 and rounded, and
+    16-bit colours keep their upper 8 bits, as in Pillow. Raises ValueError or OSError for a damaged picture, other
+    numbers (32-bit grey, floating point), or more pixels than Pillow's limit.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of damaged EXIF data, and palettes that lose transparency
@@ -120,8 +120,8 @@ def centre_crop(image: Image.Image, size: int) -> np.ndarray:
 
 
 def _bicubic(length: int, enlarged: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """What Pillow enlarges a side by: for `count` of the `enlarged` pixels, from `first`, which 4 of the `length`
-    pixels are added up, and their weights, (count, 4) int64 each; the weights are in 2⁻²² and 0 beyond the edge."""
+    """Pillow's weights to enlarge a side: for `count` of the `enlarged` pixels, from `first`, the 4 of the `length`
+    pixels that are summed, and their weights, (count, 4) int64 each; weights are in 2⁻²², and 0 beyond the edge."""
     centres = (np.arange(first, first + count)[:, None] + 0.5) * (length / enlarged)
     taken = np.floor(centres - 1.5).astype(np.int64) + np.arange(4)
     x = np.abs(taken - centres + 0.5)

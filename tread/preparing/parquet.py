@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from tread.data.index import check_labels
-from tread.preparing.caption_files import cleaned
+from tread.preparing.photos import ONE_CLASS, Photos, cleaned
 
 CAPTIONS = ("caption", "captions", "text")  # usual names of the column that holds them
 TEXTS = ("string", "large_string", "list<item: string>", "large_list<item: string>")
 
 
-@dataclass
 class Rows:
-    """index → file content. Reads a row group at a time and keeps the last one, as pictures come in order."""
+    """The pictures of a column. Keeps the last row group that was read, as pictures come in order."""
 
-    column: str
-    groups: list[tuple[int, Path, int]]  # first picture, file, row group
-    _kept: tuple[int, list[dict]] | None = field(default=None, repr=False)
+    def __init__(self, column: str) -> None:
+        self._column = column
+        self._kept: tuple[tuple[Path, int], list[dict]] | None = None
 
-    def __call__(self, index: int) -> bytes:
-        group = int(np.searchsorted([first for first, _, _ in self.groups], index, side="right")) - 1
-        first, path, number = self.groups[group]
-        if self._kept is None or self._kept[0] != group:
-            rows = _open(path).read_row_group(number, columns=[self.column])[self.column]
-            self._kept = group, rows.to_pylist()
-        content = self._kept[1][index - first]
+    def read(self, place: tuple[Path, int, int]) -> bytes:
+        """The picture in a row of a file's row group. Raises OSError."""
+        path, group, row = place
+        if self._kept is None or self._kept[0] != (path, group):
+            rows = _open(path).read_row_group(group, columns=[self._column])[self._column]
+            self._kept = (path, group), rows.to_pylist()
+        content = self._kept[1][row]
         if not isinstance(content, dict) or not content.get("bytes"):
             raise OSError("the row holds no picture, or names a file that is not in the parquet")
         return content["bytes"]
@@ -55,16 +53,11 @@ def parquet_files(source: Path) -> list[Path]:
     return sorted(path for place in (source, source / "data") for path in place.glob("*.parquet"))
 
 
-def open_parquet(
-    source: Path, paths: list[Path], split: str | None, captions: str | None = None
-) -> tuple[list[str], np.ndarray, list[str], Rows, list[list[str] | str] | None]:
-    """Names, labels (n,), classes, reader and captions of the pictures in parquet files.
+def open_parquet(source: Path, paths: list[Path], split: str | None, captions: str | None = None) -> Photos:
+    """The pictures in parquet files, with their classes or captions.
 
     split     of several (train-00000-of-…, validation-…) the one to take.
-    captions  their column; None: one of CAPTIONS, if it is there; "none": they are to be left alone.
-
-    Of captioned pictures without a column of classes the labels are 0 and classes []. A picture's captions are a list,
-    or why there is none; without a column of captions they are None altogether.
+    captions  their column; None: one of CAPTIONS, if it is there; "none": they are left alone.
 
     Raises ValueError if the split or the columns are not clear.
     """
@@ -79,32 +72,31 @@ def open_parquet(
     image = _column(source, schema.names, features, "Image", "image")
     words = _captions(source, schema, captions)
     label = _column(source, schema.names, features, "ClassLabel", "label", needed=words is None)
-    groups, labels, names, texts, first = [], [], [], None if words is None else [], 0
+    read, files, labels, names, texts = Rows(image).read, [], [], [], []
     for path in paths:
         opened = _open(path)
         if not opened.schema_arrow.equals(schema) or _features(opened.schema_arrow) != features:
             raise ValueError(f"{path} has other columns or classes than {paths[0].name}")
-        for number in range(opened.metadata.num_row_groups):
-            groups.append((first, path, number))
-            first += opened.metadata.row_group(number).num_rows
+        for group in range(opened.metadata.num_row_groups):
+            rows = range(opened.metadata.row_group(group).num_rows)
+            files += [(read, (path, group, row)) for row in rows]
         names += [f"{path.name}:{row}" for row in range(opened.metadata.num_rows)]
         if words is not None:
-            texts += [_own(row) for row in opened.read(columns=[words])[words].to_pylist()]
-        if label is None:
-            continue
-        column = opened.read(columns=[label])[label]
-        if column.null_count or not str(column.type).startswith(("int", "uint")):
-            raise ValueError(
-                f"{path}: the column {label} is of {column.type} with {column.null_count} empty rows, but must "
-                "hold a class's number in each"
-            )
-        labels.append(column.to_numpy())
-    if label is None:
-        return names, np.zeros(len(names), dtype=np.int64), [], Rows(image, groups), texts
-    numbers = np.concatenate(labels).astype(np.int64)
-    classes = features.get(label, {}).get("names") or [str(n) for n in range(int(numbers.max(initial=-1)) + 1)]
-    check_labels(numbers, len(classes), source)
-    return names, numbers, list(classes), Rows(image, groups), texts
+            texts += [_captions_of(row) for row in opened.read(columns=[words])[words].to_pylist()]
+        if label is not None:
+            column = opened.read(columns=[label])[label]
+            if column.null_count or not str(column.type).startswith(("int", "uint")):
+                raise ValueError(
+                    f"{path}: the column {label} is of {column.type} with {column.null_count} empty rows, but must "
+                    "hold a class's number in each"
+                )
+            labels += column.to_pylist()
+    classes, numbers = list(ONE_CLASS), np.array(labels if label else [0] * len(names), dtype=np.int64)
+    if label is not None:
+        classes = features.get(label, {}).get("names") or [str(n) for n in range(int(numbers.max(initial=-1)) + 1)]
+        check_labels(numbers, len(classes), source)
+    photos = Photos(str(source), names, numbers, tuple(classes), files)
+    return photos if words is None else photos.captioned(texts, [])
 
 
 def _captions(source: Path, schema, wanted: str | None) -> str | None:
@@ -120,14 +112,14 @@ def _captions(source: Path, schema, wanted: str | None) -> str | None:
     return usual[0] if usual else None
 
 
-def _own(row: str | list[str | None] | None) -> list[str] | str:
+def _captions_of(row: str | list[str | None] | None) -> list[str] | str:
     """The captions of a row, or why it has none."""
     captions = cleaned([caption for caption in ([row] if isinstance(row, str) else row or []) if caption])
     return captions or "the row is blank"
 
 
 def _features(schema) -> dict:
-    """What `datasets` notes of the columns: {} in files of another origin."""
+    """The columns' features, as `datasets` records them: {} in files of another origin."""
     noted = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     return noted.get("info", {}).get("features", {})
 

@@ -1,26 +1,23 @@
-"""Guidance by hand: a page of two sides with the same classes and seeds, on this machine alone, without a network.
+"""Guidance by hand: a page with two sides of the same classes and seeds, served to this machine alone.
 
-The controls of a side become pictures, what they cost, and sample.py's command for them. Drawing is sample.py's: the
-same functions, in the same order. This file alone knows gradio.
+A side's settings become pictures, their cost, and the sample.py command that draws them. Drawing is sample.py's: the
+same functions in the same order. The page is a plain HTML form without scripts; its address holds the settings.
 """
 
 from __future__ import annotations
 
-import html
-import logging
-import os
+import contextlib
+import io
 import re
 import shlex
-import socket
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from errno import EADDRINUSE
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from types import ModuleType
-from typing import Annotated, get_args
+from typing import Annotated, Literal, get_args
+from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import torch
@@ -34,25 +31,27 @@ from tread.diffusion.labels import class_labels, spread_classes
 from tread.diffusion.sampling import Model, Sampler, check_ratios, draw_pictures, relative_cost
 from tread.diffusion.solvers import Solver
 from tread.encoders import autoencoder
-from tread.evaluation.sample_files import SampleFiles, parse_seeds
+from tread.evaluation.sample_files import SampleFiles, describe_drawing, parse_seeds
+from tread.reports.page import escape, filled, picture_uri
+from tread.runtime import schema
 from tread.runtime.device import Precision, device_name, use_precision
 from tread.runtime.schema import Count, Range, check, written
 from tread.runtime.tensor_files import Weights
 
 PICTURES_UP_TO = 256  # a side
 DEFAULTS = {"batch_size": 64, "precision": "auto", "cpu_threads": None, "weights": "ema", "decode": True}  # sample.py's
-NETWORKS, GRIDS = 4, 16  # that are kept, so that what was loaded or drawn already takes no time
+NETWORKS, GRIDS = 4, 16  # kept in memory, so that nothing is loaded or drawn twice
 HOST = "127.0.0.1"
-NEEDED = 6  # the first version of gradio that this is written for
-SAME = "none: the same network"
-DAY = (86400, 86400)  # seconds: how often pictures that the page showed are looked through, and how long they are kept
-STYLE = """
-.told {margin: 0; line-height: 1.5; min-height: 4.5em}
-.refused {color: #b91c1c; font-weight: 600}
-.dark .refused {color: #f87171}
-.grid img {width: 100%; height: 100%; object-fit: contain; padding-top: 30px}
-.command textarea {font-family: var(--font-mono); font-size: 0.85em}
-"""
+NUMBER, RATIO = 'type="number" step="any"', 'type="number" step="0.05" min="0" max="0.95"'
+FIELDS = {  # a setting of a side → its label, its first value, attributes of its input
+    "steps": ("steps", "", 'type="number" min="1"'),
+    "scale": ("scale ω (1: the strong branch alone)", "1.5", NUMBER),
+    "interval": ("guided noise levels: from, to (empty: all)", "", ""),
+    "strong": ("fraction of skipped tokens, strong branch", "0.3", RATIO),
+    "weak": ("fraction of skipped tokens, weak branch", "0.7", RATIO),
+    "checkpoint": ("second checkpoint (empty: the same network)", "", 'list="checkpoints"'),
+}
+BOXES = {"same_ids": "both skip the same tokens", "force": "force likely mistakes"}
 
 
 @dataclass(frozen=True)
@@ -70,17 +69,11 @@ class ExplorerOptions:
 
 
 def controls(kind: str) -> dict[str, bool]:
-    """Which settings of a guidance have an effect for a kind, by the names of `Side`."""
+    """Whether each setting of a side has an effect for a kind of guidance."""
     row = KINDS[kind]
-    return {
-        "scale": row.weak_class is not None,
-        "interval": row.weak_class is not None,
-        "strong": row.routed,
-        "weak": row.routed,
-        "checkpoint": row.weak_network != "never",
-        "same_ids": row.routed,
-        "force": row.routed,
-    }
+    guided = dict.fromkeys(("scale", "interval"), row.weak_class is not None)
+    routed = dict.fromkeys(("strong", "weak", "same_ids", "force"), row.routed)
+    return guided | routed | {"checkpoint": row.weak_network != "never"}
 
 
 def branches(kind: str) -> str:
@@ -88,52 +81,45 @@ def branches(kind: str) -> str:
     row = KINDS[kind]
     if row.weak_class is None:
         return "one pass a call: the class, all tokens"
-    second = {"never": "", "may": ", or a second network", "must": ", a second, weaker network"}[row.weak_network]
-    strong, weak = (
-        ("class" if sees_class else "no class") + ", routed" * row.routed
-        for sees_class in (row.strong_class, row.weak_class)
-    )
-    no_effect = "" if row.strong_class or row.weak_class else "; classes have no effect"
+    classes = ["class" if sees_class else "no class" for sees_class in (row.strong_class, row.weak_class)]
+    strong, weak = (text + ", routed" * row.routed for text in classes)
     weak += ", without the sparse part of a SPRINT" * row.drops_path
-    return f"strong branch: {strong}; weak branch: {weak}{second}{no_effect}"
+    weak += {"never": "", "may": ", or a second network", "must": ", a second, weaker network"}[row.weak_network]
+    return f"strong branch: {strong}; weak branch: {weak}"
 
 
 @dataclass(frozen=True)
 class Side:
-    """What the controls of one side say. Those without an effect for the kind (`controls`) say nothing.
+    """How a side draws. steps, solver: None takes the process's own."""
 
-    interval       lowest and highest noise level as text, "0.3, 5"; empty: all of them.
-    checkpoint     of the weak network; empty: the strong one serves.
-    steps, solver  None: the process's own.
-    """
+    guidance: Guidance = NO_GUIDANCE
+    steps: Count | None = None
+    solver: Solver | None = None
 
-    kind: str
-    scale: float = 1.5
-    strong: float = 0.3
-    weak: float = 0.7
-    interval: str = ""
-    checkpoint: str | None = None
-    same_ids: bool = False
-    force: bool = False
-    steps: int | None = None
-    solver: str | None = None
 
-    def guidance(self) -> Guidance:
-        """Raises ValueError for what can't be."""
-        shown, names = controls(self.kind), ("scale", "strong", "weak", "same_ids", "force")
-        given = {name: getattr(self, name) for name in names if shown[name]}
-        for name, value in given.items():
-            check(f"guidance.{name}", value, type(getattr(NO_GUIDANCE, name)))
-        if shown["interval"] and self.interval.strip():
-            given["interval"] = _read_interval(self.interval)
-        if shown["checkpoint"] and (self.checkpoint or "").strip():
-            given["checkpoint"] = self.checkpoint.strip()
-        return Guidance(self.kind, **given)
+def read_side(form: Mapping[str, str]) -> Side:
+    """A side from its form; settings without an effect for its kind are ignored. Raises ValueError for bad ones."""
+
+    def number(name: str, text: str) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(f"{name} is {text!r}, but must be a number") from None
+
+    check("guidance.kind", form["kind"], Literal[tuple(KINDS)])
+    form = {name: text.strip() for name, text in form.items() if controls(form["kind"]).get(name, True)}
+    given: dict[str, object] = {name: number(name, form[name]) for name in ("scale", "strong", "weak") if name in form}
+    if interval := form.get("interval", "").strip("[]"):
+        given["interval"] = [number("interval", end) for end in interval.split(",")]
+    given |= {"checkpoint": form.get("checkpoint") or None, **{name: name in form for name in BOXES}}
+    steps = int(form["steps"]) if form.get("steps", "").isdecimal() else form.get("steps") or None
+    whole = {"guidance": {"kind": form["kind"], **given}, "steps": steps, "solver": form.get("solver") or None}
+    return schema.read(whole, Side)
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What a side shows: a grid as sample.py draws it, what it is and costs, and the command that draws it again."""
+    """What a side shows: a grid as sample.py draws it, its facts and cost, and the command that draws it again."""
 
     grid: Image.Image
     told: str
@@ -143,14 +129,13 @@ class Shown:
 class Explorer:
     """A checkpoint that is drawn from again and again. Networks and pictures are kept; one drawing at a time.
 
-    options      of the page.
-    sample_door  how its user calls sample.py, a path.
+    sample_script  the path of sample.py in the commands that are shown.
 
     Raises ValueError or OSError for a checkpoint or an autoencoder that can't be used.
     """
 
-    def __init__(self, options: ExplorerOptions, device: torch.device, sample_door: str) -> None:
-        self.options, self.device, self.sample_door = options, device, sample_door
+    def __init__(self, options: ExplorerOptions, device: torch.device, sample_script: str) -> None:
+        self.options, self.device, self.sample_script = options, device, sample_script
         self.precision = use_precision(options.precision, device)
         self._lock, self._networks, self._drawn = threading.Lock(), {}, {}
         source = checkpoint.find(Path(options.checkpoint).expanduser())
@@ -163,8 +148,8 @@ class Explorer:
         self._decoder = autoencoder.preview
         if options.decode:
             self._decoder = autoencoder.load_decoder(self.saved.latents, device, options.autoencoder)
-        warm_up = Sampler(steps=2, batch_size=1, precision=self.precision)  # a first call is slower than the others
-        self._draw(self.saved, None, (0,), (0,), warm_up)
+        warm_up = Sampler(steps=2, batch_size=1, precision=self.precision)  # the first call is slower than the others
+        self._draw(self.saved, None, ((0, 0),), warm_up)
         self._drawn.clear()
 
     @property
@@ -174,23 +159,19 @@ class Explorer:
 
     @property
     def about(self) -> str:
-        """What is drawn from, in a line."""
-        network = self._model(self.saved, NO_GUIDANCE).network
-        model = self.saved.cfg.model
-        routes = [str(route) for route in check_routes(model.routes, model.depth)]
-        facts = [
-            f"{self.saved.weights} weights of {_told(self.saved.found.folder)}",
-            f"{sum(parameter.numel() for parameter in network.parameters()):,} parameters",
-            f"{network.num_tokens} tokens",
-            f"trained with {', '.join(routes)}" if routes else "trained without a route",
-            f"{self.saved.cfg.objective} objective",
-            f"{device_name(self.device)}, {self.precision}",
-        ]
-        return "; ".join(facts)
+        """The network in a line."""
+        network, model = self._model(self.saved, NO_GUIDANCE).network, self.saved.cfg.model
+        parameters = sum(parameter.numel() for parameter in network.parameters())
+        routes = ", ".join(map(str, check_routes(model.routes, model.depth))) or "no route"
+        return (
+            f"{self.saved.weights} weights of {_path_text(self.saved.found.folder)}; {parameters:,} parameters; "
+            f"{network.num_tokens} tokens; trained with {routes}; {self.saved.cfg.objective} objective; "
+            f"{device_name(self.device)}, {self.precision}"
+        )
 
     @property
     def class_names(self) -> dict[str, int]:
-        """What people call each label; "no class" is there if the network was trained without, too."""
+        """Names of the labels; "no class" is one if the network was also trained without classes."""
         names = {str(n) if name == str(n) else f"{n} {name}": n for n, name in enumerate(self.saved.latents.classes)}
         return names | ({"no class": len(names)} if self.saved.label_drop else {})
 
@@ -198,19 +179,19 @@ class Explorer:
     def others(self) -> list[str]:
         """The run's other checkpoints, for the weak network."""
         here = self.saved.found.folder
-        return [_told(path.parent) for path in sorted(here.parent.glob("step_*/info.json")) if path.parent != here]
+        folders = sorted(path.parent for path in here.parent.glob("step_*/info.json"))
+        return [_path_text(folder) for folder in folders if folder != here]
 
     def draw(self, side: Side, labels: Sequence[int], seeds: str) -> Shown:
-        """Draw what a side asks for.
+        """Draw a side.
 
-        labels  of the rows, as `class_names` has them.
+        labels  of the rows, as in `class_names`.
         seeds   of the columns: "0-7", "3" or "1, 4, 9".
 
         Raises ValueError or OSError, also if a checkpoint has gone or changed since the page was opened.
         """
-        guidance = side.guidance()
         saved = open_network(checkpoint.find(self.saved.found.folder), self.options.weights)
-        weaker = open_weak(guidance, saved)
+        weaker = open_weak(side.guidance, saved)
         numbers, columns = saved.cfg.dataset.num_classes, _read_seeds(seeds)
         classes = [None if label == numbers else label for label in labels]
         rows = class_labels(classes, numbers, saved.label_drop)
@@ -220,39 +201,28 @@ class Explorer:
                 f"{len(rows)} classes and {len(columns)} seeds are {count} pictures, but a side shows 1 to "
                 f"{PICTURES_UP_TO}; sample.py draws any number"
             )
-        check("steps", side.steps, Count | None)
-        check("solver", side.solver, Solver | None)
         batch_size = min(self.options.batch_size, count)
-        sampler = Sampler.of(saved.process, side.steps, side.solver, batch_size, self.precision, guidance)
-        outlines = [network and network.without_weights(guidance) for network in (saved, weaker)]
+        sampler = Sampler.of(saved.process, side.steps, side.solver, batch_size, self.precision, side.guidance)
+        outlines = [network and network.without_weights(side.guidance) for network in (saved, weaker)]
         check_ratios(sampler, *outlines)
-        cost, plain = relative_cost(sampler, *outlines), replace(sampler, guidance=NO_GUIDANCE)
-        each = tuple(columns * len(rows)), tuple(row for row in rows for _ in columns)
+        files = SampleFiles(None, False, columns, rows, saved.latents.classes)
         with self._lock:
-            pictures, seconds = self._draw(saved, weaker, *each, sampler)
-            unguided = seconds if guidance == NO_GUIDANCE else self._draw(saved, None, *each, plain)[1]
-        told = f"{guidance.describe()}: " if guidance.kind != "none" else "no guidance: "
-        if guidance.kind != "none":
-            told += f"{cost:.2f} times the FLOPs and {seconds / unguided:.2f} times the time of no guidance; "
-        told += f"{seconds:.2f} s for {count} pictures; {sampler.steps} steps of {sampler.solver}, "
-        told += f"NFE {sampler.nfe(saved.process)}"
-        grid = SampleFiles(None, False, columns, rows, saved.latents.classes).grid(pictures)
-        return Shown(grid, told, self._command(saved, weaker, classes, columns, sampler))
+            pictures, seconds = self._draw(saved, weaker, files.pairs, sampler)
+            unguided = self._draw(saved, None, files.pairs, replace(sampler, guidance=NO_GUIDANCE))[1]
+        told = describe_drawing(saved, sampler, relative_cost(sampler, *outlines))
+        told += f"; {seconds:.2f} s for {count} pictures"
+        told += "" if side.guidance == NO_GUIDANCE else f", {seconds / unguided:.2f} times that of no guidance"
+        return Shown(files.grid(pictures), told, self._command(saved, weaker, classes, columns, sampler))
 
     def _draw(
-        self,
-        saved: SavedNetwork,
-        weaker: SavedNetwork | None,
-        seeds: tuple[int, ...],
-        labels: tuple[int, ...],
-        sampler: Sampler,
+        self, saved: SavedNetwork, weaker: SavedNetwork | None, pairs: Sequence[tuple[int, int]], sampler: Sampler
     ) -> tuple[np.ndarray, float]:
-        """Pictures (n, 1 or 3, H, W) uint8, and the seconds that they took."""
-        key = (saved.sha256, weaker and weaker.sha256, seeds, labels, sampler)
+        """Pictures (n, 1 or 3, H, W) uint8 of (label, seed), and the seconds that they took."""
+        key = (saved.sha256, weaker and weaker.sha256, *pairs, sampler)
         if key not in self._drawn:
             model = self._model(saved, sampler.guidance)
             weak = weaker and self._model(weaker, sampler.guidance)
-            start = time.perf_counter()
+            (labels, seeds), start = zip(*pairs), time.perf_counter()
             stream = draw_pictures(model, self._decoder, seeds, torch.tensor(labels), sampler, weak, check=True)
             pictures = np.concatenate([part.numpy() for part in stream])
             _keep(self._drawn, key, (pictures, time.perf_counter() - start), GRIDS)
@@ -273,63 +243,40 @@ class Explorer:
         sampler: Sampler,
     ) -> str:
         """The command line that draws the same pictures from this folder: what differs from sample.py's defaults."""
-        guidance, options = sampler.guidance, self.options
-        in_a_row = len(seeds) > 1 and list(seeds) == list(range(seeds[0], seeds[-1] + 1))
         given: dict[str, object] = {
-            "checkpoint": _quoted(_told(saved.found.folder)),
+            "checkpoint": _quoted(_path_text(saved.found.folder)),
             "classes": classes,
-            "seeds": f"{seeds[0]}-{seeds[-1]}" if in_a_row else seeds[0] if len(seeds) == 1 else seeds,
+            "seeds": f"{seeds[0]}-{seeds[-1]}" if isinstance(seeds, range) else seeds,
             "steps": sampler.steps,
             "solver": sampler.solver,
         }
-        given |= {name: getattr(options, name) for name in DEFAULTS if getattr(options, name) != DEFAULTS[name]}
-        if options.autoencoder is not None:
-            given["autoencoder"] = _quoted(options.autoencoder)
-        given["guidance"] = guidance.kind
-        shown = controls(guidance.kind)
-        given |= {f"guidance.{name}": getattr(guidance, name) for name in ("scale", "strong", "weak") if shown[name]}
-        if guidance.interval is not None:
-            given["guidance.interval"] = guidance.interval
-        if weaker is not None:
-            given["guidance.checkpoint"] = _quoted(_told(weaker.found.folder))
-        given |= {f"guidance.{name}": True for name in ("same_ids", "force") if getattr(guidance, name)}
+        options = vars(self.options)
+        given |= {name: options[name] for name in DEFAULTS if options[name] != DEFAULTS[name]}
+        if self.options.autoencoder is not None:
+            given["autoencoder"] = _quoted(self.options.autoencoder)
+        given["guidance"] = sampler.guidance.kind
+        asked = {name: getattr(sampler.guidance, name) for name, shown in controls(given["guidance"]).items() if shown}
+        asked |= {"checkpoint": _quoted(_path_text(weaker.found.folder))} if weaker else {}
+        given |= {f"guidance.{name}": value for name, value in asked.items() if value is not None}
         words = [f"{key}={written(value)}" for key, value in given.items()]
-        return shlex.join(["python", self.sample_door, *words])
+        return shlex.join(["python", self.sample_script, *words])
 
 
-def _read_seeds(text: str) -> list[int]:
-    """Raises ValueError as sample.py does, and for more than are shown, of which a list would be long."""
-    text = text.strip()
-    if (ends := re.fullmatch(r"(\d+)-(\d+)", text)) and int(ends[2]) - int(ends[1]) >= PICTURES_UP_TO:
-        raise ValueError(
-            f"seeds are {text}, but a side shows at most {PICTURES_UP_TO} pictures; sample.py draws any number"
-        )
-    if re.fullmatch(r"\d+( *,? +\d+|,\d+)*", text):
-        return [int(number) for number in re.findall(r"\d+", text)]
-    return parse_seeds(text)
-
-
-def _read_interval(text: str) -> tuple[float, ...]:
-    """Raises ValueError for what is no numbers; how many they are is the guidance's matter."""
-    try:
-        ends = tuple(float(word) for word in text.strip(" []").split(","))
-    except ValueError as error:
-        raise ValueError(
-            f"guidance.interval is {text!r}, but must be the lowest and the highest noise level, such as 0.3, 5"
-        ) from error
-    check("guidance.interval", ends, tuple[float, ...])
-    return ends
+def _read_seeds(text: str) -> Sequence[int]:
+    """Seeds as sample.py reads them, and lists without brackets."""
+    words = text.replace(",", " ").split()
+    return [int(word) for word in words] if words and all(map(str.isdecimal, words)) else parse_seeds(text.strip())
 
 
 def _keep(kept: dict, key: object, value: object, count: int) -> None:
-    """Store the newest value, and let the oldest go beyond so many."""
+    """Store the newest value; at most `count` stay."""
     while len(kept) >= count:
         kept.pop(next(iter(kept)))
     kept[key] = value
 
 
-def _told(folder: Path) -> str:
-    """A folder as people name it here: from the working folder, if it lies below."""
+def _path_text(folder: Path) -> str:
+    """A folder's path, from the working folder if it lies below."""
     here = Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
@@ -340,146 +287,86 @@ def _quoted(text: str) -> str:
     return text if plain else "'" + text.replace("'", r"\'") + "'"
 
 
-def import_gradio() -> ModuleType:
-    """gradio, with its analytics off. Raises ValueError where it is not installed, or too old."""
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    how = f"the page needs gradio, version {NEEDED} or later: pip install -r requirements-explore.txt"
-    try:
-        import gradio  # imported here because it takes seconds, and is an extra
-    except ImportError as error:
-        raise ValueError(how) from error
-    if int(gradio.__version__.partition(".")[0]) < NEEDED:
-        raise ValueError(f"{how}; here is {gradio.__version__}")
-    return gradio
+def page(explorer: Explorer, query: Mapping[str, list[str]]) -> Iterator[str]:
+    """The page in parts: the form as it was sent, then each side as soon as it is drawn.
 
-
-def check_port(port: int) -> None:
-    """Raise OSError unless a page can be served there."""
-    with socket.socket() as free:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            free.bind((HOST, port))
-        except OSError as error:
-            taken = error.errno == EADDRINUSE
-            why = "is taken, maybe by another page" if taken else f"can't be used ({error.strerror})"
-            raise OSError(f"port {port} of {HOST} {why}: port={port + 1} or any other that is free") from error
-
-
-def serve(explorer: Explorer, port: int, ready: Callable[[str], None]) -> None:
-    """Serve the page until Ctrl-C.
-
-    ready  is called with its address once it is there.
+    query  of the address; {}: the form is new, and nothing is drawn.
     """
-    gradio = import_gradio()
-    os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, (os.environ.get("no_proxy"), HOST)))
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # by which gradio asks itself whether it is there
-    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
-    theme = gradio.themes.Default(**fonts).set(block_info_text_color="*neutral_500")
-    with tempfile.TemporaryDirectory(prefix="tread-explore-") as pictures:
-        os.environ["GRADIO_TEMP_DIR"] = pictures
-        page = _build(gradio, explorer)
+    names, first = explorer.class_names, {"A": "none", "B": "cfg" if explorer.saved.label_drop else "sparse"}
+    classes = query.get("classes", []) if query else spread_classes(len(explorer.saved.latents.classes), 4)
+    seeds = query.get("seeds", ["0-5"])[0]
+    values = {name: value for name, (_, value, _) in FIELDS.items()}
+    sides = {side: values | {"kind": kind} for side, kind in first.items()}
+    for key, (value, *_) in query.items():
+        name, _, side = key.rpartition("-")
+        sides.get(side, {})[name] = value
+    chosen = {*map(str, classes)}
+    parts = {
+        "title": escape(explorer.title),
+        "about": escape(explorer.about),
+        "hidden": "".join(
+            f"fieldset:has([value={kind}]:checked) .{name} {{ display: none; }}\n"
+            for kind in KINDS
+            for name, effect in (controls(kind) | {f"about-{other}": other == kind for other in KINDS}).items()
+            if not effect
+        ),
+        "classes": "".join(_box("classes", name, str(label), str(label) in chosen) for name, label in names.items()),
+        "seeds": escape(seeds),
+        "sides": "".join(_side_form(explorer, side, form) for side, form in sides.items()),
+        "others": "".join(f"<option>{escape(other)}</option>" for other in explorer.others),
+    }
+    yield filled("explorer.html", parts)
+    for side, form in sides.items() if query else ():
         try:
-            alone = {"share": False, "ssr_mode": False, "mcp_server": False, "enable_monitoring": False}
-            look = {"theme": theme, "css": STYLE, "footer_links": [], "quiet": True}
-            page.launch(server_name=HOST, server_port=port, prevent_thread_lock=True, **alone, **look)
-            ready(f"http://{HOST}:{port}")
-            threading.Event().wait()
-        finally:
-            page.close(verbose=False)
+            shown = explorer.draw(read_side(form), [int(label) for label in classes], seeds)
+        except (ValueError, OSError, torch.OutOfMemoryError) as error:
+            yield f'<section id="{side}"><p class="refused" role="alert">{escape(error)}</p></section>'
+            continue
+        png = io.BytesIO()
+        shown.grid.save(png, "PNG")
+        picture = f'<img alt="samples of {side}" src="{picture_uri("png", png.getvalue())}">'
+        yield f'<section id="{side}"><p>{escape(shown.told)}</p>{picture}<pre>{escape(shown.command)}</pre></section>'
+    yield "</div></body></html>\n"
 
 
-def _build(gr: ModuleType, explorer: Explorer):
-    with gr.Blocks(title=f"{explorer.title}: guidance by hand", analytics_enabled=False, delete_cache=DAY) as page:
-        gr.Markdown(f"### Guidance by hand: {explorer.title}\n{explorer.about}")
-        with gr.Row():
-            first = spread_classes(len(explorer.saved.latents.classes), 4)
-            look = {"label": "classes, a row each", "scale": 2, "elem_id": "classes"}
-            classes = gr.Dropdown([*explorer.class_names.items()], value=first, multiselect=True, **look)
-            seeds = gr.Textbox("0-5", label="seeds, a column each: 0-5, or 1, 4, 9", elem_id="seeds")
-        with gr.Row():
-            guided = "cfg" if explorer.saved.label_drop else "sparse"
-            sides = [_controls(gr, explorer, "A", "none"), _controls(gr, explorer, "B", guided)]
-        button = gr.Button("Draw A and B", variant="primary")
-        with gr.Row():
-            results = [_results(gr, name) for name in ("A", "B")]
-
-        def draw(labels: list[int], seeds: str, *values) -> tuple[Image.Image | None, str, str]:
-            """What a side shows: grid, what it is, and its command; or no grid, and the one line that says why."""
-            try:
-                shown = explorer.draw(Side(*values), labels, seeds)
-            except (ValueError, OSError, torch.OutOfMemoryError) as error:
-                line = " ".join(str(error).split())
-                return None, f'<p class="told refused" role="alert">{html.escape(line)}</p>', ""
-            return shown.grid, f'<p class="told">{html.escape(shown.told)}</p>', shown.command
-
-        one_at_a_time = {"concurrency_id": "draw", "concurrency_limit": 1, "api_visibility": "private"}
-        for start in (button.click, seeds.submit):
-            then = start
-            for side, result in zip(sides, results):
-                then = then(draw, [classes, seeds, *side], result, **one_at_a_time).then
-    return page
+def _side_form(explorer: Explorer, side: str, form: Mapping[str, str]) -> str:
+    """The settings of one side; the style hides those without an effect for the chosen kind."""
+    process = explorer.saved.process
+    own = {"steps": str(process.default_steps), "solver": process.default_solver}
+    form = {name: value or own.get(name, "") for name, value in ({"solver": ""} | form).items()}
+    parts = []
+    for name, choices in (("kind", KINDS), ("solver", get_args(Solver))):
+        options = "".join(f'<option value="{v}"{" selected" * (v == form[name])}>{v}</option>' for v in choices)
+        parts.append(f'<label>{name} <select name="{name}-{side}">{options}</select></label>')
+    parts += [f'<p class="about-{kind}">{branches(kind)}</p>' for kind in KINDS]
+    for name, (label, _, kind) in FIELDS.items():
+        entry = f'<input name="{name}-{side}" value="{escape(form[name])}" {kind}>'
+        parts.append(f'<label class="{name}">{label} {entry}</label>')
+    parts += [_box(f"{name}-{side}", label, "on", name in form) for name, label in BOXES.items()]
+    return f"<fieldset><legend>{side}</legend>{''.join(parts)}</fieldset>"
 
 
-def _results(gr: ModuleType, name: str) -> list:
-    with gr.Column():
-        told = gr.HTML('<p class="told">Not drawn yet.</p>', elem_id=f"told-{name}")
-        look = {"height": 400, "buttons": ["download", "fullscreen"], "elem_id": f"grid-{name}", "elem_classes": "grid"}
-        grid = gr.Image(label=name, format="png", type="pil", **look)
-        said = {"label": f"the command that draws {name}", "elem_id": f"command-{name}", "elem_classes": "command"}
-        command = gr.Textbox(lines=2, interactive=False, buttons=["copy"], **said)
-    return [grid, told, command]
+def _box(name: str, label: str, value: str, checked: bool) -> str:
+    entry = f'<input type="checkbox" name="{name}" value="{value}"{" checked" * checked}>'
+    return f'<label class="{name.partition("-")[0]}">{entry} {escape(label)}</label>'
 
 
-def _controls(gr: ModuleType, explorer: Explorer, name: str, kind: str) -> list:
-    """The controls of one side, in the order of the fields of Side; those without an effect for its kind are hidden."""
-    process, shown, start, widgets = explorer.saved.process, controls(kind), Side(kind), {}
-    levels = process.schedule(process.default_steps)[:-1].tolist()
+class PageHandler(BaseHTTPRequestHandler):
+    """Answers with the page of its server's `explorer`, under this machine's own names alone.
 
-    def place(of: str, **more) -> dict:
-        return {"visible": shown.get(of, True), "elem_id": f"{of}-{name}", **more}
+    Under another name a page from elsewhere could read along.
+    """
 
-    def slider(of: str, most: float, label: str, info: str, **more) -> None:
-        value = getattr(start, of)
-        widgets[of] = gr.Slider(0, most, value=value, step=0.05, label=label, info=info, **place(of, **more))
+    def do_GET(self) -> None:
+        address = urlsplit(self.path)
+        if urlsplit(f"//{self.headers['Host']}").hostname not in (HOST, "localhost") or address.path != "/":
+            return self.send_error(404)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):  # whoever asked may have gone
+            for part in page(self.server.explorer, parse_qs(address.query, keep_blank_values=True)):
+                self.wfile.write(part.encode())
 
-    with gr.Column(), gr.Group():
-        with gr.Row():
-            widgets["kind"] = gr.Dropdown(
-                list(KINDS), value=kind, label=f"{name}: guidance", info=branches(kind), **place("kind", scale=3)
-            )
-            small, solvers = {"scale": 1, "min_width": 90}, list(get_args(Solver))
-            steps = process.default_steps
-            widgets["steps"] = gr.Number(steps, label="steps", precision=0, **place("steps", **small))
-            solver = process.default_solver
-            widgets["solver"] = gr.Dropdown(solvers, value=solver, label="solver", **place("solver", **small))
-        with gr.Row():
-            slider("scale", 10, "scale ω", "D_weak + ω·(D_strong − D_weak); 1: the strong branch alone", scale=3)
-            widgets["interval"] = gr.Textbox(
-                label=f"guided {process.level_name}: from, to",
-                info="empty: everywhere",
-                placeholder=f"{levels[-1]:.3g}, {levels[0]:.3g}",
-                max_lines=1,
-                **place("interval", scale=2, min_width=120),
-            )
-        with gr.Row():
-            slider("strong", 0.95, "strong ratio", "tokens routed around, strong branch")
-            slider("weak", 0.95, "weak ratio", "tokens routed around, weak branch")
-        with gr.Row():
-            widgets["checkpoint"] = gr.Dropdown(
-                [(SAME, ""), *((other, other) for other in explorer.others)],
-                value="",
-                label="second checkpoint, the weak branch's",
-                info="one of this run, or any path that you type",
-                allow_custom_value=True,
-                **place("checkpoint", scale=3),
-            )
-            with gr.Column(scale=2, min_width=120):
-                widgets["same_ids"] = gr.Checkbox(label="both route the same tokens", **place("same_ids"))
-                widgets["force"] = gr.Checkbox(label="force likely mistakes", **place("force"))
-
-    def choose(kind: str) -> list:
-        return [gr.update(info=branches(kind)), *(gr.update(visible=visible) for visible in controls(kind).values())]
-
-    outputs = [widgets[of] for of in ("kind", *shown)]
-    widgets["kind"].input(choose, widgets["kind"], outputs, api_visibility="private", show_progress="hidden")
-    return [widgets[item.name] for item in fields(Side)]
+    def log_message(self, *arguments: object) -> None:
+        """Print nothing."""

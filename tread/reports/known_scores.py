@@ -1,12 +1,10 @@
-"""Scores and sweeps that lie in and around a run's folder, for people to look at: what can't be read is passed over
-with a word."""
+"""Scores and sweeps in and around a run's folder, for people. What can't be read is named, and passed over."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +17,9 @@ DEPTH = ("", "*/", "*/*/")  # how far below a run's folder scores are looked for
 
 @dataclass(frozen=True)
 class Score:
-    """A scoring: `values` by the columns of fid.csv, the notes of its fid.json, and what each value is of.
+    """A scoring: `values` by the columns of fid.csv, and the notes of its fid.json.
 
-    counts  metric → how many samples, where it is not the count of the scoring.
+    counts  metric → its number of samples, where that is not the scoring's.
     """
 
     values: dict
@@ -44,55 +42,42 @@ class Sweep:
 
 
 def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
-    """All scorings of a run by time, those of its sweeps left out; and what could not be read."""
+    """All scorings of a run by time, without those of its sweeps; and what could not be read."""
     scores, problems = {}, []
     swept = {path.parent for path in _below(folder, "sweep.csv")}
-
-    def new(path: Path) -> bool:
-        return not swept & {path.parent, *path.parents}
-
-    for path in filter(new, _below(folder, "*fid*.json")):
-        record = _read_json(path, problems) or {}
-        settings, counts, lacks = ({**_dict(record.get(key))} for key in ("settings", "counts", "unavailable"))
-        if counts:
-            values = {**settings, **record}
-            values["sampler"] = sampler_told(values)
-            notes = [f"{name} is unavailable: {why}" for name, why in lacks.items()]
-            others = {name: n for name, n in counts.items() if isinstance(n, int) and n != record.get("count")}
-            warnings = record["warnings"] if isinstance(record.get("warnings"), list) else []
-            scores[_key(values)] = Score(values, others, [*notes, *map(str, warnings)])
-    for path in filter(new, _below(folder, "fid*.csv")):
-        for row in _read_csv(path, problems):
-            scores.setdefault(_key(row), Score(row, {}, []))
-    return sorted(scores.values(), key=lambda score: str(score.values.get("time"))), problems
+    for pattern in ("*fid*.json", "fid*.csv"):
+        for path in _below(folder, pattern):
+            for record in _read(path, problems) if not swept & {*path.parents} else ():
+                settings, counts, lacks = (_section(record, key) for key in ("settings", "counts", "unavailable"))
+                values = settings | record
+                if pattern == "*fid*.json":
+                    values["sampler"] = sampler_told(values)
+                shift = str(values.get("sampler") or "").partition(", ")[2]  # a line of old code lacks the solver
+                key = (str(values.get("time")), str(values.get("step")), shift)
+                if path.suffix == ".csv" or counts:
+                    counts = {name: n for name, n in counts.items() if isinstance(n, int) and n != record.get("count")}
+                    notes = [f"{name} is unavailable: {why}" for name, why in lacks.items()]
+                    warnings = record.get("warnings")
+                    notes += map(str, warnings) if isinstance(warnings, list) else []
+                    scores.setdefault(key, Score(values, counts, notes))
+    return [scores[key] for key in sorted(scores)], problems
 
 
 def find_sweeps(folder: Path, run: Path | None = None) -> tuple[list[Sweep], list[str]]:
-    """Sweeps in a folder and below; and those beside it that were made from `run`."""
-    problems: list[str] = []
-    paths = list(_below(folder, "sweep.csv"))
-    if run is not None:
-        paths += [path for path in sorted(run.parent.glob("*/sweep.csv")) if _is_of(path, run) and path not in paths]
-    sweeps = []
-    for path in paths:
-        if rows := _read_csv(path, problems):
-            baseline = path.parent / "none" / "fid.json"
-            without = (_read_json(baseline, problems) or {}) if baseline.exists() else {}
-            sweeps.append(Sweep(path.parent, rows, _kind(path.parent), without))
+    """Sweeps in a folder and below, and those beside it that were made from `run`; and what could not be read."""
+    sweeps, problems = [], []
+    beside = sorted(run.parent.glob("*/sweep.csv")) if run else ()
+    for path in dict.fromkeys([*_below(folder, "sweep.csv"), *beside]):
+        scored = [record for score in sorted(path.parent.glob("*/fid.json")) for record in _read(score, [])]
+        made_from = {Path(str(record.get("checkpoint"))).resolve().parent for record in scored}
+        if path in beside and folder not in path.parents and run.resolve() not in made_from:
+            continue
+        kinds = [str(_section(record, "settings").get("guidance", "")).partition(" ")[0] for record in scored]
+        without = [record for record in _read(path.parent / "none" / "fid.json", []) if record]
+        if rows := _read(path, problems):
+            kind = next((f"guidance={kind}" for kind in kinds if kind not in ("", "none")), "")
+            sweeps.append(Sweep(path.parent, rows, kind, without[0] if without else {}))
     return sweeps, problems
-
-
-def _kind(folder: Path) -> str:
-    """guidance=… of a sweep's settings, how many samples each drew and how, of which step."""
-    for path in sorted(folder.glob("*scale*/fid.json"))[:1]:
-        record = _read_json(path, []) or {}
-        settings = _dict(record.get("settings"))
-        settings |= {"sampler": sampler_told({**settings, **record})} if "sampler" in settings else {}
-        guidance = str(settings.get("guidance", "")).partition(" ")[0]
-        parts = [guidance and f"guidance={guidance}"]
-        parts += [f"{key} {settings[key]}" for key in ("step", "sampler", "steps", "labels") if key in settings]
-        return ", ".join(filter(None, parts))
-    return ""
 
 
 def curves_of(sweep: Sweep) -> list[Panel]:
@@ -108,9 +93,8 @@ def curves_of(sweep: Sweep) -> list[Panel]:
             drawn = [Line(setting, *zip(*sorted(points))) for setting, points in lines.items()]
             level = _number(sweep.without.get(name))
             counts = "/".join(dict.fromkeys(f"{_number(row.get('count')) or 0:,.0f}" for row in sweep.rows))
-            title = f"{metric.label}, {counts} samples"
             levels = {} if level is None else {"no guidance": level}
-            panels.append(Panel(title, "ω", metric.title, drawn, levels=levels))
+            panels.append(Panel(f"{metric.label}, {counts} samples", "ω", metric.title, drawn, levels=levels))
     return panels
 
 
@@ -125,43 +109,25 @@ def _setting(row: dict, rows: list[dict]) -> str:
     return ", ".join(filter(None, (f"ratios {ratios}" * routed, interval, times))) or "all noise levels"
 
 
-def _is_of(path: Path, run: Path) -> bool:
-    """Whether the settings of a sweep were scored with a checkpoint of a run."""
-    read = (_read_json(score, []) or {} for score in sorted(path.parent.glob("*/fid.json")))
-    stated = next((record["checkpoint"] for record in read if isinstance(record.get("checkpoint"), str)), None)
-    return stated is not None and run.resolve() in Path(stated).resolve().parents
-
-
-def _below(folder: Path, pattern: str) -> Iterable[Path]:
+def _below(folder: Path, pattern: str) -> list[Path]:
     return [path for depth in DEPTH for path in sorted(folder.glob(depth + pattern)) if "/latest/" not in f"{path}"]
 
 
-def _key(values: dict) -> tuple[str, ...]:
-    """What two descriptions of one scoring share: of the solver its shift alone."""
-    shift = str(values.get("sampler") or "").partition(", ")[2]
-    return (*(str(values.get(key) or "") for key in ("time", "step", "count", "guidance", "nfe")), shift)
-
-
-def _read_json(path: Path, problems: list[str]) -> dict | None:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        problems.append(f"{path} can't be read: {error}")
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def _read_csv(path: Path, problems: list[str]) -> list[dict]:
+def _read(path: Path, problems: list[str]) -> list[dict]:
+    """The object of a .json, or the rows of a .csv without their empty cells; [] for what can't be read."""
     try:
         with path.open(newline="", errors="replace") as file:
-            return [{k: v for k, v in row.items() if k and v} for row in csv.DictReader(file)]
-    except (OSError, csv.Error) as error:
+            if path.suffix == ".csv":
+                return [{k: v for k, v in row.items() if k and v} for row in csv.DictReader(file)]
+            content = json.load(file)
+    except (OSError, ValueError, csv.Error) as error:
         problems.append(f"{path} can't be read: {error}")
         return []
+    return [content] if isinstance(content, dict) else []
 
 
-def _dict(value: object) -> dict:
-    return value if isinstance(value, dict) else {}
+def _section(record: dict, key: str) -> dict:
+    return record[key] if isinstance(record.get(key), dict) else {}
 
 
 def _number(value: object) -> float | None:

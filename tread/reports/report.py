@@ -1,18 +1,77 @@
-"""A page on one run or several: what they came to, their samples, curves, scores, costs, settings and troubles."""
+"""A page on one run or several: their results, samples, curves, scores, costs, settings and troubles."""
 
 from __future__ import annotations
 
 import datetime
+import json
+import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tread.reports import sections
-from tread.reports.comparison import SeedGroup, group_runs
-from tread.reports.page import Page
-from tread.reports.runs import Found, find_run
+from tread.evaluation.metric_table import METRICS, heldout_titles
+from tread.reports.comparison import (
+    SeedGroup,
+    axes_of,
+    cautions,
+    group_runs,
+    panel,
+    results_table,
+    unit,
+    unlike,
+    verdicts,
+)
+from tread.reports.known_scores import Score, curves_of, find_scores, find_sweeps
+from tread.reports.page import Page, data_uri
+from tread.reports.runs import Found, find_run, told_time
 from tread.runtime.files import check_place
+from tread.runtime.schema import written
+from tread.training.run_folder import LAUNCH, differences, value_at
 
 NAME = "report.html"
+ABSENT = "–"
+SPENT = {  # keys of metrics.jsonl → what took those seconds, beside the training steps
+    "eval_seconds": "evaluation loss",
+    "fid_seconds": "FID in training",
+    "draw_seconds": "drawing samples",
+    "judge_seconds": "judging samples at the end",
+    "save_seconds": "saving checkpoints",
+}
+PICTURES = 48  # in a page, of all runs together
+AXES = {"step": "steps", "flops": "FLOPs", "seconds": "time"}
+ABOUT = {  # a scoring's columns beside its metrics
+    "count": "samples",
+    "guidance": "guidance",
+    "flops_relative": "FLOPs over none",
+    "sampler": "solver",
+    "nfe": "NFE",
+    "weights": "weights",
+    "labels": "labels",
+    "reference": "reference",
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a report is about.
+
+    groups  the runs, those that differ by their seed alone together.
+    names   a run's folder → its name on the page, which no other run has.
+    sweeps  folders of guidance sweeps that were named beside the runs.
+    """
+
+    runs: Sequence[Found]
+    groups: Sequence[SeedGroup]
+    names: dict[Path, str]
+    sweeps: Sequence[Path]
+
+    @property
+    def comparable(self) -> list[SeedGroup]:
+        """Groups whose settings are known, and which have logged something."""
+        return [group for group in self.groups if all(run.config and run.records for run in group.runs)]
+
+    def said(self, run: Found, text: str) -> str:
+        return f"{self.names[run.folder]}: {text}" if len(self.runs) > 1 else text
 
 
 def write_report(folders: Sequence[Path | str]) -> Path:
@@ -27,33 +86,289 @@ def write_report(folders: Sequence[Path | str]) -> Path:
     sweeps = [folder for folder in others if (folder / "sweep.csv").is_file()]
     runs = [find_run(folder) for folder in (first, *others) if folder not in sweeps]
     check_place(first, 0)
-    subject = subject_of(runs, sweeps)
     named = [run.folder.resolve().name for run in runs]
-    now = datetime.datetime.now().astimezone()
-    page = Page(
-        " and ".join(named) if len(runs) < 3 else f"{named[0]} and {len(runs) - 1} more",
-        f"Report of {now:%d %B %Y, %H:%M %Z}",
-    )
-    for section in (sections.results, sections.troubles, sections.samples, sections.curves, sections.scores):
-        section(page, subject)
-    for section in (sections.sweeps, sections.time, sections.settings):
+    title = " and ".join(named) if len(runs) < 3 else f"{named[0]} and {len(runs) - 1} more"
+    page = Page(title, f"Report of {datetime.datetime.now().astimezone():%d %B %Y, %H:%M %Z}")
+    subject = subject_of(runs, sweeps)
+    for section in (add_results, add_troubles, add_samples, add_curves, add_scores, add_sweeps, add_time, add_settings):
         section(page, subject)
     page.write(first / NAME)
     return first / NAME
 
 
-def subject_of(runs: Sequence[Found], sweeps: Sequence[Path] = ()) -> sections.Subject:
-    """Runs that differ by their seed alone put together, those whose settings are not known alone, all with names."""
-    if len(runs) == 1:
-        groups = [SeedGroup(runs[0].folder.resolve().name, runs)]
-    else:
-        groups = group_runs([run for run in runs if run.config])
-        groups += [SeedGroup(run.folder.resolve().name, [run]) for run in runs if not run.config]
+def subject_of(runs: Sequence[Found], sweeps: Sequence[Path]) -> Subject:
+    """Runs grouped by their seeds, those of unknown settings alone, and named."""
+    alone = [run for run in runs if len(runs) == 1 or not run.config]
+    groups = group_runs([run for run in runs if run not in alone])
+    groups += [SeedGroup(run.folder.resolve().name, [run]) for run in alone]
     called = [group.name for group in groups]
-    groups = [SeedGroup(str(g.runs[0].folder), g.runs) if called.count(g.name) > 1 else g for g in groups]
+    groups = [replace(g, name=str(g.runs[0].folder)) if called.count(g.name) > 1 else g for g in groups]
     names = {
-        run.folder: group.name + (f", {run.folder.name}" if len(group.runs) > 1 else "")
+        run.folder: f"{group.name}, {run.folder.name}" if len(group.runs) > 1 else group.name
         for group in groups
         for run in group.runs
     }
-    return sections.Subject(runs, groups, names, sweeps)
+    return Subject(runs, groups, names, sweeps)
+
+
+def add_results(page: Page, subject: Subject) -> None:
+    page.section("Results")
+    page.table(*results_table(subject.groups))
+    page.points(said := verdicts(subject.comparable))
+    if said and all(len(group.runs) == 1 for group in subject.comparable):
+        page.text("Without several seeds of each, differences of a few percent are chance.")
+
+
+def add_troubles(page: Page, subject: Subject) -> None:
+    texts = [subject.said(run, text) for run in subject.runs for text in troubles_of(run)]
+    if len(subject.comparable) > 1:
+        texts += [text for text in cautions(subject.comparable) if " is at step " not in text]
+    page.section("Warnings")
+    page.points(texts, "warnings")
+    if not texts:
+        page.text("None: finished, no step was skipped, every file could be read.")
+
+
+def troubles_of(run: Found) -> list[str]:
+    """What a reader of this run's numbers should know, the worst first."""
+    texts, planned = [], value_at(run.config, "train.steps")
+    early = isinstance(planned, int) and run.step < planned
+    if run.status.get("state") != "finished" or early:
+        texts.append(f"{run.state()}, at step {run.step:,}" + (f" of {planned:,}" if isinstance(planned, int) else ""))
+    texts += run.problems
+    if bad := [record for record in run.records if record.get("bad_steps")]:
+        before = [r["step"] for r in run.records if "bad_steps" in r and r["step"] < bad[0]["step"]]
+        texts.append(
+            f"{sum(record['bad_steps'] for record in bad):,.0f} steps were skipped, since loss or gradient was not "
+            f"finite: between steps {max(before, default=0):,} and {bad[-1]['step']:,}"
+        )
+    for name, called in heldout_titles().items():
+        if absurd := [record for record in run.records if record.get(name, 0) > 1000]:
+            texts.append(f"the {called} is {absurd[0][name]:.3g} at step {absurd[0]['step']:,}")
+    if run.config and not value_at(run.config, "dataset.heldout"):
+        texts.append("there is no held-out data, so no evaluation")
+    texts += [str(text) for start in run.starts for text in start["warnings"]]
+    if len(run.starts) > 1:
+        steps = ", ".join(f"{start['step']:,}" for start in run.starts[1:])
+        texts.append(f"started again at step {steps}")
+    for before, now in zip(run.starts, run.starts[1:]):
+        for key, (old, new) in differences(before["config"], now["config"]).items():
+            if key not in LAUNCH:
+                texts.append(f"{key} was {written(old)}, is {written(new)} from step {now['step']:,} on")
+    commits = list(dict.fromkeys(str(start["versions"].get("git")) for start in run.starts))
+    if len(commits) > 1:
+        texts.append(f"its code changed between starts: commits {', '.join(commits)}")
+    elif commits and commits[0].endswith("+changes"):
+        texts.append("its code differed from the stated commit: there were changes that were not committed")
+    return list(dict.fromkeys(texts))
+
+
+def add_samples(page: Page, subject: Subject) -> None:
+    shown, said = {}, []
+    for run in subject.runs:
+        paths = {p.stem[5:]: p for p in sorted(run.folder.glob("samples/step_*.png")) if p.stem[5:].isdecimal()}
+        chosen, smaller = evenly([*paths], PICTURES // len(subject.runs)), 0
+        for step in chosen:
+            try:
+                uri, reduced = data_uri(paths[step])
+            except (OSError, ValueError) as error:
+                said.append(f"{paths[step]} can't be read: {error}")
+                continue
+            shown.setdefault(subject.names[run.folder], {})[int(step)] = uri
+            smaller += reduced
+        if len(chosen) < len(paths):
+            said.append(subject.said(run, f"{len(chosen)} of {len(paths)} pictures are here, evenly chosen"))
+        if smaller:
+            said.append(subject.said(run, f"{smaller} pictures are smaller here than in samples/, as JPEGs"))
+    if shown or said:
+        page.section("Samples")
+    if shown:
+        page.slider(shown)
+        page.text("Drawn with the EMA weights. A row is a class, and a place has the same noise at each step.")
+    page.points(said)
+
+
+def evenly(items: Sequence, most: int) -> list:
+    """At most so many items (two at least), evenly chosen, with the first and the last."""
+    most = max(2, most)
+    if len(items) <= most:
+        return [*items]
+    return [items[round(number * (len(items) - 1) / (most - 1))] for number in range(most)]
+
+
+def add_curves(page: Page, subject: Subject) -> None:
+    groups = subject.groups
+    shown = [m for m in METRICS if METRICS[m].curve and any(len(group.curve(m)) > 1 for group in groups)]
+    rates = {point.value for group in groups for point in group.curve("lr")}
+    shown = [metric for metric in shown if metric != "lr" or len(rates) > 1]  # a constant one stands in the settings
+    axes, charts = axes_of(groups, shown), []
+    if not axes:
+        return
+    for metric in shown:
+        drawn = [group for group in groups if group.curve(metric)]
+        charts.append({AXES[axis]: panel(drawn, metric, axis) for axis in axes})
+        routed = [bool((group.config.get("model") or {}).get("routes")) for group in drawn]
+        if "model.routes" in METRICS[metric].alike and any(routed):  # it means something else with routes
+            for axis, drawing in charts[-1].items():
+                lines = [replace(line, dashed=dashed) for line, dashed in zip(drawing.lines, routed)]
+                title = f"{drawing.title}, with routes (dashed): not comparable to runs without"
+                charts[-1][axis] = replace(drawing, lines=lines, title=title)
+    page.section("Curves")
+    page.curves(charts)
+    page.text(
+        "Drag over a plot to zoom, double-click to go back. Bands are the standard deviation over seeds. Evaluation "
+        "loss (edm) and velocity error (rf) are of the EMA weights with all tokens, on held-out data; compare runs by "
+        "them, but not one with the other."
+    )
+
+
+def add_scores(page: Page, subject: Subject) -> None:
+    for run in subject.runs:
+        scored, problems = find_scores(run.folder)
+        if (scored or problems) and "Scores" not in page.sections:
+            page.section("Scores")
+        if (scored or problems) and len(subject.runs) > 1:
+            page.heading(subject.names[run.folder])
+        if scored:
+            page.table(*score_table(scored, run))
+        page.points(list(dict.fromkeys(note for score in scored for note in score.notes)))
+        page.points(problems, "warnings")
+
+
+def score_table(scored: Sequence[Score], run: Found) -> tuple[list[str], list[list[str]]]:
+    """Head and rows, a scoring each, with the columns that any of them has."""
+
+    def known(names: Sequence[str]) -> list[str]:
+        return [name for name in names if any(score.values.get(name) not in (None, "") for score in scored)]
+
+    metrics, about, rows = known([*METRICS]), known([*ABOUT]), []
+    for score in scored:
+        cells = [_cell(score.values.get(name)) for name in metrics]
+        counts = [f" of {score.counts[name]:,}" if name in score.counts else "" for name in metrics]
+        path = str(score.values.get("samples", ""))
+        where = path.removeprefix(f"{run.folder}/").removeprefix(f"{run.folder.resolve()}/")
+        where = f"step {_cell(score.values['step'])}" if score.values.get("step") else where
+        rows.append([where, *map(str.__add__, cells, counts), *(_cell(score.values.get(key)) for key in about)])
+    return ["of", *(METRICS[m].title + METRICS[m].arrow for m in metrics), *(ABOUT[key] for key in about)], rows
+
+
+def _cell(value: object) -> str:
+    """A value of a record, or its text in a table, for people."""
+    try:
+        return f"{float(value):,.0f}" if float(value).is_integer() else f"{float(value):.5g}"
+    except (TypeError, ValueError):
+        return ABSENT if value in (None, "") else str(value)
+
+
+def add_sweeps(page: Page, subject: Subject) -> None:
+    known, problems = {}, []
+    for folder, run in [*((run.folder,) * 2 for run in subject.runs), *((path, None) for path in subject.sweeps)]:
+        swept, wrong = find_sweeps(folder, run)
+        known = {sweep.folder.resolve(): (sweep, run) for sweep in swept} | known
+        problems += wrong
+    if known or problems:
+        page.section("Guidance")
+    for sweep, run in known.values():
+        page.heading(f"{sweep.folder}" + (f", with {subject.names[run]}" if run and len(subject.runs) > 1 else ""))
+        page.text(sweep.kind)
+        page.curves([{"": panel} for panel in curves_of(sweep)])
+    page.points(problems, "warnings")
+
+
+def add_time(page: Page, subject: Subject) -> None:
+    page.section("Where the time went")
+    each = [time_of(run) for run in subject.runs]
+    cells = [
+        {name: f"{duration(seconds)}, {seconds / sum(spent.values()):.1%}" for name, seconds in spent.items()}
+        | {"in all": duration(sum(spent.values()))}
+        for spent in each
+    ]
+    rows = [[name, *(cell.get(name, ABSENT) for cell in cells)] for name in {n: 0 for c in cells for n in c}]
+    page.table(["", *(subject.names[run.folder] for run in subject.runs)], rows)
+    if any(len(run.starts) > 1 for run in subject.runs):
+        page.text("What was done twice, after a restart, counts once.")
+
+
+def time_of(run: Found) -> dict[str, float]:
+    """What took the run's seconds, in the order of a run; for old records, as far as they tell."""
+    total, first = run.last("seconds") or 0.0, sum(r.get("first_step_seconds", 0.0) for r in run.records)
+    starts = [r for r in run.records if "cold_start_seconds" in r]
+    waited, since = 0.0, 0.0
+    for record in run.records:
+        if "data_wait" in record and "seconds" in record:
+            waited += record["data_wait"] * max(0.0, record["seconds"] - since)
+            since = record["seconds"]
+    rest = run.status.get("spent")
+    numbers = [*run.records, rest if isinstance(rest, dict) else {}]
+    parts = {
+        "start, before the first step": sum(r["cold_start_seconds"] - r.get("first_step_seconds", 0.0) for r in starts),
+        "the first step of each start": first,
+        "other training steps": max(0.0, total - first - waited),
+        "waiting for data": waited,
+        **{called: sum(record.get(key, 0.0) for record in numbers) for key, called in SPENT.items()},
+    }
+    return {name: seconds for name, seconds in parts.items() if seconds > 0}
+
+
+def duration(seconds: float) -> str:
+    name, size = unit("seconds", seconds)
+    return f"{seconds / size:.3g} {name}"
+
+
+def add_settings(page: Page, subject: Subject) -> None:
+    page.section("What ran")
+    facts = [facts_of(run) for run in subject.runs]
+    names = [subject.names[run.folder] for run in subject.runs]
+    page.table(["", *names], [[key, *(fact[key] for fact in facts)] for key in facts[0]])
+    if len(subject.runs) > 1:
+        page.heading("Settings that differ")
+        apart = unlike([run.config for run in subject.runs])
+        rows = [[key, *map(written, values)] for key, values in apart.items() if key not in LAUNCH]
+        page.table(["key", *names], rows)
+    for run in subject.runs:
+        if run.config:
+            settings = json.dumps(run.config, indent=1, ensure_ascii=False)
+            page.folded(f"all settings of {subject.names[run.folder]}", settings)
+
+
+def facts_of(run: Found) -> dict[str, str]:
+    """What ran, on what, at which cost, by name."""
+    config, last, first = run.config, run.starts[-1] if run.starts else {}, run.starts[0] if run.starts else {}
+    versions = last.get("versions", {})
+    batch, planned = value_at(config, "train.batch_size"), value_at(config, "train.steps")
+    seconds, flops, words, count = run.last("seconds"), run.last("flops"), last.get("command"), last.get("processes")
+    hashed, plus, rest = str(versions.get("git") or "").partition("+")
+    device = ", ".join(str(last[key]) for key in ("device", "precision") if last.get(key))
+    facts = {
+        "state": run.state(),
+        "folder": str(run.folder),
+        "network": _network(config),
+        "data": value_at(config, "dataset.name"),
+        "objective": config.get("objective"),
+        "seed": config.get("seed"),
+        "first weights": first.get("weights"),
+        "steps": f"{run.step:,}" + (f" of {planned:,}" if isinstance(planned, int) else ""),
+        "images": f"{run.step * batch:,} in batches of {batch:,}" if isinstance(batch, int) else None,
+        "training FLOPs": flops and f"{flops:.4g}",
+        "training time": seconds and duration(seconds),
+        "device": f"{count} processes on {device}" if isinstance(count, int) and count > 1 else device,
+        "commit": hashed[:12] + plus + rest,
+        "versions": ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "numpy") if name in versions),
+        "started": told_time(first.get("time")),
+        "last heard of": told_time(run.status.get("time")),
+        "command": shlex.join(map(str, ["python", *words])) if isinstance(words, list) and words else None,
+    }
+    return {name: ABSENT if value in (None, "") else str(value) for name, value in facts.items()}
+
+
+def _network(config: dict) -> str | None:
+    model = config.get("model")
+    if not model:
+        return None
+    sizes = [f"{key.replace('_', ' ')} {model[key]}" for key in ("hidden_size", "depth", "patch_size") if key in model]
+    routes = [
+        f"r({route.get('start')}→{route.get('end')}) at ratio {route.get('selection_ratio')}"
+        + ("" if route.get("rejoin") in (None, route.get("start")) else f" rejoining as before block {route['rejoin']}")
+        for route in model.get("routes") or ()
+    ]
+    return ", ".join([str(model["name"]), *sizes, "; ".join(routes) or "no route"])

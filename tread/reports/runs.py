@@ -1,46 +1,53 @@
-"""A run's folder as it is found: finished, running, killed or damaged. What can't be read is said, and left out."""
+"""A run's folder as it was left: finished, running, killed or damaged. What can't be read is named, and left out."""
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from tread.checkpoints import checkpoint
-from tread.reports.comparison import Compared
 from tread.runtime.plugins import import_plugins
 from tread.training.run_folder import RunLog, migrate, value_at
 
-T = TypeVar("T")
+FILES = ("run.json", "metrics.jsonl", "status.json")
+NEEDED = {"model.name": str, "train.steps": int, "train.batch_size": int, "dataset.name": str}  # of a config
 
 
 @dataclass(frozen=True)
-class Found(Compared):
+class Found:
     """A run, and what is left of it.
 
     config    of its last start, else of its newest checkpoint; {} if neither can be read.
-    records   those that can be read, with the numbers in them that are finite.
+    records   the readable ones of metrics.jsonl, with their finite numbers: "step", of the training up to then
+              "seconds" and "flops", and metrics.
     starts    of run.json, each with "step", "config", "versions" and "warnings".
     status    of status.json; {} if there is none.
     problems  what could not be read, for people.
     """
 
+    folder: Path
+    config: dict
+    records: list[dict]
     starts: list[dict]
     status: dict
     problems: list[str]
 
     @property
     def step(self) -> int:
-        """How far it has come, by what is there."""
+        """The last step that status or records know of."""
         stated = self.status.get("step")
         return max([stated if isinstance(stated, int) else 0, *(record["step"] for record in self.records)])
 
+    def last(self, key: str) -> float | None:
+        return next((record[key] for record in reversed(self.records) if key in record), None)
+
     def state(self) -> str:
-        """How it is with the run, for people."""
+        """Whether the run is running, finished, killed, …, for people."""
         state, reason = self.status.get("state"), self.status.get("reason")
         if state != "running":
             return " – ".join(str(part) for part in (state or "not known", reason) if part)
@@ -55,107 +62,84 @@ def told_time(stated: object) -> str | None:
     return str(stated).replace("T", " ").replace("+00:00", " UTC") if stated else None
 
 
+def folders_of(patterns: Sequence[str]) -> list[Path]:
+    """Folders, each once, by their names or by globs, which match runs alone.
+
+    Raises FileNotFoundError for a glob without a run, or if nothing is named.
+    """
+    folders: dict[Path, None] = {}
+    for pattern in patterns:
+        matching = [Path(pattern)]
+        if glob.has_magic(pattern):
+            matching = [folder for folder in map(Path, sorted(glob.glob(pattern))) if RunLog(folder).records()]
+        if not matching:
+            raise FileNotFoundError(f"{pattern} names no run that has logged anything yet")
+        folders |= dict.fromkeys(matching)
+    if not folders:
+        raise FileNotFoundError("name at least one run's folder, such as results/digits-tread or 'results/*'")
+    return [*folders]
+
+
 def find_run(folder: Path) -> Found:
-    """What there is of a run. Raises FileNotFoundError if a folder holds nothing of one."""
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{folder} {'is a file, no' if folder.exists() else 'does not exist: name a'} run's folder"
-        )
-    here = [name for name in ("run.json", "metrics.jsonl", "status.json") if (folder / name).exists()]
-    if not here and not any(folder.glob("step_*/info.json")):
-        raise FileNotFoundError(
-            f"{folder} is no run's folder: it has neither run.json, metrics.jsonl and status.json nor a checkpoint"
-        )
+    """A run by its folder. Raises FileNotFoundError for a folder without any of its files."""
+    present = [name for name in FILES if (folder / name).exists()]
+    if not present and not any(folder.glob("step_*/info.json")):
+        raise FileNotFoundError(f"{folder} is no run's folder: it has neither {', '.join(FILES)} nor a checkpoint")
     log, problems = RunLog(folder), []
-
-    def read(name: str, attempt: Callable[[], T], otherwise: T) -> T:
-        try:
-            return attempt()
-        except (OSError, ValueError) as error:
-            problems.append(f"{name} can't be read: {error}")
-            return otherwise
-
-    starts = [_typed(start) for start in read("run.json", log.starts, [])]
-    status = read("status.json", log.read_status, {})
-    records = read("metrics.jsonl", log.records, [])
-    if not starts:
-        damaged = "run.json" in here
-        problems.append(
-            f"run.json is {'damaged' if damaged else 'missing'}: its starts and their commands are not known"
-        )
-    if not status or not isinstance(status, dict):
-        problems.append(
-            f"status.json is {'damaged' if 'status.json' in here else 'missing'}: how the run ended is not known"
-        )
-    whole = [record for record in map(_cleaned, records) if record]
-    if "metrics.jsonl" not in here:
-        problems.append("metrics.jsonl is missing")
-    elif lost := read("metrics.jsonl", lambda: _lines(log.metrics), len(whole)) - len(whole):
-        problems.append(f"{lost} of {lost + len(whole)} lines of metrics.jsonl can't be read and are left out")
-    if not whole:
-        problems.append("nothing was logged")
-    if starts:
-        read("plugins", lambda: import_plugins(starts[-1]["config"].get("plugins", ())), None)
-    config = _config_of(starts[-1]["config"]) if starts else {}
-    newest, wrong = read("the newest checkpoint", lambda: _look_at_checkpoint(folder), ({}, None))
-    if wrong:
-        problems.append(wrong)
-    if not config and (config := _config_of(newest.get("config"))):
-        problems.append("its settings are those of the newest checkpoint")
-    elif not config:
-        problems.append("its settings are not known")
-    return Found(folder, config, whole, starts, status if isinstance(status, dict) else {}, problems)
+    starts = [_typed(start) for start in log.starts()]
+    records = [record for record in map(_numbers, log.records()) if record]
+    status = log.read_status()
+    status = status if isinstance(status, dict) else {}
+    for name, content in zip(FILES, (starts, records, status)):
+        if not content:
+            problems.append(f"{name} is {'damaged or empty' if name in present else 'missing'}")
+    lines = log.metrics.read_text(errors="replace").splitlines() if "metrics.jsonl" in present else []
+    if lost := sum(bool(line.strip()) for line in lines) - len(records):
+        problems.append(f"{lost} of {lost + len(records)} lines of metrics.jsonl can't be read and are left out")
+    config, saved = _config_of(starts[-1]["config"]) if starts else {}, {}
+    import_plugins(config.get("plugins", ()))  # they may define its metrics and its network
+    try:
+        if newest := checkpoint.newest(folder):
+            source = checkpoint.find(newest)
+            saved = source.info
+            for name in saved["files"]:
+                source.check(name.removesuffix(".safetensors"))
+        else:
+            problems.append("there is no checkpoint")
+    except (OSError, ValueError) as error:
+        problems.append(str(error))
+    if not config:
+        config = _config_of(saved.get("config"))
+        problems.append("its settings are " + ("those of the newest checkpoint" if config else "not known"))
+    return Found(folder, config, records, starts, status, problems)
 
 
-def _cleaned(record: object) -> dict | None:
-    """A line's finite numbers, if it is one of ours."""
+def _numbers(record: object) -> dict:
+    """A line's finite numbers; {} if it is no record."""
     if not isinstance(record, dict) or type(record.get("step")) is not int:
-        return None
-    kinds = {key: value for key, value in record.items() if type(value) in (int, float)}
-    return {key: value for key, value in kinds.items() if math.isfinite(value)}
+        return {}
+    return {key: value for key, value in record.items() if type(value) in (int, float) and math.isfinite(value)}
 
 
 def _typed(start: dict) -> dict:
-    """A start, with nothing where something of another kind stands."""
+    """A start, with an empty value where there is none of the right type."""
     kinds = {"step": int, "config": dict, "versions": dict, "warnings": list}
     return start | {key: start[key] if isinstance(start.get(key), kind) else kind() for key, kind in kinds.items()}
 
 
-def _lines(path: Path) -> int:
-    return sum(bool(line.strip()) for line in path.read_text(errors="replace").splitlines())
-
-
 def _config_of(config: object) -> dict:
-    """A config by today's keys, if it holds what everything reads, of the kind that it should be; else {}."""
+    """A config by today's keys; {} if it lacks what every reader needs."""
     try:
-        known = migrate(config)
+        config = migrate(config)
     except (TypeError, AttributeError):
         return {}
-    needed = {"model.name": str, "train.steps": int, "train.batch_size": int, "dataset.name": str}
-    return known if all(isinstance(value_at(known, key), kind) for key, kind in needed.items()) else {}
-
-
-def _look_at_checkpoint(folder: Path) -> tuple[dict, str | None]:
-    """The newest checkpoint's info, and what is wrong with it by the sizes of its files. Raises ValueError, OSError."""
-    newest = checkpoint.newest(folder)
-    if newest is None:
-        return {}, "there is no checkpoint"
-    source = checkpoint.find(newest)
-    try:
-        for name in source.info["files"]:
-            source.check(name.removesuffix(".safetensors"))
-    except ValueError as error:
-        return source.info, str(error)
-    return source.info, None
+    return config if all(isinstance(value_at(config, key), kind) for key, kind in NEEDED.items()) else {}
 
 
 def _alive(pid: int) -> bool:
-    """Whether this machine has such a process, and it is no zombie, as far as that can be told."""
+    """Whether this machine has such a process."""
     try:
         os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    stat = Path(f"/proc/{pid}/stat")
-    return not (stat.exists() and stat.read_text(errors="replace").rpartition(")")[2].split()[:1] == ["Z"])
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return True

@@ -5,24 +5,24 @@
         loss = criterion(model(...))
         loss.backward()                     # inside too, where activations are computed again
 
-Every block on a route gets the kept tokens, and its output goes back among the untouched others right
-behind it, so that whatever a model does between two blocks sees all tokens. This is the same function
-as gathering once and scattering once (run_blocks), for two more copies of the tokens a block.
+Every block on a route gets the kept tokens, and its output is put back among the skipped ones right
+behind it, so whatever a model does between two blocks sees all tokens. The result is that of gathering
+once and scattering once (run_blocks), for two more copies of the tokens per block.
 
-Blocks may take the tokens by a keyword, and return them among others: text and picture tokens of joint blocks, say,
-of which attach_routes(…, tokens="hidden_states", output=1) routes the second and leaves the text whole.
+Blocks may take the tokens by keyword and return them in a tuple. For joint blocks of text and picture tokens,
+attach_routes(…, tokens="hidden_states", output=1) routes the picture tokens and leaves the text whole.
 
-What travels with the tokens is the caller's to say, since no name or shape tells it for certain; where nothing was
-said, whatever might travel is an error:
+No name or shape tells for certain what else has a token axis, so the caller says it with two functions. Without
+them, any input that might have one is an error:
 
-    select(args, kwargs, ids) → args, kwargs     a block's inputs, with everything that has a token axis gathered
-    join(output, saved, ids) → output            a block's output, put back; saved is (args, kwargs) before select,
-                                                 behind a route's end those of the block as before which it rejoins
+    select(args, kwargs, ids) → args, kwargs     a block's inputs, everything with a token axis gathered
+    join(output, saved, ids) → output            a block's output, put back; saved is (args, kwargs) before select, or
+                                                 those of the block before which the skipped tokens rejoin
 
-Where `tokens` is said, both see them first in args however the model called the block; where `output` is, join gets
-and returns the tokens alone.
+With `tokens`, both see the tokens first in args, however the model called the block; with `output`, join gets and
+returns the tokens alone.
 
-This file needs torch, routing_module.py and ids.py beside it alone.
+This file needs only torch, routing_module.py and ids.py.
 
 Shapes: B samples, N tokens, K kept tokens.
 """
@@ -39,31 +39,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routing_module import RULES, Route, check_ids, check_routes, gather_tokens, scatter_tokens, times_written
+from routing_module import RULES, Grid, Route, check_ids, check_routes, gather_tokens, scatter_tokens, times_written
 
 from .ids import choose_ids, with_ratio
 
 Inputs = tuple[tuple, dict]
+Select = Callable[[tuple, dict, Tensor], Inputs]
+Join = Callable[[Any, Inputs, Tensor], Any]
 
 
 def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
-    """For blocks whose first positional input is the tokens (B, N, D), and nothing else has a token axis.
-
-    Given as `select=select_first` it says that this is so; where no select was given, select_only looks too.
-    """
+    """For blocks whose first positional input, the tokens (B, N, D), is the only one with a token axis."""
     if not args:
         raise ValueError(
-            f"the block was called by keywords alone ({', '.join(kwargs)}), which say not where the tokens are: "
-            "give attach_routes a select and a join, or tokens= (the keyword of the tokens)"
+            f"the block was called with keywords only ({', '.join(kwargs)}): give attach_routes a select and a join, "
+            "or tokens= (the keyword of the tokens)"
         )
     return (gather_tokens(args[0], ids_keep), *args[1:]), kwargs
 
 
 def select_only(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
-    """select_first, for tokens that come alone: attach_routes' default.
+    """select_first with a check, attach_routes' default.
 
-    Raises ValueError for a further tensor, in lists and dicts too, with an axis as long as the tokens' (but not for
-    its first where there are as many samples as tokens): nothing tells whether it travels with the tokens.
+    Raises ValueError for another tensor, in lists and dicts too, with an axis as long as the tokens': nothing tells
+    whether it travels with them. The first axis does not count where there are as many samples as tokens.
     """
     selected = select_first(args, kwargs, ids_keep)
     samples, count = args[0].shape[:2]
@@ -71,15 +70,15 @@ def select_only(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
     for name, tensor in _tensors(others):
         if count in tensor.shape[samples == count :]:
             raise ValueError(
-                f"the block also gets {name} of shape {tuple(tensor.shape)}, with an axis of {count} as the tokens "
-                f"{tuple(args[0].shape)} have: give attach_routes a select= that takes the kept tokens' part of it, "
-                "or select=select_first if that axis is no tokens"
+                f"the block also gets {name} of shape {tuple(tensor.shape)}, with an axis of {count} like the tokens "
+                f"{tuple(args[0].shape)}: give attach_routes a select= that gathers the kept tokens' part of it, "
+                "or select=select_first if that axis is not tokens"
             )
     return selected
 
 
 def _tensors(given: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors among inputs by name, inside of lists, tuples and dicts too."""
+    """The tensors among inputs with their names, inside lists, tuples and dicts too."""
     if isinstance(given, Tensor):
         yield name, given
     elif isinstance(given, (dict, list, tuple)):
@@ -97,7 +96,7 @@ def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
     if not isinstance(output, Tensor):
         raise ValueError(
             f"the block returned a {type(output).__name__}, not the tokens alone: give attach_routes a join, or "
-            "output= (the tokens' place in a tuple)"
+            "output= (the tokens' index in a tuple)"
         )
     return scatter_tokens(saved[0][0], output, ids_keep)
 
@@ -109,8 +108,8 @@ class Routing:
         self,
         blocks: nn.ModuleList,
         routes: tuple[Route, ...],
-        select: Callable[[tuple, dict, Tensor], Inputs],
-        join: Callable[[Any, Inputs, Tensor], Any],
+        select: Select,
+        join: Join,
         keyword: str | None,
         place: int | None,
     ) -> None:
@@ -119,7 +118,7 @@ class Routing:
         self._ids: tuple[Tensor, ...] | None = None
         self._tokens: int | None = None
         self._running: dict[int, tuple[Inputs, Tensor]] = {}  # by block, the call that is under way
-        self._rejoins: dict[int, tuple[Inputs, list[int]]] = {}  # by route, what its tokens come back as
+        self._rejoins: dict[int, tuple[Inputs, list[int]]] = {}  # by route, what its skipped tokens return to
         self._handles = []
         for number, route in enumerate(routes):  # before those below, which take tokens out
             if route.rejoin < route.start:
@@ -133,42 +132,38 @@ class Routing:
                     blocks[index].register_forward_hook(behind, with_kwargs=True),
                 ]
 
-    def _tokens_first(self, args: tuple, kwargs: dict) -> Inputs:
-        """The same call, which gives the tokens by position: they are the block's first input."""
-        if self._keyword not in kwargs:
-            return args, kwargs
-        return (kwargs[self._keyword],), {name: given for name, given in kwargs.items() if name != self._keyword}
-
-    def _check_count(self, index: int, args: tuple) -> None:
+    def _tokens_first(self, index: int, args: tuple, kwargs: dict) -> Inputs:
+        """The same call with the tokens by position: they are the block's first input. Raises ValueError for a number
+        of tokens that is not the ids'."""
+        if self._keyword in kwargs:
+            args = (kwargs[self._keyword],)
+            kwargs = {name: given for name, given in kwargs.items() if name != self._keyword}
         if self._select in (select_first, select_only) and args and self._tokens not in (None, args[0].shape[1]):
             raise ValueError(
-                f"the numbers (and prefix) are of {self._tokens} tokens, but block {index} gets {args[0].shape[1]}"
+                f"the noise (and prefix) is for {self._tokens} tokens, but block {index} gets {args[0].shape[1]}"
             )
+        return args, kwargs
 
     def _save(self, number: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self._ids is not None:
-            args, kwargs = self._tokens_first(args, kwargs)
-            self._check_count(self.routes[number].rejoin, args)
-            self._rejoins[number] = (args, kwargs), _written(args, kwargs)
+            saved = self._tokens_first(self.routes[number].rejoin, args, kwargs)
+            self._rejoins[number] = saved, _written(*saved)
 
     def _saved(self, number: int, index: int, args: tuple) -> Inputs:
-        """The inputs of the block as before which a route rejoins, once; `args` are those of block `index`, its end."""
-        rejoin, again = self.routes[number].rejoin, "activation checkpointing around single blocks"
-        if number not in self._rejoins:
+        """The saved inputs of the block before which a route rejoins, handed out once; args are those of block `index`,
+        the route's end."""
+        rejoin = self.routes[number].rejoin
+        no_graph = not torch.is_grad_enabled() and args and isinstance(args[0], Tensor) and args[0].grad_fn is not None
+        if number not in self._rejoins or no_graph:  # the second: use_reentrant=True
             raise RuntimeError(
-                f"block {index} was called without block {rejoin} before it, as before which its route rejoins: where "
-                f"it is computed again ({again}), hooks can't do that; leave rejoin out, or use run_blocks"
-            )
-        if not torch.is_grad_enabled() and args and isinstance(args[0], Tensor) and args[0].grad_fn is not None:
-            raise RuntimeError(
-                f"block {index} runs without a graph inside of one ({again}, use_reentrant=True), so that no gradient "
-                f"would reach block {rejoin}, as before which its route rejoins; leave rejoin out, or use run_blocks"
+                f"block {index} was called without block {rejoin}, before which its route rejoins, as activation "
+                "checkpointing around single blocks does; hooks can't support that: leave rejoin out, or use run_blocks"
             )
         saved, written = self._rejoins.pop(number)
         if _written(*saved) != written:
             raise RuntimeError(
-                f"the model wrote into what block {rejoin} was given before block {index} was done, so that tokens "
-                "can't come back as they were before it; leave rejoin out"
+                f"the model wrote into the inputs of block {rejoin}, to which the skipped tokens return behind block "
+                f"{index}: leave rejoin out"
             )
         return saved
 
@@ -176,8 +171,7 @@ class Routing:
         self._running.pop(index, None)
         if self._ids is None:
             return None
-        args, kwargs = self._tokens_first(args, kwargs)
-        self._check_count(index, args)
+        args, kwargs = self._tokens_first(index, args, kwargs)
         ids_keep, route = self._ids[number], self.routes[number]
         rejoins = index == route.end and route.rejoin < route.start
         saved = self._saved(number, index, args) if rejoins else (args, kwargs)
@@ -191,26 +185,23 @@ class Routing:
         call = self._running.pop(index)
         if self._place is None:
             return self._join(output, *call)
-        parts = list(output) if isinstance(output, tuple) else []
-        if not -len(parts) <= self._place < len(parts):
-            returned = f"{len(parts)} things" if isinstance(output, tuple) else f"a {type(output).__name__}, no tuple"
-            raise ValueError(f"output={self._place} says where the tokens are, but block {index} returned {returned}")
+        if not isinstance(output, tuple):
+            raise ValueError(f"output is {self._place}, but block {index} returned a {type(output).__name__}, no tuple")
+        parts = list(output)
         parts[self._place] = self._join(parts[self._place], *call)
         return tuple(parts)
 
     @contextlib.contextmanager
     def on_ids(self, *ids_keep: Tensor, tokens: int | None = None) -> Iterator[None]:
-        """Run the model under ids that are drawn already: (B, K) for each route. Whatever their K, it is the ratio.
+        """Run the model under given ids, (B, K) for each route, whatever the route's ratio.
 
-        tokens  how many the ids choose from, checked where no other `select` was given; None: not checked.
+        tokens  N, compared with what the blocks get unless the caller gave a `select`; None: not compared.
 
-        Raises ValueError for ids that are none, or name a token twice (looked at on a CPU only).
+        Raises ValueError for ids that do not fit or name a token twice (looked at on a CPU only).
         """
         if len(ids_keep) != len(self.routes):
             raise ValueError(f"{len(ids_keep)} sets of ids for {len(self.routes)} routes: each route needs its own")
         for ids in ids_keep:
-            if not isinstance(ids, Tensor):
-                raise ValueError(f"ids are {ids!r}, but must be tensors, (B, K) int64, one for each route")
             check_ids(ids, len(ids) if ids.ndim else 0, tokens)
         if self._ids is not None:
             raise RuntimeError("the routes are on already: leave the first context before entering another")
@@ -228,17 +219,14 @@ class Routing:
         self,
         *noise: Tensor,
         ratio: float | None = None,
-        grid: tuple[int, int] | None = None,
+        grid: Grid | None = None,
         force_keep: Tensor | None = None,
         prefix: int = 0,
     ) -> contextlib.AbstractContextManager[None]:
-        """Run the model under ids chosen from uniform numbers, (B, N) for each route, or one tensor for all.
+        """Run the model under ids chosen from uniform noise, (B, N) for each route, or one tensor for all.
 
-        ratio  another selection_ratio than the routes' own, e.g. at inference. The rest: see choose_ids.
+        ratio  replaces the routes' selection_ratio, e.g. at inference. The rest: see choose_ids.
         """
-        for given in noise:
-            if not isinstance(given, Tensor):
-                raise ValueError(f"the numbers are {given!r}, but must be uniform ones: torch.rand(B, N)")
         each = noise * len(self.routes) if len(noise) == 1 else noise
         if len(each) != len(self.routes):
             raise ValueError(f"{len(noise)} tensors of noise for {len(self.routes)} routes: give one for each, or one")
@@ -255,64 +243,48 @@ class Routing:
 def attach_routes(
     blocks: nn.ModuleList,
     routes: Route | Sequence[Route],
-    select: Callable[[tuple, dict, Tensor], Inputs] = select_only,
-    join: Callable[[Any, Inputs, Tensor], Any] = join_first,
+    select: Select = select_only,
+    join: Join = join_first,
     tokens: str | None = None,
     output: int | None = None,
 ) -> Routing:
-    """Let a model's blocks run under routes, by hooks; no weight, name or line of the model changes.
+    """Run a model's blocks under routes, by hooks; no weight, name or line of the model changes.
 
     blocks        the model's own list, in the order in which it calls them.
-    routes        disjoint; ends may be negative. Their fp32 is not kept here: "auto" means none. One with an earlier
-                  rejoin can't be where single blocks are computed again: a RuntimeError of that pass.
+    routes        disjoint; ends may be negative. Hooks keep no block in fp32: "auto" means none. A route with an
+                  earlier rejoin excludes activation checkpointing around single blocks (RuntimeError in the pass).
     select, join  what travels with the tokens, see above; blocks (tokens, …) → tokens need neither.
-                  select=select_first says of blocks that the default refuses that nothing else does.
-    tokens        the name of the blocks' first input, the tokens, where the model gives it by keyword.
-    output        the tokens' place in the tuple that the blocks return; None: they return the tokens alone.
+                  select=select_first tells the default's check that nothing else has a token axis.
+    tokens        the name of the blocks' first input, the tokens, if the model passes it by keyword.
+    output        the tokens' index in the tuple that the blocks return; None: they return the tokens alone.
 
-    Raises ValueError for routes that do not fit the blocks or ask for a block in fp32, for a block that stands in the
-    list twice or whose first input has another name, and without a select for blocks that hold a module of
-    batch_first=False.
+    Raises ValueError for routes that do not fit the blocks or ask for a block in fp32, for a block that is in the list
+    twice, and without a select for blocks that hold a module with batch_first=False.
     """
-    for name, given in (("select", select), ("join", join)):
-        if not callable(given):
-            raise ValueError(
-                f"{name} is {given!r}, but must be a function ({name}= in the module's docstring); leave it out for "
-                "blocks (tokens, …) → tokens"
-            )
-    routes = [routes] if isinstance(routes, Route) else routes or ()
+    routes = [routes] if isinstance(routes, Route) else routes
     for route in routes:
         if not route.rejoins.removes or RULES[route.select].scores is not None:
             raise ValueError(
-                f"the route {route.start}→{route.end} has rejoin={route.rejoin}, select={route.select}: hooks take out "
-                "tokens that were drawn, and put them back as they were; run_blocks does the rest"
+                f"the route {route.start}→{route.end} has rejoin={route.rejoin}, select={route.select}, which only "
+                "run_blocks supports"
             )
         if route.fp32 not in ("auto", "off"):
             raise ValueError(
-                f"fp32={route.fp32!r} of the route {route.start}→{route.end}: hooks do not change a block's precision; "
-                'use fp32="off", and keep that block in fp32 yourself'
+                f"the route {route.start}→{route.end} has fp32={route.fp32!r}, but hooks do not change a block's "
+                'precision: use fp32="off", and keep that block in fp32 yourself'
             )
-    if not routes:
-        raise ValueError("no routes were given to attach")
     if len({id(block) for block in blocks}) < len(blocks):
-        raise ValueError("a block stands in the list more than once: hooks can't tell its calls apart")
-    for index, block in enumerate(blocks if select is select_only else ()):
-        for name, module in block.named_modules():
+        raise ValueError("a block is in the list more than once: hooks can't tell its calls apart")
+    for index, block in enumerate(blocks):
+        for name, module in block.named_modules() if select is select_only else ():
             if getattr(module, "batch_first", True) is False:
                 raise ValueError(
-                    f"{name or 'the module'} of block {index} has batch_first=False, so that its tokens may be "
-                    "(N, B, D): give attach_routes a select= and a join= for those, or select=select_first if the "
-                    "block gets (B, N, D)"
+                    f"{name or 'the module'} of block {index} has batch_first=False, so its tokens may be (N, B, D): "
+                    "give attach_routes a select= and a join= for those, or select=select_first if the block gets "
+                    "(B, N, D)"
                 )
-    if output is not None and not isinstance(output, int):
-        raise ValueError(f"output is {output!r}, but must be the tokens' place in what the blocks return: 0, 1, …")
-    for index, block in enumerate(blocks if tokens is not None else ()):
-        names = list(inspect.signature(block.forward).parameters)
-        if names[:1] != [tokens]:
-            raise ValueError(
-                f"tokens is {tokens!r}, but must name the first input of the blocks; block {index} takes "
-                f"{', '.join(names) or 'none'}: for tokens at another place give attach_routes a select= and a join="
-            )
+        if tokens is not None and next(iter(inspect.signature(block.forward).parameters), None) != tokens:
+            raise ValueError(f"tokens is {tokens!r}, but must name the first input of the blocks")
     resolved = [route.resolve(len(blocks)) for route in routes]
     check_routes(resolved, len(blocks))
     return Routing(blocks, tuple(replace(route, fp32="off") for route in resolved), select, join, tokens, output)

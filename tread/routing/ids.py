@@ -1,14 +1,14 @@
-"""Rules that choose the tokens that stay on a route: plain functions from uniform numbers to ids, and a table of them.
+"""Rules that choose which tokens a route keeps: plain functions from uniform noise to ids, and a table of them.
 
-Each returns ids_keep (B, K) int64 in raster order, for run_blocks or attach_routes. K is the same for
-all samples. All take numbers and draw none: `torch.rand(B, N, generator=…)` for the whole batch, of a
-generator seeded by (seed, step), and then the rows of one's own share of the batch, makes the ids a
-function of (seed, step, position in the global batch), whatever the number of processes.
+Each returns ids_keep (B, K) int64 in raster order, for run_blocks or attach_routes. K is the same for all samples.
+None of them draws: the caller draws `torch.rand(B, N, generator=…)` for the whole batch, from a generator seeded by
+(seed, step), and passes the rows of its part of the batch. The ids are then a function of (seed, step, position in the
+global batch), whatever the number of processes.
 
-A rule is an object in RULES, by the name that Route.select and `model.routes.<n>.select` take: derive it from
-Token and say what differs. One that looks at the tokens themselves has `scores`; run_blocks asks it then.
+A rule is an object in RULES, under the name that Route.select and `model.routes.<n>.select` take: derive it from Token
+and override what differs. A rule that looks at the tokens themselves has `scores`, which run_blocks calls.
 
-This file needs torch and routing_module.py alone.
+This file needs only torch and routing_module.py.
 
 Shapes: B samples, N = H·W tokens of an H×W grid in raster order, K kept tokens.
 """
@@ -22,36 +22,32 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from routing_module import RULES, Route, draw_ids, num_keep
+from routing_module import RULES, Grid, Route, draw_ids, num_keep
 
-Grid = tuple[int, int] | None  # (rows, columns)
 Some = Tensor | None
 
 
-def force(noise: Tensor, keep: Tensor, selection_ratio: float, unit: str = "tokens") -> Tensor:
-    """Numbers by which some tokens are kept for certain, and the others by chance: (B, N), in the place of noise.
+def force(noise: Tensor, keep: Tensor, selection_ratio: float) -> Tensor:
+    """Noise (B, N) changed so that some tokens are kept for certain, and the others by chance.
 
-    keep  (B, N) bool, true where a token must stay. As many tokens as ever are kept: the forced ones
-          are among them.
-    unit  what an error calls them.
+    keep  (B, N) bool, true where a token must stay. The number of kept tokens does not change.
 
-    Raises ValueError if a sample forces more tokens than are kept; looking at that waits for a GPU
-    where the mask lies on one.
+    Raises ValueError if a sample forces more tokens than are kept; if the mask is on a GPU, the check waits for it.
     """
     _check_mask(noise, keep)
     most, kept = int(keep.sum(dim=1).max()) if len(keep) else 0, num_keep(noise.shape[1], selection_ratio)
     if most > kept:
         raise ValueError(
-            f"force_keep holds {most} {unit} of a sample, but selection_ratio {selection_ratio} keeps {kept} of "
-            f"{noise.shape[1]}: force fewer or route fewer around"
+            f"force_keep holds {most} of a sample's {noise.shape[1]} tokens (or rows), but selection_ratio "
+            f"{selection_ratio} keeps {kept}"
         )
     return noise.masked_fill(keep, -math.inf)
 
 
-def row_ids(noise: Tensor, selection_ratio: float, grid: tuple[int, int], force_keep: Tensor | None = None) -> Tensor:
+def row_ids(noise: Tensor, selection_ratio: float, grid: Grid, force_keep: Tensor | None = None) -> Tensor:
     """Keep whole rows of the grid, for blocks that look at neighbours: H − int(H·ratio) of them, in order.
 
-    noise       (B, N), of which a row's first number decides.
+    noise       (B, N); the first number of each row decides.
     grid        (H, W); the kept rows form a grid (K / W, W).
     force_keep  (B, N) bool; a row stays if one of its tokens must.
     """
@@ -59,15 +55,15 @@ def row_ids(noise: Tensor, selection_ratio: float, grid: tuple[int, int], force_
     chances = noise.view(-1, height, width)[:, :, 0]
     if force_keep is not None:
         _check_mask(noise, force_keep)
-        chances = force(chances, force_keep.view(-1, height, width).any(dim=2), selection_ratio, "rows")
+        chances = force(chances, force_keep.view(-1, height, width).any(dim=2), selection_ratio)
     rows = draw_ids(chances, selection_ratio)  # (B, K / W)
     return (rows[:, :, None] * width + torch.arange(width, device=rows.device)).flatten(1)
 
 
-def group_ids(noise: Tensor, grid: tuple[int, int], force_keep: Tensor | None = None) -> Tensor:
-    """Keep one token of each 2×2 group of the grid, that of the smallest number, as SPRINT does: (B, N / 4).
+def group_ids(noise: Tensor, grid: Grid, force_keep: Tensor | None = None) -> Tensor:
+    """Keep one token of each 2×2 group of the grid, the one with the smallest number, as SPRINT does: (B, N / 4).
 
-    noise       (B, N); each of a group's four is equally likely, whatever the other groups keep.
+    noise       (B, N); the four tokens of a group are equally likely, whatever the other groups keep.
     grid        (H, W), both even.
     force_keep  (B, N) bool; at most one token of a group.
     """
@@ -85,7 +81,7 @@ def group_ids(noise: Tensor, grid: tuple[int, int], force_keep: Tensor | None = 
     return (row * width + column).flatten(1).sort(dim=1).values
 
 
-def check_groups(grid: tuple[int, int]) -> None:
+def check_groups(grid: Grid) -> None:
     """Raise ValueError for a grid (H, W) without whole 2×2 groups."""
     if grid[0] % 2 or grid[1] % 2:
         raise ValueError(
@@ -94,7 +90,7 @@ def check_groups(grid: tuple[int, int]) -> None:
         )
 
 
-def _by_groups(values: Tensor, grid: tuple[int, int]) -> Tensor:
+def _by_groups(values: Tensor, grid: Grid) -> Tensor:
     """(B, H·W) → (B, H/2, W/2, 4)."""
     height, width = grid
     return values.view(-1, height // 2, 2, width // 2, 2).transpose(2, 3).flatten(3)
@@ -103,10 +99,9 @@ def _by_groups(values: Tensor, grid: tuple[int, int]) -> Tensor:
 def shared_ids(noise: Tensor, selection_ratio: float, force_keep: Tensor | None = None) -> Tensor:
     """Keep the same tokens in all samples, chosen by the first sample's numbers.
 
-    For models whose positions or masks have no batch axis. Of a batch that is split over processes
-    or accumulation steps, hand every part the same first row (and the same forced tokens), or the parts
-    choose differently.
-    force_keep  (B, N) bool; a token stays if it must in one of the samples.
+    For models whose positions or masks have no batch axis. If a batch is split over processes or accumulation steps,
+    pass every part the same first row (and the same forced tokens), or the parts choose differently.
+    force_keep  (B, N) bool; a token stays if it must stay in any sample.
     """
     chances = noise[:1]
     if force_keep is not None:
@@ -119,12 +114,12 @@ class Token:
     """Single tokens, each sample its own."""
 
     keeps_grid = False  # whether the kept tokens form a grid, as blocks that look at neighbours need
-    description = ""  # what a run's summary says behind the number of tokens
-    ratio = None  # the only selection_ratio that the rule knows; None: any
+    description = ""  # added to the number of tokens in a run's summary
+    ratio = None  # the only selection_ratio that the rule supports; None: any
     scores = None  # or a function from the tokens (B, N, D) before the route to scores (B, N)
 
-    def choose(self, route: Route, draws: Tensor, grid: Grid = None, keep: Some = None, scores: Some = None) -> Tensor:
-        """ids_keep (B, K): by uniform draws (B, N), or the tokens of the largest scores (B, N) where the rule has them.
+    def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
+        """ids_keep (B, K): the smallest of uniform draws (B, N), or the largest of scores (B, N) if the rule has them.
 
         keep  (B, N) bool, tokens that stay.
         """
@@ -137,20 +132,20 @@ class Token:
             draws = force(draws, keep, route.selection_ratio)
         return draw_ids(draws, route.selection_ratio)
 
-    def count(self, route: Route, num_tokens: int, grid: tuple[int, int] | None) -> int:
-        """K, of N tokens."""
+    def count(self, route: Route, num_tokens: int, grid: Grid | None) -> int:
+        """K, out of N tokens."""
         return num_keep(num_tokens, route.selection_ratio)
 
     def check_route(self, route: Route) -> None:
-        """Raise ValueError for a ratio that the rule does not know."""
+        """Raise ValueError for a ratio that the rule does not support."""
         if self.ratio not in (None, route.selection_ratio):
             raise ValueError(
                 f"selection_ratio is {route.selection_ratio}, but must be {self.ratio} with select={route.select}: "
                 "select=token takes other ratios"
             )
 
-    def check_grid(self, grid: tuple[int, int]) -> tuple[str, int]:
-        """What is chosen among, for messages, and how many of it a grid (H, W) has. Raises ValueError for a misfit."""
+    def check_grid(self, grid: Grid) -> tuple[str, int]:
+        """The unit that is chosen, for messages, and how many a grid (H, W) has. Raises ValueError for a misfit."""
         return "token", math.prod(grid)
 
     def with_ratio(self, route: Route, ratio: float) -> Route:
@@ -158,7 +153,7 @@ class Token:
         return replace(route, selection_ratio=ratio)
 
     def for_sampling(self, route: Route) -> Route:
-        """The route whose ids follow from each sample's own draws."""
+        """The route to sample with, whose ids depend on each sample's own draws only."""
         return route
 
 
@@ -167,15 +162,15 @@ class Row(Token):
 
     keeps_grid, description = True, " in whole rows"
 
-    def choose(self, route: Route, draws: Tensor, grid: Grid = None, keep: Some = None, scores: Some = None) -> Tensor:
-        return row_ids(draws, route.selection_ratio, _needed(grid, route), keep)
+    def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
+        return row_ids(draws, route.selection_ratio, grid, keep)
 
-    def count(self, route: Route, num_tokens: int, grid: tuple[int, int] | None) -> int:
+    def count(self, route: Route, num_tokens: int, grid: Grid | None) -> int:
         if grid is None:
             return num_keep(num_tokens, route.selection_ratio)
         return num_keep(grid[0], route.selection_ratio) * grid[1]
 
-    def check_grid(self, grid: tuple[int, int]) -> tuple[str, int]:
+    def check_grid(self, grid: Grid) -> tuple[str, int]:
         return "row", grid[0]
 
 
@@ -184,7 +179,7 @@ class Shared(Token):
 
     description = ", the same ones in a batch"
 
-    def choose(self, route: Route, draws: Tensor, grid: Grid = None, keep: Some = None, scores: Some = None) -> Tensor:
+    def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
         return shared_ids(draws, route.selection_ratio, keep)
 
     def for_sampling(self, route: Route) -> Route:
@@ -196,10 +191,10 @@ class Group(Token):
 
     description, ratio = ", one of each 2×2", 0.75
 
-    def choose(self, route: Route, draws: Tensor, grid: Grid = None, keep: Some = None, scores: Some = None) -> Tensor:
-        return group_ids(draws, _needed(grid, route), keep)
+    def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
+        return group_ids(draws, grid, keep)
 
-    def check_grid(self, grid: tuple[int, int]) -> tuple[str, int]:
+    def check_grid(self, grid: Grid) -> tuple[str, int]:
         check_groups(grid)
         return "token", math.prod(grid)
 
@@ -209,10 +204,10 @@ class Group(Token):
 
 @dataclass(frozen=True)
 class LargestNorm(Token):
-    """The tokens of the largest norm, up to chance: they are drawn without replacement, each with a probability
-    proportional to exp(z / temperature), z being its log norm less its sample's mean, in standard deviations.
+    """Tokens drawn without replacement, with probabilities proportional to exp(z / temperature), where z is the log of
+    a token's norm, standardised over its sample.
 
-    temperature  0: the largest without chance; towards infinity as `token`.
+    temperature  0: the tokens of the largest norm; towards infinity as `token`.
     """
 
     temperature: float = 1.0
@@ -223,7 +218,7 @@ class LargestNorm(Token):
         std, mean = torch.std_mean(norms, dim=1, keepdim=True)
         return (norms - mean) / std.clamp(min=1e-6)
 
-    def choose(self, route: Route, draws: Tensor, grid: Grid = None, keep: Some = None, scores: Some = None) -> Tensor:
+    def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
         gumbel = -(-draws.clamp(1e-9, 1 - 1e-7).log()).log()
         return super().choose(route, draws, grid, keep, scores + self.temperature * gumbel)
 
@@ -231,44 +226,36 @@ class LargestNorm(Token):
 RULES |= {"token": Token(), "row": Row(), "shared": Shared(), "group": Group(), "norm": LargestNorm()}
 
 
-def _needed(grid: tuple[int, int] | None, route: Route) -> tuple[int, int]:
-    if grid is None:
-        raise ValueError(f'select="{route.select}" needs grid=(rows, columns) of the tokens')
-    return grid
-
-
 def choose_ids(
     route: Route,
     noise: Tensor,
-    grid: tuple[int, int] | None = None,
+    grid: Grid | None = None,
     force_keep: Tensor | None = None,
     prefix: int = 0,
 ) -> Tensor:
     """The ids of a route, by its `select` and its ratio.
 
-    noise       (B, N) uniform numbers of the tokens that may be routed.
-    grid        (H, W) of those, for select="row" and "group".
-    force_keep  (B, N) bool, tokens that stay; the number of kept ones does not change.
-    prefix      so many tokens stand before the N (class, register or text tokens) and always stay;
-                the ids are those of the whole sequence, (B, prefix + K).
+    noise       (B, N) uniform numbers for the tokens that may be skipped.
+    grid        (H, W) of those tokens, for select="row" and "group".
+    force_keep  (B, N) bool, tokens that stay; the number of kept tokens does not change.
+    prefix      number of tokens before the N (class, register or text tokens), which always stay;
+                the ids are then those of the whole sequence, (B, prefix + K).
 
     Raises ValueError for a missing grid or one of another number of tokens, for more forced tokens than are
-    kept, for a negative prefix, and for a rule that scores the tokens, which only run_blocks can ask.
+    kept, and for a rule that scores the tokens, which only run_blocks can call.
     """
     rule = RULES[route.select]
-    if prefix < 0:
-        raise ValueError(f"prefix is {prefix}, but must be a number of tokens")
     if rule.scores is not None:
         raise ValueError(
-            f'select="{route.select}" scores the tokens before the route, which are not here: hand run_blocks the pair '
-            "(route, draws), and it chooses"
+            f'select="{route.select}" scores the tokens before the route: give run_blocks the pair (route, draws), and '
+            "it chooses"
         )
-    ids = rule.choose(route, noise, grid, force_keep)
+    ids = rule.choose(route, noise, grid, force_keep, None)
     return keep_prefix(ids, prefix) if prefix else ids
 
 
-def pair(route: Route, draws: Tensor, grid: tuple[int, int]) -> tuple[Route, Tensor]:
-    """A route as networks take it: with its ids_keep (B, K), or with the draws (B, N) where its rule scores tokens."""
+def pair(route: Route, draws: Tensor, grid: Grid) -> tuple[Route, Tensor]:
+    """A route as networks take it: with its ids_keep (B, K), or with the draws (B, N) if its rule scores tokens."""
     return route, draws if RULES[route.select].scores is not None else choose_ids(route, draws, grid)
 
 
@@ -279,31 +266,30 @@ def keep_prefix(ids_keep: Tensor, prefix: int) -> Tensor:
 
 
 def with_ratio(route: Route, ratio: float) -> Route:
-    """The route with another ratio; of a group's fixed one (0.75) it departs by choosing single tokens."""
+    """The route with another ratio; select="group", whose ratio is fixed, becomes "token"."""
     return RULES[route.select].with_ratio(route, ratio)
 
 
-def count_kept(route: Route, num_tokens: int, grid: tuple[int, int] | None = None) -> int:
-    """How many of N tokens choose_ids keeps for a route (without a prefix)."""
+def count_kept(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
+    """How many of N tokens choose_ids keeps for a route, without a prefix."""
     return RULES[route.select].count(route, num_tokens, grid)
 
 
-def count_run(route: Route, num_tokens: int, grid: tuple[int, int] | None = None) -> int:
-    """How many of N tokens the blocks on a route run on: those kept, or all where none is taken out."""
+def count_run(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
+    """How many of N tokens the blocks on a route run on: the kept ones, or all if the route removes none."""
     return count_kept(route, num_tokens, grid) if route.rejoins.removes else num_tokens
 
 
-def describe_route(route: Route, num_tokens: int, grid: tuple[int, int]) -> str:
+def describe_route(route: Route, num_tokens: int, grid: Grid) -> str:
     """A resolved route in words: "r(2→8) keeps 8 of 16 tokens", "r(4→8), rejoins as before block 2, keeps 8 …"."""
     comma = "" if str(route).endswith(")") else ","
     return f"{route}{comma} keeps {count_kept(route, num_tokens, grid)} of {num_tokens} tokens"
 
 
-def check_ratio(route: Route, grid: tuple[int, int], key: str) -> None:
-    """Raise ValueError, naming the key, for a ratio above 0 that routes no token around or keeps a single one.
+def check_ratio(route: Route, grid: Grid, key: str) -> None:
+    """Raise ValueError, naming the key, for a ratio above 0 that skips no token or keeps a single one.
 
-    For settings, where either is a mistake: a block sees nothing beside a token that is alone. The functions
-    above and Route do what they are told.
+    In settings either is a mistake: a single token attends to nothing else. Route and the functions above allow both.
     """
     ratio, tokens, kept = route.selection_ratio, math.prod(grid), count_kept(route, math.prod(grid), grid)
     unit, units = RULES[route.select].check_grid(grid)
@@ -318,10 +304,11 @@ def check_ratio(route: Route, grid: tuple[int, int], key: str) -> None:
         )
 
 
-def _check_grid(noise: Tensor, grid: tuple[int, int]) -> tuple[int, int]:
-    if noise.ndim != 2 or noise.shape[1] != math.prod(grid):
+def _check_grid(noise: Tensor, grid: Grid | None) -> Grid:
+    if grid is None or noise.shape[1:] != (math.prod(grid),):
         raise ValueError(
-            f"noise has shape {tuple(noise.shape)}, but a {grid[0]}×{grid[1]} grid needs (batch, {math.prod(grid)})"
+            f"noise has shape {tuple(noise.shape)} and grid is {grid}, but must be (rows, columns), as many tokens as "
+            "noise has columns"
         )
     return grid
 
@@ -335,12 +322,11 @@ def _check_mask(noise: Tensor, keep: Tensor) -> None:
 
 @dataclass(frozen=True)
 class RatioSchedule:
-    """A selection_ratio that changes over training steps, in a few levels; it is that of all routes.
+    """A selection_ratio, that of all routes, which changes over training steps in a few levels.
 
     start, end    the ratio up to step `first` and from step `last` on, in [0, 1).
-    shape         how it gets there: "linear", or "cosine" (flat at both ends).
-    levels        of how many different ratios it is made, 2..16: each is a number of tokens, and so a
-                  graph of its own where blocks are compiled.
+    shape         "linear", or "cosine" (flat at both ends).
+    levels        the number of different ratios, 2..16: compiled blocks have one graph for each.
     """
 
     start: float
@@ -367,8 +353,8 @@ class RatioSchedule:
         if self.shape == "cosine":
             done = (1 - math.cos(math.pi * done)) / 2
         level = min(int(done * self.levels), self.levels - 1) / (self.levels - 1)
-        return (1 - level) * self.start + level * self.end  # both ends exactly, so that they keep what they say
+        return (1 - level) * self.start + level * self.end  # which gives both ends exactly
 
     def apply(self, routes: Sequence[Route], step: int) -> tuple[Route, ...]:
-        """The routes with the ratio of a step in the place of their own."""
+        """The routes with the ratio of a step."""
         return tuple(replace(route, selection_ratio=self.at(step)) for route in routes)

@@ -1,9 +1,8 @@
-"""How a device computes: precision, and threads where it is a CPU."""
+"""How a device computes: its precision, and a CPU's threads."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Annotated, Literal
@@ -13,14 +12,14 @@ import torch
 from tread.runtime.schema import check
 
 Precision = Annotated[Literal["auto", "fp32", "bf16"], "fp16 is refused: without loss scaling its range is too small"]
-LAUNCHED = {"LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"}  # a launcher sets one of them, or all
+LAUNCHED = {"LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"}  # a launcher sets at least one of them
 
 
 def use_precision(name: Precision, device: torch.device) -> str:
     """Settle the precision: auto becomes bf16 on a GPU that has it in hardware, else fp32.
 
-    With bf16, what autocast leaves in fp32 may use TF32 (a route's fp32 block is as large as the
-    others); plain fp32 stays exact.
+    With bf16, what autocast leaves in fp32 may use TF32, for a route's fp32 block is as large as the
+    others; plain fp32 stays exact.
     """
     check("precision", name, Precision)
     if name == "auto":
@@ -32,13 +31,13 @@ def use_precision(name: Precision, device: torch.device) -> str:
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:
-    """The context in which the network runs: weights stay fp32, bf16 is autocast."""
+    """The context in which a network runs: weights stay fp32, and bf16 is autocast."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """fp32 without TF32 and autocast, whatever sampling or training has set."""
+    """A context of fp32 without TF32 or autocast, whatever sampling or training has set."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = False
@@ -51,31 +50,27 @@ def exact() -> Iterator[None]:
 
 
 def use_cores(threads: int | None, processes: int) -> int:
-    """Let torch use this many CPU threads; None: as many as OMP_NUM_THREADS says, or else this machine's cores,
-    shared among the processes on it.
+    """Set how many CPU threads torch uses, and return it. None: OMP_NUM_THREADS, else an equal part of the cores.
 
-    accelerate and torchrun set OMP_NUM_THREADS=1 for what they launch, which would leave all cores
-    but one idle: below a launcher 1 says nothing. Returns the number of threads.
+    accelerate and torchrun set OMP_NUM_THREADS=1 for the processes that they launch, which would leave all cores
+    but one idle; so below a launcher 1 counts as unset.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(threads or _threads_asked_for() or max(1, cores // processes))
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list is for nested regions
+    launched = not LAUNCHED.isdisjoint(os.environ)
+    if not asked.isdecimal() or asked == "0" or (launched and asked == "1"):
+        asked = max(1, cores // processes)
+    torch.set_num_threads(threads or int(asked))
     return torch.get_num_threads()
 
 
-def _threads_asked_for() -> int | None:
-    """What a user has set OMP_NUM_THREADS to; None where nobody has, or to no number, which OpenMP passes over too."""
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list is of regions within regions
-    launched = not LAUNCHED.isdisjoint(os.environ)
-    return int(asked) if re.fullmatch("[0-9]+", asked) and not (launched and asked == "1") else None
-
-
 def wait_for(device: torch.device) -> None:
-    """Return when a device has done all that it was given; a CPU always has."""
+    """Return when a device has done all its work; a CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-PEAKS = {  # dense bf16 FLOP/s by a part of the GPU's name, from the maker's data sheets; the first match counts
+PEAKS = {  # part of a GPU's name → dense bf16 FLOP/s, from the maker's data sheets; the first match counts
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -90,13 +85,11 @@ PEAKS = {  # dense bf16 FLOP/s by a part of the GPU's name, from the maker's dat
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The FLOP/s that a GPU can do at most in bf16, for model FLOPs utilisation; None where nobody stated it here."""
-    if device.type != "cuda" or precision != "bf16":
-        return None
-    name = device_name(device)
+    """A GPU's peak FLOP/s in bf16, for model FLOPs utilisation; None for other precisions and unlisted devices."""
+    name = device_name(device) if precision == "bf16" else ""
     return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 def device_name(device: torch.device) -> str:
-    """For people: a GPU's model, or "cpu"."""
+    """A GPU's model, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

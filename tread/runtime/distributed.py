@@ -1,4 +1,4 @@
-"""The processes of a launch, by accelerate: training's, and those that share a work of independent parts."""
+"""The processes of a launch, by accelerate: they train one network, or share work in independent parts."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ T = TypeVar("T")
 
 
 def open_training(precision: str, cpu_threads: int | None, processes: int | None = None) -> tuple[Processes, str]:
-    """The processes that train one network together, and the precision settled.
+    """The processes that train one network together, and the precision, settled.
 
-    Raises ValueError for a launch we do not serve, and for another number of processes than was asked for.
+    Raises ValueError for a launch that is not supported, and for another number of processes than was asked for.
     """
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         raise ValueError(
             "accelerate was asked for several processes and started one, as it does on CPUs: launch them by "
             "torchrun --nproc_per_node=<processes> train.py …, or with --num_processes 1"
         )
-    # Autocast is compute.autocast, in training as in sampling. Without cpu=True, torchrun on CPUs would be one process.
+    # autocast is device.autocast's, as in sampling; without cpu=True, torchrun on CPUs would start one process
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True), InitProcessGroupKwargs(timeout=PATIENCE)]
     on_cpu = not torch.accelerator.is_available()
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, kwargs_handlers=handlers)
@@ -44,10 +44,8 @@ def open_training(precision: str, cpu_threads: int | None, processes: int | None
         use_cores(cpu_threads, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     group = Processes(accelerator, accelerator.device)
     if processes not in (None, group.count):
-        raise ValueError(
-            f"train.processes is {processes}, but {group.count} were launched: torchrun --nproc_per_node={processes} "
-            f"or accelerate launch --multi_gpu --num_processes {processes} starts as many"
-        )
+        launcher = f"torchrun --nproc_per_node={processes}"
+        raise ValueError(f"train.processes is {processes}, but {group.count} were launched: {launcher} starts as many")
     precision = use_precision(precision, accelerator.device)
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if accelerator.is_main_process and asked not in ("no", precision):
@@ -56,10 +54,12 @@ def open_training(precision: str, cpu_threads: int | None, processes: int | None
 
 
 def share_work(device: str | None, cpu_threads: int | None = None) -> Processes:
-    """The processes that share a work of independent parts: as launched by accelerate or torchrun, or the only one.
+    """The processes that share work in independent parts: those that accelerate or torchrun launched, or the only one.
 
-    They talk through gloo, whatever the device: all they say is that they are done, and the others
-    may take hours. device None is the GPU that belongs to this process, else the CPU; cpu_threads: see use_cores.
+    They talk through gloo, whatever the device: they only say when they are done, and others may take hours.
+
+    device       None: the GPU that belongs to this process, else the CPU.
+    cpu_threads  see `use_cores`.
 
     Raises ValueError for a device that can't be used.
     """
@@ -67,8 +67,7 @@ def share_work(device: str | None, cpu_threads: int | None = None) -> Processes:
     if device is None:
         device = f"cuda:{state.local_process_index}" if torch.cuda.is_available() else "cpu"
     try:
-        place = torch.device(device)
-        torch.zeros(1, device=place)
+        place = torch.zeros(1, device=device).device
         if place.type == "cuda":
             torch.cuda.set_device(place)
     except (RuntimeError, AssertionError) as error:
@@ -78,11 +77,11 @@ def share_work(device: str | None, cpu_threads: int | None = None) -> Processes:
 
 
 class Processes:
-    """This process among those of a launch, or the only one: made by open_training or share_work.
+    """This process among those of a launch, or the only one; open_training and share_work make it.
 
-    rank, count, main  its number among how many, and whether it is number 0.
+    rank, count, main  its number, how many there are, and whether it is number 0.
     device             what it computes on.
-    cores              CPU threads it uses.
+    cores              how many CPU threads it uses.
 
     Raises ValueError if accelerate runs another number of processes than were launched.
     """
@@ -95,21 +94,21 @@ class Processes:
             raise ValueError(f"{started} processes were launched, but accelerate runs {self.count}")
 
     def distribute(self, network: nn.Module) -> nn.Module:
-        """The network in DDP where several train it; its buffers are fixed numbers, never sent around."""
+        """The network, in DDP where several processes train it; its buffers are constants and are not broadcast."""
         buffers = [name for name, _ in network.named_buffers()]
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, buffers)
         return self._launched.prepare(network)
 
     def no_sync(self, network: nn.Module) -> contextlib.AbstractContextManager:
-        """A context in which the gradients of a distributed network are kept for a later step's sum."""
+        """A context in which a distributed network accumulates gradients, without reducing them."""
         return self._launched.no_sync(network)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes, on each."""
+        """The sum over all processes, on each of them."""
         return reduce(tensor, "sum")
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all processes, one after the other along the first dimension, on each."""
+        """The tensors of all processes, concatenated along the first dimension, on each of them."""
         return gather(tensor)
 
     @contextlib.contextmanager
@@ -122,37 +121,35 @@ class Processes:
             self.wait()
 
     def wait(self) -> None:
-        """Until all processes are here. Raises OSError if another one has ended."""
+        """Wait until all processes are here. Raises OSError if another one has ended."""
         try:
             self._launched.wait_for_everyone()
-        except RuntimeError as error:  # of torch.distributed
+        except RuntimeError as error:  # torch.distributed's
             raise OSError("another process stopped; see its message") from error
 
     def from_main(self, decide: Callable[[], T]) -> T:
         """What the main process decides, for all: others do not look at files that may change meanwhile.
 
-        Its errors are raised by all, unforeseen ones as RuntimeError; OSError if another process has ended.
+        All raise its errors, unexpected ones as RuntimeError; OSError if another process has ended.
         """
         decided, error, told = None, None, None
         if self.main:
             try:
                 decided = decide()
             except Exception as raised:  # nobody must wait for a process that has failed
-                error = raised
-                known = isinstance(error, (ValueError, OSError))
-                told = error if known else RuntimeError(f"the main process failed: {type(error).__name__}: {error}")
+                error = told = raised
+                if not isinstance(error, (ValueError, OSError)):
+                    told = RuntimeError(f"the main process failed: {type(error).__name__}: {error}")
         try:
             decided, told = broadcast_object_list([decided, told])
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as lost:  # of torch.distributed
+        except RuntimeError as lost:  # torch.distributed's
             raise error or OSError("another process stopped; see its message") from lost
         if told is not None:
             raise error or told
         return decided
 
     def say(self, text: str) -> None:
-        """Print a line, from the main process alone; where nobody reads it any more, the work goes on unheard."""
+        """Print a line from the main process; where nobody reads it any more, the work goes on without output."""
         try:
             if self.main:
                 tqdm.write(text)
@@ -161,7 +158,7 @@ class Processes:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def bar(self, what: str, total: int, unit: str = "image") -> tqdm:
-        """A progress bar over this process's share of a work on images, shown by the main process."""
+        """A progress bar over this process's share of the images, which only the main process shows."""
         share = f" (process 1 of {self.count})" if self.count > 1 else ""
         pace = 0.5 if sys.stderr.isatty() else 20  # seconds between updates
         hidden = not self.main or not total
@@ -171,7 +168,7 @@ class Processes:
     def lock(self, path: Path, busy: str | None = None) -> Iterator[None]:
         """A context in which the main process holds a lock.
 
-        busy  what to raise FileExistsError with if another launch holds it; None waits for it.
+        busy  the message of the FileExistsError if another launch holds it; None waits for it.
         """
         held = None
         if self.main:
@@ -192,7 +189,7 @@ class Processes:
 
 
 def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | None) -> list[slice]:
-    """The rows of the global batch that a process takes, one slice for each accumulation step.
+    """The rows of the global batch that a process takes, a slice for each accumulation step.
 
     Raises ValueError if the batch does not divide evenly.
     """
@@ -201,8 +198,5 @@ def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | 
         raise ValueError(f"train.batch_size {batch_size} does not divide over {ranks} processes")
     micro = micro_batch_size or share
     if share % micro:
-        raise ValueError(
-            f"train.micro_batch_size {micro} does not divide a process's share, {share} of the {batch_size} "
-            f"images over {ranks} processes"
-        )
+        raise ValueError(f"train.micro_batch_size {micro} does not divide a process's share, {share} images")
     return [slice(first, first + micro) for first in range(rank * share, (rank + 1) * share, micro)]

@@ -1,8 +1,7 @@
-"""Files that appear under their name only when they are whole, and locks."""
+"""Files that take their name only once they are whole, and locks."""
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import os
@@ -24,7 +23,7 @@ def sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Have the operating system write a file, or a folder's list of names, to the disk."""
+    """Have the operating system write a file, or a folder's directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -34,10 +33,9 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Fill a temporary folder beside `folder`; when the block ends well it takes the name.
+    """Yields a temporary folder, which takes the name when the block ends well and replaces an existing folder.
 
-    An existing folder of that name is replaced. After an exception nothing is left behind and the
-    existing folder is as it was.
+    After an exception nothing is left behind, and the existing folder is as it was.
     """
     partial, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "old"))
     shutil.rmtree(partial, ignore_errors=True)
@@ -61,9 +59,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_file(path: Path, mark: str = "") -> Iterator[Path]:
-    """Where to write a file that takes its name when the block ends well: readers see the old one or the new.
+    """Yields a temporary path, which takes the name when the block ends well: readers see the old file or the new.
 
-    mark  in the name until then, where several may write at once.
+    mark  part of the temporary name, where several may write at once.
     """
     partial = path.with_name(f".{path.name}{mark}.partial")
     try:
@@ -87,20 +85,17 @@ class Unwritable(OSError):
 
 @contextmanager
 def explain_failure(path: Path) -> Iterator[None]:
-    """Let an OSError in the block name the path that could not be written, and the likely reason."""
+    """Let an OSError in the block name the path that could not be written."""
     try:
         yield
-    except (Unwritable, BrokenPipeError):  # a pipe is the output's, not the path's
+    except (Unwritable, BrokenPipeError):  # the pipe is the output's, not the path's
         raise
     except OSError as error:
-        why = "is the disk full, or a file size limit set?"
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-            why = "choose a place that you may write to."
-        raise Unwritable(f"{path} could not be written ({error}): {why} What was done before is kept") from error
+        raise Unwritable(f"{path} could not be written ({error}). What was done before is kept") from error
 
 
 def point_to(link: Path, target: str) -> None:
-    """Make `link` a symbolic link to `target` (a name in the same folder), replacing it in one step."""
+    """Make `link` a symbolic link to `target`, a name in the same folder, and replace an older one in one step."""
     partial = link.with_name(f".{link.name}.partial")
     partial.unlink(missing_ok=True)
     partial.symlink_to(target)
@@ -109,7 +104,7 @@ def point_to(link: Path, target: str) -> None:
 
 
 def check_place(folder: Path, needed: int) -> None:
-    """Raise OSError unless files of so many bytes can be written in a folder, which is made if it is not there."""
+    """Raise OSError unless a folder, which is made if need be, can take files of so many bytes."""
     with explain_failure(folder):
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"
@@ -120,7 +115,7 @@ def check_place(folder: Path, needed: int) -> None:
 
 
 def size_text(count: float) -> str:
-    """So many bytes for people, to three digits: 812 B, 3.4 kB, 16 MB, 41.7 GB, 1.2 TB; a kB has 1,000."""
+    """A number of bytes to three digits: 812 B, 3.4 kB, 16 MB, 41.7 GB, 1.2 TB; a kB has 1,000."""
     rounded = float(f"{count:.3g}")
     power = min(4, (len(f"{rounded:.0f}") - 1) // 3)
     value = rounded / 1000**power
@@ -129,14 +124,14 @@ def size_text(count: float) -> str:
 
 
 def plain_name(name: object, where: object) -> str:
-    """The name of a file that lies beside `where`, which names it. Raises ValueError for a path to somewhere else."""
+    """The name of a file that must lie beside `where`, which names it. Raises ValueError for any other path."""
     if not isinstance(name, str) or name in ("", "..") or PureWindowsPath(name).name != name:
         raise ValueError(f"{where} names the file {name!r}, but must name files beside it, without any folder")
     return name
 
 
 def free_bytes(folder: Path) -> int:
-    """What the disk below a folder can still take."""
+    """How many bytes the disk of a folder can still take."""
     return shutil.disk_usage(folder).free
 
 
@@ -144,7 +139,7 @@ _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _forget_inherited_locks() -> None:
-    """Close a forked child's copies, with which it would hold its parent's locks beyond the parent's end."""
+    """Close a forked child's copies, which would hold its parent's locks beyond the parent's end."""
     for lock in _locks:
         lock.release()
 
@@ -153,9 +148,9 @@ os.register_at_fork(after_in_child=_forget_inherited_locks)
 
 
 class Lock:
-    """Held by one process at a time, until it is released or the process ends.
+    """A lock that one process holds, until it is released or the process ends.
 
-    busy  what to raise FileExistsError with if another process holds it; None waits for it.
+    busy  the message of the FileExistsError if another process holds it; None waits for it.
 
     On a file system without locks it does nothing.
     """
@@ -172,7 +167,7 @@ class Lock:
             pass  # a file system without locks
 
     def fileno(self) -> int:
-        """To be handed to a process that shall hold it too, until both have ended."""
+        """For a child process that is to hold it, too, until both have ended."""
         return self._file.fileno()
 
     def release(self) -> None:

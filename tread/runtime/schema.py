@@ -1,7 +1,7 @@
-"""Nested dicts → dataclasses, by their annotations: every key known, of its type, or an error that says so.
+"""Nested dicts → dataclasses, by their annotations: every key is known and of its type, or an error says so.
 
-Choices are Literals. Annotated[…] adds a Range that a number must lie in, a note, shown in brackets where a value is
-refused, or Chosen, of a section whose dataclass is an entry of a table. Numbers without a Range must be finite.
+Choices are Literals. Annotated[…] adds a Range that a number must lie in; a note, which the error shows in brackets;
+or Chosen, for a section whose dataclass is an entry of a table. Numbers without a Range must be finite.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -20,14 +20,13 @@ from tread.runtime.plugins import import_plugins
 
 
 class Range(NamedTuple):
-    """Which numbers a setting takes: what a number must do, as an error says it, and whether one does."""
+    """The numbers that a setting takes: what an error says of them, and whether a number is one."""
 
     must: str
     holds: Callable[[float], bool]
 
 
-_ABOVE_0 = Range("be positive", lambda number: number > 0)
-Count = Annotated[int, _ABOVE_0]
+Count = Annotated[int, Range("be positive", lambda number: number > 0)]
 CountOrZero = Annotated[int, Range("not be negative", lambda number: number >= 0)]
 TwoOrMore = Annotated[int, Range("be at least 2", lambda number: number >= 2)]
 Positive = Annotated[float, Range("be positive and finite", lambda number: 0 < number <= sys.float_info.max)]
@@ -39,9 +38,9 @@ _FINITE = Range("be a finite number", lambda number: abs(number) <= sys.float_in
 
 
 class Chosen(NamedTuple):
-    """Which dataclass a section is read into: the entry of a table that one of the section's keys names.
+    """A section is read into the dataclass that one of its keys chooses from a table.
 
-    A key of other entries alone, at the default that it has there or where it has none, is left out.
+    A key that only other entries have is left out where it has their default, or where they have none.
     """
 
     key: str
@@ -49,15 +48,13 @@ class Chosen(NamedTuple):
 
     def kind(self, section: object, prefix: str) -> type:
         """The dataclass. Raises ValueError for a section that names no entry."""
-        if not isinstance(section, dict):
+        if not isinstance(section, dict) or self.key not in section:
             raise ValueError(f"{prefix.rstrip('.')} is {section!r}, but must be a section that has {self.key}")
-        if self.key not in section:
-            raise ValueError(f"missing settings: {prefix}{self.key}")
         check(f"{prefix}{self.key}", section[self.key], Literal[tuple(self.table)])
         return self.table[section[self.key]]
 
     def settle(self, section: object, prefix: str) -> dict:
-        """The section with all keys of its entry, and none of others. Raises ValueError for one that was set."""
+        """The section with all keys of its entry and no others. Raises ValueError if one of those was set."""
         kind, kept = self.kind(section, prefix), {}
         for name, value in section.items():
             owners = {entry: item for entry, other in self.table.items() for item in fields(other) if item.name == name}
@@ -70,12 +67,12 @@ class Chosen(NamedTuple):
         return kept | {name: value for name, value in defaults.items() if name not in kept}
 
     def optional(self) -> set[str]:
-        """The keys of single entries that have a default, which a config file need not state."""
+        """The entries' keys that have a default, which a config file need not state."""
         return {item.name for kind in self.table.values() for item in fields(kind) if item.default is not MISSING}
 
 
 def _hints(kind: type) -> dict[str, Any]:
-    """The annotations of a dataclass's fields; its class variables are no settings."""
+    """The annotations of a dataclass's fields, without its class variables."""
     hints = get_type_hints(kind, include_extras=True)
     return {item.name: hints[item.name] for item in fields(kind)}
 
@@ -96,20 +93,25 @@ def _choices(hint: Any) -> list[Chosen]:
 
 
 def add_unstated(words: Iterable[str], kind: type) -> list[str]:
-    """Overrides as Hydra takes them where the composed files do not state a key that single entries of a table have."""
+    """Overrides with ++ before the keys that the composed files need not state, see `Chosen.optional`."""
     hints = _hints(kind).items()
     keys = {f"{name}.{key}" for name, hint in hints for choice in _choices(hint) for key in choice.optional()}
     return [f"++{word}" if word.partition("=")[0] in keys else word for word in words]
 
 
-def _unknown(key: str, known: Iterable[str]) -> ValueError:
-    """The error for a key: what it is called here, if others know it so, else the known one that is spelt most like it.
+def _with_stars(key: str) -> str:
+    """A dotted key with * for the numbers of list items."""
+    return re.sub(r"\.\d+", ".*", key)
 
-    Of the spelling the last part counts most.
+
+def _unknown(key: str, known: Collection[str]) -> ValueError:
+    """The error for an unknown key, with our name for it if it is another codebase's, else the nearest known key.
+
+    The last part of a key counts most.
     """
-    known, spelt = list(known), re.sub(r"\.\d+", ".*", key)
     if told := ours(key, known):
         return ValueError(f"unknown setting {key!r}; {told}")
+    spelt = _with_stars(key)
 
     def likeness(other: str) -> float:
         (section, _, name), (other_section, _, other_name) = spelt.rpartition("."), other.rpartition(".")
@@ -119,18 +121,16 @@ def _unknown(key: str, known: Iterable[str]) -> ValueError:
     return ValueError(f"unknown setting {key!r}; the nearest known one is {max(known, key=likeness)!r}")
 
 
-def check_overrides(arguments: Iterable[str], known: Iterable[str]) -> None:
-    """Look at Hydra overrides (key=value) and raise ValueError for the first key that is not known."""
-    known = list(known)
-    for argument in arguments:
-        match = re.match(r"[+~]*([^-+~=\s][^=\s]*)=", argument)
-        key = re.sub(r"\.\d+", ".*", match[1]) if match else "hydra"
-        if key not in known and not key.startswith("hydra"):
+def check_overrides(overrides: Iterable[str], known: Collection[str]) -> None:
+    """Raise ValueError for the first Hydra override (key=value) whose key is not known."""
+    for override in overrides:
+        match = re.match(r"[+~]*([^-+~=\s][^=\s]*)=", override)
+        if match and _with_stars(match[1]) not in known and not match[1].startswith("hydra"):
             raise _unknown(match[1], known)
 
 
 def fill(tree: dict, kind: type) -> dict:
-    """A nested dict with the defaults of what it lacks of a dataclass's keys, in its sections and lists of them too."""
+    """A nested dict, with the defaults of a dataclass for the keys that it, its sections and their lists lack."""
     filled = dict(tree)
     for item, hint in zip(fields(kind), _hints(kind).values()):
         value = tree.get(item.name, item.default)
@@ -157,7 +157,9 @@ def written(value: object) -> str:
 
 
 def read(tree: dict, kind: type, prefix: str = "") -> Any:
-    """Nested dict → a dataclass, whose keys errors name with a prefix; if it has `plugins`, they are imported first.
+    """Nested dict → a dataclass; its `plugins`, if it has that field, are imported first.
+
+    prefix  stands before the keys in errors.
 
     Raises ValueError for unknown, missing or mistyped keys.
     """
@@ -167,7 +169,7 @@ def read(tree: dict, kind: type, prefix: str = "") -> Any:
 
 
 def check(name: str, value: Any, kind: Any) -> None:
-    """Raise ValueError unless a value is what a type says; for functions that are called by settings and by people."""
+    """Raise ValueError unless a value is of an annotated type; for functions that settings and people call."""
     _convert(kind, value, name, [])
 
 
@@ -217,7 +219,7 @@ def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
 
 
 def _names(kind: Any) -> list[str]:
-    """What errors call a type: one name, or its choices."""
+    """A type's name in errors, or its choices."""
     if get_origin(kind) is Literal:
         return [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in get_args(kind)]
     if is_dataclass(kind):

@@ -1,17 +1,20 @@
-"""How a launch of train.py fails: what is printed and recorded."""
+"""How a launch of train.py fails: what is printed, recorded and tried out."""
 
 from __future__ import annotations
 
+import math
 import sys
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
+from tread.runtime.device import autocast
 from tread.runtime.signals import INTERRUPTED, Stop, leave_at_once
 from tread.training.run import Failure, Run, first_line, note_failure
-from tread.training.step import training_step
+from tread.training.step import loss, step_draws, training_step
 
 
 class Launch:
@@ -31,9 +34,13 @@ class Launch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType) -> None:
         try:
             if isinstance(error, (ValueError, OSError, Failure, torch.OutOfMemoryError)):
-                note_failure(self.run, str(error))
-                leave_at_once(1, f"error: {error}")
-                sys.exit(f"error: {error}")
+                reason = "its output was closed (a broken pipe)" if isinstance(error, BrokenPipeError) else str(error)
+                if isinstance(error, torch.OutOfMemoryError):
+                    advice = "a smaller eval.batch_size, sampling.classes or sampling.per_class needs less"
+                    reason = f"out of memory beside the training steps: {first_line(error)}: {advice}"
+                note_failure(self.run, reason)
+                leave_at_once(1, f"error: {reason}")
+                sys.exit(f"error: {reason}")
             if isinstance(error, Exception):
                 note_failure(self.run, first_line(error))
                 leave_at_once(1, "".join(traceback.format_exception(error)))
@@ -48,18 +55,59 @@ class Launch:
 def guarded_step(run: Run) -> None:
     """A training step, without compiled blocks from where their compiler fails.
 
-    Raises Failure, with what to try, where the device's memory does not suffice.
+    Raises Failure, with the micro-batch that would fit, where the device's memory does not suffice.
     """
+    full = None
     try:
         training_step(run)
     except torch.OutOfMemoryError as error:
-        images = run.micro_batches[0].stop - run.micro_batches[0].start
-        raise Failure(
-            f"out of memory with micro-batches of {images} images: {first_line(error)}\n  train.micro_batch_size="
-            f"{max(1, images // 2)} gives the same results; train.activation_checkpointing=true needs less memory too"
-        ) from error
+        full = str(error)
     except BackendCompilerFailed as error:  # a block's graph, although the sample of settle_compile went well
         run.processes.say(f"warning: going on without torch.compile, which failed: {first_line(error)}")
         torch.compiler.set_stance("force_eager")
         run.optimizer.zero_grad()
         training_step(run)
+    if full is not None:  # here, the step's memory is free again
+        raise Failure(explain_memory(run, full))
+
+
+def find_fitting(attempt: Callable[[int], None], share: int, tried: int) -> int | None:
+    """A micro-batch, smaller than the one tried, whose attempt does not run out of memory; None without any.
+
+    It divides a process's share of the batch. Each attempt that fails is followed by one of at most half its size.
+    """
+    at_most = tried - 1
+    while size := next((size for size in range(at_most, 0, -1) if share % size == 0), None):
+        torch.cuda.empty_cache()
+        try:
+            attempt(size)
+            return size
+        except torch.OutOfMemoryError:
+            at_most = size // 2
+    return None
+
+
+def explain_memory(run: Run, error: str) -> str:
+    """A message that names the micro-batch that would fit, which is tried out."""
+    rows, cfg = run.micro_batches[0], run.cfg
+    share, tried = cfg.train.batch_size // run.processes.count, rows.stop - rows.start
+    run.optimizer.zero_grad()
+    draws = step_draws(cfg, run.data.latents, run.step, run.processes.device).rows(rows)
+    batch = run.loader.batches(run.step)[0]
+    module = run.aligner.module if run.aligner else run.network
+    parameters = list(module.parameters())
+
+    def attempt(size: int) -> None:
+        few, copies = slice(0, size), 0 if run.optimizer.state else cfg.optim.copies  # its state is yet to come
+        room = [parameter.new_empty(math.ceil(copies * parameter.numel())) for parameter in parameters]
+        with torch.compiler.set_stance("force_eager"), autocast(run.processes.device, run.precision):
+            given = (batch.rows(few), draws.rows(few), run.network.null(1))
+            total = sum(term.mean() for term in loss(cfg, module, run.data.latents, *given, run.aligner))
+        torch.autograd.grad(total, parameters)  # not backward(), which would have DDP wait for other processes
+        del room  # held until here
+
+    size = find_fitting(attempt, share, tried)
+    fits = f"train.micro_batch_size={size} would fit, with the same results"
+    said = f"out of memory with micro-batches of {tried} images: {error.splitlines()[0]}"
+    advice = fits if size else "even one image does not fit"
+    return f"{said}\n  {advice}. train.activation_checkpointing=true needs less memory too"

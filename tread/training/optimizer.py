@@ -1,8 +1,8 @@
-"""One optimizer step that skips bad numbers.
+"""One optimizer step that never waits for the device: bad numbers are skipped there, and counted there.
 
-Whether a step is bad is known from the norm of the gradients, which DDP has made equal on all processes; a loss that is
-not finite spoils its gradients on purpose (`backward`). The flag stays on the device, where fused AdamW takes it as
-`found_inf` and averages as `skip`; for other optimizers the device is waited for once a step.
+Whether a step is bad is known from the norm of the gradients, which DDP has made equal on all
+processes; a loss that is not finite spoils its gradients on purpose (`backward`). The flag stays on
+the device: fused AdamW takes it as `found_inf`, averages as `skip`, `step_unless` does it for other optimizers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from tread.training.optimizers import step_unless
 from tread.training.settings import Settings
 
 SKIPPING = (torch.optim.AdamW, torch.optim.Adam)  # their fused kernels clip and skip by themselves
@@ -54,7 +55,6 @@ def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, clip_norm: float
     else:
         if scale is not None:
             torch._foreach_div_(gradients, scale)
-        if not skip:
-            optimizer.step()
+        step_unless(optimizer, gradients, skip > 0)
     optimizer.zero_grad()
     return norm, skip

@@ -1,16 +1,18 @@
-"""The optimizers that optim.name chooses from, and the settings they are built by."""
+"""The optimizers that optim.name chooses from, their settings, and how any of them skips a bad step."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from tread.runtime.schema import BelowOne, CountOrZero, Positive
+from tread.runtime.schema import BelowOne, CountOrZero, Positive, written
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class OptimizerEntry:
     copies  optim.options → how many numbers its state holds for each number of a parameter.
     shared  the other settings of section optim that it takes.
 
-    Only its `state` and `param_groups` are saved.
+    Only its `state` and `param_groups` are saved, and put back after a bad step.
     """
 
     make: Callable[..., torch.optim.Optimizer]
@@ -60,13 +62,23 @@ class Optim:
             raise ValueError(f"optim.betas is {list(self.betas)}, but must be two numbers")
         if self.name not in OPTIMIZERS:
             raise ValueError(f"optim.name is {self.name!r}, but must be {' or '.join(OPTIMIZERS)}")
+        signature, given = inspect.signature(OPTIMIZERS[self.name].make), self._arguments()
+        try:
+            signature.bind((), **given, **(self.options or {}))
+        except TypeError as error:
+            takes = ", ".join(name for name in [*signature.parameters][1:] if name not in given)
+            raise ValueError(
+                f"optim.options is {written(self.options)}, but optim.name={self.name} takes {takes} there ({error}); "
+                "optim.options=null gives none"
+            ) from error
+
+    def _arguments(self) -> dict:
+        return {name: getattr(self, name) for name in ("lr", *OPTIMIZERS[self.name].shared)}
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of these parameters. Raises ValueError for options that it refuses."""
-        entry = OPTIMIZERS[self.name]
-        shared = {name: getattr(self, name) for name in ("lr", *entry.shared)}
         try:
-            optimizer = entry.make(list(parameters), **shared, **(self.options or {}))
+            optimizer = OPTIMIZERS[self.name].make(list(parameters), **self._arguments(), **(self.options or {}))
         except (TypeError, ValueError) as error:
             raise ValueError(f"optim.name={self.name} refuses its settings, see section optim: {error}") from error
         optimizer.built = [dict(group) for group in optimizer.param_groups]  # checkpoints keep what it changes there
@@ -80,3 +92,43 @@ class Optim:
     def copies(self) -> float:
         """How many numbers the optimizer's state holds for each number of the parameters."""
         return OPTIMIZERS[self.name].copies(self.options or {})
+
+
+def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: Tensor) -> None:
+    """optimizer.step(), but parameters and state stay bit for bit as they are if `bad`, a 0-d flag, is set.
+
+    The device chooses between the numbers before and after. The host waits for it only if state lies elsewhere: in
+    steps that make state, such as the first, or that change Python numbers or tensors on another device (with CUDA,
+    `step` of torch's optimizers, unless their option `capturable` is true).
+    """
+    for gradient in gradients:
+        gradient.masked_fill_(bad, 0.0)  # a step may raise an error for NaN
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    owners, state, layout = _state(optimizer)
+    before, kept = ([v.clone() if torch.is_tensor(v) else v for v in values] for values in (parameters, state))
+    optimizer.step()
+    owners_now, state, layout_now = _state(optimizer)
+    alike = [*map(id, owners)] == [*map(id, owners_now)] and layout == layout_now
+    decidable = alike and all(_decidable(old, new, bad.device) for old, new in zip(kept, state))
+    for old, new in zip([*before, *kept], [*parameters, *state] if decidable else parameters):
+        if torch.is_tensor(new):
+            torch.where(bad, old, new, out=new)
+    if not decidable and bad:
+        values, groups = tree_unflatten(kept, layout)
+        optimizer.state.clear()
+        optimizer.state.update(zip(owners, values))
+        kept_groups = zip(groups, optimizer.param_groups)
+        optimizer.param_groups[:] = [{**settings, "params": group["params"]} for settings, group in kept_groups]
+
+
+def _state(optimizer: torch.optim.Optimizer) -> tuple[list, list, TreeSpec]:
+    """The owners of state; all values of state and groups except parameters; and the containers of these values."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return list(optimizer.state), *tree_flatten((list(optimizer.state.values()), groups))
+
+
+def _decidable(old: object, new: object, device: torch.device) -> bool:
+    """Whether a flag on this device can choose between two values: tensors there, or values that are equal."""
+    if torch.is_tensor(old) and torch.is_tensor(new):
+        return (old.device, old.shape, old.dtype) == (device, new.shape, new.dtype) and new.device == device
+    return type(old) is type(new) and old == new

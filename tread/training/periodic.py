@@ -31,7 +31,7 @@ from tread.runtime.files import explain_failure
 from tread.training import posthoc_ema
 from tread.training.flops import sample_flops, training_flops
 from tread.training.optimizer import learning_rate
-from tread.training.run import Failure, Run
+from tread.training.run import Failure, Run, StepStatistics
 from tread.training.step import active_routes, step_draws
 
 
@@ -98,8 +98,10 @@ def log(run: Run, clock: Clock) -> str:
     run.record(**values, data_wait=round(run.loader.waited / clock.seconds, 5), **clock.starting)
     clock.starting = {}
     if sums["bad"] and run.processes.main:
-        skipped = f"{sums['bad']:.0f} steps up to step {run.step} were skipped"
-        run.processes.say(f"warning: {skipped}: loss or gradient not finite")
+        with clock.paused():
+            text = f"warning: {sums['bad']:.0f} steps up to step {run.step} were skipped: loss or gradient not finite"
+            steps = recent_bad_steps(run, sums, int(sums["good"] + sums["bad"]))
+            run.processes.say(f"{text}; {look_at_samples(run, steps)[1]}" if steps else text)
     run.statistics.restart()
     clock.restart()
     return f"loss {values['loss']:.4f}, {speed:.0f} images/s" if "loss" in values else "no good step"
@@ -108,14 +110,22 @@ def log(run: Run, clock: Clock) -> str:
 def read_statistics(run: Run) -> dict[str, float | str]:
     """The sums by name on all processes, losses averaged over them.
 
-    Raises Failure if too many of the last steps were bad.
+    Raises Failure for too many bad steps: in a row, or more than half of the last ones.
     """
-    sums = run.statistics.read()
-    sums |= zip(("loss", "alignment"), (run.processes.sum(run.statistics.losses()) / run.processes.count).tolist())
-    flags = sums["recent"]
-    bad = [run.step - len(flags) + number for number, flag in enumerate(flags) if flag == "1"]
-    if len(bad) > run.cfg.train.max_bad_steps or (run.step == run.cfg.train.steps and mostly_bad(sums)):
-        raise Failure(explain_bad_steps(run, bad, len(flags)))
+    sums, most = run.statistics.read(), run.cfg.train.max_bad_steps
+    for name, total in run.statistics.losses(run.aligner is not None).items():
+        sums[name] = (run.processes.sum(total) / run.processes.count).item()
+    if sums["longest"] > most:
+        end = run.step - int(sums["ago"])
+        row = range(end - int(sums["longest"]), end)
+        what = f"{len(row)} steps in a row, {row[0] + 1} to {row[-1] + 1} (train.max_bad_steps {most})"
+        raise Failure(explain_bad_steps(run, row, what))
+    recent = len(sums["recent"])
+    known = run.step if recent == min(run.step, StepStatistics.LAST) else recent  # older checkpoints did not keep them
+    if mostly_bad(sums) and (known >= most or known == run.step == run.cfg.train.steps):
+        steps = recent_bad_steps(run, sums, recent)
+        what = f"{len(steps)} of the last {recent} steps, up to {run.step} (more than half of them)"
+        raise Failure(explain_bad_steps(run, steps, what))
     return sums
 
 
@@ -124,18 +134,46 @@ def mostly_bad(sums: dict[str, float | str]) -> bool:
     return 2 * sums["recent"].count("1") > len(sums["recent"])
 
 
-def explain_bad_steps(run: Run, bad: Sequence[int], last: int) -> str:
-    """A message about the bad ones of the `last` steps, by number from 0: their noise levels, and what to try."""
+def recent_bad_steps(run: Run, sums: dict[str, float | str], steps: int) -> list[int]:
+    """The bad ones of the last `steps` steps, by number from 0, as far as StepStatistics keeps them."""
+    flags = sums["recent"][-steps:]
+    return [run.step - len(flags) + number for number, flag in enumerate(flags) if flag == "1"]
+
+
+def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
+    """A message about bad steps, which `what` counts: their noise levels and samples, and what to try."""
     process, device = process_of(run.cfg), run.processes.device
-    draws = [step_draws(run.cfg, run.data.latents, step, device) for step in bad]  # again
+    draws = [step_draws(run.cfg, run.data.latents, step, device) for step in steps[:100]]  # again
     levels = torch.cat([process.noise_level(draw.level) for draw in draws])
+    spoilt, seen = look_at_samples(run, steps)
+    advice = "Try a smaller optim.lr, optim.clip_norm=1 or train.precision=fp32, or look at the data"
     kept = f"the last good checkpoint is that of step {run.saved}" if run.saved else "nothing was saved yet"
     return (
-        f"loss or gradient was not finite in {len(bad)} of the last {last} steps, {bad[0] + 1} to {bad[-1] + 1} "
-        f"(train.max_bad_steps {run.cfg.train.max_bad_steps}), which were skipped. Their {process.level_name} lay "
-        f"between {levels.min():.3g} and {levels.max():.3g}. Try a smaller optim.lr, optim.clip_norm=1 or "
-        f"train.precision=fp32, or look at the data; {kept}"
+        f"loss or gradient was not finite in {what}, which were skipped. Their {process.level_name} lay "
+        f"between {levels.min():.3g} and {levels.max():.3g}. {'Look at the data first' if spoilt else advice}: "
+        f"{seen}; {kept}"
     )
+
+
+def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
+    """Whether samples of these steps hold numbers that are not finite, and a text that names them.
+
+    The samples are read again, for no more steps than take a few seconds.
+    """
+    size, spoilt = run.cfg.train.batch_size, set()
+    looked = steps[: min(100, max(1, 25_600 // size))]
+    for step in looked:
+        batch = run.data.batch(run.cfg.seed, step, size)
+        for read in (batch.stored, batch.features):
+            if read is not None:
+                broken = ~read.flatten(1).isfinite().all(dim=1)
+                spoilt.update(batch.indices[broken.cpu().numpy()].tolist())
+    if not spoilt:
+        return False, f"no sample of the {len(looked)} steps looked at holds such numbers"
+    places = [(index, *run.data.locate(index)) for index in sorted(spoilt)[:3]]
+    named = ", ".join(f"{index} ({file}, row {row})" for index, file, row in places)
+    more = f" and {len(spoilt) - len(places)} more" if len(spoilt) > len(places) else ""
+    return True, f"these samples hold such numbers: {named}{more}"
 
 
 # an untrained network's loss is about 1, its velocity error 1 + the data's variance, which is about 1, too
@@ -258,11 +296,11 @@ def save(run: Run) -> bool:
     can't be written, Failure if the weights are broken.
     """
     counted = read_statistics(run)
-    skipped = counted["recent"].endswith("1") or mostly_bad(counted)
+    skipped = counted["in_a_row"] > 0 or mostly_bad(counted)
     if skipped and run.step < run.cfg.train.steps:
         return False
-    each = run.processes.gather(run.statistics.losses()[None])  # (processes, 2)
-    counted |= {"loss": each[:, 0].tolist(), "alignment": each[:, 1].tolist()}
+    for name, total in run.statistics.losses(run.aligner is not None).items():
+        counted[name] = run.processes.gather(total[None]).tolist()  # of each process
     norms = torch._foreach_norm(list(run.network.parameters()))
     if not torch.stack(norms).isfinite().all():
         raise Failure(f"weights are not finite after step {run.step}, which is not saved: try a smaller optim.lr")

@@ -1,9 +1,10 @@
-"""Going on with a run: by its own settings, except for what was typed on the command line."""
+"""Going on with a run: by its own settings, but for what was typed on the command line."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -12,27 +13,28 @@ from omegaconf import OmegaConf
 from tread.checkpoints.checkpoint import find_whole, newest
 from tread.runtime.plugins import import_plugins
 from tread.runtime.schema import written
-from tread.training.run_folder import LAUNCH, NOTHING, RunLog, differences, migrate
+from tread.training.run_folder import LAUNCH, NOTHING, RunLog, decisive, differences, migrate, value_at
 
-GROUPS = {"model": "name", "dataset": "name", "alignment": "kind"}  # a typed group → where the run's section names it
+# and the key by which a run says which of them is its own
+GROUPS = {"model": "name", "dataset": "name", "experiment": "name", "alignment": "kind"}
 
 
 def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dict, list[str]]:
-    """The config of a launch that may go on with a run, and warnings about today's values that the run does not take.
+    """What a launch's config is, where it goes on with a run; and warnings, a line each, of what it does not take.
 
-    composed   today's config, with the typed values.
-    arguments  the command line, which says what was typed.
-    configs    the folder of config.yaml.
+    composed   today's config, with what was typed.
+    arguments  the command line: what was typed. A model, dataset, experiment or alignment that is not the run's
+               own counts as typing all that its file sets.
+    configs    the folder of config.yaml and of those files.
 
-    Raises FileNotFoundError if run=… names no run, ValueError for another model, dataset, experiment or alignment.
+    Raises FileNotFoundError or ValueError if run=… names no run.
     """
     typed = dict(match.groups() for match in map(re.compile(r"[+~]*([^-+~=\s][^=\s]*)=(.*)").match, arguments) if match)
     by_folder = composed["run"] is not None
     if by_folder and typed.keys() & {"name", "results"}:
         raise ValueError("run=… says which folder, so name=… and results=… can't be set beside it")
-    folder = Path(str(composed["results"])) / str(composed["name"])
+    folder = find_run(str(composed["run"])) if by_folder else Path(str(composed["results"])) / str(composed["name"])
     if by_folder:
-        folder = find_run(str(composed["run"]))
         composed = {**composed, "name": folder.name, "results": str(folder.parent), "run": None}
     starts = RunLog(folder).starts()
     checkpoint = None if starts else find_whole(folder)[0]
@@ -41,49 +43,87 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
     recorded = starts[-1]["config"] if starts else checkpoint.info["config"]
     import_plugins(recorded.get("plugins", ()))
     recorded = migrate(recorded)
-    for group in {*GROUPS, "experiment"} & typed.keys():
-        begun = any(f"{group}={typed[group]}" in start.get("command", ()) for start in starts)
-        if not begun and recorded.get(group, {}).get(GROUPS.get(group)) != typed[group]:
-            raise ValueError(f"{folder} holds a run without {group}={typed[group]}; name=<another name> starts one")
-    if "model" in recorded:  # its keys are the run's architecture's, and typed ones
-        kept = {key for key in composed["model"] if key in recorded["model"] or f"model.{key}" in typed}
+    keys = {leaf for key, value in typed.items() if key not in GROUPS for leaf in leaves(key, value)}
+    for group, choice in ((group, typed[group]) for group in GROUPS if group in typed):
+        begun = any(f"{group}={choice}" in start.get("command", ()) for start in starts)
+        if not begun and recorded.get(group, {}).get(GROUPS[group]) != choice:
+            set_there = keys_of(configs, f"{group}/{choice}") or {f"{group}.{key}" for key in composed.get(group) or ()}
+            keys |= {key for key in set_there if not _left_open(key, value_at(composed, key))}
+    if "model" in recorded:  # whose keys are those of the run's architecture, unless another's are typed
+        kept = {key for key in composed["model"] if key in recorded["model"] or f"model.{key}" in keys}
         composed = {**composed, "model": {key: value for key, value in composed["model"].items() if key in kept}}
-    config = take_typed(recorded, composed, {*typed, *LAUNCH} - GROUPS.keys())
-    # with run=… only config.yaml's values are meant for this run: the composed defaults are another model's
-    today = OmegaConf.to_container(OmegaConf.load(configs / "config.yaml")) if by_folder else composed
-    stay = {
-        key: both
-        for key, both in differences(config, today, nothing=NOTHING).items()
-        if NOTHING not in both
-        and key not in (*typed, *LAUNCH)
-        and not (key.startswith("dataset.") and both[1] in (None, "auto"))
-    }
-    if not stay:
-        return config, []
-    listed = ", ".join(f"{key}={written(before)} (now {written(now)})" for key, (before, now) in stay.items())
-    return config, [f"warning: the run keeps {listed}; typing key=value changes one"]
+    config, in_file = take_typed(recorded, composed, {*keys, *LAUNCH}), keys_of(configs, "config")
+    warnings, rest = [], []
+    for key, (before, now) in differences(config, composed, nothing=NOTHING).items():
+        if now is NOTHING or _left_open(key, now):
+            continue
+        if not any(f"{key}.".startswith(f"{name}.") for name in in_file):
+            rest.append(key)
+            continue
+        typed_now = shlex.quote(f"{key}={written(now)}")
+        advice = "name=… starts a run with that" if decisive([key], config) else f"{typed_now} takes that"
+        stays = f"{key} stays {written(before)}, as the run has it"
+        warnings.append(f"warning: {stays}, although config.yaml says {written(now)}; {advice}")
+    if rest and not by_folder:  # with run=… they are defaults of other runs
+        what = f"{', '.join(rest)} stay as the run has them, though a new run would have others"
+        warnings.append(f"warning: {what}; key=value changes one")
+    return config, warnings
 
 
 def find_run(run: str) -> Path:
-    """The folder that run=… names, as it was written. Raises FileNotFoundError if it holds no run."""
+    """The folder that run=… names, as it was written. Raises FileNotFoundError, which names the runs around there."""
     folder = Path(os.path.normpath(run))
     folder = folder if folder.name not in ("", "..") else Path(os.path.abspath(run))
-    if not (RunLog(folder).starts() or newest(folder)):
-        raise FileNotFoundError(f"{folder} holds no run")
-    return folder
+
+    def holds_a_run(path: Path) -> bool:
+        return bool(RunLog(path).starts() or newest(path))
+
+    if holds_a_run(folder):
+        return folder
+    around = [path for place in (folder, folder.parent) if place.is_dir() for path in sorted(place.iterdir())]
+    runs = [f"run={path}" for path in (folder.parent, *around) if path.is_dir() and holds_a_run(path)]
+    more = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
+    what = "holds no run" if folder.exists() else "does not exist"
+    raise FileNotFoundError(f"{folder} {what}; near it: {', '.join(runs[:10]) or 'no run either'}{more}")
+
+
+def leaves(key: str, value: object) -> list[str]:
+    """The dotted keys that a typed key=value sets: those inside, where the value is a section."""
+    if isinstance(value, str) and re.fullmatch(r"\{.+:.+\}", value):
+        value = OmegaConf.to_container(OmegaConf.create(value))
+    if not isinstance(value, dict):
+        return [key]
+    return [leaf for part, inner in value.items() for leaf in leaves(f"{key}.{part}", inner)]
+
+
+def keys_of(configs: Path, name: str) -> set[str]:
+    """Dotted keys that a config file sets, with those of files that it chooses by `override /…`; no file sets none."""
+    path = configs / f"{name}.yaml"
+    tree = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    lists = [item for item in tree.pop("defaults", ()) if isinstance(item, dict)]
+    chosen = [(key.removeprefix("override /"), choice) for item in lists for key, choice in item.items() if " /" in key]
+    keys = {f"{key}.{part}" for key, section in tree.items() if isinstance(section, dict) for part in section}
+    keys |= {key for key, value in tree.items() if not isinstance(value, dict)}
+    return keys.union(*(keys_of(configs, f"{group}/{choice}") for group, choice in chosen))
 
 
 def take_typed(recorded: object, composed: object, typed: Collection[str], key: str = "") -> object:
-    """A run's config with the composed values at the typed dotted keys, and at keys that it lacks."""
+    """A run's config with the composed values at the typed dotted keys, and where the run's has none."""
     below = [name for name in typed if name.startswith(f"{key}." if key else "")]
     if key in typed:
         return composed
     if isinstance(recorded, dict) and isinstance(composed, dict) and (below or key != "train.ratio_schedule"):
-        both = {
-            part: take_typed(recorded[part], composed[part], typed, f"{key}.{part}".lstrip("."))
-            for part in recorded.keys() & composed.keys()
+        return {
+            part: take_typed(recorded[part], composed[part], typed, f"{key}.{part}" if key else part)
+            if part in recorded and part in composed
+            else value
+            for part, value in (composed | recorded).items()
         }
-        return composed | recorded | both
     if below and isinstance(recorded, list) and isinstance(composed, list) and len(recorded) == len(composed):
         return [take_typed(old, new, typed, f"{key}.{i}") for i, (old, new) in enumerate(zip(recorded, composed))]
     return composed if below else recorded
+
+
+def _left_open(key: str, value: object) -> bool:
+    """Whether a key of a dataset is what its folder says, or what must be typed."""
+    return key.startswith("dataset.") and value in (None, "auto")

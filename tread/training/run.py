@@ -34,25 +34,31 @@ from tread.training.tracking import Tracker
 class StepStatistics:
     """Sums over the steps since the last log, and which of the last steps were bad, on the device.
 
-    sums    (5,) fp32 in the order of NAMES: losses and gradient norm of the good steps; good and bad steps.
-    recent  (keep,) fp32: 1 for a bad and 0 for a good one of the last steps, the newest last, 0.5 if not known.
+    sums    (8,) fp32 in the order of NAMES: loss and gradient norm of the good steps; good and bad steps; the bad steps
+            in a row up to now, the longest such row since the last log, and how many steps ago that ended; alignment.
+    recent  (LAST,) fp32: 1 for a bad and 0 for a good one of the last steps, the newest last, 0.5 if not known.
     """
 
-    NAMES = ("loss", "alignment", "grad_norm", "good", "bad")
+    NAMES = ("loss", "grad_norm", "good", "bad", "in_a_row", "longest", "ago", "alignment")
+    LAST = 100
 
-    def __init__(
-        self, device: torch.device | str, values: dict[str, float | str] | None = None, keep: int = 40
-    ) -> None:
+    def __init__(self, device: torch.device | str, values: dict[str, float | str] | None = None) -> None:
         values = values or {}
         self.sums = torch.tensor([values.get(name, 0.0) for name in self.NAMES], device=device)
-        recent = [float(flag) for flag in values.get("recent", "")][-keep:]
-        self.recent = torch.tensor([0.5] * (keep - len(recent)) + recent, device=device)
+        recent = [float(flag) for flag in values.get("recent", "")]
+        self.recent = torch.tensor([0.5] * (self.LAST - len(recent)) + recent, device=device)
 
     def add(self, loss: Tensor, norm: Tensor, skip: Tensor, alignment: Tensor | None = None) -> None:
         """Count a step: its mean loss, what optimizer_step returned, and its mean alignment if there is one."""
-        good, alignment = 1 - skip, torch.zeros_like(loss) if alignment is None else alignment
-        loss, norm, alignment = (value.float().where(good > 0, 0.0) for value in (loss, norm, alignment))
-        self.sums = self.sums + torch.stack([loss, alignment, norm, good, skip])
+        good = 1 - skip
+        step = torch.stack([loss.float().where(good > 0, 0.0), norm.where(good > 0, 0.0), good, skip])
+        in_a_row, longest, ago, aligned = self.sums[4:].unbind()
+        if alignment is not None:
+            aligned = aligned + alignment.float().where(good > 0, 0.0)
+        in_a_row = (in_a_row + 1) * skip
+        longer = in_a_row > longest
+        longest, ago = torch.where(longer, in_a_row, longest), torch.where(longer, 0.0, ago + 1)
+        self.sums = torch.cat([self.sums[:4] + step, torch.stack([in_a_row, longest, ago, aligned])])
         self.recent = torch.cat([self.recent[1:], skip[None]])
 
     def read(self) -> dict[str, float | str]:
@@ -61,13 +67,14 @@ class StepStatistics:
         flags = (f"{flag:.0f}" for flag in values[len(self.NAMES) :] if flag != 0.5)
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
 
-    def losses(self) -> Tensor:
-        """A copy of this process's sums of denoising and alignment: (2,)."""
-        return self.sums[:2].clone()
+    def losses(self, aligned: bool) -> dict[str, Tensor]:
+        """Copies of this process's sums by name, 0-d each: the denoising loss, and alignment if there is any."""
+        return {name: self.sums[self.NAMES.index(name)].clone() for name in ("loss", "alignment")[: 1 + aligned]}
 
     def restart(self) -> None:
-        """Begin new sums."""
-        self.sums = torch.zeros_like(self.sums)
+        """Begin new sums, but keep counting the bad steps in a row."""
+        zeros, in_a_row = torch.zeros_like(self.sums), self.sums[4:5]
+        self.sums = torch.cat([zeros[:4], in_a_row, in_a_row, zeros[6:]])
 
 
 class Failure(Exception):
@@ -118,7 +125,7 @@ class Run:
         self.loader = Loader(self.data, cfg.seed, batch_size, self.micro_batches, device, steps=cfg.train.steps)
         self.wrapped = self.processes.distribute(self.aligner.module if self.aligner else self.network)
         tally = self.earlier and statistics_of(info, self.processes.rank, self.processes.count)
-        self.statistics = StepStatistics(device, tally, keep=2 * cfg.train.max_bad_steps)
+        self.statistics = StepStatistics(device, tally)
         self.saved: int | None = self.earlier and self.earlier.step
         self.step: int = self.saved or 0
         self.flops: int = info.get("flops", 0)

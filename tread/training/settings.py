@@ -170,8 +170,11 @@ class Settings:
         if model.takes_text and self.eval.fid_every:
             raise ValueError(f"eval.fid_every scores classes, which {named} has not: fid.py scores its checkpoints")
         self.alignment.blocks(model.depth)  # raises ValueError for blocks that the network has not
-        if self.alignment.kind == "none" and self.alignment != Alignment():
-            raise ValueError("a key of section alignment is set, but alignment=none: alignment=repa or self reads it")
+        for key, kinds in (("block", ("repa", "self")), ("encoder", ("repa",)), ("teacher", ("self",))):
+            value, kind = getattr(self.alignment, key), self.alignment.kind
+            if value is not None and kind not in kinds:
+                asked = " or ".join(f"alignment={choice}" for choice in kinds)
+                raise ValueError(f"alignment.{key} is {value}, which is of {asked}, not of alignment={kind}")
         if self.alignment.kind == "repa" and self.alignment.encoder is None:
             raise ValueError(
                 "alignment.encoder is null, but alignment=repa needs one: dinov2-s, -b, -l, -g, a hub id or folder of "

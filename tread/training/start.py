@@ -36,6 +36,7 @@ from tread.training import posthoc_ema
 from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.ema import EMA, exponential, power
 from tread.training.flops import training_flops
+from tread.training.optimizer import learning_rate
 from tread.training.run import Run
 from tread.training.run_folder import Claim, claim
 from tread.training.settings import Settings, prepare_embedded
@@ -84,7 +85,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         cfg, config, processes, precision, micro_batches, data, heldout, network, ema, averages, aligner, optimizer,
         decoder, online_fid, weights, notes, stop, began, earlier, **prompts
     )  # fmt: skip
-    run.warnings += data_warnings(run)
+    run.warnings += [*settings_warnings(cfg), *data_warnings(run)]
     if earlier and "flops" not in earlier.info:
         run.flops = training_flops(cfg, network, range(run.step), aligner)  # as the settings have them
     processes.from_main(lambda: take_folder(run, claimed))
@@ -111,7 +112,7 @@ def take_folder(run: Run, claimed: Claim) -> None:
 
     Raises OSError, also without room for a checkpoint, or ValueError if the tracker refuses.
     """
-    say = run.processes.say
+    say, optim = run.processes.say, run.cfg.optim
     check_place(run.folder, run.checkpoint_bytes() if run.step < run.cfg.train.steps else 0)
     facts = {"processes": run.processes.count, "device": str(run.processes.device), "precision": run.precision}
     run.log.start(run.step, run.config, **facts, weights=run.weights, warnings=run.warnings)
@@ -131,6 +132,11 @@ def take_folder(run: Run, claimed: Claim) -> None:
             say(f"{run.folder} goes on at step {run.step}{before}")
         for key, (before, now) in claimed.changed.items():
             say(f"warning: {key} was {written(before)}, is {written(now)}")
+        if claimed.checkpoint and not optim.keeps_state(claimed.changed):
+            say("warning: the optimizer is another one: its state begins anew, weights and averages go on")
+        if optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
+            rate = learning_rate(run.cfg, run.step)
+            say(f"warning: the learning rate falls until train.steps, so it now goes on at {rate:.3g}")
         run.tracker = open_tracker(run.cfg, run.config, run.folder, run.step)
     except (ValueError, OSError) as error:
         run.log.status("failed", run.step, str(error))
@@ -176,6 +182,18 @@ def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset
         projector = build_projector(alignment, network.hidden_size, width)
     module = Aligned(network, projector.to(device), alignment.blocks(cfg.model.depth)[0])
     return Aligner(alignment, module, ema.network if alignment.kind == "self" else None, encoder, flops, fingerprint)
+
+
+def settings_warnings(cfg: Settings) -> list[str]:
+    """Warnings of settings that can't help."""
+    warnings, (block, teacher) = [], cfg.alignment.blocks(cfg.model.depth)
+    if cfg.alignment.kind == "self" and block >= teacher:
+        said = f"the teacher's block {teacher} is not deeper than the aligned one, {block}"
+        warnings.append(f"{said}: see alignment.teacher and .block")
+    if cfg.objective == "rf" and cfg.rf.direction and cfg.dataset.channels == 1:
+        said = f"rf.direction is {cfg.rf.direction:g}, but the latents have one channel"
+        warnings.append(f"{said}, of whose direction only the sign is left: the term teaches nothing")
+    return warnings
 
 
 def data_warnings(run: Run) -> list[str]:

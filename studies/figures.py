@@ -1,0 +1,379 @@
+"""How a study is shown: its table, its figure, and what is published of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from studies.results import Made, Results, gather, missing
+from studies.study import Planned, Study, plan
+from tread.drawing.charts import Line, Panel, save_heat_maps, save_panels
+from tread.evaluation.metric_table import METRICS, feature_metrics
+from tread.runtime.files import explain_failure, write_whole
+
+Columns = dict[str, dict[str, str]]  # title → arm → cell
+
+
+class Figure(NamedTuple):
+    """A kind of figure: how it is drawn, if there is anything to draw, and what the table has more."""
+
+    draw: Callable[[Study, Results, Path], None]
+    columns: Callable[[Study, Results], Columns] = lambda study, results: {}
+
+
+def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
+    """A metric over images or FLOPs."""
+    return {point[axis]: point[metric] for point in run["points"] if metric in point and point.get(axis)}
+
+
+def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
+    """The points that all runs have with a metric: (the first run's point, the values)."""
+    curves = [curve(run, metric, "images") for run in runs]
+    points = runs[0]["points"] if runs else []
+    shared = [point for point in points if all(point["images"] in each for each in curves)]
+    return [(point, [each[point["images"]] for each in curves]) for point in shared]
+
+
+def last_values(results: Results, metric: str) -> dict[str, list[float]]:
+    """By arm: the values at the last point at which all its runs have a metric; arms without one are left out."""
+    return {arm: points[-1][1] for arm, runs in results.items() if (points := series(runs, metric))}
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Of the mean; None for a single value."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
+    """How much larger one run's metric is than another's, at the last number of images at which both have it."""
+    both = series([run, other], metric)
+    return both[-1][1][0] - both[-1][1][1] if both else None
+
+
+def at_equal_flops(run: Made, other: Made, metric: str) -> float | None:
+    """… at the last training FLOPs that both reach."""
+    curves = [curve(made, metric, "flops") for made in (run, other)]
+    place = min(max(each, default=0) for each in curves)
+    here, there = (at_flops(each, place) for each in curves)
+    return None if None in (here, there) else here - there
+
+
+def at_flops(values: Mapping[float, float], place: float) -> float | None:
+    """A metric after so many FLOPs, on a straight line over their logarithm; None outside of the curve."""
+    within = len(values) > 1 and min(values) <= place <= max(values)
+    return float(np.interp(math.log(place), [*map(math.log, values)], [*values.values()])) if within else None
+
+
+def differences(study: Study, results: Results, arm: str, metric: str, by: Callable = at_equal_images) -> list[float]:
+    """An arm's metric less that of the arm it is compared with, seed by seed: same data order, same noise."""
+    others = {run["seed"]: run for run in results.get(study.against.get(arm), ())}
+    pairs = [(run, others[run["seed"]]) for run in results[arm] if run["seed"] in others]
+    return [less for run, other in pairs if (less := by(run, other, metric)) is not None]
+
+
+def shown(values: Sequence[float], sign: bool = False) -> str:
+    """A mean, with its standard error where there are several values."""
+    if not values:
+        return "–"
+    mean, error, plus = statistics.mean(values), standard_error(values), "+" if sign else ""
+    if error is None:
+        return f"{mean:{plus}.5g}"
+    places = max(0, 1 - math.floor(math.log10(error))) if error > 0 else 4
+    return f"{mean:{plus}.{places}f} ± {error:.{places}f}"
+
+
+def measured(names: Sequence[str], results: Results) -> list[str]:
+    """Those of the metrics that some arm has, each once."""
+    return [name for name in dict.fromkeys(names) if any(series(runs, name) for runs in results.values())]
+
+
+def table(study: Study, results: Results) -> str:
+    """Markdown, a line per arm: means ± standard errors over the seeds, and paired differences."""
+    results = {arm: [run for run in runs if run["points"]] for arm, runs in results.items()}
+    ends = {arm: [run["points"][-1] for run in runs] for arm, runs in results.items()}
+    compared = [name for name, metric in METRICS.items() if metric.compared]
+    metrics = measured((*study.metrics, *compared), results)
+    taught = {arm for arm in results if "alignment.encoder=inception" in study.arms[arm].overrides}
+    columns = {
+        "arm": {arm: arm for arm in results},
+        "seeds": {arm: f"{len(runs)}" for arm, runs in results.items()},
+        "images": {arm: f"{min(point['images'] for point in each):,}" for arm, each in ends.items() if each},
+        "training FLOPs": {arm: f"{p['flops']:.3g}" for arm, each in ends.items() for p in each[::-1] if "flops" in p},
+    }
+    for metric in metrics:
+        marked = taught if metric in feature_metrics() else ()
+        last = last_values(results, metric).items()
+        columns[METRICS[metric].title] = {arm: shown(each) + " †" * (arm in marked) for arm, each in last}
+    for metric in [metric for metric in metrics if metric in compared][:1] if study.against else []:
+        for what, by in (("images", at_equal_images), ("FLOPs", at_equal_flops)):
+            cells = {arm: shown(differences(study, results, arm, metric, by), sign=True) for arm in results}
+            columns[f"{METRICS[metric].title} against its pair, at equal {what}"] = cells
+    columns |= FIGURES[study.figure].columns(study, results)
+    rows = [[*columns], *([cells.get(arm, "–") for cells in columns.values()] for arm in results)]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines.insert(1, "|---" * len(columns) + "|")
+
+    scores = [score for runs in results.values() for run in runs for score in run["scores"]]
+    counts = {score["count"] for score in scores if "count" in score}
+    notes = ["± one standard error over the seeds; – is not measured."]
+    if counts:
+        scored = "KID and FID" if {*metrics} & {*feature_metrics()} else "Scores"
+        notes.append(f"{scored} are of {' or '.join(f'{count:,}' for count in sorted(counts))} samples.")
+    if any("†" in line for line in lines):
+        notes.append("† The Inception network of KID and FID was the teacher of these, too: see the evaluation loss.")
+    return "\n".join([*lines, "", " ".join(notes)]) + "\n"
+
+
+def mean_line(name: str, points: Sequence[tuple[float, Sequence[float]]]) -> Line:
+    """Means over the seeds at (x, values), with their standard errors where there are several seeds."""
+    errors = [standard_error(values) for _, values in points]
+    means = [statistics.mean(values) for _, values in points]
+    return Line(name, [x for x, _ in points], means, errors if errors and None not in errors else None)
+
+
+def _save(path: Path, panels: Sequence[Panel], columns: int = 2) -> None:
+    if panels:
+        save_panels(path, panels, columns)
+
+
+def draw_curves(study: Study, results: Results, path: Path) -> None:
+    """Each metric against images and against FLOPs: means over the seeds, with bands of a standard error."""
+    most = max(point.get("flops", 1) for runs in results.values() for run in runs for point in run["points"])
+    power, panels = 3 * int(math.log10(most) // 3), []
+    units = {"images": ("images, thousands", 1e3), "flops": (f"training FLOPs, 10^{power}", 10**power)}
+    for metric in measured(study.metrics, results):
+        for axis, (label, unit) in units.items():
+            lines = []
+            for arm, runs in results.items():
+                points = [(point[axis] / unit, values) for point, values in series(runs, metric) if axis in point]
+                lines.append(mean_line(arm, points))
+            panels.append(Panel("", label, METRICS[metric].label, lines))
+    _save(path, panels)
+
+
+def draw_ends(study: Study, results: Results, path: Path) -> None:
+    """Each metric at the end of training, a point per arm and seed."""
+    panels = []
+    for metric in measured(study.metrics, results):
+        ends = last_values(results, metric)
+        seeds = sorted({run["seed"] for arm in ends for run in results[arm]})
+        lines = []
+        for seed in seeds:
+            by_arm = [[value for run, value in zip(results[arm], ends[arm]) if run["seed"] == seed] for arm in ends]
+            points = [(place, value) for place, values in enumerate(by_arm) for value in values]
+            lines.append(Line(f"seed {seed}", *zip(*points)))
+        panels.append(Panel("", "", METRICS[metric].label, lines, names=tuple(ends)))
+    _save(path, panels, columns=len(panels))
+
+
+def sampling_flops(results: Results) -> dict[str, float]:
+    """Of the networks, for a sample, by arm."""
+    return {arm: runs[0]["scores"][-1]["flops"] for arm, runs in results.items() if runs and runs[0]["scores"]}
+
+
+def guidance_columns(study: Study, results: Results) -> Columns:
+    return {"FLOPs a sample": {arm: f"{flops:.3g}" for arm, flops in sampling_flops(results).items()}}
+
+
+def draw_guidance(study: Study, results: Results, path: Path) -> None:
+    """For each metric a panel over ω, a line per network and kind; one over FLOPs, a point per arm."""
+    flops, panels = sampling_flops(results), []
+    for metric in study.metrics:
+        ends = last_values({arm: results[arm] for arm in flops}, metric)
+        over_scale: dict[str, list[tuple[float, list[float]]]] = {}
+        over_flops: dict[str, list[tuple[float, list[float]]]] = {}
+        for arm, values in ends.items():
+            network, guidance = arm.partition(", ")[::2]
+            kind, scale = guidance.rpartition(" ")[::2]
+            if re.fullmatch(r"[\d.]+", scale):
+                unguided = [(1.0, ends[network])] if network in ends else []
+                over_scale.setdefault(f"{network}, {kind}", unguided).append((float(scale), values))
+            else:  # other steps alone
+                kind = "no guidance"
+            over_flops.setdefault(f"{network}, {kind}", []).append((flops[arm] / 1e9, values))
+        labels = ("guidance scale ω (1: none)", "FLOPs of the networks a sample, 10^9")
+        for label, lines in zip(labels, (over_scale, over_flops) if ends else ()):
+            drawn = [mean_line(name, sorted(points)) for name, points in lines.items()]
+            panels.append(Panel("", label, METRICS[metric].label, drawn))
+    _save(path, panels)
+
+
+LAST = 0.2  # the fraction of the training over whose end a training loss is averaged
+LOSS_GAP = "training loss above the dense one's"
+
+
+def training_loss(run: Made) -> float | None:
+    """The mean over the last fifth of the training, where a record counts by its steps; None without a record."""
+    losses = curve(run, "loss", "images")
+    ends = [max(images, (1 - LAST) * max(losses)) for images in losses]
+    weights = [end - before for before, end in zip([(1 - LAST) * max(losses, default=0), *ends], ends)]
+    return statistics.fmean(losses.values(), weights) if losses else None
+
+
+def loss_gaps(results: Results) -> dict[str, list[float]]:
+    """By routed arm: how far its training loss lies above the dense one's, seed by seed."""
+    dense = {run["seed"]: training_loss(run) for run in results["dense"]}
+    by_arm = {}
+    for arm, runs in results.items():
+        pairs = [(training_loss(run), dense.get(run["seed"])) for run in runs if arm != "dense"]
+        by_arm[arm] = [routed - other for routed, other in pairs if None not in (routed, other)]
+    return {arm: less for arm, less in by_arm.items() if less}
+
+
+def loss_gap_columns(study: Study, results: Results) -> Columns:
+    return {LOSS_GAP: {arm: shown(less, sign=True) for arm, less in loss_gaps(results).items()}}
+
+
+def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
+    """The gap against the blocks of the route, and each metric at the end against the gap."""
+    mean_gaps = {arm: statistics.mean(less) for arm, less in loss_gaps(results).items()}
+    if not mean_gaps:
+        return
+    places = [map(int, re.findall(r"\d+", arm)) for arm in mean_gaps]
+    line = Line("routes", [end - start + 1 for start, end in places], [*mean_gaps.values()])
+    panels = [Panel("", "blocks of the route", LOSS_GAP, [line])]
+    for metric in study.metrics[1:]:
+        means = {arm: statistics.mean(values) for arm, values in last_values(results, metric).items()}
+        points = sorted((gap, means[arm]) for arm, gap in mean_gaps.items() if arm in means)
+        if points and "dense" in means:
+            levels, line = {"dense": means["dense"]}, Line("routes", *map(list, zip(*points)))
+            panels.append(Panel("", LOSS_GAP, METRICS[metric].title, [line], levels=levels))
+    _save(path, panels)
+
+
+def draw_placement(study: Study, results: Results, path: Path) -> None:
+    """A heat map per metric of the difference to the dense arm, and one of training FLOPs over the dense arm's."""
+    places = {arm: tuple(map(int, re.findall(r"\d+", arm))) for arm in results if arm != "dense"}
+    starts, ends = (sorted(set(each)) for each in zip(*places.values()))
+    maps = {}
+    for metric in (*study.metrics, "flops"):
+        means = {arm: statistics.mean(values) for arm, values in last_values(results, metric).items()}
+        dense, cells = means.pop("dense", None), np.full((len(starts), len(ends)), np.nan)
+        for arm, value in means.items() if dense else ():
+            start, end = places[arm]
+            cells[starts.index(start), ends.index(end)] = value / dense if metric == "flops" else value - dense
+        title = f"{METRICS[metric].title} less" if metric in METRICS else "training FLOPs over"
+        maps |= {} if np.isnan(cells).all() else {f"{title} the dense one's": cells}
+    if maps:
+        (first, cells), *others = maps.items()
+        labels = ("last block of the route", "first block of the route")
+        save_heat_maps(path, {first: cells}, dict(others), ends, starts, labels)
+
+
+SIMILARITIES = {"dense": "all tokens", "routed": "under its route"}  # key of similarity.json → how it is called
+
+
+def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
+    """By arm and panel, a matrix per seed."""
+    nested = {
+        (arm, panel): [score[panel] for run in runs for score in run["scores"] if score.get(panel)]
+        for arm, runs in results.items()
+        for panel in SIMILARITIES
+    }
+    return {key: [np.array(matrix, dtype=float) for matrix in each] for key, each in nested.items() if each}
+
+
+def similarity_columns(study: Study, results: Results) -> Columns:
+    """The similarity of a block's output to the next one's, and of the embedding to the last output."""
+    cells: dict[str, dict[str, str]] = {}
+    for (arm, panel), each in sorted(matrices(results).items(), key=lambda item: item[0][1]):
+        neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]
+        cells.setdefault(f"next block, {SIMILARITIES[panel]}", {})[arm] = shown(neighbours)
+        ends = [matrix[0, -1] for matrix in each]
+        cells.setdefault(f"embedding to end, {SIMILARITIES[panel]}", {})[arm] = shown(ends)
+    return cells
+
+
+def draw_similarity(study: Study, results: Results, path: Path) -> None:
+    """Means over the seeds, side by side on one scale."""
+    means = {key: np.mean(each, axis=0) for key, each in matrices(results).items()}
+    if means:
+        names = ["in", *range(len(next(iter(means.values()))) - 1)]
+        panels = {f"{arm} network,\n{SIMILARITIES[panel]}": mean for (arm, panel), mean in means.items()}
+        label = "behind block (in: the embedding)"
+        save_heat_maps(path, panels, {}, names, names, (label, label))
+
+
+def flops_gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> list[tuple[int, list[float]]]:
+    """(images, routed less dense by seeds) where the dense run has passed the FLOPs of the routed one too."""
+    others = {run["seed"]: curve(run, metric, "flops") for run in dense}
+    routed, gaps = [run for run in routed if run["seed"] in others], []
+    for point, values in series(routed, metric):
+        levels = [at_flops(others[run["seed"]], point.get("flops", 0)) for run in routed]
+        if None not in levels:
+            gaps.append((point["images"], [value - level for value, level in zip(values, levels)]))
+    return gaps
+
+
+def when_columns(study: Study, results: Results) -> Columns:
+    """From how many images on the routed run is ahead at equal FLOPs in the evaluation loss."""
+    leads = {}
+    for routed, dense in study.against.items():
+        points = flops_gap(results[dense], results[routed], "eval_loss")
+        behind = [number for number, (_, values) in enumerate(points) if statistics.mean(values) >= 0]
+        ahead = points[behind[-1] + 1 if behind else 0 :]
+        if points:
+            leads[routed] = f"{ahead[0][0]:,} images" if ahead else "not yet"
+    return {"ahead at equal FLOPs from": leads}
+
+
+def draw_when(study: Study, results: Results, path: Path) -> None:
+    """A panel per metric: a line per condition, below 0 where routing is ahead."""
+    panels = []
+    for metric in study.metrics:
+        lines = []
+        for routed, dense in study.against.items():
+            if points := flops_gap(results[dense], results[routed], metric):
+                scaled = [(images / 1e3, values) for images, values in points]
+                lines.append(mean_line(routed.partition(",")[0], scaled))
+        if lines:
+            title = f"{METRICS[metric].title}: routed less dense, by the same FLOPs"
+            panels.append(Panel(title, "images the routed run has seen, thousands", "", lines, levels={"even": 0.0}))
+    _save(path, panels, columns=len(panels))
+
+
+FIGURES = {
+    "curves": Figure(draw_curves),
+    "ends": Figure(draw_ends),
+    "guidance": Figure(draw_guidance, guidance_columns),
+    "loss_gap": Figure(draw_loss_gap, loss_gap_columns),
+    "placement": Figure(draw_placement),
+    "similarity": Figure(draw_similarity, similarity_columns),
+    "when": Figure(draw_when, when_columns),
+}
+
+
+def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
+    """results.json (a line per training), figure.png and table.md of what is trained, beside the study's YAML.
+
+    runs  those that were asked for now; the study's other seeds are kept, and the table says what is missing of all.
+    """
+    whole = [*{(run.arm, run.training.seed): run for run in (*plan(study), *runs)}.values()]
+    wanted = {score.key for run in whole for score in run.scores}
+    kept = {run.training.key: made.get(run.training.key, {"trained": False}) for run in whole}
+    for key, record in kept.items():
+        kept[key] = record | {
+            "scores": {name: score for name, score in record.get("scores", {}).items() if name in wanted}
+        }
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(run)}" for key, run in kept.items() if run["trained"])
+    head = json.dumps({"study": study.name, "scale": study.scale, "title": study.title})
+    with explain_failure(folder):
+        folder.mkdir(exist_ok=True)
+        write_whole(folder / "results.json", head[:-1] + f',\n "runs": {{\n{lines}\n }}}}\n')
+    write(study, whole, made, folder)
+
+
+def write(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
+    """table.md, and figure.png of what there is, if anything. Raises OSError."""
+    results, left = gather(runs, made), missing(runs, made)
+    with explain_failure(folder):
+        write_whole(folder / "table.md", table(study, results) + (f"\nMissing: {left}.\n" if left else ""))
+        if any(run["points"] for each in results.values() for run in each):
+            FIGURES[study.figure].draw(study, results, folder / "figure.png")

@@ -1,0 +1,206 @@
+"""Shards that processes make in any order, kept on disk until all of them are there.
+
+    <work>/plan.json          what the shards are made of
+    <work>/data/              their arrays, such as shard-00003.npy
+    <work>/done/00003.json    written last of a shard: its files with their sha256, and facts about it
+
+Work that was stopped goes on with the missing shards. A shard's content follows from the plan and its rows alone, so
+it does not matter which process made it, or when.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tread.data.shards import Stream, write_array
+from tread.runtime.distributed import Processes
+from tread.runtime.files import explain_failure, free_bytes, sha256, size_text, sync, whole_file, write_whole
+
+FORMAT = 2  # of the work folder; work in another format counts as work by another plan
+
+
+def pieces_of(rows: range | np.ndarray, size: int) -> list[range | np.ndarray]:
+    """Rows in pieces of one size, such as shards or batches; the last one may be smaller."""
+    return [rows[first : first + size] for first in range(0, len(rows), size)]
+
+
+class ShardStore:
+    """Shards in the making.
+
+    work       the folder that holds them.
+    plan       everything that decides what they hold, as JSON.
+    ranges     the rows of each shard.
+    names      file names by kind of array, with {} for the shard's number; other kinds are named after themselves.
+    row_bytes  size of a row's arrays, where the disk's space is to be checked.
+    """
+
+    def __init__(
+        self,
+        work: Path,
+        plan: Mapping,
+        ranges: Sequence,
+        names: Mapping[str, str] | None = None,
+        row_bytes: int = 0,
+    ) -> None:
+        self.work, self.data, self.done = work, work / "data", work / "done"
+        self.plan, self.ranges, self._names = json.loads(json.dumps(plan)), list(ranges), names or {}
+        self.row_bytes = row_bytes
+
+    def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
+        """Prepare the folder, or go on with the work in it; one process does this before any of them writes.
+
+        again  discard shards that were made by another plan; otherwise they are refused.
+        begun  the part of the plan that was different when the work in the folder was begun.
+
+        Raises ValueError that says what differs, OSError if the folder cannot be written.
+        """
+        path, fresh = self.work / "plan.json", {"format": FORMAT, "shards": list(map(len, self.ranges)), **self.plan}
+        try:
+            before = json.loads(path.read_text())
+        except (OSError, ValueError):
+            before = {}
+        same = before == {**fresh, **(begun or {})}
+        older = before.get("format") != FORMAT and bool(before)
+        if not (same or again) and (older or any(self.notes())):
+            raise ValueError(
+                f"{self.work} holds unfinished work of another kind: continue it as it was begun, or start anew "
+                f"(again=true, or remove the folder)\n{differences(before, fresh)}"
+            )
+        with explain_failure(self.work):
+            self.work.mkdir(parents=True, exist_ok=True)
+            if not same:
+                shutil.rmtree(self.done, ignore_errors=True)  # first: without it no shard counts
+                for entry in self.work.iterdir():
+                    if entry.name != "lock":
+                        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            for folder in (self.data, self.done):
+                folder.mkdir(exist_ok=True)
+            for partial in self.work.rglob(".*.partial"):
+                partial.unlink()  # of a process that was killed
+            if not same:
+                write_whole(path, json.dumps(fresh, indent=1) + "\n")
+
+    def _note(self, number: int) -> Path:
+        return self.done / f"{number:05d}.json"
+
+    def note(self, number: int) -> dict:
+        """A finished shard's facts, and its `entry`: count, and for each kind of array its file and sha256."""
+        return json.loads(self._note(number).read_text())
+
+    def notes(self, forgotten: bool = False) -> Iterator[dict]:
+        """The notes of all finished shards, in order; with `forgotten` also the older ones of shards made again."""
+        files = self.done.glob("[0-9]*.json*" if forgotten else "[0-9]*.json")
+        for file in sorted(files, key=lambda file: int(file.name.split(".")[0])):
+            yield json.loads(file.read_text())
+
+    def rows(self, numbers: Iterable[int]) -> int:
+        """Rows of some shards."""
+        return sum(len(self.ranges[number]) for number in numbers)
+
+    def missing(self, verify: Processes | None = None) -> list[int]:
+        """The shards that are not there.
+
+        verify  read all files, under these processes' progress bar: a shard with a changed file is missing too.
+        """
+        there = [number for number in range(len(self.ranges)) if self._note(number).exists()]
+        if verify is not None:
+            with verify.bar(f"checking {self.work.name}", self.rows(there)) as bar:
+                there = [number for number in there if self._is_whole(number, bar.update)]
+        return sorted({*range(len(self.ranges))}.difference(there))
+
+    def _is_whole(self, number: int, done: Callable[[int], object]) -> bool:
+        done(len(self.ranges[number]))
+        try:
+            entry = self.note(number)["entry"]
+            kinds = [key.removesuffix("_sha256") for key in entry if key.endswith("_sha256")]
+            return all(sha256(self.data / entry[kind]) == entry[f"{kind}_sha256"] for kind in kinds)
+        except (OSError, ValueError, KeyError):
+            return False
+
+    def check_complete(self, verify: Processes | None = None) -> None:
+        """Raise OSError if shards are missing, see `missing`, where each process has made its part."""
+        if missing := self.missing(verify):
+            raise OSError(f"shards {missing} of {self.work} are missing: all processes must share this folder")
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all shards."""
+        return self.rows(range(len(self.ranges))) * self.row_bytes
+
+    def check_space(self, rows: int, further: int = 0) -> None:
+        """Raise OSError unless the disk can take so many rows more, and `further` bytes of other files."""
+        free = free_bytes(self.work)
+        if (needed := int(1.01 * rows * self.row_bytes) + further) > free:
+            raise OSError(f"{rows:,} rows take {size_text(needed)}, but {self.work} has {size_text(free)} free")
+
+    def save(self, kind: str, number: int, array: np.ndarray | Stream) -> dict[str, str]:
+        """Write one array's file; returns its part of an entry."""
+        path = self.data / self._names.get(kind, f"{kind}-{{}}.npy").format(f"{number:05d}")
+        with explain_failure(path), whole_file(path) as partial, partial.open("wb") as file:
+            write_array(file, array)
+        return {kind: path.name, f"{kind}_sha256": sha256(path)}
+
+    def keep(self, number: int, arrays: Mapping[str, np.ndarray | Stream], **facts: object) -> None:
+        """Write a shard: arrays by kind, with a row for each of its rows, and facts as JSON. Without rows it has no
+        files. Raises OSError that names the file; then the shard is not there."""
+        entry: dict[str, object] = {"count": next(iter(arrays.values())).shape[0]}
+        for kind, array in arrays.items() if entry["count"] else ():
+            entry |= self.save(kind, number, array)
+        with explain_failure(self.done):
+            sync(self.data)  # the files' names are on the disk before the shard is said to be done
+            write_whole(self._note(number), json.dumps({"entry": entry, **facts}) + "\n")
+
+    def forget(self, which: Callable[[dict], bool]) -> None:
+        """Have those shards made again whose notes `which` picks; the notes themselves are kept."""
+        for file in self.done.glob("[0-9]*.json"):
+            if which(json.loads(file.read_text())):
+                file.replace(file.with_suffix(".json.old"))
+
+    def share(
+        self,
+        processes: Processes,
+        what: str,
+        make: Callable[[list[int], Callable[[int], object]], None],
+        unit: str = "image",
+        verify: bool = False,
+    ) -> None:
+        """Make the missing shards, each process its part of them, and wait for the others.
+
+        what    the progress bar's title.
+        make    (shards' numbers, function that is told of each count of finished rows) → None.
+        verify  see `missing`.
+        """
+        missing = processes.from_main(lambda: self.missing(processes if verify else None))
+        work = f"{len(missing)} of {len(self.ranges)} shards, {processes.count} processes on {processes.device}"
+        processes.say(f"  work      {work}")
+        mine = missing[processes.rank :: processes.count]
+        with processes.bar(what, self.rows(mine), unit) as bar:
+            make(mine, bar.update)
+        processes.wait()
+
+    def arrays(self, kind: str) -> Iterator[np.ndarray]:
+        """The arrays of one kind, shard by shard, by memory map."""
+        for number in range(len(self.ranges)):
+            yield np.load(self.data / self.note(number)["entry"][kind], mmap_mode="r", allow_pickle=False)
+
+    def first(self, kind: str, count: int) -> np.ndarray:
+        """The first rows of one kind, at most `count`, over as many shards as they take."""
+        shards = math.ceil(count / len(self.ranges[0]))
+        return np.concatenate(list(itertools.islice(self.arrays(kind), shards)))[:count]
+
+    def remove(self) -> None:
+        """Remove the work folder."""
+        shutil.rmtree(self.work, ignore_errors=True)
+
+
+def differences(there: Mapping, here: Mapping) -> str:
+    """How two plans differ, for people: a line for each key, with both values."""
+    keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+    return "\n".join(f"  {key}: {str(there.get(key))[:80]} there, {str(here.get(key))[:80]} here" for key in keys)

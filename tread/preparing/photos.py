@@ -1,0 +1,163 @@
+"""The pictures of a source, with their classes and captions, and what is wrong with the source.
+
+Captions may lie beside pictures: a.txt with a.jpg, in folders, zips and tars. Each line that is not blank is a caption.
+Faults are collected, to be named all at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import posixpath
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from tread.preparing.archives import Store
+from tread.runtime.tensor_files import listed
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff")
+NAMED = 20  # files that an error names
+ONE_CLASS = ("all",)  # of captioned pictures without classes
+Faults = list[tuple[str, str]]  # (name, why)
+
+
+@dataclass
+class Photos:
+    """Pictures in a fixed order.
+
+    names    of the pictures, for messages and the work's plan.
+    labels   (n,) int64, indices into classes.
+    files    what reads each picture's file, and by which name or place; it raises OSError.
+    refused  (name, why) of files that lie among the pictures and are none.
+    captions of each picture, at least one; None: the source has none.
+    unpaired (name, why) of pictures without captions, and captions without a picture; neither is among the others.
+    heldout  how the names of the pictures begin that the source itself holds out; None: none.
+    """
+
+    where: str
+    names: list[str]
+    labels: np.ndarray
+    classes: tuple[str, ...]
+    files: list[tuple[Callable[[Any], bytes], Any]]
+    refused: Faults = field(default_factory=list)
+    captions: list[list[str]] | None = None
+    unpaired: Faults = field(default_factory=list)
+    heldout: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def read(self, index: int) -> bytes:
+        """The content of a picture's file. Raises OSError."""
+        read, name = self.files[index]
+        return read(name)
+
+    def check_classes(self, allow_empty: bool = False) -> None:
+        """Raise ValueError if there is no picture, or, unless allow_empty, none of some class."""
+        if not self.names:
+            other = f"; it holds {self.refused[0][0]}" if self.refused else ""
+            raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){other}")
+        empty = [self.classes[i] for i in np.setdiff1d(range(len(self.classes)), self.labels)]
+        if empty and not allow_empty:
+            raise ValueError(
+                f"{self.where}: classes without a picture: {listed(empty)}. "
+                "Remove what is empty, or set allow_empty=true to keep the class"
+            )
+
+    def refuse(self) -> None:
+        """Raise ValueError that names the files that are no pictures, or else what has no captions or no picture."""
+        if self.refused:
+            raise ValueError(
+                f"{self.where}: files that are no pictures, {len(self.refused):,} in all"
+                f"{named(self.refused, 'is no picture: {}')}\nRemove them, or leave them out with on_error=skip"
+            )
+        if self.unpaired:
+            raise ValueError(
+                f"{self.where}: pictures without captions or captions without a picture, {len(self.unpaired):,} in all"
+                f"{named(self.unpaired, ': {}', '')}\nMend or remove them, or leave them out with on_error=skip"
+            )
+
+    def captioned(self, captions: Sequence[list[str] | str], faults: Faults, heldout: str | None = None) -> Photos:
+        """The pictures that have captions.
+
+        captions  of each picture, or the reason why it has none.
+        faults    captions without a picture.
+        """
+        kept = [index for index, given in enumerate(captions) if isinstance(given, list)]
+        unpaired = [(name, f"no caption: {why}") for name, why in zip(self.names, captions) if isinstance(why, str)]
+        return replace(
+            self,
+            names=[self.names[index] for index in kept],
+            labels=self.labels[kept],
+            files=[self.files[index] for index in kept],
+            captions=[captions[index] for index in kept],
+            unpaired=[*unpaired, *((name, f"a caption: {why}") for name, why in faults)],
+            heldout=heldout,
+        )
+
+
+def named(files: Faults, what: str, between: str = " ") -> str:
+    """The first of some files and why they are refused, a line each, and how many more there are."""
+    more = f"\n  and {len(files) - NAMED:,} more" if len(files) > NAMED else ""
+    return "".join(f"\n  {name}{between}{what.format(why)}" for name, why in files[:NAMED]) + more
+
+
+def is_picture(name: str) -> bool:
+    """Whether a file's name is a picture's."""
+    return name.lower().endswith(SUFFIXES)
+
+
+# ------------------------------------------------------------------------- captions beside pictures
+
+
+def cleaned(captions: Sequence[str]) -> list[str]:
+    """Captions with single blanks; blank ones are left out."""
+    return [words for caption in captions if (words := " ".join(caption.split()))]
+
+
+def captions_hash(captions: Sequence[Sequence[str]]) -> str:
+    """Hex sha256 of all captions."""
+    digest = hashlib.sha256()
+    for sample_captions in captions:
+        digest.update(json.dumps(sample_captions).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The names but for text files and other files of a picture's name, and {name without its suffix: text file}.
+
+    If no text file has a picture's name, all names and {}.
+    """
+    pictures = {_stem(name) for name in names if is_picture(name)}
+    texts = {_stem(name): name for name in names if name.lower().endswith(".txt")}
+    if not pictures & texts.keys():
+        return list(names), {}
+    beside = {*texts.values(), *(name for name in names if _stem(name) in pictures)}
+    return [name for name in names if is_picture(name) or name not in beside], texts
+
+
+def read_texts(store: Store, prefix: str, pictures: Sequence[str], texts: dict[str, str]) -> tuple[list, Faults]:
+    """For each picture its captions, or why it has none; and the texts that belong to no picture."""
+    captions: list[list[str] | str] = []
+    for name in pictures:
+        text = texts.get(_stem(name))
+        captions.append("there is no text file of its name" if text is None else _lines(store, prefix, text))
+    stems = set(map(_stem, pictures))
+    return captions, [(text, "there is no picture of its name") for stem, text in texts.items() if stem not in stems]
+
+
+def _lines(store: Store, prefix: str, name: str) -> list[str] | str:
+    try:
+        lines = cleaned(store.read(prefix + name).decode("utf-8-sig").split("\n"))
+    except UnicodeDecodeError as error:
+        return f"{name} is no UTF-8 text: {error}"
+    except OSError as error:
+        return f"{name} can't be read: {error}"
+    return lines or f"{name} is blank"
+
+
+def _stem(name: str) -> str:
+    return posixpath.splitext(name)[0]
