@@ -57,7 +57,7 @@ def test_ranks_and_micro_batches_together_draw_what_one_does(ranks, micro):
 def test_a_batch_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="10.*4 processes"):
         split_batch(10, 4, 0, None)
-    with pytest.raises(ValueError, match="micro_batch_size 3.*4 of the 8"):
+    with pytest.raises(ValueError, match="micro_batch_size 3.*share, 4 images"):
         split_batch(8, 2, 0, 3)
 
 

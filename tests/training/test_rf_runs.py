@@ -280,6 +280,6 @@ def test_utilisation_is_logged_where_the_peak_is_known(tmp_path, monkeypatch, co
 )
 def test_known_peaks(monkeypatch, name, precision, peak):
     """Dense bf16 rates of NVIDIA's data sheets."""
+    assert device.peak_flops(torch.device("cpu"), "bf16") is None
     monkeypatch.setattr(device, "device_name", lambda device: name)
     assert device.peak_flops(torch.device("cuda"), precision) == peak
-    assert device.peak_flops(torch.device("cpu"), "bf16") is None
