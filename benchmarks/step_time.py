@@ -144,7 +144,7 @@ def run_facts(run: Run) -> dict:
 
 
 def forward_flops(run: Run, cfg: settings.Settings) -> int:
-    """Of a training step's forward pass, for one image."""
+    """FLOPs of a training step's forward pass, for one image."""
     return run.network.forward_flops(() if cfg.train.routes_until == 0 else cfg.model.routes)
 
 

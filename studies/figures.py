@@ -47,7 +47,7 @@ def last_values(results: Results, metric: str) -> dict[str, list[float]]:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean; None for a single value."""
+    """The standard error of the mean; None for a single value."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
@@ -174,7 +174,7 @@ def draw_ends(study: Study, results: Results, path: Path) -> None:
 
 
 def sampling_flops(results: Results) -> dict[str, float]:
-    """Of the networks, for a sample, by arm."""
+    """FLOPs to draw one sample, by arm."""
     return {arm: runs[0]["scores"][-1]["flops"] for arm, runs in results.items() if runs and runs[0]["scores"]}
 
 

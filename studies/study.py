@@ -96,7 +96,7 @@ class Training:
 
     @property
     def key(self) -> str:
-        """Of the last override of each setting, in any order."""
+        """A hash of the last override of each setting, whatever their order, and of the seed."""
         return _hash([sorted(_last_words(self.overrides)), self.seed])
 
 

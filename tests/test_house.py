@@ -33,7 +33,7 @@ KNOWS = {  # library → who may import it; a package means all of its files
 
 
 def package_of(name: str) -> str:
-    """Of a file, by its path, or of a module, by its dotted name."""
+    """The room of a file, by its path, or of a module, by its dotted name."""
     first, *rest = name.removesuffix(".py").replace(".", "/").split("/")
     return AT_ROOT[first] if first in AT_ROOT else rest[0]
 

@@ -108,7 +108,7 @@ def plain_lists(tree: object) -> object:
 
 @pytest.mark.parametrize("path", PICTURES, ids=named)
 def test_what_is_drawn_is_the_stored_picture(path, tmp_path, asset):
-    """Of its second class and seed, by the settings that the picture itself states."""
+    """The second class and seed are drawn anew, by the settings that the picture itself states."""
     facts = json.loads(Image.open(path).text[FACTS])
     settings, found = facts["settings"], checkpoint.find(path.parent)
     assert facts["network"] == {"step": found.step, "weights": "ema", "sha256": found.sha256("ema")}

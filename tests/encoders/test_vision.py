@@ -198,7 +198,7 @@ def test_a_cell_of_inceptions_map_looks_at_its_place(inception_file, monkeypatch
 
 
 def test_the_real_inceptions_features_are_of_their_places(asset):
-    """Of a photo's mirror image they are most alike at mirrored places; all fit into float16."""
+    """Features of a photo's mirror image are most alike at mirrored places; all fit into float16."""
     weights, tar = asset("weights/inception-2015-12-05.nofc.safetensors"), Tar(asset("data/imagenet1000_adm256.tar"))
     encoder = open_encoder("inception", CPU, inception=str(weights))
     names = sorted(name for name in tar.names if name.endswith(".jpg"))[::500]

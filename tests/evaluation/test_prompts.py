@@ -113,7 +113,7 @@ def test_a_prompt_is_taken_literally(text, composed, monkeypatch):
 
 @pytest.mark.parametrize("run", ["words", "bert"])
 def test_the_network_sees_the_prompt_as_its_encoder_has_it(folder, run):
-    """Of a file's prompts, under guidance too; and the grid, the facts and the numbers in files are theirs."""
+    """Prompts from a file are drawn, under guidance too; the grid, the facts and the numbers in files are theirs."""
     prompts = ["a red apple, cut open", "a hat"]
     (folder / "p.txt").write_bytes("\n".join(prompts).encode() + b"\r\n")
     out = f"{run}.safetensors"

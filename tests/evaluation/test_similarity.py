@@ -142,7 +142,7 @@ NETWORKS = {
 )
 @torch.no_grad()
 def test_states_and_similarity_equal_those_by_hand(network, kind):
-    """Of MaskDiT no state behind the first holds what was dropped, the last one neither."""
+    """No state of MaskDiT behind the first, the last one included, holds dropped tokens."""
     own = {"rwkv": {"select": "row"}, "mamba": {"select": "row"}, "maskdit": {"fp32": "off"}}.get(network, {})
     network = lively(NETWORKS[network][0], **NETWORKS[network][1])
     x, t, y = inputs(3)

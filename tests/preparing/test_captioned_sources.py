@@ -88,7 +88,7 @@ def numbers_of(pictures: np.ndarray) -> list[int]:
 
 
 def held(folder) -> list[tuple[int, list[str]]]:
-    """Of each sample which picture it shows, and its captions."""
+    """The picture that each sample shows, and its captions."""
     data = LatentDataset(folder, verify="full")
     shown = stored_pictures(data.read(np.arange(len(data))).stored, data.latents)
     return list(zip(numbers_of(shown.numpy()), read_captions(folder, read_index(folder)), strict=True))

@@ -283,7 +283,7 @@ def plain_crop(image: Image.Image, size: int) -> np.ndarray:
 
 @pytest.mark.parametrize("upright", [False, True])
 def test_strips_are_byte_for_byte_what_the_plain_way_gives(upright):
-    """Of any size below the crop's and any length, so that they are enlarged by all kinds of factors."""
+    """Pictures of any size below the crop's, so that they are enlarged by all kinds of factors."""
     rng, strips = np.random.default_rng(int(upright)), 0
     for _ in range(40):
         size = int(rng.integers(8, 65))

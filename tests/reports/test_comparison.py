@@ -70,7 +70,7 @@ def test_groups_are_named_by_what_tells_them_apart(tmp_path):
 
 
 def test_when_one_run_is_as_far_as_another(tmp_path):
-    """Of 2.0 the routed run is at step 200 of 300, with 5 FLOPs a step instead of 10: 1000 of 3000, 400 s of 600."""
+    """Loss 2.0: the routed run has it at step 200 of 300, with 5 FLOPs a step for 10: 1000 of 3000, 400 s of 600."""
     routed = write_run(tmp_path / "routed", [3.0, 1.9, 1.8], flops=5.0)
     dense = write_run(tmp_path / "dense", [4.0, 3.0, 2.0], model__name="dit")
     one, other = open_groups([routed, dense])
@@ -114,7 +114,7 @@ def test_what_is_not_alike_is_said_and_then_nobody_reaches_anybody(tmp_path, cap
 
 
 def test_rectified_flows_compare_by_the_velocity_error_alone(tmp_path, capsys):
-    """Of other densities and weights they do; with EDM's loss or what older code wrote they share no column."""
+    """Runs of other noise densities and weights compare; EDM's loss and older records share no column with them."""
     velocity = {"metric": "eval_velocity", "objective": "rf"}
     young = {"time": "uniform", "direction": 1.0, "shift": 0.3}
     plain = write_run(tmp_path / "plain", [2.0, 1.0, 0.9], rf={"time": "logit_normal"}, **velocity)

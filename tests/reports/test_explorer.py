@@ -51,7 +51,7 @@ def options(checkpoint: object, **changed) -> ExplorerOptions:
 
 @pytest.fixture
 def explorer(tmp_path, composed, monkeypatch):
-    """Of a network with the classes a to e and routes, with a weaker one beside it, in their folder."""
+    """An explorer of a network with classes a to e and routes, with a weaker one beside it."""
     save_checkpoint(tmp_path / "results" / "a", composed)
     save_checkpoint(tmp_path / "results" / "weak", composed, step=2)
     monkeypatch.chdir(tmp_path)

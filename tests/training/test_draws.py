@@ -54,6 +54,13 @@ def test_ranks_and_micro_batches_together_draw_what_one_does(ranks, micro):
     assert torch.equal(torch.cat([part.routes[0][1] for part in parts]), whole.routes[0][1])
 
 
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="10.*4 processes"):
+        split_batch(10, 4, 0, None)
+    with pytest.raises(ValueError, match="micro_batch_size 3.*share, 4 images"):
+        split_batch(8, 2, 0, 3)
+
+
 def test_moments_of_the_draws():
     d = draws(step=0, num_routes=0, posterior=False, batch_size=4096)
     assert abs(d.noise.mean()) < 0.01 and abs(d.noise.std() - 1) < 0.01

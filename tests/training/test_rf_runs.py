@@ -219,12 +219,13 @@ def test_utilisation_is_logged_where_the_peak_is_known(tmp_path, monkeypatch, co
 
 def test_known_peaks(monkeypatch):
     """Dense bf16 rates of NVIDIA's data sheets."""
+    assert device.peak_flops(torch.device("cpu"), "bf16") is None
     for name, precision, peak in (
         ("NVIDIA H200", "bf16", 989e12),
         ("NVIDIA H100 PCIe", "bf16", 756e12),
         ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
         ("NVIDIA A100-SXM4-80GB", "fp32", None),
+        ("Some GPU", "bf16", None),
     ):
         monkeypatch.setattr(device, "device_name", lambda device, name=name: name)
         assert device.peak_flops(torch.device("cuda"), precision) == peak
-    assert device.peak_flops(torch.device("cpu"), "bf16") is None

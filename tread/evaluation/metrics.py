@@ -40,7 +40,7 @@ class Moments:
 
     @classmethod
     def of(cls, features: np.ndarray) -> Moments:
-        """Of one part (n, D), n at least 1."""
+        """The moments of features (n, D), n at least 1."""
         features = features.astype(np.float64)
         mean = features.mean(axis=0)
         centred = torch.from_numpy(features - mean)  # torch's threads, which launchers do not take away
@@ -48,11 +48,11 @@ class Moments:
 
     @classmethod
     def of_parts(cls, parts: Iterable[np.ndarray]) -> Moments:
-        """Of all parts (n, D) together, at least one, holding one at a time."""
+        """The moments of at least one part (n, D), taken together; holds one part at a time."""
         return functools.reduce(cls.merge, map(cls.of, parts))
 
     def merge(self, other: Moments) -> Moments:
-        """Of both sets together, to rounding whatever the order (Chan, Golub & LeVeque 1983)."""
+        """The moments of both sets together; their order changes rounding alone (Chan, Golub & LeVeque 1983)."""
         count, offset = self.count + other.count, other.mean - self.mean
         scatter = self.scatter + other.scatter + np.outer(offset, offset) * (self.count * other.count / count)
         return Moments(count, self.mean + offset * (other.count / count), scatter)

@@ -81,13 +81,13 @@ def table(record: dict) -> str:
 
 
 def sampler_told(values: Mapping) -> str | None:
-    """The solver, with the shift of its times where that is not 1; of a scoring's settings and record in one."""
+    """The solver of a score, and the shift of its times unless that is 1."""
     shift = values.get("shift")
     return values.get("sampler") if shift in (None, 1) else f"{values.get('sampler')}, shift {shift}"
 
 
 def columns() -> list[str]:
-    """Of fid.csv, with those of the metrics that are known now."""
+    """The columns of fid.csv, including those of all metrics in METRICS."""
     head = ["time", "step", "count", *names_of("samples"), "reference", "reference_count"]
     head += ["sampler", "steps", "nfe", "flops_relative", "guidance", "weak_network"]
     return [*head, "labels", "first_seed", "weights", "dtype", "checkpoint"]

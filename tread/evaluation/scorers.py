@@ -39,13 +39,14 @@ class Scorer(Protocol):
     seconds: float
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
-        """What is to be kept of pictures (n, C, H, W) uint8 beside themselves, a row for each, by name."""
+        """Rows to keep beside the pictures (n, C, H, W) uint8: arrays of n rows, by name."""
         return {}
 
     def score(self, samples: ShardStore) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
-        """Of parts with pictures, labels and what was prepared.
+        """Score parts that hold pictures, labels and the rows of `prepare`.
 
-        Returns the values by name, why a metric is unavailable, and the counts of values that are not of all samples.
+        Returns the values, the reasons for missing metrics, and the sample counts of values that use fewer samples,
+        each by name.
         """
 
     def warnings(self, samples: int) -> list[str]:
