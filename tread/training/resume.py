@@ -1,4 +1,4 @@
-"""Going on with a run: by its own settings, but for what was typed on the command line."""
+"""Going on with a run: by its own settings, except for what was typed on the command line."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tread.runtime.plugins import import_plugins
 from tread.runtime.schema import written
 from tread.training.run_folder import LAUNCH, NOTHING, RunLog, decisive, differences, migrate, value_at
 
-# and the key by which a run says which of them is its own
+# and the key by which a run names the one it has
 GROUPS = {"model": "name", "dataset": "name", "experiment": "name", "alignment": "kind"}
 
 
 def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dict, list[str]]:
-    """What a launch's config is, where it goes on with a run; and warnings, a line each, of what it does not take.
+    """The config of a launch that may go on with a run, and warnings, a line each, about values that it does not take.
 
-    composed   today's config, with what was typed.
-    arguments  the command line: what was typed. A model, dataset, experiment or alignment that is not the run's
-               own counts as typing all that its file sets.
+    composed   today's config, with the typed values.
+    arguments  the command line, which says what was typed. A model, dataset, experiment or alignment other than the
+               run's counts as typing all that its file sets.
     configs    the folder of config.yaml and of those files.
 
     Raises FileNotFoundError or ValueError if run=… names no run.
@@ -49,7 +49,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
         if not begun and recorded.get(group, {}).get(GROUPS[group]) != choice:
             set_there = keys_of(configs, f"{group}/{choice}") or {f"{group}.{key}" for key in composed.get(group) or ()}
             keys |= {key for key in set_there if not _left_open(key, value_at(composed, key))}
-    if "model" in recorded:  # whose keys are those of the run's architecture, unless another's are typed
+    if "model" in recorded:  # its keys are the run's architecture's, and typed ones
         kept = {key for key in composed["model"] if key in recorded["model"] or f"model.{key}" in keys}
         composed = {**composed, "model": {key: value for key, value in composed["model"].items() if key in kept}}
     config, in_file = take_typed(recorded, composed, {*keys, *LAUNCH}), keys_of(configs, "config")
@@ -64,7 +64,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
         advice = "name=… starts a run with that" if decisive([key], config) else f"{typed_now} takes that"
         stays = f"{key} stays {written(before)}, as the run has it"
         warnings.append(f"warning: {stays}, although config.yaml says {written(now)}; {advice}")
-    if rest and not by_folder:  # with run=… they are defaults of other runs
+    if rest and not by_folder:  # with run=… these are defaults of other runs
         what = f"{', '.join(rest)} stay as the run has them, though a new run would have others"
         warnings.append(f"warning: {what}; key=value changes one")
     return config, warnings
@@ -88,7 +88,7 @@ def find_run(run: str) -> Path:
 
 
 def leaves(key: str, value: object) -> list[str]:
-    """The dotted keys that a typed key=value sets: those inside, where the value is a section."""
+    """The dotted keys that a typed key=value sets; for a section, the keys in it."""
     if isinstance(value, str) and re.fullmatch(r"\{.+:.+\}", value):
         value = OmegaConf.to_container(OmegaConf.create(value))
     if not isinstance(value, dict):
@@ -97,7 +97,7 @@ def leaves(key: str, value: object) -> list[str]:
 
 
 def keys_of(configs: Path, name: str) -> set[str]:
-    """Dotted keys that a config file sets, with those of files that it chooses by `override /…`; no file sets none."""
+    """The dotted keys that a config file and the files it chooses by `override /…` set; none without the file."""
     path = configs / f"{name}.yaml"
     tree = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
     lists = [item for item in tree.pop("defaults", ()) if isinstance(item, dict)]
@@ -108,7 +108,7 @@ def keys_of(configs: Path, name: str) -> set[str]:
 
 
 def take_typed(recorded: object, composed: object, typed: Collection[str], key: str = "") -> object:
-    """A run's config with the composed values at the typed dotted keys, and where the run's has none."""
+    """A run's config with the composed values at the typed dotted keys, and at keys that it lacks."""
     below = [name for name in typed if name.startswith(f"{key}." if key else "")]
     if key in typed:
         return composed
@@ -125,5 +125,5 @@ def take_typed(recorded: object, composed: object, typed: Collection[str], key: 
 
 
 def _left_open(key: str, value: object) -> bool:
-    """Whether a key of a dataset is what its folder says, or what must be typed."""
+    """Whether a key of section dataset is left to the dataset's folder, or must be typed."""
     return key.startswith("dataset.") and value in (None, "auto")

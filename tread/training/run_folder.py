@@ -19,18 +19,18 @@ from tread.runtime.schema import fill, written
 from tread.runtime.versions import versions
 from tread.training.settings import Settings
 
-# What a resumed run must share with its checkpoint, beside the section of its objective: else it were another run.
+# What a resumed run must share with its checkpoint, beside its objective's section: otherwise it is another run.
 FIXED = ("seed", "objective", "model", "alignment", "ema.power", "init_from", *TextSettings().decisive)
 FIXED += tuple(f"dataset.{key}" for key in ("name", "channels", "size", "num_classes"))
 FIXED += tuple(f"train.{key}" for key in ("batch_size", "label_drop", "path_drop", "loss_tokens", "reconstruction"))
-LAUNCH = ("name", "results", "resume", "run")  # what is of a launch, not of a run
-NOTHING = "nothing"  # said of a key that is not there
+LAUNCH = ("name", "results", "resume", "run")  # settings of a launch, not of a run
+NOTHING = "nothing"  # stands for the value of a key that is not there
 
 
 def differences(before: dict, now: dict, prefix: str = "", nothing: object = None) -> dict[str, tuple[object, object]]:
     """Dotted keys whose values differ between two nested dicts → (before, now); `nothing` for a key that one lacks.
 
-    Lists of dicts are gone through too, by number: model.routes.0.selection_ratio.
+    Lists of dicts are compared item by item: model.routes.0.selection_ratio.
     """
     changed = {}
     for key in {**before, **now}:
@@ -58,16 +58,16 @@ def value_at(config: dict, key: str) -> object:
 
 
 def decisive(keys: Iterable[str], config: dict) -> list[str]:
-    """Those of the dotted keys that a resumed run must share with its checkpoint."""
+    """The dotted keys among these that a resumed run must share with its checkpoint."""
     names = (*FIXED, config.get("objective", "edm"))
     return [key for key in keys if any(key == name or key.startswith(name + ".") for name in names)]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What starting a run in a folder means.
+    """How a run starts in a folder.
 
-    checkpoint  what to continue from; None starts at step 0.
+    checkpoint  where it goes on; None starts at step 0.
     changed     settings that differ from the run's so far: dotted key → (before, now).
     damaged     what is wrong with newer checkpoints, which are passed over.
     """
@@ -78,7 +78,7 @@ class Claim:
 
 
 def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
-    """Decide what starting a run in `folder` means; touches nothing.
+    """Decide how a run starts in `folder`; touches nothing.
 
     Raises FileExistsError, FileNotFoundError or ValueError where starting would mix two runs or lose one.
     """
@@ -111,7 +111,7 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
 def migrate(config: dict) -> dict:
     """A run's config by today's keys: those that its record lacks have their defaults.
 
-    The oldest records also have a section `recipe`, which says nothing more, and wandb.enabled in the place of tracker.
+    The oldest records also have a section `recipe`, which adds nothing, and wandb.enabled in place of tracker.
     """
     kept = {key: value for key, value in config.items() if key != "recipe"}
     if "enabled" in config.get("wandb", {}):
@@ -121,29 +121,29 @@ def migrate(config: dict) -> dict:
 
 
 class RunLog:
-    """metrics.jsonl and run.json of a run; the main process alone writes them. Open it before `claim`."""
+    """A run's metrics.jsonl, run.json and status.json; the main process alone writes them. Open it before `claim`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.metrics, self._lock = folder, folder / "metrics.jsonl", None
         self._seen = self._state()
 
     def _state(self) -> tuple[int, Path | None]:
-        """How often the run was started, and its newest checkpoint: what `claim` decides by."""
+        """The number of starts and the newest checkpoint, which `claim` decides by."""
         checkpoint = newest(self.folder)
         return len(self.starts()), checkpoint and checkpoint.resolve()
 
     def starts(self) -> list[dict]:
-        """What run.json holds: time, step, command, versions and config of each start; [] without a readable one."""
+        """run.json: time, step, command, versions and config of each start; [] if it can't be read."""
         starts = self._read("run.json")
         starts = starts if isinstance(starts, list) else []
         return [start for start in starts if isinstance(start, dict) and "config" in start]
 
     def start(self, step: int, config: dict, **facts: object) -> None:
-        """Take the folder, note a start or resumption, and forget metrics of steps that will be done again.
+        """Take the folder, record a start or resumption, and drop the metrics of steps that will be done again.
 
         Raises FileExistsError if another process has taken the folder since this log was opened.
         """
-        self.versions = versions()  # of the code that runs, whatever is committed while it does
+        self.versions = versions()  # of the running code, whatever is committed meanwhile
         self.folder.mkdir(parents=True, exist_ok=True)
         busy = f"another process is training in {self.folder}; name=… starts another run"
         self._lock = Lock(self.folder / ".lock", busy)
@@ -160,11 +160,9 @@ class RunLog:
         self.status("running", step)
 
     def status(self, state: str, step: int, reason: str | None = None, **facts: object) -> None:
-        """Write status.json: running, interrupted, finished or failed, after so many steps.
+        """Write status.json: running, interrupted, finished or failed, after `step` steps, and more facts.
 
-        facts  more of it, such as what the last records do not say any more.
-
-        What failed first is the reason: another process's failure that follows from it changes nothing.
+        The first failure stays: the failures of other processes that follow from it change nothing.
         """
         if state == "running" or self.read_status().get("state") != "failed":
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -173,18 +171,18 @@ class RunLog:
             text = json.dumps(content, indent=1) + "\n"
             try:
                 write_whole(self.folder / "status.json", text)
-            except OSError:  # a full disk still has the room of the old one
+            except OSError:  # a full disk still has the old one's room
                 (self.folder / "status.json").write_text(text)
 
     def read_status(self) -> dict:
-        """What status.json holds; {} without a readable one."""
+        """status.json; {} if it can't be read."""
         return self._read("status.json") or {}
 
     def _read(self, name: str) -> list | dict | None:
         try:
             return json.loads((self.folder / name).read_text())
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
-            return None  # a damaged one stops nothing: what decides stands in the checkpoints
+            return None  # a damaged one stops nothing: checkpoints decide
 
     def close(self) -> None:
         """Give the folder back, if it was taken."""
@@ -197,7 +195,7 @@ class RunLog:
             file.write(json.dumps(record) + "\n")
 
     def records(self) -> list[dict]:
-        """All whole records so far; lines that a crash cut short are left out."""
+        """All whole records so far, without lines that a crash cut short."""
         records = []
         for line in self.metrics.read_text(errors="replace").splitlines() if self.metrics.exists() else []:
             with contextlib.suppress(json.JSONDecodeError):
