@@ -24,7 +24,6 @@ from tread.runtime.schema import check
 Norm = Literal["layer", "rms"]
 MlpKind = Literal["gelu", "swiglu"]
 Positions = Literal["sincos", "rope"]
-AS_DIT: dict[str, Any] = {"norm": "layer", "mlp": "gelu", "positions": "sincos"}
 
 
 class RotaryAttention(nn.Module):

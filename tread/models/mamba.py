@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import count
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from dit import DiTBlock, Mlp
 from routing_module import Grid
-from tread.models.backbone import Backbone, modulate
+from tread.models.backbone import Backbone, Init, modulate
 from tread.models.causal_conv import causal_conv
 from tread.models.ssd import fused_ssd, products, ssd
 from tread.runtime.schema import check
@@ -158,10 +158,16 @@ class Mamba(Backbone):
 
     def __init__(
         self,
-        *sizes: Any,
+        input_size: int = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
         hidden_size: int = 768,
         depth: int = 12,
         mlp_ratio: float = 4.0,
+        num_classes: int = 1000,
+        learn_sigma: bool = False,
+        init: Init = "adaln_zero",
+        *,
         state: int = 64,
         head_dim: int = 64,
         expand: int = 2,
@@ -171,7 +177,6 @@ class Mamba(Backbone):
         num_heads: int = 12,
         kernel: Kernel = "torch",
         allow_token_routes: bool = False,
-        **more: Any,
     ) -> None:
         check("directions", directions, Directions)
         if expand * hidden_size % head_dim:
@@ -196,7 +201,8 @@ class Mamba(Backbone):
             mixer = Mamba2Mixer(hidden_size, state, head_dim, expand, conv, directions, kernel)
             return MambaBlock(hidden_size, mlp_ratio, mixer)
 
-        super().__init__(make_block, *sizes, hidden_size=hidden_size, depth=depth, **more)
+        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
+        super().__init__(make_block, *sizes, num_classes, learn_sigma, init)
         self.kernel, self.needs_grid = kernel, not allow_token_routes
 
     def compiled(self) -> list[nn.Module]:

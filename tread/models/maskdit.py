@@ -10,7 +10,6 @@ Shapes: B samples, N tokens, D hidden size, W the decoder's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,21 +34,27 @@ class MaskDiT(DiT):
 
     def __init__(
         self,
-        *sizes: Any,
+        input_size: int = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        hidden_size: int = 1152,
+        depth: int = 28,
+        num_heads: int = 16,
         mlp_ratio: float = 4.0,
+        num_classes: int = 1000,
+        learn_sigma: bool = False,
         init: Init = "adaln_zero",
         decoder_hidden_size: int = 512,
         decoder_depth: int = 8,
         decoder_heads: int = 16,
-        **more: Any,
     ) -> None:
         if decoder_hidden_size % decoder_heads:
             raise ValueError(
                 f"decoder_hidden_size {decoder_hidden_size} is not a multiple of decoder_heads {decoder_heads}"
             )
-        super().__init__(*sizes, mlp_ratio=mlp_ratio, init=init, **more)
-        self.decoder_hidden_size, hidden_size = decoder_hidden_size, self.hidden_size
-        width = decoder_hidden_size
+        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
+        super().__init__(*sizes, num_heads, mlp_ratio, num_classes, learn_sigma, init)
+        self.decoder_hidden_size = width = decoder_hidden_size
         table = self.y_embedder.embedding_table
         table.padding_idx = self.num_classes  # no gradient for the null class
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width))

@@ -11,14 +11,13 @@ Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from routing_module import Grid
-from tread.models.backbone import Backbone, modulate
+from tread.models.backbone import Backbone, Init, modulate
 from tread.models.wkv import products, wkv
 
 DECAY_RANGE = 8.0  # channels start with decays w = 0 .. 8 over the whole sequence
@@ -109,7 +108,16 @@ class RWKV(Backbone):
     needs_grid = True
 
     def __init__(
-        self, *sizes: Any, hidden_size: int = 768, depth: int = 12, mlp_ratio: float = 4.0, **more: Any
+        self,
+        input_size: int = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        hidden_size: int = 768,
+        depth: int = 12,
+        mlp_ratio: float = 4.0,
+        num_classes: int = 1000,
+        learn_sigma: bool = False,
+        init: Init = "adaln_zero",
     ) -> None:
-        block = partial(RWKVBlock, hidden_size, mlp_ratio)
-        super().__init__(block, *sizes, hidden_size=hidden_size, depth=depth, **more)
+        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
+        super().__init__(partial(RWKVBlock, hidden_size, mlp_ratio), *sizes, num_classes, learn_sigma, init)

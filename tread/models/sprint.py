@@ -11,13 +11,13 @@ Shapes: B samples, N tokens of a grid in raster order, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from routing_module import Record, Route, Routes, check_routes, run_blocks
-from tread.models.lightning import AS_DIT, LightningDiT
+from tread.models.backbone import Init
+from tread.models.lightning import LightningDiT, MlpKind, Norm, Positions
 
 DENSE = 2  # blocks of f, and of h
 
@@ -30,8 +30,27 @@ class Sprint(LightningDiT):
 
     skipped_return, drops_path = False, True
 
-    def __init__(self, *sizes: Any, **choices: Any) -> None:
-        super().__init__(*sizes, **AS_DIT | choices)
+    def __init__(
+        self,
+        input_size: int = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        hidden_size: int = 1152,
+        depth: int = 28,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        num_classes: int = 1000,
+        learn_sigma: bool = False,
+        init: Init = "adaln_zero",
+        *,
+        norm: Norm = "layer",
+        mlp: MlpKind = "gelu",
+        positions: Positions = "sincos",
+        qk_norm: bool = False,
+    ) -> None:
+        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
+        choices = {"norm": norm, "mlp": mlp, "positions": positions, "qk_norm": qk_norm}
+        super().__init__(*sizes, num_heads, mlp_ratio, num_classes, learn_sigma, init, **choices)
         check_sparse_part((), len(self.blocks))
         D = self.hidden_size
         self.fusion_proj = nn.Linear(2 * D, D)

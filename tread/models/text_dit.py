@@ -13,13 +13,12 @@ text.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
-from tread.models.backbone import modulate
+from tread.models.backbone import Init, modulate
 from tread.models.conditions import Text
-from tread.models.lightning import AS_DIT, LightningBlock, LightningDiT, MlpKind, Norm, attend, make_norm
+from tread.models.lightning import LightningBlock, LightningDiT, MlpKind, Norm, Positions, attend, make_norm
 
 
 class CrossAttention(nn.Module):
@@ -137,20 +136,34 @@ class TextDiT(LightningDiT):
 
     def __init__(
         self,
-        *sizes: Any,
+        input_size: int = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        hidden_size: int = 1152,
+        depth: int = 28,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        learn_sigma: bool = False,
+        init: Init = "adaln_zero",
+        *,
         text_tokens: int,
         text_width: int | None = None,
         text_pooled: int | None = None,
         vocabulary: int | None = None,
-        **choices: Any,
+        norm: Norm = "layer",
+        mlp: MlpKind = "gelu",
+        positions: Positions = "sincos",
+        qk_norm: bool = False,
     ) -> None:
-        choices = AS_DIT | choices
+        sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_heads, mlp_ratio, None, learn_sigma, init)
         super().__init__(
             *sizes,
-            **choices,
-            num_classes=None,
+            norm=norm,
+            mlp=mlp,
+            positions=positions,
+            qk_norm=qk_norm,
             block=partial(TextBlock, text_tokens=text_tokens),
-            embedder=lambda dim: TextEmbedder(text_tokens, text_width, text_pooled, vocabulary, dim, choices["norm"]),
+            embedder=lambda dim: TextEmbedder(text_tokens, text_width, text_pooled, vocabulary, dim, norm),
         )
         mask = self.pos_embed.new_zeros(1, text_tokens).bool()
         mask[:, 0] = True
