@@ -270,7 +270,7 @@ def optimizer_tensors(
 
     Values that the optimizer changed in its groups are state too, <key>/group <number>, as is state without a
     parameter, <state>/optimizer. State that is no tensor is JSON in the bytes of the tensor `values`: numbers, text,
-    None, and lists, tuples and dicts of these and of tensors. Raises TypeError for anything else.
+    None, and lists, tuples and dicts of these and of tensors. Raises ValueError for anything else.
     """
     names = {parameter: name for name, parameter in optimized_parameters(network, projector)}
     sections = [(name, optimizer.state[parameter]) for parameter, name in names.items() if parameter in optimizer.state]
@@ -287,7 +287,10 @@ def optimizer_tensors(
             if packed != ["tensor", f"{key}/{name}", False]:
                 values[f"{key}/{name}"] = packed
     if values:
-        tensors["values"] = torch.tensor([*json.dumps(values).encode()], dtype=torch.uint8)
+        try:
+            tensors["values"] = torch.tensor([*json.dumps(values).encode()], dtype=torch.uint8)
+        except TypeError as error:
+            raise ValueError(f"the state of {type(optimizer).__name__} can't be saved: {error}") from error
     return tensors
 
 
