@@ -258,6 +258,7 @@ def tree(place, composed, tmp_path):
     return composed(*(f"{key}={value}" for key, value in values.items()), name="prepare_latents")
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_same_dataset(tree, tmp_path):
     """From the command line, against one process; each has one thread."""
     given = ("source", "autoencoder", "resolution", "shard_size", "decode", "flip", "workers")

@@ -355,6 +355,7 @@ def test_three_and_three_steps_equal_six_bit_for_bit(straight, tmp_path):
         launch(tmp_path, *SELF, "alignment.weight=0.6")
 
 
+@pytest.mark.slow
 def test_two_processes_with_micro_batches_change_nothing_but_rounding(straight, tmp_path):
     expected = whole(straight[0] / "results" / "run")
     launch_processes(tmp_path, *SELF, "train.micro_batch_size=2", processes=2)
