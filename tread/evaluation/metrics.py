@@ -17,7 +17,7 @@ from torch import Tensor
 
 NEIGHBOURS = 3  # k of precision and recall
 SPLIT = 5000  # pictures of an Inception Score's split
-BLOCK_NUMBERS = 2**26  # numbers in a block of distances: 256 MB in fp32
+BLOCK_NUMBERS = 2**25  # numbers in a block of distances: 128 MB in fp32, of which two live at a time
 Seen = Callable[[int], object]  # told how much of a long work was done
 
 
