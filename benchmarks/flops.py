@@ -5,12 +5,14 @@ GMAC: billions of multiply-adds (half the FLOPs) of a network's forward pass of 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from timing import begin, composed
 
 from rf import RF
 from tread.checkpoints.network import build_network, process_of
-from tread.diffusion.guidance import Guidance, Schedule
+from tread.diffusion.guidance import NO_GUIDANCE, Guidance, Schedule
 from tread.diffusion.sampling import Model, Sampler
 from tread.training import settings
 
@@ -19,7 +21,7 @@ MODELS = ("dit", "tread", "maskdit", "sprint", "rwkv", "tread_rwkv")
 UP, DOWN = Schedule("cosine", 0.0, 0.6), Schedule("cosine", 0.6, 0.0)
 GUIDANCES = {
     "tread": {
-        "none": Guidance(),
+        "none": NO_GUIDANCE,
         "cfg": Guidance("cfg", 1.5),
         "cfg for t in 0.1..0.7": Guidance("cfg", 1.5, interval=(0.1, 0.7)),
         "sparse 0.3, 0.7": Guidance("sparse", 1.5, 0.3, 0.7),
@@ -31,7 +33,7 @@ GUIDANCES = {
 
 
 def build(*overrides: str) -> Model:
-    """What train.py would train, without numbers."""
+    """The network that train.py would train, without numbers."""
     cfg = settings.read(composed("config", overrides))
     with torch.device("meta"):
         return Model(process_of(cfg), build_network(cfg), cfg.model.routes)
@@ -46,9 +48,7 @@ def cost(*overrides: str) -> tuple[int, int, int, int]:
 
 
 def main() -> None:
-    print(
-        "Training: with the tokens that a training step leaves out, in a step 3 times as much. Sampling: all tokens.\n"
-    )
+    print("Training: forward, without the tokens it leaves out; a step costs 3 times that. Sampling: all tokens.\n")
     print(
         "| size | tokens | model | parameters | training GMAC | of DiT's | DiT's over it | sampling GMAC | of DiT's |"
     )
@@ -58,23 +58,22 @@ def main() -> None:
     for size, shape in shapes.items():
         for side in (32, 64):
             costs = {model: cost(*shape, f"model={model}", f"dataset.size={side}") for model in MODELS}
+            dense = costs["dit"][2]
             for model, (tokens, parameters, training, sampling) in costs.items():
-                dense = costs["dit"][2]
                 cells = f"{training / 1e9:.2f} | {training / dense:.3f} | {dense / training:.3f}"
                 cells += f" | {sampling / 1e9:.2f} | {sampling / dense:.3f}"
                 print(f"| {size} | {tokens} | {model} | {parameters:,} | {cells} |")
     print("\nA step of sampling XL/2 at 256 tokens, the mean of 50 steps by Euler (rectified flow).\n")
     print("| model | guidance | GMAC, linear | over none | GMAC, with attention | over none |\n" + "|---" * 6 + "|")
     for name, guidances in GUIDANCES.items():
-        model, none = build("experiment=sit256_xl2", f"model={name}"), Guidance()
+        model = build("experiment=sit256_xl2", f"model={name}")
         for kind, guidance in guidances.items():
-            cells = []
+            sampler, cells = Sampler(RF.default_steps, guidance=guidance, solver="euler"), []
+            plain = replace(sampler, guidance=NO_GUIDANCE)
             for attention in (False, True):
-                spent, plain = (
-                    Sampler(RF.default_steps, guidance=each, solver="euler").flops(model, attention=attention)
-                    for each in (guidance, none)
-                )
-                cells.append(f"{spent / RF.default_steps / 2e9:.2f} | {spent / plain:.3f}")
+                spent = sampler.flops(model, attention=attention)
+                ratio = spent / plain.flops(model, attention=attention)
+                cells.append(f"{spent / RF.default_steps / 2e9:.2f} | {ratio:.3f}")
             print(f"| {name} | {kind} | {' | '.join(cells)} |")
 
 

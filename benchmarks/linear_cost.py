@@ -1,15 +1,16 @@
-"""What mixing tokens costs as they become more: python benchmarks/linear_cost.py [options]
+"""The cost of mixing tokens, as they become more: python benchmarks/linear_cost.py [options]
 
-Forward and backward of one block of DiT, Diffusion-RWKV and Mamba-2 (its defaults: two directions), and of their token
-mixing alone (attention, WKV, the scan SSD, and the convolution before it, beside torch's own), in turns in one process,
-for 64 tokens up to `most`, with as many samples as make the same number of tokens each time. Milliseconds are medians
-over the rounds, and memory is what a pass holds at most beside weights and inputs, both for 1,000 tokens: what is
-linear in the tokens stays the same down its column.
-Beside them stand the multiply-adds a token of the blocks, by arithmetic.
+Measures forward and backward of one block of DiT, Diffusion-RWKV and Mamba-2 (two directions), and of their token
+mixing alone: attention, WKV, the scan SSD, and the convolution before it, beside torch's own. They take turns in one
+process, for 64 tokens up to `most`; a batch always has the same number of tokens in all.
+
+Milliseconds are medians over the rounds. Memory is the most that a pass holds beside weights and inputs. Both are for
+1,000 tokens, so that a cost linear in the tokens stays the same down its column. The blocks' multiply-adds for one
+token, by arithmetic, stand beside them.
 
     width=384       channels, a multiple of heads and of 32
     heads=6         of attention
-    most=16384      tokens; what memory does not suffice for is left out and said
+    most=16384      tokens; where memory does not suffice, the table says so
     rounds=5
     compile=true    compile what runs on a GPU; on a CPU nothing is
     out=…           a JSON file to write as well
@@ -21,13 +22,12 @@ python benchmarks/linear_cost.py rounds=3 most=4096    # CPU
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
-from timing import begin, command, options_of, take_turns, write
+from timing import DEVICE, begin, circumstances, options_of, take_turns, write
 from torch import Tensor, nn
 
 from dit import DiTBlock
@@ -37,9 +37,8 @@ from tread.models.rwkv import RWKVBlock
 from tread.models.ssd import ssd
 from tread.models.wkv import wkv
 from tread.runtime.compiling import compile_blocks
-from tread.runtime.device import autocast, device_name, use_precision
+from tread.runtime.device import autocast, use_precision
 from tread.runtime.schema import Count
-from tread.runtime.versions import git_revision
 
 COLUMNS = ("attention", "WKV", "SSD", "convolution", "nn.Conv1d", "DiT block", "RWKV block", "Mamba block")
 
@@ -62,46 +61,45 @@ class Options:
 
 def main() -> None:
     options, _ = options_of(Options, others=False)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision = use_precision("auto", device)
-    total = max(options.most, 65536 if device.type == "cuda" else 4096)
-    compiled = options.compile and device.type == "cuda"
+    precision = use_precision("auto", DEVICE)
+    total = max(options.most, 65536 if DEVICE.type == "cuda" else 4096)
+    compiled = options.compile and DEVICE.type == "cuda"
     blocks = {
-        "DiT block": DiTBlock(options.width, options.heads, 4.0).to(device),
-        "RWKV block": RWKVBlock(options.width, 4.0).to(device),
-        "Mamba block": Mamba(hidden_size=options.width, depth=1, num_classes=1).blocks[0].to(device),
+        "DiT block": DiTBlock(options.width, options.heads, 4.0).to(DEVICE),
+        "RWKV block": RWKVBlock(options.width, 4.0).to(DEVICE),
+        "Mamba block": Mamba(hidden_size=options.width, depth=1, num_classes=1).blocks[0].to(DEVICE),
     }
     kernels = {"WKV": wkv, "SSD": ssd, "convolution": causal_conv}
     if compiled:
         compile_blocks(blocks.values())
         kernels = {name: torch.compile(kernel, dynamic=False) for name, kernel in kernels.items()}
 
-    facts = {"device": device_name(device), "precision": precision, "compiled": compiled, "batch_tokens": total}
-    facts |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "commit": git_revision()}
+    facts = circumstances() | {"precision": precision, "compiled": compiled, "batch_tokens": total}
     facts |= {key: value for key, value in asdict(options).items() if key not in ("out", "compile")}
+    facts["threads"] = torch.get_num_threads()
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
     print("\nms of forward and backward for 1,000 tokens\n")
     print(f"| tokens | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}")
     rows, tokens = [], 64
     while tokens <= options.most:
-        calls = passes(blocks, kernels, tokens, total // tokens, device, precision)
-        turns, failed = take_turns(calls, options.rounds, device)
+        row = {"tokens": tokens, "failed": {}}
+        calls = passes(blocks, kernels, tokens, total // tokens, precision)
+        turns = take_turns(calls, options.rounds, row["failed"])
         thousands = total // tokens * tokens / 1e3
-        row = {"tokens": tokens, "failed": failed}
-        row["ms"] = {name: 1e3 * statistics.median(each.seconds) / thousands for name, each in turns.items()}
+        row["ms"] = {name: 1e3 * each.median / thousands for name, each in turns.items()}
         row["mb"] = {name: each.held / 1e6 / thousands for name, each in turns.items()}
         row["mmac"] = {  # without its modulation
             name: (block.multiply_adds(tokens) - 6 * options.width**2) / tokens / 1e6 for name, block in blocks.items()
         }
         rows.append(row)
         print(f"| {tokens:,} | {cells(row, 'ms', 2)} |", flush=True)
-        write(options.out, {**facts, "rows": rows, "command": command()})
+        write(options.out, {**facts, "rows": rows})
         tokens *= 4
     print("\nMB for 1,000 tokens; MMAC: millions of multiply-adds of a forward pass for one token\n")
     print(f"| tokens | {' | '.join(COLUMNS)} | {', MMAC | '.join(blocks)}, MMAC |")
     print(f"|{'---|' * (len(COLUMNS) + len(blocks) + 1)}")
     for row in rows:
-        mmac = " | ".join(f"{row['mmac'][name]:.2f}" for name in blocks)
+        mmac = " | ".join(f"{value:.2f}" for value in row["mmac"].values())
         print(f"| {row['tokens']:,} | {cells(row, 'mb', 1)} | {mmac} |")
     print(f"\nlargest ms over the smallest: {spread(rows, 'ms')}")
     print(f"largest MB over the smallest: {spread(rows, 'mb')}")
@@ -113,41 +111,33 @@ def cells(row: dict, kind: str, places: int) -> str:
 
 
 def spread(rows: list[dict], kind: str) -> str:
-    """How far each column is from flat."""
+    """Each column's largest value over its smallest, in words."""
     columns = {name: [row[kind][name] for row in rows if name in row[kind]] for name in COLUMNS}
     return ", ".join(f"{name} {max(values) / min(values):.2f}" for name, values in columns.items() if values)
 
 
 def passes(
-    blocks: dict[str, nn.Module],
-    kernels: dict[str, Callable[..., Tensor]],
-    tokens: int,
-    batch: int,
-    device: torch.device,
-    precision: str,
+    blocks: dict[str, nn.Module], kernels: dict[str, Callable[..., Tensor]], tokens: int, batch: int, precision: str
 ) -> dict[str, Callable[[], None]]:
     """Forward and backward passes by name, of random inputs; scan and convolution are those of both directions."""
     attended, mixed, scanned = blocks["DiT block"].attn, blocks["RWKV block"].spatial_mix, blocks["Mamba block"].mixer
-    width, heads, side = attended.proj.out_features, attended.num_heads, math.isqrt(tokens)
+    width, heads, conv, side = attended.proj.out_features, len(scanned.A_log), scanned.conv1d, math.isqrt(tokens)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(batch, tokens, *shape, device=device, requires_grad=True)
+        return torch.randn(batch, tokens, *shape, device=DEVICE, requires_grad=True)
 
     x, k, v = (random(width) for _ in range(3))
-    c, grid = torch.randn(batch, width, device=device), (side, tokens // side)
-    of_heads = len(scanned.A_log)
-    inner, dt = random(of_heads, scanned.head_dim), torch.rand(batch, tokens, of_heads, device=device) / 10
+    inner, met = random(heads, scanned.head_dim), random(conv.in_channels)
+    c, grid = torch.randn(batch, width, device=DEVICE), (side, tokens // side)
+    dt = (torch.rand(batch, tokens, heads, device=DEVICE) / 10).requires_grad_()
     B, C = (random(scanned.directions, scanned.state) for _ in range(2))
-    dt.requires_grad_()
-    conv = scanned.conv1d
-    met, before = random(conv.in_channels), (conv.kernel_size[0] - 1, 0)
 
     def attention() -> Tensor:
-        q, keys, values = (tensor.unflatten(2, (heads, -1)).transpose(1, 2) for tensor in (x, k, v))
+        q, keys, values = (tensor.unflatten(2, (attended.num_heads, -1)).transpose(1, 2) for tensor in (x, k, v))
         return nn.functional.scaled_dot_product_attention(q, keys, values)
 
     def both(forward: Callable[[], Tensor]) -> None:
-        with autocast(device, precision):
+        with autocast(DEVICE, precision):
             output = forward()
         output.float().sum().backward()
 
@@ -156,7 +146,7 @@ def passes(
         "WKV": lambda: kernels["WKV"](k, v, mixed.decay, mixed.bonus),
         "SSD": lambda: kernels["SSD"](inner, dt, -scanned.A_log.exp(), B, C),
         "convolution": lambda: kernels["convolution"](met, conv.weight, conv.bias),
-        "nn.Conv1d": lambda: conv(nn.functional.pad(met.transpose(1, 2), before)),
+        "nn.Conv1d": lambda: conv(nn.functional.pad(met.transpose(1, 2), (conv.kernel_size[0] - 1, 0))),
         "DiT block": lambda: blocks["DiT block"](x, c),
         "RWKV block": lambda: blocks["RWKV block"](x, c, grid=grid),
         "Mamba block": lambda: blocks["Mamba block"](x, c, grid=grid),

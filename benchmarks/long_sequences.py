@@ -33,19 +33,17 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from step_time import forward_flops, held_by, open_run, run_facts, take_steps
-from timing import begin, circumstances, composed, options_of, take_turns, why_failed, write
+from step_time import BLOCK, forward_flops, open_run, routes_until, run_facts, time_steps
+from timing import DEVICE, begin, circumstances, composed, options_of, why_failed, write
 
 from routing_module import check_routes
 from tread.drawing.charts import Line, Panel, save_panels
 from tread.runtime.schema import Count
 from tread.training import settings
-from tread.training.run import Run
 
 MODELS = {  # what runs without its route, and with it → overrides
     ("DiT", "TREAD"): ["model=tread"],
@@ -86,8 +84,7 @@ def main() -> None:
             show(row, result)
     else:
         result = measure_all(options, overrides)
-    lines, places = crossings(result["rows"])
-    print("\n".join(lines))
+    places = show_crossings(result["rows"])
     if options.figure:
         draw(Path(options.figure), result, places)
 
@@ -97,19 +94,16 @@ def measure_all(options: Options, overrides: Sequence[str]) -> dict:
     for word in overrides:
         if word.startswith(("model=", "experiment=", "dataset.size=", "train.batch_size=")):
             raise ValueError(f"{word} is what this benchmark chooses: see its tokens and batch_tokens, by --help")
-    gpu = torch.cuda.is_available()
+    gpu = DEVICE.type == "cuda"
     words = ["experiment=imagenet256_s2", *([] if gpu else SMALLER), *overrides]
     for model in MODELS.values():
         settings.read(composed("config", [*model, *words]))
-    least, facts = (
-        options.batch_tokens or (32768 if gpu else 1024),
-        circumstances(torch.device("cuda" if gpu else "cpu")),
-    )
-    result = {**facts, "rounds": options.rounds, "block": 5 if gpu else 1, "rows": []}
+    least = options.batch_tokens or (32768 if gpu else 1024)
+    result = {**circumstances(), "rounds": options.rounds, "block": BLOCK, "rows": []}
     for tokens in options.tokens:
         with tempfile.TemporaryDirectory() as folder:
             sizes = [f"dataset.size={2 * math.isqrt(tokens)}", f"train.batch_size={max(1, least // tokens)}"]
-            result["rows"].append(measure(Path(folder), tokens, [*words, *sizes], options.rounds, result["block"]))
+            result["rows"].append(measure(Path(folder), tokens, [*words, *sizes], options.rounds))
         gc.collect()  # of runs, which refer to themselves
         torch.cuda.empty_cache()
         show(result["rows"][-1], result)
@@ -117,42 +111,29 @@ def measure_all(options: Options, overrides: Sequence[str]) -> dict:
     return result
 
 
-def measure(folder: Path, tokens: int, words: Sequence[str], rounds: int, block: int) -> dict:
+def measure(folder: Path, tokens: int, words: Sequence[str], rounds: int) -> dict:
     """A row: what a step of each kind costs at one length; kinds that fail have the reason in the place of numbers."""
-    kinds, failed, row = {}, {}, {"tokens": tokens, "kinds": {}}
+    kinds, failed, facts = {}, {}, {}
     for (dense, routed), model in MODELS.items():
         try:
             run = open_run(folder / dense, [*model, *words])
         except Exception as error:  # memory and missing parts; other kinds go on
             failed |= dict.fromkeys((dense, routed), why_failed(error))
             continue
-        for name, until in ((dense, 0), (routed, None)):
-            kinds[name] = run, replace(run.cfg, train=replace(run.cfg.train, routes_until=until))
-        row = facts_of(run) | row
-    calls = {name: partial(take_steps, *kind, block) for name, kind in kinds.items()}
-    turns, failing = take_turns(calls, rounds, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    for name in KINDS:
-        if name not in turns:
-            row["kinds"][name] = {"failed": (failed | failing)[name]}
-            continue
-        ms = 1000 * statistics.median(turns[name].seconds) / block
-        cost = {"ms": ms, "ms_per_1000": 1000 * ms / tokens / row["batch"], "first_turn_s": turns[name].first}
-        cost |= {"peak_gb": (held_by(kinds[name][0]) + turns[name].held) / 1e9}
+        kinds |= {dense: (run, routes_until(0, run.cfg)), routed: (run, routes_until(None, run.cfg))}
+        if not facts:
+            (route,) = check_routes(run.cfg.model.routes, run.cfg.model.depth)
+            facts = {"batch": run.cfg.train.batch_size, "width": run.cfg.model.hidden_size}
+            facts |= {"depth": run.cfg.model.depth, "route": [route.start, route.end], **run_facts(run)}
+    turns, costs = time_steps(kinds, rounds, failed)
+    for name, cost in costs.items():
+        cost["ms_per_1000"] = 1000 * cost["ms"] / tokens / facts["batch"]
         dense = next((dense for dense, routed in MODELS if routed == name), "DiT")
         if name != dense and dense in turns:
-            ratios = [a / b for a, b in zip(turns[dense].seconds, turns[name].seconds)]
-            cost |= {"against": dense, "ratio": statistics.median(ratios), "ratios": [min(ratios), max(ratios)]}
+            ratios = turns[dense].over(turns[name])
+            cost |= {"against": dense, "ratio": statistics.median(ratios), "ratios": [ratios[0], ratios[-1]]}
             cost["flops_ratio"] = forward_flops(*kinds[dense]) / forward_flops(*kinds[name])
-        row["kinds"][name] = cost
-    return row
-
-
-def facts_of(run: Run) -> dict:
-    """What all kinds of a row have in common."""
-    model = run.cfg.model
-    (route,) = check_routes(model.routes, model.depth)
-    facts = {"batch": run.cfg.train.batch_size, "width": model.hidden_size, "depth": model.depth}
-    return {**facts, "route": [route.start, route.end], **run_facts(run)}
+    return facts | {"tokens": tokens, "kinds": {name: costs.get(name) or {"failed": failed[name]} for name in KINDS}}
 
 
 def show(row: dict, result: dict) -> None:
@@ -169,31 +150,28 @@ def show(row: dict, result: dict) -> None:
     print("| kind | ms a step | ms for 1,000 tokens | GB | times faster (over the turns) | FLOPs allow |")
     print("|---|---|---|---|---|---|")
     for name, cost in row["kinds"].items():
-        if "failed" in cost:
-            print(f"| {name} | {cost['failed']} | | | | |")
-            continue
-        ratio = " | "
+        cells, ratio = f"{cost.get('failed')} | |", "|"
+        if "ms" in cost:
+            cells = f"{cost['ms']:,.1f} | {cost['ms_per_1000']:.2f} | {cost['peak_gb']:.2f}"
         if "ratio" in cost:
             low, high = cost["ratios"]
             ratio = f"{cost['ratio']:.2f} than {cost['against']} ({low:.2f}..{high:.2f}) | {cost['flops_ratio']:.2f}"
-        cells = f"{cost['ms']:,.1f} | {cost['ms_per_1000']:.2f} | {cost['peak_gb']:.2f}"
         print(f"| {name} | {cells} | {ratio} |", flush=True)
 
 
-def crossings(rows: Sequence[dict]) -> tuple[list[str], dict[str, dict[str, float]]]:
-    """From how many tokens on a kind costs less than another: as a table's lines, and by measure, name → tokens."""
-    pairs = [(routed, dense) for dense, routed in MODELS] + [(name, "TREAD") for name in LINEAR]
-    lines = ["\n| this costs less than that | in time | in memory |", "|---|---|---|"]
+def show_crossings(rows: Sequence[dict]) -> dict[str, dict[str, float]]:
+    """Print from how many tokens on a kind costs less than another. Returns by measure: a name for both → tokens."""
+    print("\n| this costs less than that | in time | in memory |\n|---|---|---|")
     places = {measure: {} for measure in MEASURES}
-    for name, other in pairs:
+    for name, other in [(routed, dense) for dense, routed in MODELS] + [(name, "TREAD") for name in LINEAR]:
         cells = []
         for measure in MEASURES:
             points = [(row["tokens"], *(row["kinds"][kind].get(measure) for kind in (name, other))) for row in rows]
             cell, place = crossing([point for point in points if None not in point])
             cells.append(cell)
             places[measure] |= {f"{name} below {other}": place} if place else {}
-        lines.append(f"| {name} than {other} | {' | '.join(cells)} |")
-    return lines, places
+        print(f"| {name} than {other} | {' | '.join(cells)} |")
+    return places
 
 
 def crossing(points: Sequence[tuple[float, float, float]]) -> tuple[str, float | None]:

@@ -16,11 +16,13 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import scipy.linalg
 import torch
-from timing import begin, composed, most_allocated, seconds
+from timing import DEVICE, Turns, begin, composed, options_of, seconds, take_turns
+from torch import Tensor
 
 from tread.checkpoints.network import build_network, process_of
 from tread.diffusion.sampling import Model, Sampler, draw, to_pictures
@@ -29,31 +31,36 @@ from tread.encoders.inception import Inception, extract, resize
 from tread.evaluation import metrics
 from tread.runtime.device import autocast, device_name, exact, use_cores, use_precision
 from tread.runtime.files import size_text
+from tread.runtime.schema import Count
 from tread.training import settings
 
-PARTS = ("frechet", "precision", "features", "sampler", "chain")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GPU = DEVICE.type == "cuda"
 
 
-def compare(ours: Callable[[], object], plain: Callable[[], object], repeats: int) -> tuple[float, float, list[float]]:
-    """Medians of both in seconds, alternating, and the ratios plain/ours of the pairs, sorted."""
-    pairs = [(seconds(ours, DEVICE), seconds(plain, DEVICE)) for _ in range(repeats)]
-    a, b = (statistics.median(times) for times in zip(*pairs))
-    return a, b, sorted(second / first for first, second in pairs)
+@dataclass(frozen=True)
+class Options:
+    batch: Count = 64 if GPU else 4
+    repeats: Count = 5
 
 
-def overhead(ours: Callable[[], object], bare: Callable[[], object], repeats: int) -> tuple[float, float, str]:
-    """Medians of both in seconds, and how much longer ours takes, in words."""
-    a, b, ratios = compare(ours, bare, repeats)
-    more = [100 * (1 / ratio - 1) for ratio in ratios]
-    return a, b, f"{statistics.median(more):.1f}% overhead ({more[-1]:.1f}..{more[0]:.1f}%)"
+def compare(ours: Callable[[], object], plain: Callable[[], object], repeats: int) -> tuple[Turns, Turns, str]:
+    """The costs of both, taking turns, and how much faster ours is, in words."""
+    turns = take_turns({"ours": ours, "plain": plain}, repeats)
+    ratios = turns["plain"].over(turns["ours"])
+    faster = f"{statistics.median(ratios):.2f} times faster ({ratios[0]:.2f}..{ratios[-1]:.2f})"
+    return turns["ours"], turns["plain"], faster
 
 
-def frechet(repeats: int) -> str:
-    rng = np.random.default_rng(0)
+def overhead(ours: Turns, bare: Turns) -> str:
+    """The time that ours takes beyond the bare calls, in words."""
+    more = [100 * (ratio - 1) for ratio in ours.over(bare)]
+    return f"{statistics.median(more):.1f}% overhead ({more[0]:.1f}..{more[-1]:.1f}%)"
+
+
+def frechet(cfg: settings.Settings, options: Options) -> str:
+    rng, distances = np.random.default_rng(0), {}
     mixing = rng.standard_normal((2048, 2048)) * np.exp(-np.arange(2048) / 300)
     sets = [metrics.Moments.of(rng.standard_normal((5000, 2048)) @ mixing.T).gaussian for _ in range(2)]
-    distances = {}
 
     def ours() -> None:
         distances["ours"] = metrics.frechet_distance(*sets[0], *sets[1])
@@ -63,15 +70,12 @@ def frechet(repeats: int) -> str:
         root = scipy.linalg.sqrtm(c1 @ c2).real
         distances["plain"] = (m1 - m2) @ (m1 - m2) + np.trace(c1 + c2 - 2 * root)
 
-    a, b, ratios = compare(ours, plain, repeats)
+    mine, roots, faster = compare(ours, plain, options.repeats)
     difference = abs(distances["ours"] - distances["plain"]) / distances["plain"]
-    return (
-        f"{a:.2f} s, sqrtm {b:.2f} s: {statistics.median(ratios):.1f} times faster "
-        f"({ratios[0]:.1f}..{ratios[-1]:.1f}), relative difference {difference:.0e}"
-    )
+    return f"{mine.median:.2f} s, sqrtm {roots.median:.2f} s: {faster}, relative difference {difference:.0e}"
 
 
-def naive(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
+def naive(x: Tensor, y: Tensor) -> tuple[float, float]:
     """Precision and recall, with whole matrices of distances, sorted."""
     radius_x, radius_y = (torch.cdist(z, z).sort(dim=1).values[:, 3] for z in (x, y))
     across = torch.cdist(y, x)
@@ -79,22 +83,23 @@ def naive(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
     return precision, recall
 
 
-def precision(repeats: int) -> str:
+def precision(cfg: settings.Settings, options: Options) -> str:
     torch.manual_seed(0)
     x, y = (torch.rand(10_000, 2048, device=DEVICE) for _ in range(2))
     with exact():
-        calls = (lambda: metrics.precision_recall(x, y), lambda: naive(x, y))
-        a, b, ratios = compare(*calls, repeats)
-        peaks = [most_allocated(call, DEVICE) for call in calls]
+        ours, plain, faster = compare(lambda: metrics.precision_recall(x, y), lambda: naive(x, y), options.repeats)
     return (
-        f"{a:.2f} s, cdist and sort {b:.2f} s: {statistics.median(ratios):.2f} times faster "
-        f"({ratios[0]:.2f}..{ratios[-1]:.2f}); peak memory {size_text(peaks[0])}, {size_text(peaks[1])}"
+        f"{ours.median:.2f} s, cdist and sort {plain.median:.2f} s: {faster}; peak memory {size_text(ours.held)}, "
+        f"{size_text(plain.held)}"
     )
 
 
-def features(repeats: int) -> str:
-    network = Inception(with_classes=True).to(DEVICE, memory_format=torch.channels_last).eval()
-    count = 8 if DEVICE.type == "cpu" else 128
+def open_inception() -> Inception:
+    return Inception(with_classes=True).to(DEVICE, memory_format=torch.channels_last).eval()
+
+
+def features(cfg: settings.Settings, options: Options) -> str:
+    network, count = open_inception(), 128 if GPU else 8
     pictures = torch.randint(0, 256, (count, 3, 256, 256), dtype=torch.uint8)
     ready = resize((pictures.to(DEVICE).float() - 128) / 128).contiguous(memory_format=torch.channels_last)
 
@@ -103,77 +108,73 @@ def features(repeats: int) -> str:
         with exact():
             network(ready)
 
-    extract(network, pictures)
-    a, b, more = overhead(lambda: extract(network, pictures), bare, 4 * repeats)
-    return f"{count / a:.1f} pictures/s, bare network {count / b:.1f}: {more}"
+    ours, plain, _ = compare(lambda: extract(network, pictures), bare, 4 * options.repeats)
+    return f"{count / ours.median:.1f} pictures/s, bare network {count / plain.median:.1f}: {overhead(ours, plain)}"
 
 
-def sampler(cfg: settings.Settings, batch: int, repeats: int) -> str:
-    network = build_network(cfg).to(DEVICE).eval().requires_grad_(False)
-    precision = use_precision(cfg.train.precision, DEVICE)
-    model, labels = Model(process_of(cfg), network), torch.arange(batch) % cfg.dataset.num_classes
-    options = Sampler.of(model.process, None, None, batch, precision)
+def open_sampler(cfg: settings.Settings, batch: int) -> tuple[Model, Tensor, Sampler]:
+    """A network with random weights, the labels of a batch, and the objective's own sampler."""
+    model = Model(process_of(cfg), build_network(cfg).to(DEVICE).eval().requires_grad_(False))
+    plan = Sampler.of(model.process, None, None, batch, use_precision(cfg.train.precision, DEVICE))
+    return model, torch.arange(batch) % cfg.dataset.num_classes, plan
+
+
+def sampler(cfg: settings.Settings, options: Options) -> str:
+    (model, labels, plan), batch = open_sampler(cfg, options.batch), options.batch
     x = torch.randn(batch, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, device=DEVICE)
-    t, y = torch.zeros(batch, device=DEVICE), labels.to(DEVICE)
+    t, y, nfe = torch.zeros(batch, device=DEVICE), labels.to(DEVICE), plan.nfe(model.process)
 
     @torch.no_grad()
     def calls() -> None:
-        with autocast(DEVICE, precision):
-            for _ in range(options.nfe(model.process)):
-                network(x, t, y)
+        with autocast(DEVICE, plan.precision):
+            for _ in range(nfe):
+                model.network(x, t, y)
 
-    def whole() -> None:
-        for _ in draw(model, range(batch), labels, options):
-            pass
-
-    with torch.no_grad(), autocast(DEVICE, precision):
-        network(x, t, y)
-    a, b, more = overhead(whole, calls, repeats)
-    nfe = options.nfe(model.process)
-    return f"{cfg.name}, batch {batch}, {precision}: {a:.2f} s, its {nfe} network calls {b:.2f} s: {more}"
+    ours, bare, _ = compare(lambda: [*draw(model, range(batch), labels, plan)], calls, options.repeats)
+    return (
+        f"{cfg.name}, batch {batch}, {plan.precision}: {ours.median:.2f} s, its {nfe} network calls {bare.median:.2f} "
+        f"s: {overhead(ours, bare)}"
+    )
 
 
-def chain(cfg: settings.Settings, batch: int) -> str:
+def chain(cfg: settings.Settings, options: Options) -> str:
     import diffusers
 
-    network = build_network(cfg).to(DEVICE).eval().requires_grad_(False)
+    (model, labels, plan), batch = open_sampler(cfg, options.batch), options.batch
     vae = diffusers.AutoencoderKL.from_config(autoencoder.SD_CONFIG).eval()
     vae.to(DEVICE, memory_format=torch.channels_last)
-    inception = Inception(with_classes=True).to(DEVICE, memory_format=torch.channels_last).eval()
-    model = Model(process_of(cfg), network)
-    options = Sampler.of(model.process, None, None, batch, use_precision(cfg.train.precision, DEVICE))
-    labels, made = torch.arange(batch) % cfg.dataset.num_classes, {}
+    inception, made = open_inception(), {}
 
     @torch.no_grad()
-    def decode(x: torch.Tensor) -> torch.Tensor:
+    def decode(x: Tensor) -> Tensor:
         return autoencoder.to_uint8(vae.decode(x / 0.18215).sample)
 
     for _ in range(2):  # the first one warms up
         stages = {
-            "sampling": lambda: made.update(x=next(draw(model, range(batch), labels, options))),
+            "sampling": lambda: made.update(x=next(draw(model, range(batch), labels, plan))),
             "decoding": lambda: made.update(pictures=to_pictures(made["x"], decode)),
             "features": lambda: extract(inception, made["pictures"]),
         }
-        times = {name: seconds(stage, DEVICE) for name, stage in stages.items()}
+        times = {name: seconds(stage) for name, stage in stages.items()}
     total = sum(times.values())
     shares = ", ".join(f"{name} {100 * value / total:.1f}%" for name, value in times.items())
-    return f"{cfg.name}, batch {batch}, {options.precision}: {batch / total:.2f} pictures/s ({shares})"
+    return f"{cfg.name}, batch {batch}, {plan.precision}: {batch / total:.2f} pictures/s ({shares})"
+
+
+PARTS = {"frechet": frechet, "precision": precision, "features": features, "sampler": sampler, "chain": chain}
 
 
 def main() -> None:
-    named = [argument for argument in sys.argv[1:] if argument in PARTS] or PARTS
-    if unknown := [argument for argument in sys.argv[1:] if argument not in PARTS and "=" not in argument]:
-        sys.exit(f"error: {unknown[0]} is none of {', '.join(PARTS)}")
-    given = dict(argument.split("=", 1) for argument in sys.argv[1:] if argument not in PARTS)
-    repeats, gpu = int(given.pop("repeats", 5)), DEVICE.type == "cuda"
-    batch = int(given.pop("batch", 64 if gpu else 4))
-    given.setdefault("experiment", "imagenet256_xl2" if gpu else "imagenet256_s2")
-    cfg, _ = settings.complete(composed("config", [f"{key}={value}" for key, value in given.items()]))
-    threads = "" if gpu else f", {use_cores(None, processes=1)} threads"
-    print(f"{device_name(DEVICE)}, torch {torch.__version__}{threads}, {repeats} repeats")
+    named = [word for word in sys.argv[1:] if word in PARTS] or PARTS
+    sys.argv[1:] = [word for word in sys.argv[1:] if word not in PARTS]
+    options, overrides = options_of(Options)
+    cfg, _ = settings.complete(
+        composed("config", [f"experiment={'imagenet256_xl2' if GPU else 'imagenet256_s2'}", *overrides])
+    )
+    threads = "" if GPU else f", {use_cores(None, processes=1)} threads"
+    print(f"{device_name(DEVICE)}, torch {torch.__version__}{threads}, {options.repeats} repeats")
     for name in named:
-        arguments = {"sampler": (cfg, batch, repeats), "chain": (cfg, batch)}.get(name, (repeats,))
-        print(f"  {name:<10}{globals()[name](*arguments)}", flush=True)
+        print(f"  {name:<10}{PARTS[name](cfg, options)}", flush=True)
 
 
 if __name__ == "__main__":

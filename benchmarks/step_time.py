@@ -1,4 +1,4 @@
-"""What a training step costs, with and without routes: python benchmarks/step_time.py [overrides]
+"""The cost of a training step, with and without routes: python benchmarks/step_time.py [overrides]
 
 Runs train.py's own steps on random latents, dense and routed ones taking turns in one process, and prints for
 each kind the median time, images/s, FLOP/s, MFU, peak memory, the ratio dense/routed with its spread, and that
@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -27,25 +27,28 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from timing import begin, circumstances, composed, options_of, random_shards, random_text, seconds, take_turns, write
+from timing import DEVICE, begin, circumstances, composed, options_of, random_dataset, seconds, take_turns, write
 
-from tread.data.latents import LatentSpec
-from tread.data.writer import write_dataset
+from tread.data.columns import TextSpec
+from tread.data.section_writer import TextWriter
+from tread.encoders.words import BEGIN, UNKNOWN
 from tread.models.architectures import CHOSEN
-from tread.runtime.device import peak_flops, wait_for
+from tread.models.conditions import Text
+from tread.runtime.device import peak_flops
 from tread.runtime.signals import Stop
 from tread.training import settings, step
 from tread.training.ema import EMA
 from tread.training.run import Run
 from tread.training.start import start
 
+BLOCK = 5 if DEVICE.type == "cuda" else 1  # steps of a turn
 STAGED = 5  # steps taken stage by stage
-Kinds = Mapping[str, tuple[Run, settings.Settings]]
+Kinds = dict[str, tuple[Run, settings.Settings]]  # by name
 
 
 @dataclass(frozen=True)
 class Options:
-    beside: str | None = None
+    beside: str = ""
     pairs: int = 24
     out: str | None = None
 
@@ -60,7 +63,7 @@ def main() -> None:
         kinds = kinds_of(open_run(Path(folder), overrides))
         left_out = ("model=", *(f"model.{name}=" for name in CHOSEN.optional()))
         kept = [word for word in overrides if not word.startswith(left_out)]
-        for name in options.beside.split(",") if options.beside else ():
+        for name in filter(None, options.beside.split(",")):
             run = open_run(Path(folder) / name, [*kept, f"model={name}"])
             kinds[name] = run, run.cfg
         result = measure(kinds, options.pairs)
@@ -76,8 +79,7 @@ def open_run(folder: Path, overrides: Sequence[str]) -> Run:
     config = composed("config", [*overrides, *fixed, f"text.encoder={'words' if words else 'random'}"])
     cfg = settings.read(config)
     shape, count = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size), 4 * cfg.train.batch_size
-    meaning = LatentSpec(shape, tuple(map(str, range(cfg.dataset.num_classes))), "pixels", scale_applied=True)
-    write_dataset(folder / "data", meaning, random_shards(meaning, count, count))
+    random_dataset(folder / "data", shape, cfg.dataset.num_classes, count, count)
     if cfg.model.takes_text:
         random_text(folder / "data", count, words)
         cfg, config = settings.complete(config)
@@ -87,43 +89,65 @@ def open_run(folder: Path, overrides: Sequence[str]) -> Run:
     return run
 
 
-def kinds_of(run: Run) -> dict[str, tuple[Run, settings.Settings]]:
-    """Kinds of steps by name, each as a run and its settings: without routes, with them, and with the route's last
-    block in fp32 where that differs.
+def random_text(folder: Path, count: int, words: bool) -> None:
+    """A caption for each sample of a dataset: 4 to 77 standard normal tokens, of the width of CLIP ViT-L.
+
+    words  2 to 13 numbers of words, of 16 places, as the emoji's captions have them.
     """
+    spec = TextSpec("random", None, 77, 768, 768)
+    if words:
+        spec = TextSpec("words", None, 16, None, None, (BEGIN, UNKNOWN, *map(str, range(2, 2000))))
+    least, most = (2, 13) if words else (4, 77)
+    draws = torch.Generator().manual_seed(0)
+
+    def text(rows: int) -> Text:
+        mask = torch.arange(spec.tokens) < torch.randint(least, most + 1, (rows, 1), generator=draws)
+        if words:
+            return Text(torch.randint(2, 2000, mask.shape, generator=draws) * mask, mask)
+        return Text(torch.randn(rows, 77, 768, generator=draws), mask, torch.randn(rows, 768, generator=draws))
+
+    writer = TextWriter(folder, spec, [1] * count)
+    writer.begin()
+    for number in writer.missing():
+        writer.write(number, [text(len(writer.ranges[number]))])
+    writer.publish()
+
+
+def kinds_of(run: Run) -> Kinds:
+    """Steps without routes, with them, and with the route's last block in fp32 where that differs."""
     cfg = run.cfg
     if not cfg.model.routes:
         raise ValueError(f"model={cfg.model.name} has no routes to compare; model=tread measures both")
 
     def routed(fp32: str) -> settings.Settings:
         routes = tuple(replace(route, fp32=fp32) for route in cfg.model.routes)
-        return replace(cfg, model=replace(cfg.model, routes=routes), train=replace(cfg.train, routes_until=None))
+        return routes_until(None, replace(cfg, model=replace(cfg.model, routes=routes)))
 
-    kinds = {"dense": (run, replace(cfg, train=replace(cfg.train, routes_until=0))), "routed": (run, routed("off"))}
+    kinds = {"dense": (run, routes_until(0, cfg)), "routed": (run, routed("off"))}
     if run.precision == "bf16" and not cfg.model.masks:
         kinds["routed, fp32: end"] = run, routed("end")
     return kinds
 
 
+def routes_until(last: int | None, cfg: settings.Settings) -> settings.Settings:
+    """Settings that end the routes at a step; None: never."""
+    return replace(cfg, train=replace(cfg.train, routes_until=last))
+
+
 def measure(kinds: Kinds, pairs: int) -> dict:
     """All numbers of the table; ratios are to the first kind. Raises ValueError if a kind fails."""
-    first, device = next(iter(kinds)), next(iter(kinds.values()))[0].processes.device
-    run, block, facts = kinds[first][0], 5 if device.type == "cuda" else 1, circumstances(device)
-    turns, failed = take_turns({name: partial(take_steps, *kind, block) for name, kind in kinds.items()}, pairs, device)
-    if failed:
-        raise ValueError("; ".join(f"{name}: {why}" for name, why in failed.items()))
-    batch, peak, rows = run.cfg.train.batch_size, peak_flops(device, run.precision), {}
-    for name, (timed, cfg) in kinds.items():
-        flops, ms = forward_flops(timed, cfg), 1000 * statistics.median(turns[name].seconds) / block
-        row = {"ms": ms, "images_per_s": 1000 * batch / ms, "flops_per_s": 3000 * flops * batch / ms}
-        row |= {"mfu": peak and row["flops_per_s"] / peak, "peak_gb": (held_by(timed) + turns[name].held) / 1e9}
-        row["first_turn_s"] = turns[name].first
+    turns, rows = time_steps(kinds, pairs)
+    (first, (run, dense)), *_ = kinds.items()
+    batch, peak = run.cfg.train.batch_size, peak_flops(DEVICE, run.precision)
+    for name, row in rows.items():
+        flops = forward_flops(*kinds[name])
+        row |= {"images_per_s": 1000 * batch / row["ms"], "flops_per_s": 3000 * flops * batch / row["ms"]}
+        row["mfu"] = peak and row["flops_per_s"] / peak
         if name != first:
-            ratios = [a / b for a, b in zip(turns[first].seconds, turns[name].seconds)]
-            ideal, (low, high) = forward_flops(*kinds[first]) / flops, interval(ratios)
-            row |= {"ratio": statistics.median(ratios), "ratio_95": [low, high], "ideal": ideal}
-            row |= {"of_ideal": row["ratio"] / ideal, "of_ideal_95": [low / ideal, high / ideal]}
-        rows[name] = row | {"stages": stages(timed, cfg)}
+            ratios, ideal = turns[first].over(turns[name]), forward_flops(run, dense) / flops
+            row |= {"ratio": statistics.median(ratios), "ratio_95": interval(ratios), "ideal": ideal}
+            row |= {"of_ideal": row["ratio"] / ideal, "of_ideal_95": [bound / ideal for bound in row["ratio_95"]]}
+        row["stages"] = stages(*kinds[name])
     return {
         "name": run.cfg.name,
         "parameters": sum(parameter.numel() for parameter in run.network.parameters()),
@@ -131,11 +155,21 @@ def measure(kinds: Kinds, pairs: int) -> dict:
         "micro_batch": run.micro_batches[0].stop - run.micro_batches[0].start,
         "activation_checkpointing": run.cfg.train.activation_checkpointing,
         "pairs": pairs,
-        "block": block,
+        "block": BLOCK,
         "kinds": rows,
         **run_facts(run),
-        **facts,
+        **circumstances(),
     }
+
+
+def time_steps(kinds: Kinds, rounds: int, failed: dict[str, str] | None = None) -> tuple[dict, dict]:
+    """Training steps of all kinds in turns, see `take_turns`, and for each kind a step's time and peak memory."""
+    turns = take_turns({name: partial(take_steps, *kind, BLOCK) for name, kind in kinds.items()}, rounds, failed)
+    rows = {}
+    for name, turn in turns.items():
+        peak = held_by(kinds[name][0]) + turn.held
+        rows[name] = {"ms": 1000 * turn.median / BLOCK, "peak_gb": peak / 1e9, "first_turn_s": turn.first}
+    return turns, rows
 
 
 def run_facts(run: Run) -> dict:
@@ -160,46 +194,46 @@ def take_steps(run: Run, cfg: settings.Settings, count: int) -> None:
         raise
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """A 95% confidence interval of the median, from order statistics."""
-    ordered, margin = sorted(values), 0.98 * len(values) ** 0.5
-    low = max(0, int(len(values) / 2 - margin))
-    return ordered[low], ordered[len(values) - 1 - low]
+def interval(ordered: Sequence[float]) -> list[float]:
+    """A 95% confidence interval of the median of sorted values, from order statistics."""
+    low = max(0, int(len(ordered) / 2 - 0.98 * len(ordered) ** 0.5))
+    return [ordered[low], ordered[-1 - low]]
 
 
 def held_by(run: Run) -> int:
     """Bytes of a run's weights, their average and the optimizer's state."""
-    networks = [run.wrapped, run.ema.network]
-    held = [*chain.from_iterable(chain(network.parameters(), network.buffers()) for network in networks)]
-    held += [tensor for state in run.optimizer.state.values() for tensor in state.values() if torch.is_tensor(tensor)]
-    return sum(tensor.nbytes for tensor in held)
+    networks = [[*network.parameters(), *network.buffers()] for network in (run.wrapped, run.ema.network)]
+    states = [filter(torch.is_tensor, state.values()) for state in run.optimizer.state.values()]
+    return sum(tensor.nbytes for tensor in chain(*networks, *states))
 
 
 def stages(run: Run, cfg: settings.Settings) -> dict[str, float]:
-    """Fractions of a step by stage. Each stage is waited for, so a step takes longer than otherwise."""
+    """Fractions of a step by stage. The device is waited for after each, so a step takes longer than otherwise."""
     spent: dict[str, float] = {}
-
-    def timed(stage: str, function: Callable) -> Callable:
-        def call(*arguments: object) -> object:
-            wait_for(run.processes.device)
-            began = time.perf_counter()
-            output = function(*arguments)
-            wait_for(run.processes.device)
-            spent[stage] = spent.get(stage, 0.0) + time.perf_counter() - began
-            return output
-
-        return call
-
-    with (
-        patch.object(run.loader, "batches", timed("data wait", run.loader.batches)),
-        patch.object(step, "loss", timed("forward", step.loss)),
-        patch.object(step, "backward", timed("backward", step.backward)),
-        patch.object(step, "optimizer_step", timed("optimizer", step.optimizer_step)),
-        patch.object(EMA, "update", timed("EMA", EMA.update)),
-    ):
-        total = seconds(partial(take_steps, run, cfg, STAGED), run.processes.device)
+    with ExitStack() as patches:
+        for stage, owner, name in (
+            ("data wait", run.loader, "batches"),
+            ("forward", step, "loss"),
+            ("backward", step, "backward"),
+            ("optimizer", step, "optimizer_step"),
+            ("EMA", EMA, "update"),
+        ):
+            patches.enter_context(patch.object(owner, name, timed(getattr(owner, name), stage, spent)))
+        total = seconds(partial(take_steps, run, cfg, STAGED))
     spent["rest"] = total - sum(spent.values())
     return {stage: taken / total for stage, taken in spent.items()}
+
+
+def timed(function: Callable, stage: str, spent: dict[str, float]) -> Callable:
+    """The function, whose seconds are added to those of its stage."""
+
+    def call(*arguments: object) -> object:
+        outputs = []
+        taken = seconds(lambda: outputs.append(function(*arguments)))
+        spent[stage] = spent.get(stage, 0.0) + taken
+        return outputs[0]
+
+    return call
 
 
 def show(result: dict) -> None:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, the data of what is timed, turns, clocks that wait for the device, memory."""
+"""Shared by the benchmarks: options, random data, calls timed in turns, peak memory, and the facts of a measurement."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +21,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch.profiler import ProfilerActivity, profile
 
-from tread.data.columns import TextSpec
 from tread.data.latents import LatentSpec
-from tread.data.section_writer import TextWriter
-from tread.encoders.words import BEGIN, UNKNOWN
-from tread.models.conditions import Text
+from tread.data.writer import write_dataset
 from tread.runtime import schema
 from tread.runtime.cli import answer_help, explained
 from tread.runtime.device import device_name, wait_for
@@ -32,21 +30,27 @@ from tread.runtime.versions import git_revision
 from tread.training import settings
 
 ROOT = Path(__file__).resolve().parent.parent
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def options_of(kind: type, others: bool = True) -> tuple[Any, list[str]]:
-    """A benchmark's own options, as a dataclass, and the rest of the command line, which is train.py's if it may have
-    others. Raises ValueError for what nobody knows.
+    """A benchmark's own options, as a dataclass, and the other words of the command line.
+
+    others  whether those may be train.py's overrides.
+
+    Raises ValueError for an unknown key, and for a word without a value.
     """
     names = [item.name for item in fields(kind)]
     own = [word for word in sys.argv[1:] if word.partition("=")[0] in names]
     rest = [word for word in sys.argv[1:] if word not in own]
+    if unknown := [word for word in rest if "=" not in word and not word.startswith("~")]:
+        raise ValueError(f"{unknown[0]!r} is no option; --help has them")
     schema.check_overrides(rest, [*names, *([*settings.known_keys(), "experiment"] if others else [])])
     return schema.read(OmegaConf.to_container(OmegaConf.from_dotlist(own)), kind), rest
 
 
 def write(path: str | None, result: dict) -> None:
-    """JSON, where a path is given."""
+    """Write a result as JSON, if a path is given."""
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(result, indent=1) + "\n")
@@ -65,43 +69,24 @@ def composed(name: str, overrides: Sequence[str]) -> dict:
         return OmegaConf.to_container(compose(name, overrides=settings.add_unstated(overrides)), resolve=True)
 
 
-def random_shards(latents: LatentSpec, count: int, per_shard: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Shards for write_dataset: standard normal numbers, and the classes one after the other."""
+def random_dataset(folder: Path, shape: tuple[int, int, int], classes: int, count: int, per_shard: int) -> None:
+    """Write a dataset of standard normal latents, whose classes follow one another."""
+    latents = LatentSpec(shape, tuple(map(str, range(classes))), "pixels", scale_applied=True)
     rng = np.random.default_rng(0)
-    for first in range(0, count, per_shard):
-        stored = rng.standard_normal((per_shard, *latents.stored_shape), dtype=np.float32).astype(latents.dtype)
-        yield stored, np.arange(first, first + per_shard) % len(latents.classes)
 
+    def shards() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for first in range(0, count, per_shard):
+            stored = rng.standard_normal((per_shard, *latents.stored_shape), dtype=np.float32).astype(latents.dtype)
+            yield stored, np.arange(first, first + per_shard) % classes
 
-def random_text(folder: Path, count: int, words: bool) -> None:
-    """A caption for each sample of a dataset: 4 to 77 standard normal tokens, of the width of CLIP ViT-L.
-
-    words  2 to 13 numbers of words, of 16 places, as the emoji's captions have them.
-    """
-    spec = TextSpec("random", None, 77, 768, 768)
-    if words:
-        spec = TextSpec("words", None, 16, None, None, (BEGIN, UNKNOWN, *map(str, range(2, 2000))))
-    least, most = (2, 13) if words else (4, 77)
-    draws = torch.Generator().manual_seed(0)
-
-    def text(rows: int) -> Text:
-        mask = torch.arange(spec.tokens) < torch.randint(least, most + 1, (rows, 1), generator=draws)
-        if words:
-            return Text(torch.randint(2, 2000, mask.shape, generator=draws) * mask, mask)
-        return Text(torch.randn(rows, 77, 768, generator=draws), mask, torch.randn(rows, 768, generator=draws))
-
-    writer = TextWriter(folder, spec, [1] * count)
-    writer.begin()
-    for number in writer.missing():
-        writer.write(number, [text(len(writer.ranges[number]))])
-    writer.publish()
+    write_dataset(folder, latents, shards())
 
 
 class Turns(NamedTuple):
-    """What calls took.
+    """Costs of a call.
 
-    first    seconds of the first call, with whatever it compiles.
-    held     bytes that a call holds at most, beside what was there before.
+    first    seconds of the first time, with whatever it compiles.
+    held     the most bytes that it holds, beside those that were there before.
     seconds  of each measured turn.
     """
 
@@ -109,45 +94,53 @@ class Turns(NamedTuple):
     held: int
     seconds: list[float]
 
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def over(self, other: Turns) -> list[float]:
+        """The ratios of its times to another call's, turn by turn, sorted."""
+        return sorted(own / others for own, others in zip(self.seconds, other.seconds))
+
 
 def take_turns(
-    calls: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
-) -> tuple[dict[str, Turns], dict[str, str]]:
-    """Time calls in turns, every second round backwards: by name what they took, or why one failed."""
-    first, held, times, failed = {}, {}, {name: [] for name in calls}, {}
+    calls: Mapping[str, Callable[[], object]], rounds: int, failed: dict[str, str] | None = None
+) -> dict[str, Turns]:
+    """Time calls in turns, every second round backwards: their costs by name.
+
+    failed  takes the reasons of calls that fail, by name; the others go on. None: the first failure is a ValueError.
+    """
+    costs = {name: [] for name in calls}
     for turn in range(-2, rounds):
-        for name in list(calls)[:: -1 if turn % 2 else 1]:
-            if name in failed:
-                continue
+        measure = most_allocated if turn == -1 else seconds  # after the first call, which makes lasting gradients
+        for name in [*costs][:: -1 if turn % 2 else 1]:
             try:
-                if turn == -2:  # this one also makes the gradients that stay
-                    first[name] = seconds(calls[name], device)
-                elif turn == -1:
-                    held[name] = most_allocated(calls[name], device)
-                else:
-                    times[name].append(seconds(calls[name], device))
-            except Exception as error:  # memory, kernels and compilers fail in many ways; the others go on
+                costs[name].append(measure(calls[name]))
+            except Exception as error:  # memory, kernels and compilers fail in many ways
+                if failed is None:
+                    raise ValueError(f"{name}: {why_failed(error)}") from error
                 failed[name] = why_failed(error)
+                del costs[name]
                 torch.cuda.empty_cache()
-    return {name: Turns(first[name], held[name], times[name]) for name in calls if name not in failed}, failed
+    return {name: Turns(first, held, times) for name, (first, held, *times) in costs.items()}
 
 
-def seconds(function: Callable[[], object], device: torch.device) -> float:
-    """How long a call takes, the device's work included."""
-    wait_for(device)
+def seconds(function: Callable[[], object]) -> float:
+    """The seconds that a call takes, the device's work included."""
+    wait_for(DEVICE)
     began = time.perf_counter()
     function()
-    wait_for(device)
+    wait_for(DEVICE)
     return time.perf_counter() - began
 
 
-def most_allocated(work: Callable[[], object], device: torch.device) -> int:
-    """Bytes of tensors that some work holds at most, beside those that were there before."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+def most_allocated(work: Callable[[], object]) -> int:
+    """The most bytes of tensors that some work holds, beside those that were there before."""
+    if DEVICE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         work()
-        return torch.cuda.max_memory_allocated(device) - before
+        return torch.cuda.max_memory_allocated() - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler speaks of itself
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
@@ -157,16 +150,16 @@ def most_allocated(work: Callable[[], object], device: torch.device) -> int:
 
 
 def why_failed(error: Exception) -> str:
-    """In a few words: out of memory, as CUDA, torch's CPU and numpy say it, or the error's first line."""
+    """An error in a few words: "out of memory", however CUDA, torch or numpy say it, else its type and first line."""
     lacking = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return "out of memory" if lacking else f"{type(error).__name__}: {first}"[:120]
 
 
-def circumstances(device: torch.device) -> dict[str, str]:
-    """What a measurement was made on, when, and by which code, for JSON."""
+def circumstances() -> dict[str, str]:
+    """The device, machine, command, commit and time of a measurement, for JSON."""
     return {
-        "device": device_name(device),
+        "device": device_name(DEVICE),
         "torch": torch.__version__,
         "machine": platform.platform(),
         "command": command(),

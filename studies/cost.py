@@ -1,4 +1,4 @@
-"""What a study will cost: images, samples and training FLOPs, by arithmetic."""
+"""The cost of a study before it is run: images, samples and training FLOPs, by arithmetic."""
 
 from __future__ import annotations
 
@@ -44,9 +44,8 @@ def _aligner(cfg: settings.Settings, network: Backbone) -> Aligner | None:
     elif alignment.kind == "repa":
         width = WIDTHS[alignment.encoder]
     with torch.device("meta"):
-        module = Aligned(
-            network, build_projector(alignment, network.hidden_size, width), alignment.blocks(cfg.model.depth)[0]
-        )
+        projector = build_projector(alignment, network.hidden_size, width)
+    module = Aligned(network, projector, alignment.blocks(cfg.model.depth)[0])
     return Aligner(alignment, module, network if alignment.kind == "self" else None, None, flops)
 
 

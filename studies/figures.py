@@ -1,4 +1,4 @@
-"""How a study is shown: its table, its figure, and what is published of it."""
+"""A study's table and figure, and publishing them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import math
 import re
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +24,7 @@ Columns = dict[str, dict[str, str]]  # title → arm → cell
 
 
 class Figure(NamedTuple):
-    """A kind of figure: how it is drawn, if there is anything to draw, and what the table has more."""
+    """A kind of figure: how it is drawn, if there is anything, and the table's further columns."""
 
     draw: Callable[[Study, Results, Path], None]
     columns: Callable[[Study, Results], Columns] = lambda study, results: {}
@@ -46,23 +48,14 @@ def last_values(results: Results, metric: str) -> dict[str, list[float]]:
     return {arm: points[-1][1] for arm, runs in results.items() if (points := series(runs, metric))}
 
 
+def last_means(results: Results, metric: str) -> dict[str, float]:
+    """By arm: the mean of its last values."""
+    return {arm: statistics.mean(values) for arm, values in last_values(results, metric).items()}
+
+
 def standard_error(values: Sequence[float]) -> float | None:
     """The standard error of the mean; None for a single value."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-
-
-def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
-    """How much larger one run's metric is than another's, at the last number of images at which both have it."""
-    both = series([run, other], metric)
-    return both[-1][1][0] - both[-1][1][1] if both else None
-
-
-def at_equal_flops(run: Made, other: Made, metric: str) -> float | None:
-    """… at the last training FLOPs that both reach."""
-    curves = [curve(made, metric, "flops") for made in (run, other)]
-    place = min(max(each, default=0) for each in curves)
-    here, there = (at_flops(each, place) for each in curves)
-    return None if None in (here, there) else here - there
 
 
 def at_flops(values: Mapping[float, float], place: float) -> float | None:
@@ -71,11 +64,25 @@ def at_flops(values: Mapping[float, float], place: float) -> float | None:
     return float(np.interp(math.log(place), [*map(math.log, values)], [*values.values()])) if within else None
 
 
-def differences(study: Study, results: Results, arm: str, metric: str, by: Callable = at_equal_images) -> list[float]:
-    """An arm's metric less that of the arm it is compared with, seed by seed: same data order, same noise."""
-    others = {run["seed"]: run for run in results.get(study.against.get(arm), ())}
-    pairs = [(run, others[run["seed"]]) for run in results[arm] if run["seed"] in others]
-    return [less for run, other in pairs if (less := by(run, other, metric)) is not None]
+def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
+    """One run's metric less another's, at the last number of images at which both have it."""
+    both = series([run, other], metric)
+    return both[-1][1][0] - both[-1][1][1] if both else None
+
+
+def at_equal_flops(run: Made, other: Made, metric: str) -> float | None:
+    """One run's metric less another's, at the last training FLOPs that both reach."""
+    curves = [curve(made, metric, "flops") for made in (run, other)]
+    place = min(max(each, default=0) for each in curves)
+    here, there = (at_flops(each, place) for each in curves)
+    return None if None in (here, there) else here - there
+
+
+def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *names: str) -> list[float]:
+    """by(run, other, *names) of runs and others of the same seed (same data order, same noise), without its Nones."""
+    by_seed = {run["seed"]: run for run in others}
+    found = [by(run, by_seed[run["seed"]], *names) for run in runs if run["seed"] in by_seed]
+    return [less for less in found if less is not None]
 
 
 def shown(values: Sequence[float], sign: bool = False) -> str:
@@ -111,10 +118,11 @@ def table(study: Study, results: Results) -> str:
         marked = taught if metric in feature_metrics() else ()
         last = last_values(results, metric).items()
         columns[METRICS[metric].title] = {arm: shown(each) + " †" * (arm in marked) for arm, each in last}
+    pairs = {arm: (runs, results.get(study.against.get(arm), ())) for arm, runs in results.items()}
     for metric in [metric for metric in metrics if metric in compared][:1] if study.against else []:
-        for what, by in (("images", at_equal_images), ("FLOPs", at_equal_flops)):
-            cells = {arm: shown(differences(study, results, arm, metric, by), sign=True) for arm in results}
-            columns[f"{METRICS[metric].title} against its pair, at equal {what}"] = cells
+        for name, by in (("images", at_equal_images), ("FLOPs", at_equal_flops)):
+            cells = {arm: shown(differences(*pair, by, metric), sign=True) for arm, pair in pairs.items()}
+            columns[f"{METRICS[metric].title} against its pair, at equal {name}"] = cells
     columns |= FIGURES[study.figure].columns(study, results)
     rows = [[*columns], *([cells.get(arm, "–") for cells in columns.values()] for arm in results)]
     lines = [f"| {' | '.join(row)} |" for row in rows]
@@ -162,13 +170,11 @@ def draw_ends(study: Study, results: Results, path: Path) -> None:
     """Each metric at the end of training, a point per arm and seed."""
     panels = []
     for metric in measured(study.metrics, results):
-        ends = last_values(results, metric)
-        seeds = sorted({run["seed"] for arm in ends for run in results[arm]})
-        lines = []
-        for seed in seeds:
-            by_arm = [[value for run, value in zip(results[arm], ends[arm]) if run["seed"] == seed] for arm in ends]
-            points = [(place, value) for place, values in enumerate(by_arm) for value in values]
-            lines.append(Line(f"seed {seed}", *zip(*points)))
+        ends, points = last_values(results, metric), defaultdict(list)
+        for place, arm in enumerate(ends):
+            for run, value in zip(results[arm], ends[arm]):
+                points[run["seed"]].append((place, value))
+        lines = [Line(f"seed {seed}", *zip(*points[seed])) for seed in sorted(points)]
         panels.append(Panel("", "", METRICS[metric].label, lines, names=tuple(ends)))
     _save(path, panels, columns=len(panels))
 
@@ -187,8 +193,7 @@ def draw_guidance(study: Study, results: Results, path: Path) -> None:
     flops, panels = sampling_flops(results), []
     for metric in study.metrics:
         ends = last_values({arm: results[arm] for arm in flops}, metric)
-        over_scale: dict[str, list[tuple[float, list[float]]]] = {}
-        over_flops: dict[str, list[tuple[float, list[float]]]] = {}
+        over_scale, over_flops = {}, defaultdict(list)
         for arm, values in ends.items():
             network, guidance = arm.partition(", ")[::2]
             kind, scale = guidance.rpartition(" ")[::2]
@@ -197,7 +202,7 @@ def draw_guidance(study: Study, results: Results, path: Path) -> None:
                 over_scale.setdefault(f"{network}, {kind}", unguided).append((float(scale), values))
             else:  # other steps alone
                 kind = "no guidance"
-            over_flops.setdefault(f"{network}, {kind}", []).append((flops[arm] / 1e9, values))
+            over_flops[f"{network}, {kind}"].append((flops[arm] / 1e9, values))
         labels = ("guidance scale ω (1: none)", "FLOPs of the networks a sample, 10^9")
         for label, lines in zip(labels, (over_scale, over_flops) if ends else ()):
             drawn = [mean_line(name, sorted(points)) for name, points in lines.items()]
@@ -217,14 +222,16 @@ def training_loss(run: Made) -> float | None:
     return statistics.fmean(losses.values(), weights) if losses else None
 
 
+def training_gap(run: Made, other: Made) -> float | None:
+    """One run's training loss less another's."""
+    losses = training_loss(run), training_loss(other)
+    return None if None in losses else losses[0] - losses[1]
+
+
 def loss_gaps(results: Results) -> dict[str, list[float]]:
     """By routed arm: how far its training loss lies above the dense one's, seed by seed."""
-    dense = {run["seed"]: training_loss(run) for run in results["dense"]}
-    by_arm = {}
-    for arm, runs in results.items():
-        pairs = [(training_loss(run), dense.get(run["seed"])) for run in runs if arm != "dense"]
-        by_arm[arm] = [routed - other for routed, other in pairs if None not in (routed, other)]
-    return {arm: less for arm, less in by_arm.items() if less}
+    gaps = {arm: differences(runs, results["dense"], training_gap) for arm, runs in results.items() if arm != "dense"}
+    return {arm: less for arm, less in gaps.items() if less}
 
 
 def loss_gap_columns(study: Study, results: Results) -> Columns:
@@ -240,7 +247,7 @@ def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
     line = Line("routes", [end - start + 1 for start, end in places], [*mean_gaps.values()])
     panels = [Panel("", "blocks of the route", LOSS_GAP, [line])]
     for metric in study.metrics[1:]:
-        means = {arm: statistics.mean(values) for arm, values in last_values(results, metric).items()}
+        means = last_means(results, metric)
         points = sorted((gap, means[arm]) for arm, gap in mean_gaps.items() if arm in means)
         if points and "dense" in means:
             levels, line = {"dense": means["dense"]}, Line("routes", *map(list, zip(*points)))
@@ -254,13 +261,14 @@ def draw_placement(study: Study, results: Results, path: Path) -> None:
     starts, ends = (sorted(set(each)) for each in zip(*places.values()))
     maps = {}
     for metric in (*study.metrics, "flops"):
-        means = {arm: statistics.mean(values) for arm, values in last_values(results, metric).items()}
+        means = last_means(results, metric)
         dense, cells = means.pop("dense", None), np.full((len(starts), len(ends)), np.nan)
         for arm, value in means.items() if dense else ():
             start, end = places[arm]
             cells[starts.index(start), ends.index(end)] = value / dense if metric == "flops" else value - dense
-        title = f"{METRICS[metric].title} less" if metric in METRICS else "training FLOPs over"
-        maps |= {} if np.isnan(cells).all() else {f"{title} the dense one's": cells}
+        if not np.isnan(cells).all():
+            title = f"{METRICS[metric].title} less" if metric in METRICS else "training FLOPs over"
+            maps[f"{title} the dense one's"] = cells
     if maps:
         (first, cells), *others = maps.items()
         labels = ("last block of the route", "first block of the route")
@@ -272,22 +280,21 @@ SIMILARITIES = {"dense": "all tokens", "routed": "under its route"}  # key of si
 
 def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
     """By arm and panel, a matrix per seed."""
-    nested = {
-        (arm, panel): [score[panel] for run in runs for score in run["scores"] if score.get(panel)]
-        for arm, runs in results.items()
-        for panel in SIMILARITIES
-    }
-    return {key: [np.array(matrix, dtype=float) for matrix in each] for key, each in nested.items() if each}
+    found = defaultdict(list)
+    for arm, runs in results.items():
+        for panel, score in product(SIMILARITIES, chain(*(run["scores"] for run in runs))):
+            if score.get(panel):
+                found[arm, panel].append(np.array(score[panel], dtype=float))
+    return found
 
 
 def similarity_columns(study: Study, results: Results) -> Columns:
     """The similarity of a block's output to the next one's, and of the embedding to the last output."""
-    cells: dict[str, dict[str, str]] = {}
+    cells = defaultdict(dict)
     for (arm, panel), each in sorted(matrices(results).items(), key=lambda item: item[0][1]):
         neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]
-        cells.setdefault(f"next block, {SIMILARITIES[panel]}", {})[arm] = shown(neighbours)
-        ends = [matrix[0, -1] for matrix in each]
-        cells.setdefault(f"embedding to end, {SIMILARITIES[panel]}", {})[arm] = shown(ends)
+        cells[f"next block, {SIMILARITIES[panel]}"][arm] = shown(neighbours)
+        cells[f"embedding to end, {SIMILARITIES[panel]}"][arm] = shown([matrix[0, -1] for matrix in each])
     return cells
 
 
@@ -302,7 +309,7 @@ def draw_similarity(study: Study, results: Results, path: Path) -> None:
 
 
 def flops_gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> list[tuple[int, list[float]]]:
-    """(images, routed less dense by seeds) where the dense run has passed the FLOPs of the routed one too."""
+    """(images, routed less dense by seeds) at the routed runs' points whose FLOPs the dense ones have reached too."""
     others = {run["seed"]: curve(run, metric, "flops") for run in dense}
     routed, gaps = [run for run in routed if run["seed"] in others], []
     for point, values in series(routed, metric):
@@ -313,7 +320,7 @@ def flops_gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> lis
 
 
 def when_columns(study: Study, results: Results) -> Columns:
-    """From how many images on the routed run is ahead at equal FLOPs in the evaluation loss."""
+    """The images from which on the routed run is ahead in the evaluation loss, at equal FLOPs."""
     leads = {}
     for routed, dense in study.against.items():
         points = flops_gap(results[dense], results[routed], "eval_loss")
@@ -330,9 +337,9 @@ def draw_when(study: Study, results: Results, path: Path) -> None:
     for metric in study.metrics:
         lines = []
         for routed, dense in study.against.items():
-            if points := flops_gap(results[dense], results[routed], metric):
-                scaled = [(images / 1e3, values) for images, values in points]
-                lines.append(mean_line(routed.partition(",")[0], scaled))
+            gaps = flops_gap(results[dense], results[routed], metric)
+            points = [(images / 1e3, values) for images, values in gaps]
+            lines += [mean_line(routed.partition(",")[0], points)] if points else []
         if lines:
             title = f"{METRICS[metric].title}: routed less dense, by the same FLOPs"
             panels.append(Panel(title, "images the routed run has seen, thousands", "", lines, levels={"even": 0.0}))
@@ -356,13 +363,12 @@ def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], fol
     runs  those that were asked for now; the study's other seeds are kept, and the table says what is missing of all.
     """
     whole = [*{(run.arm, run.training.seed): run for run in (*plan(study), *runs)}.values()]
-    wanted = {score.key for run in whole for score in run.scores}
-    kept = {run.training.key: made.get(run.training.key, {"trained": False}) for run in whole}
-    for key, record in kept.items():
-        kept[key] = record | {
-            "scores": {name: score for name, score in record.get("scores", {}).items() if name in wanted}
-        }
-    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(run)}" for key, run in kept.items() if run["trained"])
+    wanted, kept = {score.key for run in whole for score in run.scores}, {}
+    for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):
+        if record and record["trained"]:
+            scores = {name: score for name, score in record["scores"].items() if name in wanted}
+            kept[key] = record | {"scores": scores}
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(record)}" for key, record in kept.items())
     head = json.dumps({"study": study.name, "scale": study.scale, "title": study.title})
     with explain_failure(folder):
         folder.mkdir(exist_ok=True)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class Job:
         return word if filled == value else f"{key}='{quoted}'"
 
     def record(self, score: Score) -> dict | None:
-        """What the script wrote, if it has, without what is of this machine."""
+        """The JSON that the script wrote, without this machine's facts; None if it has not run."""
         path = self.folder / f"score-{score.key}" / f"{Path(score.script).stem}.json"
         if not path.exists():
             return None
@@ -93,15 +94,14 @@ class Job:
 
 def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
     """One for each training, in the folder where another study began it, else below `place`."""
-    jobs: dict[str, Job] = {}
+    by_key, jobs = defaultdict(list), []
     for run in runs:
-        key, scores = run.training.key, run.scores
-        if key in jobs:
-            folder, scores = jobs[key].folder, tuple(dict.fromkeys((*jobs[key].scores, *scores)))
-        else:
-            folder = next(iter(sorted(results.glob(f"*/{place.name}/*-{key}"))), place / run.folder)
-        jobs[key] = Job(run.training, scores, folder)
-    return list(jobs.values())
+        by_key[run.training.key].append(run)
+    for key, same in by_key.items():
+        begun = sorted(results.glob(f"*/{place.name}/*-{key}"))
+        scores = dict.fromkeys(score for run in same for score in run.scores)
+        jobs.append(Job(same[0].training, tuple(scores), begun[0] if begun else place / same[0].folder))
+    return jobs
 
 
 def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None]) -> list[str]:
@@ -114,28 +114,25 @@ def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None
         waiting = [pool.submit(make_one, job, data, cores, children) for job in jobs]
         try:
             for future in tqdm(as_completed(waiting), total=len(waiting), unit="run"):
-                problems += [future.result()] if future.result() else []
+                problems.append(future.result())
                 after()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             children.stop()
             raise
-    return problems
+    return [*filter(None, problems)]
 
 
 def make_one(job: Job, data: Path, cores: int, children: Children) -> str | None:
     """Train, score and write the result; what is there is kept. Returns what went wrong."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    log, lock = (
-        job.folder / "log.txt",
-        Lock(job.folder / ".lock", None),
-    )  # waits for what a killed study left running, as its processes inherit it
+    log = job.folder / "log.txt"
+    lock = Lock(job.folder / ".lock", None)  # waits for what a killed study left running, as its processes inherit it
+    commands = [] if job.trained else [job.training_command(data)]
+    commands += [job.scoring_command(score, data) for score in job.scores if job.record(score) is None]
     try:
-        if not job.trained:
-            children.run(job.training_command(data), cores, log, lock)
-        for score in job.scores:
-            if job.record(score) is None:
-                children.run(job.scoring_command(score, data), cores, log, lock)
+        for command in commands:
+            children.run(command, cores, log, lock)
     except (ValueError, OSError) as error:
         return f"{job.folder}: {error} (its log.txt has all of it)"
     finally:

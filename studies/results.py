@@ -1,9 +1,11 @@
-"""What a study's runs came to, found by their keys: below a folder of results, or published beside the studies."""
+"""The results of a study's runs, found by their keys: below a folder of results, or published beside the studies."""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TypedDict
 
@@ -26,11 +28,10 @@ Results = Mapping[str, list[Made]]  # by arm
 
 def finished(results: Path) -> dict[str, dict]:
     """Records of trainings by key: what is published, and what lies below a folder of results."""
-    published = [json.loads(path.read_text())["runs"] for path in sorted(HERE.glob("*/results.json"))]
-    records = [record for runs in published for record in runs.values()]
-    records += [json.loads(path.read_text()) for path in sorted(results.glob("*/*/*/result.json"))]
+    published = [json.loads(path.read_text())["runs"].values() for path in sorted(HERE.glob("*/results.json"))]
+    own = [json.loads(path.read_text()) for path in sorted(results.glob("*/*/*/result.json"))]
     known: dict[str, dict] = {}
-    for record in records:
+    for record in (*chain(*published), *own):
         before = known.get(record["key"], {"scores": {}, "trained": False})
         newer = before if before["trained"] and not record["trained"] else record
         known[record["key"]] = newer | {"scores": before["scores"] | record["scores"]}
@@ -38,17 +39,17 @@ def finished(results: Path) -> dict[str, dict]:
 
 
 def is_made(run: Planned, made: Mapping[str, dict]) -> bool:
-    """Whether it is trained, and scored in all ways that are wanted."""
+    """Whether a run is trained, and scored in all ways that are wanted."""
     record = made.get(run.training.key, {"trained": False})
     return record["trained"] and all(score.key in record["scores"] for score in run.scores)
 
 
 def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
     """The arms and seeds that are not made yet; "" if none."""
-    left: dict[str, list[str]] = {}
+    left = defaultdict(list)
     for run in runs:
         if not is_made(run, made):
-            left.setdefault(run.arm, []).append(str(run.training.seed))
+            left[run.arm].append(str(run.training.seed))
     return "; ".join(f"{arm} (seed {', '.join(seeds)})" for arm, seeds in left.items())
 
 
@@ -57,8 +58,8 @@ def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[
     results: dict[str, list[Made]] = {run.arm: [] for run in runs}
     for arm, each in results.items():
         begun = [run for run in runs if run.arm == arm and run.training.key in made]
-        complete = [run for run in begun if is_made(run, made)]
         furthest = sorted(begun, key=lambda run: len(made[run.training.key]["points"]))[-1:]
+        complete = [run for run in begun if is_made(run, made)]
         each += [_made(run, made[run.training.key]) for run in complete or furthest]
     return results
 
@@ -68,8 +69,10 @@ def _made(run: Planned, record: dict) -> Made:
     scores = [record["scores"][score.key] for score in run.scores if score.key in record["scores"]]
     counted = [(0, 0), *((step, point["flops"]) for step, point in sorted(points.items()) if "flops" in point)]
     for score in scores:
-        step, values = score["step"], {name: score[name] for name in METRICS if score.get(name) is not None}
-        flops = {"flops": round(float(np.interp(step, *zip(*counted))))} if counted[1:] else {}
-        images = {"step": step, "images": step * run.training.batch_size}
-        points[step] = images | flops | points.get(step, {}) | values
+        step = score["step"]
+        point = {"step": step, "images": step * run.training.batch_size}
+        if counted[1:]:
+            point["flops"] = round(float(np.interp(step, *zip(*counted))))
+        point |= points.get(step, {})
+        points[step] = point | {name: score[name] for name in METRICS if score.get(name) is not None}
     return Made(seed=record["seed"], points=[points[step] for step in sorted(points)], scores=scores)

@@ -73,19 +73,15 @@ def run(options: Options) -> None:
     to_make = [run for run in runs if not is_made(run, made)]
     jobs = jobs_of(to_make, place, results)
     print(f"{study.title}: {study.question}")
-    print(
-        f"  {len(runs)} runs, of which {len(runs) - len(to_make)} are made already; {len(jobs)} trainings are concerned"
-    )
+    print(f"  {len(runs)} runs, {len(runs) - len(to_make)} of them made already; {len(jobs)} trainings are concerned")
     if options.dry:
         print(estimate(jobs))
         return
     words = " ".join(word for job in jobs for word in job.words)
-    absent = [
-        path for name in dict.fromkeys(re.findall(r"\{data\}/([^\s,\]]+)", words)) if not (path := data / name).exists()
-    ]
-    if absent:
+    paths = [data / name for name in dict.fromkeys(re.findall(r"\{data\}/([^\s,\]]+)", words))]
+    if absent := [str(path) for path in paths if not path.exists()]:
         needs = {arm.needs.replace("{data}", str(data)) for arm in study.arms.values() if arm.needs}
-        raise ValueError(f"{', '.join(map(str, absent))} not found; scale={study.scale} needs {' '.join(needs)}")
+        raise ValueError(f"{', '.join(absent)} not found; scale={study.scale} needs {' '.join(needs)}")
     if "reference=" in words:
         find_weights()  # now rather than after hours of training
     check_place(place, 0)

@@ -7,12 +7,12 @@ folder is gone.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -59,7 +59,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Study:
-    """What a YAML file says, at one scale.
+    """The content of a YAML file, at one scale.
 
     arms     by name.
     against  arm → the arm that it is compared with; the others have none.
@@ -91,7 +91,7 @@ class Training:
 
     @property
     def cfg(self) -> settings.Settings:
-        """What train.py will read, with {data} as data."""
+        """The settings that train.py will read, with {data} as data."""
         return replace(settings_of(*self.overrides), seed=self.seed)
 
     @property
@@ -102,7 +102,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Score:
-    """What is measured at a checkpoint: a script's overrides, with {data}, and {step N} for the run's checkpoints."""
+    """A measurement at a checkpoint: a script's overrides, with {data}, and {step N} for the run's checkpoints."""
 
     step: int
     script: Script
@@ -138,9 +138,8 @@ def names() -> list[str]:
 def read_study(name: str, scale: ScaleName) -> Study:
     """A study at a scale: what its arms say over its own `scales`, and these over studies/scales.yaml.
 
-    Raises ValueError for an unknown name, scale or key.
+    Raises ValueError for an unknown name or key.
     """
-    schema.check("scale", scale, ScaleName)
     if name not in names():
         raise ValueError(f"there is no study {name!r}; there are {', '.join(names())}")
     tree, shared = (OmegaConf.to_container(OmegaConf.load(HERE / f"{file}.yaml")) for file in (name, "scales"))
@@ -159,7 +158,7 @@ def read_study(name: str, scale: ScaleName) -> Study:
 
 
 def _over(base: dict, said: dict) -> dict:
-    """What an arm or a scale says, over what it is based on."""
+    """The keys of an arm or a scale over those that it is based on; lists of overrides are joined."""
     return base | said | {key: _last_words(base[key], said.get(key, [])) for key in ("overrides", "scoring")}
 
 
@@ -176,15 +175,12 @@ def _planned(name: str, arm: Arm, seed: int) -> Planned:
     words = [_fractions(word, lambda fraction: str(round(last * fraction))) for word in arm.overrides]
     words += [f"train.steps={last}", f"every.evaluate={evaluate}", f"every.save={save}", f"every.sample={last}"]
     training = Training((*words, "eval.demo_samples=0"), seed, last, batch)
-    between, scores = arm.score // arm.save * save or last, ()
+    scores = ()
     if arm.samples:
         count = "samples" if arm.scored_by == "scripts/similarity.py" else "num_samples"
-        words = [
-            _fractions(word, lambda fraction: f"{{step {round(last * fraction / save) * save}}}")
-            for word in arm.scoring
-        ]
-        words.append(f"{count}={arm.samples}")
-        scores = tuple(Score(step, arm.scored_by, tuple(words)) for step in (*range(between, last, between), last))
+        nearest = partial(_fractions, written=lambda fraction: f"{{step {round(last * fraction / save) * save}}}")
+        words, between = (*map(nearest, arm.scoring), f"{count}={arm.samples}"), arm.score // arm.save * save or last
+        scores = tuple(Score(step, arm.scored_by, words) for step in (*range(between, last, between), last))
     return Planned(name, training, scores)
 
 
@@ -198,9 +194,9 @@ def _fractions(word: str, written: Callable[[float], str]) -> str:
     return re.sub(r"\{(\d+)%\}", lambda match: written(int(match[1]) / 100), word)
 
 
-@functools.cache
+@cache
 def settings_of(*overrides: str) -> settings.Settings:
-    """What train.py reads from overrides. Raises ValueError."""
+    """The settings that train.py reads from overrides. Raises ValueError."""
     schema.check_overrides(overrides, [*settings.known_keys(), "experiment"])
     words = settings.add_unstated(overrides)
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):

@@ -1,28 +1,35 @@
-"""What benchmarks count, against published numbers and arithmetic by hand; how they measure memory; where curves cross,
-against curves given as powers of the tokens; what is left where a part fails.
+"""The benchmarks' counts against published numbers and arithmetic by hand; their peak memory; the points where curves
+cross, against powers of the tokens; and the rest of a measurement where a part fails.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import matplotlib.figure
 import pytest
 import torch
 from conftest import ROOT
-from forked import run_python
 from torch import nn
 
 LENGTHS = (256, 1024, 4096, 16384)
 
 
 @pytest.fixture
-def long_sequences(benchmark) -> ModuleType:
-    return benchmark("long_sequences")
+def launched(benchmark, monkeypatch, capsys):
+    """A function from a benchmark's name and its arguments to what it prints."""
+    threads = torch.get_num_threads()
+
+    def launch(name: str, *words: str) -> str:
+        monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", *words])
+        benchmark(name).main()
+        return capsys.readouterr().out
+
+    yield launch
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.slow
@@ -50,8 +57,10 @@ def test_costs_of_the_rivals(benchmark):
     assert [round(parameters[name] / 1e6) for name in ("dit", "tread", "maskdit")] == [675, 675, 730]  # its Table S7
 
 
-def test_peak_memory_is_of_one_run(benchmark):
+def test_peak_memory_is_of_one_run(benchmark, monkeypatch):
     """Its own tensors and the most of the work: 8 MB at once of 12 MB, while another 40 MB are there."""
+    timing = benchmark("timing")
+    monkeypatch.setattr(timing, "DEVICE", torch.device("cpu"))
     network, average, others = nn.Linear(999, 1000), nn.Linear(999, 1000), torch.zeros(10_000_000)
     optimizer = SimpleNamespace(state={0: {"moment": torch.zeros(500_000), "step": 1}})
     run = SimpleNamespace(wrapped=network, ema=SimpleNamespace(network=average), optimizer=optimizer)
@@ -61,50 +70,50 @@ def test_peak_memory_is_of_one_run(benchmark):
         del first
         return torch.zeros(900_000) + second[0]
 
-    turns, failed = benchmark("timing").take_turns({"work": work}, 3, torch.device("cpu"))
-    assert not failed and len(turns["work"].seconds) == 3 and len(others)
-    peak = benchmark("step_time").held_by(run) + turns["work"].held
+    turns = timing.take_turns({"work": work}, 3)["work"]
+    assert len(turns.seconds) == 3 and len(others)
+    peak = benchmark("step_time").held_by(run) + turns.held
     assert peak == pytest.approx((4 + 4 + 2 + 4 + 2 * 3.6) * 1e6, abs=1e4)
 
 
 @pytest.mark.slow
-def test_step_time_of_models_side_by_side(tmp_path):
+def test_step_time_of_models_side_by_side(launched, tmp_path):
     """The stages are of the whole step: 100% together, up to rounding of six figures. MaskDiT's memory is that of its
     decoder, and its ratio to the others small as FLOPs allow.
     """
     words = ["dataset=digits", "model=tread", "beside=maskdit", "model.hidden_size=64", "model.num_heads=2"]
     words += ["model.depth=6", "train.batch_size=2", "train.cpu_threads=1", "pairs=6", f"out={tmp_path}/made/step.json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = run_python(ROOT / "benchmarks/step_time.py", *words, cwd=tmp_path, environment=environment)
-    assert done.returncode == 0, done.stderr
+    printed = launched("step_time", *words)
     made = json.loads((tmp_path / "made/step.json").read_text())
     assert made["command"] == " ".join(["python", "benchmarks/step_time.py", *words[:-1], "out=step.json"])
     dense, routed, masked = (made["kinds"][name] for name in ("dense", "routed", "maskdit"))
     assert masked["ideal"] < 0.2 and masked["ratio"] < 1 < routed["ideal"]
     assert masked["peak_gb"] > 16 * 30e6 / 1e9 > 10 * dense["peak_gb"]
     for kind in made["kinds"]:
-        shares = re.findall(r"([\d.]+)%", re.search(rf"^{kind}: data wait.*$", done.stdout, re.M)[0])
+        shares = re.findall(r"([\d.]+)%", re.search(rf"^{kind}: data wait.*$", printed, re.M)[0])
         assert len(shares) == 6 and abs(sum(map(float, shares)) - 100) < 0.4
 
 
-def test_crossing_points_of_powers(long_sequences):
+def test_crossing_points_of_powers(benchmark):
     """a·N^p falls below b·N^q at N = (b/a)^(1/(p − q)), wherever that is."""
+    crossing = benchmark("long_sequences").crossing
     for place in (300.0, 1024.5, 9000.0):
-        said, found = long_sequences.crossing([(n, place**0.5, n**0.5) for n in LENGTHS])
+        said, found = crossing([(n, place**0.5, n**0.5) for n in LENGTHS])
         assert found == pytest.approx(place) and said == f"from about {float(f'{place:.2g}'):,.0f} tokens on"
     for first, said in ((1, "at all, from 256 tokens on"), (200, "not up to 16,384 tokens")):
-        assert long_sequences.crossing([(n, first, n**0.5) for n in LENGTHS]) == (said, None)
+        assert crossing([(n, first, n**0.5) for n in LENGTHS]) == (said, None)
     below_then_above_then_below = [(256, 1, 2), (1024, 2, 1), (4096, 1, 2)]
-    assert long_sequences.crossing(below_then_above_then_below)[1] == pytest.approx(2048)
-    assert long_sequences.crossing([]) == ("–", None)
+    assert crossing(below_then_above_then_below)[1] == pytest.approx(2048)
+    assert crossing([]) == ("–", None)
 
 
 @pytest.mark.slow
-def test_what_fails_is_said_and_the_others_go_on(long_sequences, benchmark, monkeypatch, tmp_path, capsys):
+def test_what_fails_is_said_and_the_others_go_on(launched, benchmark, monkeypatch, tmp_path):
     """A kind whose second step lacks memory, others that no network can be; figure and table, of the file alone too."""
     small = ["model.hidden_size=16", "model.num_heads=2", "train.cpu_threads=1", "eval.points=16", "optim.lr=1e-4"]
     words = ["tokens=[4,16]", "rounds=1", "batch_tokens=8", f"out={tmp_path}/long.json", *small]
-    steps, threads, taken, drawn = long_sequences.take_steps, torch.get_num_threads(), [], []
+    step_time, taken, drawn = benchmark("step_time"), [], []
+    steps = step_time.take_steps
 
     def lacking(run, cfg, count):
         taken.append(cfg.model.architecture if cfg.train.routes_until is None else "")
@@ -112,11 +121,8 @@ def test_what_fails_is_said_and_the_others_go_on(long_sequences, benchmark, monk
             raise torch.OutOfMemoryError("CUDA out of memory")
         return steps(run, cfg, count)
 
-    monkeypatch.setattr(long_sequences, "take_steps", lacking)
-    monkeypatch.setattr(sys, "argv", ["benchmarks/long_sequences.py", *words])
-    long_sequences.main()
-    torch.set_num_threads(threads)
-    printed, made = capsys.readouterr().out, json.loads((tmp_path / "long.json").read_text())
+    monkeypatch.setattr(step_time, "take_steps", lacking)
+    printed, made = launched("long_sequences", *words), json.loads((tmp_path / "long.json").read_text())
     shapes = [(row["tokens"], row["batch"], row["depth"], row["route"]) for row in made["rows"]]
     assert shapes == [(4, 2, 4, [1, 2]), (16, 1, 4, [1, 2])]
     for row in made["rows"]:
@@ -132,26 +138,23 @@ def test_what_fails_is_said_and_the_others_go_on(long_sequences, benchmark, monk
     monkeypatch.setattr(
         matplotlib.figure.Figure, "savefig", lambda self, *args, **kw: drawn.append(self) or savefig(self, *args, **kw)
     )
-    argv = ["benchmarks/long_sequences.py", f"from={tmp_path}/long.json", f"figure={tmp_path}/long.png"]
-    monkeypatch.setattr(sys, "argv", argv)
-    long_sequences.main()
-    assert capsys.readouterr().out == printed and (tmp_path / "long.png").stat().st_size > 1000
+    assert launched("long_sequences", f"from={tmp_path}/long.json", f"figure={tmp_path}/long.png") == printed
+    assert (tmp_path / "long.png").stat().st_size > 1000
     lines = [line.get_label() for line in drawn[0].axes[0].lines if len(line.get_xdata()) == 2]
     assert lines[:3] == ["DiT", "TREAD", "RWKV"]
 
 
-def test_the_published_lengths_are_read(long_sequences, monkeypatch, capsys):
+def test_the_published_lengths_are_read(launched):
     """docs/measurements.md has these numbers."""
-    published = ROOT / "benchmarks/results/long_sequences_cpu.json"
-    monkeypatch.setattr(sys, "argv", ["benchmarks/long_sequences.py", f"from={published}"])
-    long_sequences.main()
-    assert "| 1.58 than DiT (1.55..1.63) | 1.56 |" in capsys.readouterr().out
+    printed = launched("long_sequences", f"from={ROOT}/benchmarks/results/long_sequences_cpu.json")
+    assert "| 1.58 than DiT (1.55..1.63) | 1.56 |" in printed
 
 
 @pytest.mark.parametrize(
     ("name", "words", "said"),
     [
         ("long_sequences", ["tokens=[256,300]"], "tokens has 300"),
+        ("linear_cost", ["128"], "'128' is no option"),
         ("long_sequences", ["model=dit"], "is what this benchmark chooses"),
         ("long_sequences", ["modle.depth=3"], "the nearest known one is 'model.depth'"),
         ("long_sequences", ["model.depth=2"], "route start 1 lies behind route end 0"),
@@ -159,12 +162,10 @@ def test_the_published_lengths_are_read(long_sequences, monkeypatch, capsys):
         ("linear_cost", ["width=100"], "width is 100"),
     ],
 )
-def test_refusals_come_first(benchmark, monkeypatch, name, words, said):
-    module = benchmark(name)
-    monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", *words])
-    monkeypatch.setattr(module, "take_turns", lambda *_: pytest.fail("measured already"))
+def test_refusals_come_first(launched, benchmark, monkeypatch, name, words, said):
+    monkeypatch.setattr(benchmark("timing"), "seconds", lambda *_: pytest.fail("measured already"))
     with pytest.raises(ValueError, match=said):
-        module.main()
+        launched(name, *words)
 
 
 def test_commands_name_no_folder_of_a_machine(benchmark, monkeypatch):
@@ -184,16 +185,13 @@ def test_failures_in_a_few_words(benchmark):
 
 
 @pytest.mark.slow
-def test_linear_cost_says_what_there_is(benchmark, monkeypatch, capsys, tmp_path):
+def test_linear_cost_says_what_there_is(launched, benchmark, tmp_path):
     """Memory of a pass is arithmetic for what saves all of its inputs: at least them, and linear in the tokens."""
-    linear_cost = benchmark("linear_cost")
     words = ["width=32", "heads=2", "most=256", "rounds=1", f"out={tmp_path}/cost.json"]
-    monkeypatch.setattr(sys, "argv", ["benchmarks/linear_cost.py", *words])
-    linear_cost.main()
-    printed, made = capsys.readouterr().out, json.loads((tmp_path / "cost.json").read_text())
+    printed, made = launched("linear_cost", *words), json.loads((tmp_path / "cost.json").read_text())
     assert [row["tokens"] for row in made["rows"]] == [64, 256] and "Mamba block, MMAC" in printed
     for row in made["rows"]:
-        assert row["ms"].keys() == row["mb"].keys() == {*linear_cost.COLUMNS} and not row["failed"]
+        assert row["ms"].keys() == row["mb"].keys() == {*benchmark("linear_cost").COLUMNS} and not row["failed"]
         assert row["mmac"]["Mamba block"] > row["mmac"]["DiT block"] > 0
     for name in ("WKV", "SSD", "RWKV block", "Mamba block"):
         small, large = (row["mb"][name] for row in made["rows"])

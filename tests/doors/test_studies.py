@@ -78,7 +78,7 @@ def test_a_training_is_known_by_what_is_said_of_it():
 def test_published_results_are_those_that_the_studies_ask_for():
     """Their keys are the reference: what is asked for is still what was made. Each table is the published one."""
     made = results.finished(Path("nowhere"))
-    for name in ("convergence", "similarity", "precision"):
+    for name in ("convergence", "similarity", "alignment"):
         read = study.read_study(name, "small")
         runs = study.plan(read)
         assert results.missing(runs, made) == ""
@@ -113,12 +113,13 @@ def test_the_table_has_means_errors_and_paired_differences():
         less = (seed + 1) / 100
         found[routed.training.key] = result_of(routed, {1172: 1.3, 4688: 1.0 + seed / 10 + less}, kid=0.2, flops=0.5e9)
     by_arm = results.gather([*runs.values()], found)
+    pair = by_arm["routed"], by_arm["dense"]
     scored = next(point for point in by_arm["routed"][0]["points"] if point["step"] == 1564)  # between two evaluations
     assert scored == {"step": 1564, "images": 1564 * 64, "flops": 1564 * 0.5e9, "kid": 0.2}
-    assert figures.differences(read, by_arm, "routed", "eval_loss") == pytest.approx([0.01, 0.02, 0.03])
+    assert figures.differences(*pair, figures.at_equal_images, "eval_loss") == pytest.approx([0.01, 0.02, 0.03])
     between = [(1.2 + 1.0 + seed / 10) / 2 for seed in range(3)]
     ends = [1.01, 1.12, 1.23]
-    equal = figures.differences(read, by_arm, "routed", "eval_loss", figures.at_equal_flops)
+    equal = figures.differences(*pair, figures.at_equal_flops, "eval_loss")
     assert equal == pytest.approx([end - middle for end, middle in zip(ends, between)])
 
     lines = figures.table(read, by_arm).splitlines()
@@ -180,7 +181,7 @@ def test_figures_draw_what_is_there(tmp_path, name):
             made[one.training.key] = record | {"scores": scores | record["scores"]}
     figures.write(read, [*runs.values()], made, tmp_path)
     assert (tmp_path / "figure.png").stat().st_size > 10_000
-    absent = [one for one in runs.values()][3]
+    absent = [*runs.values()][3]
     if name != "guidance":  # whose arms share a training
         assert f"| {absent.arm} | 0 |" in (tmp_path / "table.md").read_text()
 
