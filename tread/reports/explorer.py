@@ -283,15 +283,15 @@ def page(explorer: Explorer, query: Mapping[str, list[str]]) -> Iterator[str]:
 
     query  of the address; {}: the form is new, and nothing is drawn.
     """
-    names, first = explorer.class_names, {"A": "none", "B": "cfg" if explorer.saved.label_drop else "sparse"}
-    classes = query.get("classes", []) if query else spread_classes(len(explorer.saved.latents.classes), 4)
-    seeds = query.get("seeds", ["0-5"])[0]
+    saved, names = explorer.saved, explorer.class_names
+    classes = query.get("classes", []) if query else spread_classes(len(saved.latents.classes), 4)
+    chosen, seeds = {*map(str, classes)}, query.get("seeds", ["0-5"])[0]
     values = {name: value for name, (_, value, _) in FIELDS.items()}
-    sides = {side: values | {"kind": kind} for side, kind in first.items()}
+    values |= {"steps": str(saved.process.default_steps), "solver": saved.process.default_solver}
+    sides = {"A": values | {"kind": "none"}, "B": values | {"kind": "cfg" if saved.label_drop else "sparse"}}
     for key, (value, *_) in query.items():
         name, _, side = key.rpartition("-")
         sides.get(side, {})[name] = value
-    chosen = {*map(str, classes)}
     parts = {
         "title": escape(explorer.title),
         "about": escape(explorer.about),
@@ -303,28 +303,24 @@ def page(explorer: Explorer, query: Mapping[str, list[str]]) -> Iterator[str]:
         ),
         "classes": "".join(_box("classes", name, str(label), str(label) in chosen) for name, label in names.items()),
         "seeds": escape(seeds),
-        "sides": "".join(_side_form(explorer, side, form) for side, form in sides.items()),
+        "sides": "".join(_side_form(side, form) for side, form in sides.items()),
         "others": "".join(f"<option>{escape(other)}</option>" for other in explorer.others),
     }
     yield filled("explorer.html", parts)
     for side, form in sides.items() if query else ():
         try:
-            shown = explorer.draw(read_side(form), [int(label) for label in classes], seeds)
+            shown, png = explorer.draw(read_side(form), [int(label) for label in classes], seeds), io.BytesIO()
+            shown.grid.save(png, "PNG")
+            picture = f'<img alt="samples of {side}" src="{picture_uri("png", png.getvalue())}">'
+            content = f"<p>{escape(shown.told)}</p>{picture}<pre>{escape(shown.command)}</pre>"
         except (ValueError, OSError, torch.OutOfMemoryError) as error:
-            yield f'<section id="{side}"><p class="refused" role="alert">{escape(error)}</p></section>'
-            continue
-        png = io.BytesIO()
-        shown.grid.save(png, "PNG")
-        picture = f'<img alt="samples of {side}" src="{picture_uri("png", png.getvalue())}">'
-        yield f'<section id="{side}"><p>{escape(shown.told)}</p>{picture}<pre>{escape(shown.command)}</pre></section>'
+            content = f'<p class="refused" role="alert">{escape(error)}</p>'
+        yield f'<section id="{side}">{content}</section>'
     yield "</div></body></html>\n"
 
 
-def _side_form(explorer: Explorer, side: str, form: Mapping[str, str]) -> str:
+def _side_form(side: str, form: Mapping[str, str]) -> str:
     """The settings of one side; the style hides those without an effect for the chosen kind."""
-    process = explorer.saved.process
-    own = {"steps": str(process.default_steps), "solver": process.default_solver}
-    form = {name: value or own.get(name, "") for name, value in ({"solver": ""} | form).items()}
     parts = []
     for name, choices in (("kind", KINDS), ("solver", get_args(Solver))):
         options = "".join(f'<option value="{v}"{" selected" * (v == form[name])}>{v}</option>' for v in choices)
