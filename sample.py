@@ -10,7 +10,7 @@ if __name__ == "__main__":
 
     guard_imports(globals())
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import SavedNetwork, open_network, open_weak
+from tread.checkpoints.for_sampling import open_network, open_weak
 from tread.data.latents import LatentSpec, from_network
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Sampler, check_ratios, draw_pictures, relative_cost
@@ -30,7 +30,6 @@ from tread.diffusion.solvers import Churn, Solver
 from tread.encoders import autoencoder
 from tread.evaluation.prompts import encode_prompts, read_prompts, row_labels
 from tread.evaluation.sample_files import SampleFiles, check_name, describe_drawing, facts_of, parse_seeds
-from tread.models.conditions import Text
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import Precision, device_name, use_cores, use_precision
@@ -80,12 +79,20 @@ def main(composed: DictConfig) -> None:
         use_cores(options.cpu_threads, processes=1)
         strong = open_network(checkpoint.find(Path(options.checkpoint).expanduser()), options.weights, options.shift)
         weak = open_weak(options.guidance, strong)
-        files = plan_files(options, strong, seeds)
-        sampler = plan_sampler(options, strong, len(files.pairs), precision)
+        prompts = read_prompts(options.prompt, options.prompts)
+        rows = row_labels(strong, options.classes, prompts)
+        names, out = prompts or strong.latents.classes, options.out and Path(options.out).expanduser()
+        files = SampleFiles(out, options.overwrite, seeds, rows, names, options.save_latents, bool(prompts))
+        churn = Churn(options.churn) if isinstance(options.churn, float) else options.churn
+        batch_size = min(options.batch_size, len(files.pairs))
+        how = (options.steps, options.solver, batch_size, precision, options.guidance, churn)
+        sampler = Sampler.of(strong.process, *how)
         outlines = [network and network.without_weights(options.guidance) for network in (strong, weak)]
         check_ratios(sampler, *outlines)
         files.check()
-        text = encode(files, strong, device, options.text_encoder)
+        text, notes = encode_prompts(strong, prompts, device, options.text_encoder) if prompts else (None, ())
+        for note in notes:
+            print(f"note: {note}")
         facts = facts_of(asdict(options), sampler, strong, weak) | {"device": device_name(device)}
         facts |= {"latents": asdict(replace(strong.latents, classes=()))} if files.latents else {}
         model = replace(strong.load(device, options.guidance), prompts=text)
@@ -95,32 +102,8 @@ def main(composed: DictConfig) -> None:
         drawn = draw_pictures(model, decoder, columns, torch.tensor(labels), sampler, guide, check=True)
         bar = tqdm(drawn, desc="sampling", total=-(-len(labels) // sampler.batch_size), unit="batch")
         path, grey = files.write((part.numpy() for part in bar), facts)
-        how = describe_drawing(strong, sampler, relative_cost(sampler, *outlines))
-        print(f"{files.describe(path, grey, options.seeds)}; {how} on {device.type}")
-
-
-def plan_files(options: Options, network: SavedNetwork, seeds: Sequence[int]) -> SampleFiles:
-    """What is drawn and where it goes. Raises OSError, or ValueError for rows that the network can't draw."""
-    prompts = read_prompts(options.prompt, options.prompts)
-    rows = row_labels(network, options.classes, prompts)
-    out = options.out and Path(options.out).expanduser()
-    names = prompts or network.latents.classes
-    return SampleFiles(out, options.overwrite, seeds, rows, names, options.save_latents, bool(prompts))
-
-
-def plan_sampler(options: Options, network: SavedNetwork, count: int, precision: str) -> Sampler:
-    """How that many samples are drawn, as asked for or by the network's own defaults."""
-    churn = Churn(options.churn) if isinstance(options.churn, float) else options.churn
-    asked = (options.steps, options.solver, min(options.batch_size, count), precision, options.guidance, churn)
-    return Sampler.of(network.process, *asked)
-
-
-def encode(files: SampleFiles, network: SavedNetwork, device: torch.device, place: str | None) -> Text | None:
-    """What the network sees of the prompts, if there are any; prints a note on what does not reach it."""
-    text, notes = encode_prompts(network, files.classes, device, place) if files.prompts else (None, ())
-    for note in notes:
-        print(f"note: {note}")
-    return text
+        made = describe_drawing(strong, sampler, relative_cost(sampler, *outlines))
+        print(f"{files.describe(path, grey, options.seeds)}; {made} on {device.type}")
 
 
 def open_decoder(options: Options, latents: LatentSpec, device: torch.device) -> Callable[[Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""What a script imports first: then the checkout it lies in is found, and Ctrl-C ends further imports by a line."""
+"""Imported first by each script: finds the checkout around it, and lets Ctrl-C end further imports by a line."""
 
 import sys
 from pathlib import Path

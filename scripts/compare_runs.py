@@ -37,9 +37,9 @@ def main() -> None:
         show(groups)
         if shown := comparison.curve_metrics(groups):
             comparison.write_table(out.with_name(out.name + ".csv"), groups, shown)
-            axes = comparison.axes_of(groups, shown)
-            panels = [comparison.panel(groups, metric, axis) for metric in shown for axis in axes]
-            save_panels(out.with_name(out.name + ".png"), panels, len(axes))
+            charts = comparison.charts(groups, shown)
+            panels = [panel for chart in charts for panel in chart.values()]
+            save_panels(out.with_name(out.name + ".png"), panels, len(charts[0]))
             print(f"written: {out}.png, {out}.csv")
 
 
@@ -51,6 +51,9 @@ def show(groups: Sequence[comparison.SeedGroup]) -> None:
     for group in groups:
         if len(group.runs) > 1 or group.name != group.runs[0].folder.name:
             print(f"{group.name}: {', '.join(str(run.folder) for run in group.runs)}")
+    for run in (run for group in groups for run in group.runs):
+        if run.step < run.config["train"]["steps"]:
+            print(f"warning: {run.folder} is at step {run.progress}")
     for text in comparison.cautions(groups):
         print(f"warning: {text}")
     for text in comparison.verdicts(groups):

@@ -81,16 +81,16 @@ def export(options: Options) -> checkpoint.Checkpoint:
 
 
 def account(exported: checkpoint.Checkpoint, options: Options) -> str:
-    """What was written, and the commands that take it."""
-    info, raw = exported.info, options.weights == "model"
+    """For people: the exported file, and the commands that take it."""
+    info, raw = exported.info, " weights=model" * (options.weights == "model")
     size = size_text(info["files"][f"{options.weights}.safetensors"]["bytes"])
     lines = [f"{options.out}: {options.weights} weights of step {exported.step} in {stored_dtype(info)}, {size}"]
     if options.public:
         lines += [f"  {options.weights}-public.safetensors there has the names of MaskDiT's released files"]
     if info.get("predicts", "objective") == "objective":
-        lines += [f"  python sample.py checkpoint={options.out}{' weights=model' * raw}"]
-        lines += [f"  python fid.py checkpoint={options.out}{' weights=model' * raw} reference=…"]
-    lines += [f"  python train.py init_from={options.out}{' init_weights=model' * raw} name=…"]
+        lines += [f"  python sample.py checkpoint={options.out}{raw}"]
+        lines += [f"  python fid.py checkpoint={options.out}{raw} reference=…"]
+    lines += [f"  python train.py init_from={options.out}{raw.replace('weights', 'init_weights')} name=…"]
     if asked := info.get("attribution"):
         lines += [f"  attribution, which its card should have, and its samples: {asked}"]
     return "\n".join(lines)

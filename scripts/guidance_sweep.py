@@ -26,13 +26,13 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from tread.checkpoints import checkpoint
-from tread.diffusion.guidance import NO_GUIDANCE, Schedule
+from tread.diffusion.guidance import NO_GUIDANCE
 from tread.drawing.charts import save_heat_maps, save_panels
 from tread.evaluation import scoring
 from tread.evaluation.metric_table import METRICS, feature_metrics, names_of
 from tread.evaluation.scorers import choose_scorer
 from tread.evaluation.scoring import ScoringOptions, ScoringPlan, plan_scoring, read_options, settle_reference
-from tread.reports import known_scores
+from tread.reports.known_scores import curves_of
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import use_precision
@@ -40,7 +40,6 @@ from tread.runtime.distributed import Processes, share_work
 from tread.runtime.files import check_place, explain_failure
 
 STRONG, WEAK = (0.0, 0.3, 0.5), (0.5, 0.7, 0.9)  # ratios where none are named
-COLUMNS = ("strong", "weak", "scale", "interval", "flops_relative", "step", "count")  # and the metrics
 
 
 class Point(NamedTuple):
@@ -68,7 +67,7 @@ class Sweep:
     metric: str | None
 
     def __post_init__(self) -> None:
-        for name in ("scale", "strong", "weak", "interval"):
+        for name in Point._fields:
             if getattr(self, name) == ():
                 raise ValueError(f"sweep.{name} is empty")
 
@@ -82,8 +81,8 @@ class Sweep:
 def main(composed: DictConfig) -> None:
     with explained("stopped; start it again to go on with the settings that are missing"):
         tree = plain(composed)
-        for name in ("scale", "strong", "weak", "interval"):
-            if any(word.startswith(f"guidance.{name}=") for word in sys.argv[1:]):
+        for name in Point._fields:
+            if any(word.lstrip("+").startswith(f"guidance.{name}=") for word in sys.argv[1:]):
                 raise ValueError(f"guidance.{name} is what a sweep changes: set sweep.{name}=[…] in its place")
         sweep = schema.read(tree.pop("sweep"), Sweep, "sweep.")
         options = read_options(tree)
@@ -95,28 +94,26 @@ def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
     options, paths = processes.from_main(lambda: scoring.settle_paths(options))
     check(sweep, options, paths)
     options, routed = replace(options, checkpoint=str(paths[0])), options.guidance.row.routed
-    grid = sweep.points(routed)
+    grid, folder = sweep.points(routed), Path(options.out)
     free = options.guidance.force or options.guidance.checkpoint is not None
     chosen = {point: setting(options, point) for point in grid if free or point.strong <= point.weak}
     if not chosen:
         raise ValueError("sweep.strong is above sweep.weak everywhere; guidance.force=true runs it all the same")
-    without = replace(options, guidance=NO_GUIDANCE, out=str(Path(options.out) / "none"))
     source, precision = checkpoint.find(paths[0]), use_precision(options.precision, processes.device)
-    plans = [plan_scoring(scored, source, precision) for scored in chosen.values()]
-    metric = choose_metric(sweep, options, plans)
-    folder, records = Path(options.out), {}
+    metric = choose_metric(sweep, options, [plan_scoring(scored, source, precision) for scored in chosen.values()])
     with processes.main_first():
         if processes.main:
             check_place(folder, 0)
     left_out = f"; {len(grid) - len(chosen)} with strong above weak are left out" if routed else ""
     processes.say(f"{len(chosen)} settings{left_out}" + "; and none" * sweep.baseline)
-    each = {**chosen, None: without} if sweep.baseline else chosen
-    with tqdm(total=len(each), desc="guidance sweep", unit="setting", disable=not processes.main) as progress:
-        for point, scored in each.items():
-            (record,) = scoring.run(scored, processes)
-            if processes.main and metric not in record:
-                raise ValueError(f"sweep.metric is {metric}, but: {record['unavailable'].get(metric)}")
-            records[point] = record
+    if sweep.baseline:
+        chosen |= {None: replace(options, guidance=NO_GUIDANCE, out=str(folder / "none"))}
+    records = {}
+    with tqdm(total=len(chosen), desc="guidance sweep", unit="setting", disable=not processes.main) as progress:
+        for point, scored in chosen.items():
+            (records[point],) = scoring.run(scored, processes)
+            if processes.main and metric not in records[point]:
+                raise ValueError(f"sweep.metric is {metric}, but: {records[point]['unavailable'].get(metric)}")
             progress.update()
     if processes.main:
         write(folder, sweep, records, metric, routed)
@@ -124,19 +121,17 @@ def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
 
 def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
     """Raise ValueError for a sweep that can't be."""
-    guidance = options.guidance
-    schedules = [name for name in ("scale", "strong", "weak") if isinstance(getattr(guidance, name), Schedule)]
+    guidance, others = options.guidance, options.save_reference or options.samples
     refused = {
         "out=… is needed: the folder for the table, the figures and each setting's score": options.out is None,
         f"a sweep is over one checkpoint, but checkpoint={options.checkpoint} names {len(paths)}": len(paths) != 1,
-        "a sweep scores a checkpoint; save_reference and samples are fid.py's": options.save_reference
-        or options.samples,
+        "a sweep scores a checkpoint; save_reference and samples are fid.py's": others,
         "guidance=none has nothing to sweep; choose a kind: guidance=cfg, sparse, …": guidance.kind == "none",
         f"guidance={guidance.kind} has no ratios to sweep": not guidance.row.routed and (sweep.strong or sweep.weak),
-        f"a sweep is over constant numbers, but guidance.{' and '.join(schedules)} is a schedule": schedules,
     }
-    for message in (message for message, holds in refused.items() if holds):
-        raise ValueError(message)
+    for message, holds in refused.items():
+        if holds:
+            raise ValueError(message)
 
 
 def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan]) -> str:
@@ -164,23 +159,23 @@ def within(interval: tuple[float, ...] | None, word: str) -> str:
 
 
 def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric: str, routed: bool) -> None:
-    """The table, the figures, and a line on the best setting. Raises OSError."""
+    """The table, the figures, and a line on the best setting; None is without guidance. Raises OSError."""
     baseline, records = records.get(None), {point: record for point, record in records.items() if point is not None}
     files = [folder / "sweep.csv", folder / "curves.png"] + [folder / "sweep.png"] * routed
+    columns = [*Point._fields, "flops_relative", "step", "count", *names_of("samples")]
+    rows = [{**record, **p._asdict(), "interval": within(p.interval, "")} for p, record in records.items()]
     with explain_failure(folder):
-        rows = [{**record, **p._asdict(), "interval": within(p.interval, "")} for p, record in records.items()]
         with files[0].open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*COLUMNS, *names_of("samples")], extrasaction="ignore")
+            writer = csv.DictWriter(file, columns, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(rows)
-        panels = known_scores.curves_of(known_scores.Sweep(folder, rows, "", baseline or {}))
+        panels = curves_of(rows, baseline or {})
         save_panels(files[1], panels, columns=min(3, len(panels)))
         if routed:
             draw_maps(files[2], sweep, records, metric)
     best = METRICS[metric].best(records, key=lambda point: records[point][metric])
-    record = records[best]
+    score = f"{metric} {records[best][metric]:.5g} of {records[best]['count']:,} samples"
     without = f"; without guidance {baseline[metric]:.5g}" if baseline else ""
-    score = f"{metric} {record[metric]:.5g} of {record['count']:,} samples"
     print(f"  best      {score} at {best.describe(routed)}{without}")
     print(f"  written   {', '.join(map(str, files))}")
 
@@ -189,25 +184,19 @@ def draw_maps(path: Path, sweep: Sweep, records: Mapping[Point, dict], metric: s
     """The heat maps: rows are ratios of the weak branch, columns those of the strong one."""
     strong, weak = sweep.strong or STRONG, sweep.weak or WEAK
 
-    def panel(scale: float, interval: tuple[float, ...] | None, key: str) -> np.ndarray:
+    def matrix(scale: float, interval: tuple[float, ...] | None, key: str) -> np.ndarray:
         values = [[records.get(Point(s, w, scale, interval), {}).get(key, np.nan) for s in strong] for w in weak]
         return np.array(values, dtype=float)
 
-    def levels(interval: tuple[float, ...] | None) -> str:
-        return "" if sweep.interval == (None,) else f"{within(interval, 'within ') or 'all noise levels'}\n"
-
-    note = f"{next(iter(records.values()))['count']:,} samples"
-    panels = {
-        f"{METRICS[metric].label}, ω = {scale:g}\n{levels(interval)}{note}": panel(scale, interval, metric)
-        for interval in sweep.interval
-        for scale in sweep.scale
-    }
+    scores, costs, count = {}, {}, next(iter(records.values()))["count"]
     guided = next((scale for scale in sweep.scale if scale != 1), 1.0)  # ω = 1 runs the strong branch alone
-    cost = {
-        f"FLOPs over no guidance\n{levels(interval)}": panel(guided, interval, "flops_relative")
-        for interval in sweep.interval
-    }
-    save_heat_maps(path, panels, cost, strong, weak, ("ratio of the strong branch", "ratio of the weak branch"))
+    for interval in sweep.interval:
+        levels = "" if sweep.interval == (None,) else f"{within(interval, 'within ') or 'all noise levels'}\n"
+        for scale in sweep.scale:
+            title = f"{METRICS[metric].label}, ω = {scale:g}\n{levels}{count:,} samples"
+            scores[title] = matrix(scale, interval, metric)
+        costs[f"FLOPs over no guidance\n{levels}"] = matrix(guided, interval, "flops_relative")
+    save_heat_maps(path, scores, costs, strong, weak, ("ratio of the strong branch", "ratio of the weak branch"))
 
 
 if __name__ == "__main__":

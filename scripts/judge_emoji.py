@@ -83,13 +83,11 @@ def run(options: Options) -> None:
     train, heldout = open_emoji(saved, options.data)
     real, asked = real_emoji(train, heldout), ask(train, heldout, options.num_samples)
     named = options.inception and str(Path(options.inception).expanduser())
-    weights = find_weights(named) if at_hand(named) else None
-    inception = weights and load_inception(weights, device)
+    inception = load_inception(find_weights(named), device) if at_hand(named) else None
     folder = Path(options.out).expanduser() if options.out else saved.found.folder
     check_place(folder, 0)
     model, weak = saved.load(device, options.guidance), weaker and weaker.load(device, options.guidance)
-    decoder = load_decoder(saved.latents, device)
-    cost = relative_cost(sampler, *outlines)
+    decoder, cost = load_decoder(saved.latents, device), relative_cost(sampler, *outlines)
     print(
         f"  checkpoint  {saved.found.folder}: {KINDS[options.weights]} weights of step {saved.found.step:,}\n"
         f"  samples     {options.num_samples:,}, of {len(real.captions):,} real emoji; {sampler.solver} with "
@@ -116,9 +114,7 @@ def run(options: Options) -> None:
         "data": [str(data.folder) for data in (train, heldout)],
         "count": options.num_samples,
         "guidance": options.guidance.describe(),
-        "solver": sampler.solver,
-        "steps": sampler.steps,
-        "precision": precision,
+        **{name: getattr(sampler, name) for name in ("solver", "steps", "precision")},
         "nfe": sampler.nfe(saved.process),
         "flops": sampler.flops(*outlines),
         "flops_relative": round(cost, 4),
@@ -128,13 +124,13 @@ def run(options: Options) -> None:
         "versions": versions(),
     }
     files = [folder / "judge_emoji.json", folder / "judge_emoji.png"]
-    shown = ask(train, heldout, 2 * options.rows)
+    shown, columns = ask(train, heldout, 2 * options.rows), options.columns
     with explain_failure(folder):
         write_whole(files[0], json.dumps(record, indent=1) + "\n")
-        pictures = drawn(shown.repeated(options.columns), "grid").unflatten(0, (len(shown.numbers), options.columns))
+        pictures = drawn(shown.repeated(columns), "grid").unflatten(0, (-1, columns))
         rows = torch.cat([real.pictures[torch.from_numpy(shown.numbers)][:, None], pictures], dim=1)
         captions = [real.captions[number][0] for number in shown.numbers]
-        grid = name_rows(draw_grid(rows.flatten(0, 1).numpy(), options.columns + 1), captions, wrap=True)
+        grid = name_rows(draw_grid(rows.flatten(0, 1).numpy(), columns + 1), captions)
         save_png(files[1], grid, asdict(options) | {"captions": captions, "attribution": ATTRIBUTION})
     print(f"  written     {', '.join(map(str, files))}")
 

@@ -29,8 +29,7 @@ from tread.training.ema import Width
 
 POOR_FIT = 0.05  # relative L2 distance of profiles
 COARSE = 0.002  # of a parameter; bf16 rounds to about that
-# the rest of info.json is the run's
-OF_THE_MOMENT = ("format", "version", "step", "files", "tally")
+OF_THE_MOMENT = ("format", "version", "step", "files", "tally")  # the rest of info.json is the run's
 
 
 @dataclass(frozen=True)
@@ -63,24 +62,23 @@ def write_average(options: Options) -> Path:
     if snapshots[-1].shapes != {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}:
         raise ValueError(f"{snapshots[-1].path} is not of the network that {source.folder} is a checkpoint of")
     check_place(out.parent, source.info["files"]["ema.safetensors"]["bytes"])
-    facts = {
-        "sigma_rel": options.sigma_rel,
-        "snapshots": len(snapshots),
-        "widths": sorted({width for _, width in stored}),
-        "profile_error": posthoc_ema.profile_error(stored, step, options.sigma_rel),
-        "rounding_error": posthoc_ema.rounding_error(stored, step, options.sigma_rel),
-    }
-    print(f"  average   σ_rel {options.sigma_rel:g} at step {step:,}")
-    print(f"  made of   {len(snapshots)} snapshots with σ_rel {', '.join(f'{width:g}' for width in facts['widths'])}")
-    print(f"  fit       {facts['profile_error']:.2%} from the profile (relative L2)")
-    print(f"  rounding  {facts['rounding_error']:.2%} of a parameter, from fp16 in storage")
-    if facts["profile_error"] > POOR_FIT:
-        print(
-            f"warning: the stored averages fit σ_rel {options.sigma_rel:g} poorly; a width between theirs fits better"
-        )
-    if facts["rounding_error"] > COARSE:
-        times = facts["rounding_error"] / posthoc_ema.FP16_ROUNDING
+    fit = posthoc_ema.profile_error(stored, step, options.sigma_rel)
+    rounding = posthoc_ema.rounding_error(stored, step, options.sigma_rel)
+    widths = sorted({width for _, width in stored})
+    print(
+        f"  average   σ_rel {options.sigma_rel:g} at step {step:,}\n"
+        f"  made of   {len(snapshots)} snapshots with σ_rel {', '.join(f'{width:g}' for width in widths)}\n"
+        f"  fit       {fit:.2%} from the profile (relative L2)\n"
+        f"  rounding  {rounding:.2%} of a parameter, from fp16 in storage"
+    )
+    if fit > POOR_FIT:
+        between = "a width between theirs fits better"
+        print(f"warning: the stored averages fit σ_rel {options.sigma_rel:g} poorly; {between}")
+    if rounding > COARSE:
+        times = rounding / posthoc_ema.FP16_ROUNDING
         print(f"warning: fp16's rounding is multiplied by {times:.0f}; a width near the stored ones is cleaner")
+    facts = {"sigma_rel": options.sigma_rel, "snapshots": len(snapshots), "widths": widths}
+    facts |= {"profile_error": fit, "rounding_error": rounding}
     state = source.tensors("ema") | posthoc_ema.reconstruct(run, options.sigma_rel, step)  # buffers are the run's
     info = {key: value for key, value in source.info.items() if key not in OF_THE_MOMENT}
     with explain_failure(out), whole_folder(out) as partial:

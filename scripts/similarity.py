@@ -85,16 +85,16 @@ def run(options: Options) -> None:
     print(f"  samples     {options.samples:,} pairs of the {len(data):,} samples in {data.folder} and {at}")
 
     matrices = {}
-    for name, seen in {"dense": (), "routed": routes}.items() if routes else [("dense", ())]:
-        shown = ("routed", f"; {words}") if seen else ("all tokens", "")
+    for name, seen in ({"dense": ()} | ({"routed": routes} if routes else {})).items():
+        called, told = ("routed", f"; {words}") if seen else ("all tokens", "")
         routed = replace(model, routes=seen)
         batches = noised_states(routed, data, options.samples, options.noise_levels, options.seed, options.batch_size)
         count = -(-options.samples // options.batch_size)
         matrix = matrices[name] = similarity(tqdm(batches, desc=name, total=count, unit="batch", leave=False))
         if matrix.diagonal().isnan().any():
-            raise ValueError(f"the tokens of {shown[0]} are not finite: the network's weights are broken")
-        ends = f"{matrix[0, -1]:.4f} from the embedding to the end"
-        print(f"  {shown[0]:<10}  {adjacent(matrix):.4f} from a block to the next, {ends}{shown[1]}")
+            raise ValueError(f"the tokens of {called} are not finite: the network's weights are broken")
+        ends = f"{matrix[0, -1]:.4f} from the embedding to the end{told}"
+        print(f"  {called:<10}  {adjacent(matrix):.4f} from a block to the next, {ends}")
     if not routes:
         print("  routed      no: the network has no route; routes=… compares under one, see configs/similarity.yaml")
     record = {
@@ -106,7 +106,8 @@ def run(options: Options) -> None:
         "routes": [asdict(route) for route in routes],
         "route": words or None,
         "adjacent": {name: round(adjacent(matrix), 6) for name, matrix in matrices.items()},
-        **{name: as_json(matrices[name]) if name in matrices else None for name in ("dense", "routed")},
+        "dense": as_json(matrices["dense"]),
+        "routed": as_json(matrices["routed"]) if routes else None,
         "device": device_name(device),
         "versions": versions(),
     }

@@ -1,4 +1,4 @@
-"""What pyproject.toml can't say of a wheel: the doors lie in its tread/doors, with configs/ beside them."""
+"""Builds a wheel as pyproject.toml alone can't: the doors lie in its tread/doors, with configs/ beside them."""
 
 from pathlib import Path
 

@@ -219,7 +219,7 @@ def benchmark(monkeypatch):
     return importlib.import_module
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def composed():
     """A function from Hydra overrides to the resolved config, as train.py sees it."""
 

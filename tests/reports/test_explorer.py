@@ -11,11 +11,12 @@ import io
 import re
 import shlex
 import shutil
-import threading
 import time
 import urllib.parse
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import ThreadingHTTPServer
+from pathlib import Path
 
 import explore
 import numpy as np
@@ -49,13 +50,26 @@ def options(checkpoint: object, **changed) -> ExplorerOptions:
     return replace(ExplorerOptions(str(checkpoint), 7860, 64, "auto", None, "ema", True, None), **changed)
 
 
+@pytest.fixture(scope="module")
+def results(composed, tmp_path_factory):
+    """Two checkpoints of a network with classes a to e and routes, and a weaker one beside it."""
+    folder = tmp_path_factory.mktemp("explorer") / "results"
+    for name, step in (("a", 2), ("a", 3), ("weak", 2)):
+        save_checkpoint(folder / name, composed, step=step)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def opened(results):
+    return Explorer(options(results / "a"), CPU, "sample.py")
+
+
 @pytest.fixture
-def explorer(tmp_path, composed, monkeypatch):
-    """An explorer of a network with classes a to e and routes, with a weaker one beside it."""
-    save_checkpoint(tmp_path / "results" / "a", composed)
-    save_checkpoint(tmp_path / "results" / "weak", composed, step=2)
-    monkeypatch.chdir(tmp_path)
-    return Explorer(options("results/a"), CPU, "sample.py")
+def explorer(opened, results, monkeypatch):
+    """An explorer without pictures so far, in the folder above its results."""
+    monkeypatch.chdir(results.parent)
+    monkeypatch.setattr(opened, "_drawn", {})
+    return opened
 
 
 def draw(explorer: Explorer, kind: str, labels: list[int], seeds: str, **form: str) -> Shown:
@@ -64,12 +78,12 @@ def draw(explorer: Explorer, kind: str, labels: list[int], seeds: str, **form: s
     return explorer.draw(module.read_side(first | form), labels, seeds)
 
 
-def run(folder, command: str) -> Image.Image:
-    """The picture that a command leaves in a folder."""
+def run(command: str) -> Image.Image:
+    """The picture that a command leaves in the working folder."""
     program, script, *words = shlex.split(command)
     assert (program, script) == ("python", "sample.py")
-    launch_door(sample.main, "sample", folder, *words, "overwrite=true")
-    return Image.open(folder / "samples.png")
+    launch_door(sample.main, "sample", Path.cwd(), *words, "overwrite=true")
+    return Image.open("samples.png")
 
 
 def same(first: Image.Image, second: Image.Image) -> bool:
@@ -77,14 +91,14 @@ def same(first: Image.Image, second: Image.Image) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_command_draws_what_is_seen(explorer, tmp_path, kind):
+def test_the_command_draws_what_is_seen(explorer, kind):
     if KINDS[kind].drops_path:
         with pytest.raises(ValueError, match="not trained with model=sprint"):
             draw(explorer, kind, [1], "1")
         return
     form = {"steps": "3", "solver": "euler" if kind == "sparse" else "", **FORMS[kind]}
     shown = draw(explorer, kind, [1, 5] if kind != "none" else [4], "1, 4" if kind != "cfg" else "2-4", **form)
-    assert same(shown.grid, run(tmp_path, shown.command))
+    assert same(shown.grid, run(shown.command))
     assert f"guidance={kind}" in shown.command and "steps=3" in shown.command
     assert ("of no guidance" in shown.told) == (kind != "none")
 
@@ -98,14 +112,14 @@ def test_the_command_of_digits_draws_what_is_seen_with_other_options_too(tmp_pat
         monkeypatch.chdir(place)
         shown = draw(Explorer(chosen, CPU, "sample.py"), "cfg", [0, 3], "0-1")
         assert " batch_size=3 precision=fp32 cpu_threads=1 weights=model decode=false " in shown.command
-        assert same(shown.grid, run(place, shown.command))
+        assert same(shown.grid, run(shown.command))
 
 
 def test_defaults_that_commands_leave_out_are_those_of_sample_py():
     stated = yaml.safe_load((ROOT / "configs" / "sample.yaml").read_text())
     ours = yaml.safe_load((ROOT / "configs" / "explore.yaml").read_text())
     assert DEFAULTS == {key: stated[key] for key in DEFAULTS} == {key: ours[key] for key in DEFAULTS}
-    assert {*ours} - {"defaults", "hydra", "port", "checkpoint", "autoencoder"} == {*DEFAULTS}
+    assert {*ours} - {"defaults", "hydra", "port", "checkpoint"} == {*DEFAULTS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,21 +148,23 @@ def test_costs_are_told(explorer):
 
 
 def test_networks_and_pictures_are_kept(explorer, monkeypatch):
-    loads, draws = [], []
-    load, drawing = SavedNetwork.load, module.draw_pictures
-    monkeypatch.setattr(SavedNetwork, "load", lambda *given: loads.append(given) or load(*given))
-    monkeypatch.setattr(module, "draw_pictures", lambda *given, **more: draws.append(given) or drawing(*given, **more))
+    done, load, drawing = [], SavedNetwork.load, module.draw_pictures
+    monkeypatch.setattr(explorer, "_networks", {})
+    monkeypatch.setattr(SavedNetwork, "load", lambda *given: done.append("load") or load(*given))
+    monkeypatch.setattr(module, "draw_pictures", lambda *given, **more: done.append("draw") or drawing(*given, **more))
     for scale in ("1.5", "2", "2"):
         draw(explorer, "autoguidance", [0], "0", scale=scale, checkpoint="results/weak")
-    assert len(loads) == 1  # the weak network; the other was loaded when the page was opened
-    assert len(draws) == 3  # both scales, and without guidance, once each
+    assert done.count("load") == 2 and done.count("draw") == 3  # both networks; both scales, and without guidance
     monkeypatch.setattr(module, "GRIDS", 1)
     draw(explorer, "none", [0], "0", steps="3")
     assert len(explorer._drawn) == 1
 
 
-def test_a_checkpoint_that_changes_or_vanishes_meanwhile_is_seen(explorer, composed):
+def test_a_checkpoint_that_changes_or_vanishes_meanwhile_is_seen(results, tmp_path, composed, monkeypatch):
     """Also where its pictures are kept: the command would not run."""
+    shutil.copytree(results, tmp_path / "results", symlinks=True)
+    monkeypatch.chdir(tmp_path)
+    explorer = Explorer(options("results/a"), CPU, "sample.py")
     before = draw(explorer, "none", [0], "0").grid
     shutil.rmtree("results/a")
     _, folder = save_checkpoint(explorer.saved.found.folder.parent, composed, step=4)
@@ -165,7 +181,7 @@ def test_a_checkpoint_that_changes_or_vanishes_meanwhile_is_seen(explorer, compo
 
 def test_what_can_not_be_is_refused(explorer):
     for kind, labels, seeds, form, told in (
-        ("sparse", [0], "0", {"strong": "0.7", "weak": "0.3"}, "guidance.strong 0.7 is larger than guidance.weak 0.3"),
+        ("sparse", [0], "0", {"strong": "0.7", "weak": "0.3"}, "guidance.strong 0.7 is larger"),
         ("sparse", [0], "0", {"weak": "0.95"}, "guidance.weak"),  # keeps a single token of 16
         ("autoguidance", [0], "0", {}, "needs guidance.checkpoint=…"),
         ("cfg", [0], "0", {"interval": "5"}, "guidance.interval is [5.0], but must be [lowest, highest]"),
@@ -196,24 +212,19 @@ def test_one_drawing_at_a_time(explorer, monkeypatch):
         yield torch.zeros(len(seeds), 3, 16, 16, dtype=torch.uint8)
 
     monkeypatch.setattr(module, "draw_pictures", slow)
-    threads = [threading.Thread(target=draw, args=(explorer, "cfg", [0], str(seed))) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda seed: draw(explorer, "cfg", [0], str(seed)), range(4)))
     assert len(most) == 8 and max(most) == 1
 
 
 @pytest.fixture
 def address(explorer):
     """The address of the explorer's page."""
-    with ThreadingHTTPServer((module.HOST, 0), PageHandler) as server:
+    with ThreadingHTTPServer((module.HOST, 0), PageHandler) as server, ThreadPoolExecutor() as pool:
         server.explorer = explorer
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+        pool.submit(server.serve_forever, poll_interval=0.01)
         yield f"{module.HOST}:{server.server_port}"
         server.shutdown()
-        thread.join()
 
 
 def ask(address: str, query: str = "", path: str = "/", **headers: str) -> tuple[int, str]:
@@ -223,13 +234,12 @@ def ask(address: str, query: str = "", path: str = "/", **headers: str) -> tuple
     return answer.status, answer.read().decode()
 
 
-def test_the_page_offers_what_there_is(explorer, address, composed, tmp_path):
+def test_the_page_offers_what_there_is(explorer, address):
     """Class names with their numbers, "no class" where it was trained; the run's other checkpoints; the network."""
     names = ["0 a", "1 b", "2 c", "3 d", "4 e", "no class"]
-    assert explorer.class_names == {name: n for n, name in enumerate(names)} and explorer.others == []
-    save_checkpoint(tmp_path / "results" / "a", composed, step=2)
+    assert explorer.class_names == {name: n for n, name in enumerate(names)}
     status, page = ask(address)
-    assert status == 200 and "<option>results/a/step_0000002</option>" in page and "<img" not in page
+    assert status == 200 and re.findall("<option>(.*?)<", page) == ["results/a/step_0000002"] and "<img" not in page
     assert explorer.title.endswith(", step 3") and html.escape(explorer.about) in page
     assert "ema weights of results/a/step_0000003; " in page and "; 16 tokens; trained with r(2→2);" in page
     assert re.findall(r'name="classes" value="(\d)" checked', page) == ["0", "1", "3", "4"]
@@ -240,14 +250,14 @@ def test_the_page_offers_what_there_is(explorer, address, composed, tmp_path):
         assert ask(address, **refused)[0] == 404
 
 
-def test_the_page_shows_pictures_and_refusals_beside_the_form_as_it_was_sent(address, tmp_path):
+def test_the_page_shows_pictures_and_refusals_beside_the_form_as_it_was_sent(address):
     """The reference: sample.py's picture by the command on the page."""
     form = {"classes": "1", "seeds": "0-1", "kind-A": "sparse", "steps-A": "2", "weak-A": "0.5", "same_ids-A": "on"}
     form |= {"kind-B": "autoguidance", "checkpoint-B": "<no>"}
     _, page = ask(address, "?" + urllib.parse.urlencode(form))
     picture = base64.b64decode(re.search(r'src="data:image/png;base64,([^"]*)"', page)[1])
     command = html.unescape(re.search("<pre>(.*)</pre>", page)[1])
-    assert same(Image.open(io.BytesIO(picture)), run(tmp_path, command)) and "guidance.same_ids=true" in command
+    assert same(Image.open(io.BytesIO(picture)), run(command)) and "guidance.same_ids=true" in command
     assert 'role="alert">no checkpoint at &lt;no&gt;' in page and 'value="&lt;no&gt;"' in page
     assert 'name="weak-A" value="0.5"' in page and 'name="same_ids-A" value="on" checked' in page
 

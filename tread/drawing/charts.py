@@ -18,7 +18,7 @@ class Line:
     """Points (x, y) under a name, in one colour in all panels.
 
     spread  of y, drawn as a band y ± spread; None: none.
-    dashed  not to be compared with those that are not.
+    dashed  for a line that must not be compared with solid ones.
     """
 
     name: str
@@ -66,8 +66,8 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
             if line.spread is not None and panel.names:
                 axis.errorbar(line.x, line.y, line.spread, fmt="none", color=colour, capsize=3)
             elif line.spread is not None:
-                low, high = ([y + sign * s for y, s in zip(line.y, line.spread)] for sign in (-1, 1))
-                axis.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0)
+                y, spread = np.array(line.y), np.array(line.spread)
+                axis.fill_between(line.x, y - spread, y + spread, color=colour, alpha=0.15, linewidth=0)
         for name, height in panel.levels.items():
             axis.axhline(height, color="black", linestyle=":", linewidth=1, label=name)
         for number, (name, x) in enumerate(sorted(panel.places.items(), key=lambda place: place[1])):
@@ -118,10 +118,8 @@ def save_curve(path: Path, records: Sequence[dict], routed: bool, evaluations: M
 
     evaluations  a record's key of each evaluation loss → what people call it.
     """
-    names = {
-        "loss": "training loss" + (", with routes: not comparable to runs without" if routed else ""),
-        **{name: f"{called}: EMA weights, all tokens, held-out data" for name, called in evaluations.items()},
-    }
+    names = {"loss": "training loss" + ", with routes: not comparable to runs without" * routed}
+    names |= {key: f"{called}: EMA weights, all tokens, held-out data" for key, called in evaluations.items()}
     lines = []
     for key, name in names.items():
         points = [(record["step"], record[key]) for record in records if key in record]
@@ -148,14 +146,13 @@ def save_heat_maps(
 
     everything = np.concatenate([matrix.ravel() for matrix in panels.values()])
     shared = {"vmin": np.nanmin(everything), "vmax": np.nanmax(everything)}
-    count = len(panels) + len(others)
-    longest = max(len(columns), len(rows))
+    matrices, longest = [*panels.items(), *others.items()], max(len(columns), len(rows))
     numbered = longest <= NUMBERED
     width, height, every = (0.75, 0.55, 1) if numbered else (0.15, 0.15, -(-longest // 15))
-    size = (count * max(2.6, width * len(columns) + 1.4), height * len(rows) + 1.9)
+    size = (len(matrices) * max(2.6, width * len(columns) + 1.4), height * len(rows) + 1.9)
     figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(1, count, squeeze=False)
-    for number, (axis, (title, matrix)) in enumerate(zip(axes[0], [*panels.items(), *others.items()])):
+    axes = figure.subplots(1, len(matrices), squeeze=False)
+    for number, (axis, (title, matrix)) in enumerate(zip(axes[0], matrices)):
         image = axis.imshow(matrix, cmap="viridis", aspect="auto", **(shared if number < len(panels) else {}))
         for row, column in zip(*np.nonzero(~np.isnan(matrix))) if numbered else ():
             dark = image.norm(matrix[row, column]) < 0.6

@@ -192,7 +192,7 @@ class SampleFiles:
         """Pictures (n, 1 or 3, H, W) uint8, and the rows' names, unless all are but numbers, as digits' are."""
         grid, names = draw_grid(pictures, len(self.seeds)), [self._name(label) for label in self.labels]
         if self.prompts:
-            return name_rows(grid, names, wrap=True)
+            return name_rows(grid, names)
         if names == [str(label) for label in self.labels]:
             return grid
         known = len(self.classes)

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tread.drawing.charts import Line, Panel
 from tread.evaluation.metric_table import METRICS
@@ -23,12 +24,11 @@ UNSAID = ("every", "sampling", "checkpoints", "tags")  # sections that no name o
 COMPARABLE = ("dataset.name", "dataset.size", "dataset.heldout", "dataset.normalize", "objective")
 COMPARABLE += ("eval.points", "eval.noise_levels", "eval.fid_samples", "eval.fid_reference")
 FAIR = ("dataset.path", "optim", "ema", "rf", "train.batch_size", "train.steps")  # differences may be unfair
-AXES = {"step": "steps", "flops": "training FLOPs", "seconds": "training time"}
+AXES = {"step": "steps", "flops": "FLOPs", "seconds": "time"}
 TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """The runs of a group at one step: means over the seeds, and the standard deviation of `value` (None for one)."""
 
     step: int
@@ -49,32 +49,29 @@ class SeedGroup:
     def config(self) -> dict:
         return self.runs[0].config
 
-    @property
-    def title(self) -> str:
-        return self.name if len(self.runs) == 1 else f"{self.name} ({len(self.runs)} seeds)"
-
     def curve(self, metric: str) -> list[Point]:
         """A metric at the steps at which all seeds have it."""
         each = [{r["step"]: r for r in run.records if metric in r} for run in self.runs]
-        shared = [step for step in each[0] if all(step in series for series in each)]
-        return [_point(step, metric, [series[step] for series in each]) for step in shared]
+        points = []
+        for step in each[0]:
+            if all(step in series for series in each):
+                records = [series[step] for series in each]
+                spread = statistics.stdev(record[metric] for record in records) if len(records) > 1 else None
+                means = [_mean(records, key) for key in (metric, "flops", "seconds")]
+                points.append(Point(step, means[0], spread, *means[1:]))
+        return points
 
     def last(self, metric: str) -> list[float]:
         """A metric's last value of each run that has it."""
         return [value for run in self.runs if (value := run.last(metric)) is not None]
 
 
-def _point(step: int, metric: str, records: list[dict]) -> Point:
-    def mean(key: str) -> float | None:
-        values = [record[key] for record in records if key in record]
-        return sum(values) / len(values) if len(values) == len(records) else None
-
-    spread = statistics.stdev(record[metric] for record in records) if len(records) > 1 else None
-    return Point(step, mean(metric), spread, mean("flops"), mean("seconds"))
+def _mean(records: list[dict], key: str) -> float | None:
+    return sum(r[key] for r in records) / len(records) if all(key in r for r in records) else None
 
 
 def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:
-    """Runs by folders or globs, grouped, in that order. Raises FileNotFoundError for a run that can't be compared."""
+    """Open and group runs by their folders or globs. Raises FileNotFoundError for a run that can't be compared."""
     runs = [find_run(folder) for folder in folders_of(patterns)]
     for run in runs:
         if not run.config or not run.records:
@@ -83,7 +80,7 @@ def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:
 
 
 def group_runs(runs: Sequence[Found]) -> list[SeedGroup]:
-    """Runs that differ by their seed alone together, in their order, with names."""
+    """Put runs that differ by their seed alone together, in their order, under names."""
     groups: dict[str, list[Found]] = {}
     for run in runs:
         key = json.dumps({name: value for name, value in run.config.items() if name not in APART}, sort_keys=True)
@@ -106,20 +103,20 @@ def _names(groups: list[list[Found]]) -> list[str]:
 
 
 def unlike(configs: Sequence[dict], keys: Sequence[str] = ()) -> dict[str, list[object]]:
-    """Dotted keys that differ between configs → the value of each. keys: these keys or sections alone; (): all."""
+    """Dotted keys that differ between configs → each one's value. keys: compare these or sections alone; (): all."""
     differing = {key: None for config in configs for key in differences(configs[0], config)}
     chosen = [key for key in differing if not keys or any(f"{key}.".startswith(f"{name}.") for name in keys)]
     return {key: [value_at(config, key) for config in configs] for key in chosen}
 
 
 def reached(group: SeedGroup, metric: str, value: float) -> Point | None:
-    """The first evaluated step at which a group's mean is a value or better; None: it never was."""
+    """The first evaluated step at which a group's mean is `value` or better; None if there is none."""
     best = METRICS[metric].best
     return next((point for point in group.curve(metric) if best(point.value, value) == point.value), None)
 
 
 def write_table(path: Path, groups: Sequence[SeedGroup], metrics: Sequence[str]) -> None:
-    """A line for each record with a metric. Raises OSError."""
+    """Write a .csv with a line for each record that has one of the metrics. Raises OSError."""
     columns = ["group", "run", "seed", "step", "seconds", "flops", *metrics]
     with explain_failure(path), path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
@@ -131,7 +128,7 @@ def write_table(path: Path, groups: Sequence[SeedGroup], metrics: Sequence[str])
 
 
 def results_table(groups: Sequence[SeedGroup]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows, a group each: its last values with the samples that they are of, its speed and its costs."""
+    """The head of a table and a row for each group: its last scores with their sample counts, its speed, its costs."""
     metrics = column_metrics(groups)
     name, size = unit("seconds", max((s for group in groups for s in group.last("seconds")), default=0))
     rows = []
@@ -153,16 +150,14 @@ def column_metrics(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def curve_metrics(groups: Sequence[SeedGroup]) -> list[str]:
-    """Those of them that a training measures repeatedly."""
+    """The compared metrics that a training measures repeatedly."""
     return [m for m in column_metrics(groups) if METRICS[m].curve and any(group.curve(m) for group in groups)]
 
 
 def cautions(groups: Sequence[SeedGroup]) -> list[str]:
-    """Warnings to a reader of the numbers: runs that are not at their end, and settings that differ."""
+    """Warnings to a reader of the numbers: settings that differ, and losses of older code that mean something else."""
     warnings = []
     for run in (run for group in groups for run in group.runs):
-        if run.step < run.config["train"]["steps"]:
-            warnings.append(f"{run.folder} is at step {run.step:,} of {run.config['train']['steps']:,}")
         if run.config.get("objective") == "rf" and (old := [r["step"] for r in run.records if "eval_loss" in r]):
             warnings.append(
                 f"{run.folder} has an evaluation loss up to step {old[-1]:,}, of older code: weighted as its training "
@@ -174,20 +169,20 @@ def cautions(groups: Sequence[SeedGroup]) -> list[str]:
         for key, values in apart.items():
             each = [f"{written(value)} ({group.name})" for value, group in zip(values, groups)]
             warnings.append(f"{key} differs: {', '.join(each)}")
-        warnings.extend([follows] if apart and follows else [])
+        if apart and follows:
+            warnings.append(f"{follows} not mean the same: none of them is said to reach another")
 
-    said = "not mean the same: none of them is said to reach another"
-    tell(groups, COMPARABLE, f"numbers of runs that differ so do {said}")
+    tell(groups, COMPARABLE, "numbers of runs that differ so do")
     for metric in curve_metrics(groups):
-        having, keys = [group for group in groups if group.curve(metric)], METRICS[metric].alike
-        if keys:
-            tell(having, keys, f"the {METRICS[metric].title} of runs that differ so does {said}")
+        if METRICS[metric].alike:
+            having = [group for group in groups if group.curve(metric)]
+            tell(having, METRICS[metric].alike, f"the {METRICS[metric].title} of runs that differ so does")
     tell(groups, FAIR)
     return list(dict.fromkeys(warnings))
 
 
 def verdicts(groups: Sequence[SeedGroup]) -> list[str]:
-    """Which run reaches which in each metric; of more than four, each against the first."""
+    """Sentences on which run reaches which in each metric; of more than four, each against the first alone."""
     first = groups if len(groups) <= 4 else groups[:1]
     pairs = [(a, b) for a in groups for b in groups if a is not b and (a in first or b in first)]
     return [
@@ -201,7 +196,7 @@ def verdicts(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def reach(run: SeedGroup, other: SeedGroup, metric: str) -> str:
-    """For people: when a run first is where another ends."""
+    """A sentence on when a run first reaches the value at which another ends."""
     goal, called = other.curve(metric)[-1], METRICS[metric].title
     best = METRICS[metric].best(point.value for point in run.curve(metric))
     point, spread = reached(run, metric, goal.value), (goal.spread or 0) + (run.curve(metric)[-1].spread or 0)
@@ -221,7 +216,7 @@ def reach(run: SeedGroup, other: SeedGroup, metric: str) -> str:
 
 
 def unit(axis: str, most: float) -> tuple[str, float]:
-    """The unit of an axis up to `most`: its name, and its size in the records' unit."""
+    """The unit of an axis that goes up to `most`: its name, and its size in the records' unit."""
     if axis == "flops":
         power = int(math.log10(most)) // 3 * 3
         return f"10^{power}", 10.0**power
@@ -229,7 +224,7 @@ def unit(axis: str, most: float) -> tuple[str, float]:
 
 
 def number(values: Sequence[float]) -> str:
-    """A mean to four digits, or to the first digits of its standard deviation."""
+    """A mean to four digits; with a standard deviation, to two digits of that."""
     if not values:
         return "–"
     mean, spread = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
@@ -239,23 +234,25 @@ def number(values: Sequence[float]) -> str:
     return f"{mean:.{places}f} ± {spread:.{places}f}"
 
 
-def axes_of(groups: Sequence[SeedGroup], metrics: Sequence[str]) -> list[str]:
-    """The axes that metrics can be drawn against: old records have steps alone."""
+def charts(groups: Sequence[SeedGroup], metrics: Sequence[str]) -> list[dict[str, Panel]]:
+    """A chart for each metric: its panel by the name of its x-axis. Old records have steps alone."""
     points = [point for group in groups for metric in metrics for point in group.curve(metric)]
-    return [axis for axis in AXES if any(getattr(point, axis) for point in points)]
+    axes = {name: axis for axis, name in AXES.items() if any(getattr(point, axis) for point in points)}
+    return [{name: panel(groups, metric, axis) for name, axis in axes.items()} for metric in metrics]
 
 
 def panel(groups: Sequence[SeedGroup], metric: str, axis: str) -> Panel:
-    """A metric's curves against steps, FLOPs or time."""
-    known, title, size = METRICS[metric], AXES[axis], 1.0
-    each = {group.name: [p for p in group.curve(metric) if getattr(p, axis)] for group in groups}
+    """A metric's curves against "step", "flops" or "seconds"; dashed where routes make it mean something else."""
+    known, title, size, lines = METRICS[metric], AXES[axis], 1.0, []
+    drawn = [group for group in groups if group.curve(metric)]
+    curves = [[point for point in group.curve(metric) if getattr(point, axis)] for group in drawn]
     if axis != "step":
-        name, size = unit(axis, max((getattr(point, axis) for points in each.values() for point in points), default=1))
-        title += f", {name}"
-    lines = []
-    for name, points in each.items():
-        spread = [point.spread for point in points] if all(point.spread for point in points) else None
-        x = [getattr(point, axis) / size for point in points]
-        lines.append(Line(name, x, [point.value for point in points], spread))
+        name, size = unit(axis, max((getattr(point, axis) for curve in curves for point in curve), default=1))
+        title = f"training {title}, {name}"
+    for group, curve in zip(drawn, curves):
+        x, y, spread = ([getattr(point, key) for point in curve] for key in (axis, "value", "spread"))
+        dashed = "model.routes" in known.alike and bool(value_at(group.config, "model.routes"))
+        lines.append(Line(group.name, [value / size for value in x], y, spread if all(spread) else None, dashed))
     label = ", ".join(filter(None, (known.title, known.unit)))
-    return Panel(label, title, label, lines, log="y" * known.log)
+    note = ", with routes (dashed): not comparable to runs without" * any(line.dashed for line in lines)
+    return Panel(label + note, title, label, lines, log="y" * known.log)

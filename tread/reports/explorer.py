@@ -13,10 +13,10 @@ import shlex
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
@@ -28,7 +28,7 @@ from tread.checkpoints import checkpoint
 from tread.checkpoints.for_sampling import SavedNetwork, open_network, open_weak
 from tread.diffusion.guidance import KINDS, NO_GUIDANCE, Guidance
 from tread.diffusion.labels import class_labels, spread_classes
-from tread.diffusion.sampling import Model, Sampler, check_ratios, draw_pictures, relative_cost
+from tread.diffusion.sampling import Model, Sampler, draw_pictures, relative_cost
 from tread.diffusion.solvers import Solver
 from tread.encoders import autoencoder
 from tread.evaluation.sample_files import SampleFiles, describe_drawing, parse_seeds
@@ -39,7 +39,8 @@ from tread.runtime.schema import Count, Range, check, written
 from tread.runtime.tensor_files import Weights
 
 PICTURES_UP_TO = 256  # a side
-DEFAULTS = {"batch_size": 64, "precision": "auto", "cpu_threads": None, "weights": "ema", "decode": True}  # sample.py's
+DEFAULTS = {"batch_size": 64, "precision": "auto", "cpu_threads": None, "weights": "ema", "decode": True}
+DEFAULTS["autoencoder"] = None  # all of them sample.py's
 NETWORKS, GRIDS = 4, 16  # kept in memory, so that nothing is loaded or drawn twice
 HOST = "127.0.0.1"
 NUMBER, RATIO = 'type="number" step="any"', 'type="number" step="0.05" min="0" max="0.95"'
@@ -77,7 +78,7 @@ def controls(kind: str) -> dict[str, bool]:
 
 
 def branches(kind: str) -> str:
-    """What a kind's two branches see, for people."""
+    """The two branches of a kind and what they see, for people."""
     row = KINDS[kind]
     if row.weak_class is None:
         return "one pass a call: the class, all tokens"
@@ -90,7 +91,7 @@ def branches(kind: str) -> str:
 
 @dataclass(frozen=True)
 class Side:
-    """How a side draws. steps, solver: None takes the process's own."""
+    """The settings of a side. steps, solver: None takes the process's own."""
 
     guidance: Guidance = NO_GUIDANCE
     steps: Count | None = None
@@ -117,9 +118,8 @@ def read_side(form: Mapping[str, str]) -> Side:
     return schema.read(whole, Side)
 
 
-@dataclass(frozen=True)
-class Shown:
-    """What a side shows: a grid as sample.py draws it, its facts and cost, and the command that draws it again."""
+class Shown(NamedTuple):
+    """The result of a side: a grid as sample.py draws it, its facts and cost, and the command that draws it again."""
 
     grid: Image.Image
     told: str
@@ -138,24 +138,24 @@ class Explorer:
         self.options, self.device, self.sample_script = options, device, sample_script
         self.precision = use_precision(options.precision, device)
         self._lock, self._networks, self._drawn = threading.Lock(), {}, {}
-        source = checkpoint.find(Path(options.checkpoint).expanduser())
-        self.saved = open_network(source, options.weights)
+        self.saved = open_network(checkpoint.find(Path(options.checkpoint).expanduser()), options.weights)
+        self.folder = self.saved.found.folder
         if self.saved.text is not None:
             raise ValueError(
-                f"{source.folder} was trained with captions, but this page draws classes: python sample.py "
+                f"{self.folder} was trained with captions, but this page draws classes: python sample.py "
                 "checkpoint=… prompt='…' draws captions, under the same guidance"
             )
         self._decoder = autoencoder.preview
         if options.decode:
             self._decoder = autoencoder.load_decoder(self.saved.latents, device, options.autoencoder)
         warm_up = Sampler(steps=2, batch_size=1, precision=self.precision)  # the first call is slower than the others
-        self._draw(self.saved, None, ((0, 0),), warm_up)
+        self._draw((self.saved, None), ((0, 0),), warm_up)
         self._drawn.clear()
 
     @property
     def title(self) -> str:
-        source = self.saved.found
-        return f"{source.info['config'].get('name', source.folder.parent.name)}, step {source.step:,}"
+        name = self.saved.found.info["config"].get("name", self.folder.parent.name)
+        return f"{name}, step {self.saved.found.step:,}"
 
     @property
     def about(self) -> str:
@@ -164,7 +164,7 @@ class Explorer:
         parameters = sum(parameter.numel() for parameter in network.parameters())
         routes = ", ".join(map(str, check_routes(model.routes, model.depth))) or "no route"
         return (
-            f"{self.saved.weights} weights of {_path_text(self.saved.found.folder)}; {parameters:,} parameters; "
+            f"{self.saved.weights} weights of {_path_text(self.folder)}; {parameters:,} parameters; "
             f"{network.num_tokens} tokens; trained with {routes}; {self.saved.cfg.objective} objective; "
             f"{device_name(self.device)}, {self.precision}"
         )
@@ -178,9 +178,8 @@ class Explorer:
     @property
     def others(self) -> list[str]:
         """The run's other checkpoints, for the weak network."""
-        here = self.saved.found.folder
-        folders = sorted(path.parent for path in here.parent.glob("step_*/info.json"))
-        return [_path_text(folder) for folder in folders if folder != here]
+        folders = sorted(path.parent for path in self.folder.parent.glob("step_*/info.json"))
+        return [_path_text(folder) for folder in folders if folder != self.folder]
 
     def draw(self, side: Side, labels: Sequence[int], seeds: str) -> Shown:
         """Draw a side.
@@ -190,11 +189,11 @@ class Explorer:
 
         Raises ValueError or OSError, also if a checkpoint has gone or changed since the page was opened.
         """
-        saved = open_network(checkpoint.find(self.saved.found.folder), self.options.weights)
-        weaker = open_weak(side.guidance, saved)
-        numbers, columns = saved.cfg.dataset.num_classes, _read_seeds(seeds)
-        classes = [None if label == numbers else label for label in labels]
-        rows = class_labels(classes, numbers, saved.label_drop)
+        saved, guidance = open_network(checkpoint.find(self.folder), self.options.weights), side.guidance
+        networks, columns = (saved, open_weak(guidance, saved)), _read_seeds(seeds)
+        known = saved.cfg.dataset.num_classes
+        classes = [None if label == known else label for label in labels]
+        rows = class_labels(classes, known, saved.label_drop)
         count = len(rows) * len(columns)
         if not 0 < count <= PICTURES_UP_TO:
             raise ValueError(
@@ -202,26 +201,24 @@ class Explorer:
                 f"{PICTURES_UP_TO}; sample.py draws any number"
             )
         batch_size = min(self.options.batch_size, count)
-        sampler = Sampler.of(saved.process, side.steps, side.solver, batch_size, self.precision, side.guidance)
-        outlines = [network and network.without_weights(side.guidance) for network in (saved, weaker)]
-        check_ratios(sampler, *outlines)
+        sampler = Sampler.of(saved.process, side.steps, side.solver, batch_size, self.precision, guidance)
+        outlines = [network and network.without_weights(guidance) for network in networks]
         files = SampleFiles(None, False, columns, rows, saved.latents.classes)
         with self._lock:
-            pictures, seconds = self._draw(saved, weaker, files.pairs, sampler)
-            unguided = self._draw(saved, None, files.pairs, replace(sampler, guidance=NO_GUIDANCE))[1]
+            pictures, seconds = self._draw(networks, files.pairs, sampler)
+            unguided = self._draw((saved, None), files.pairs, replace(sampler, guidance=NO_GUIDANCE))[1]
         told = describe_drawing(saved, sampler, relative_cost(sampler, *outlines))
         told += f"; {seconds:.2f} s for {count} pictures"
-        told += "" if side.guidance == NO_GUIDANCE else f", {seconds / unguided:.2f} times that of no guidance"
-        return Shown(files.grid(pictures), told, self._command(saved, weaker, classes, columns, sampler))
+        told += "" if guidance == NO_GUIDANCE else f", {seconds / unguided:.2f} times that of no guidance"
+        return Shown(files.grid(pictures), told, self._command(networks[1], classes, columns, sampler))
 
     def _draw(
-        self, saved: SavedNetwork, weaker: SavedNetwork | None, pairs: Sequence[tuple[int, int]], sampler: Sampler
+        self, networks: Sequence[SavedNetwork | None], pairs: Sequence[tuple[int, int]], sampler: Sampler
     ) -> tuple[np.ndarray, float]:
         """Pictures (n, 1 or 3, H, W) uint8 of (label, seed), and the seconds that they took."""
-        key = (saved.sha256, weaker and weaker.sha256, *pairs, sampler)
+        key = (*(network and network.sha256 for network in networks), *pairs, sampler)
         if key not in self._drawn:
-            model = self._model(saved, sampler.guidance)
-            weak = weaker and self._model(weaker, sampler.guidance)
+            model, weak = (network and self._model(network, sampler.guidance) for network in networks)
             (labels, seeds), start = zip(*pairs), time.perf_counter()
             stream = draw_pictures(model, self._decoder, seeds, torch.tensor(labels), sampler, weak, check=True)
             pictures = np.concatenate([part.numpy() for part in stream])
@@ -235,30 +232,22 @@ class Explorer:
         return replace(self._networks[key], routes=saved.routes(guidance))
 
     def _command(
-        self,
-        saved: SavedNetwork,
-        weaker: SavedNetwork | None,
-        classes: Sequence[int | None],
-        seeds: Sequence[int],
-        sampler: Sampler,
+        self, weaker: SavedNetwork | None, classes: Sequence[int | None], seeds: Sequence[int], sampler: Sampler
     ) -> str:
-        """The command line that draws the same pictures from this folder: what differs from sample.py's defaults."""
-        given: dict[str, object] = {
-            "checkpoint": _quoted(_path_text(saved.found.folder)),
+        """The sample.py command that draws the same pictures from the working folder; defaults are left out."""
+        guidance, options = asdict(sampler.guidance), vars(self.options)
+        given = {
+            "checkpoint": _path_text(self.folder),
             "classes": classes,
             "seeds": f"{seeds[0]}-{seeds[-1]}" if isinstance(seeds, range) else seeds,
             "steps": sampler.steps,
             "solver": sampler.solver,
+            **{name: options[name] for name in DEFAULTS if options[name] != DEFAULTS[name]},
+            "guidance": guidance["kind"],
+            **{f"guidance.{name}": guidance[name] for name, shown in controls(guidance["kind"]).items() if shown},
+            "guidance.checkpoint": weaker and _path_text(weaker.found.folder),
         }
-        options = vars(self.options)
-        given |= {name: options[name] for name in DEFAULTS if options[name] != DEFAULTS[name]}
-        if self.options.autoencoder is not None:
-            given["autoencoder"] = _quoted(self.options.autoencoder)
-        given["guidance"] = sampler.guidance.kind
-        asked = {name: getattr(sampler.guidance, name) for name, shown in controls(given["guidance"]).items() if shown}
-        asked |= {"checkpoint": _quoted(_path_text(weaker.found.folder))} if weaker else {}
-        given |= {f"guidance.{name}": value for name, value in asked.items() if value is not None}
-        words = [f"{key}={written(value)}" for key, value in given.items()]
+        words = [f"{key}={_spelt(value)}" for key, value in given.items() if value is not None]
         return shlex.join(["python", self.sample_script, *words])
 
 
@@ -269,7 +258,7 @@ def _read_seeds(text: str) -> Sequence[int]:
 
 
 def _keep(kept: dict, key: object, value: object, count: int) -> None:
-    """Store the newest value; at most `count` stay."""
+    """Store a value, and forget the oldest ones so that at most `count` stay."""
     while len(kept) >= count:
         kept.pop(next(iter(kept)))
     kept[key] = value
@@ -281,10 +270,12 @@ def _path_text(folder: Path) -> str:
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
-def _quoted(text: str) -> str:
-    """Text as Hydra reads it as such."""
-    plain = re.fullmatch(r"[A-Za-z~./][\w./~-]*", text, re.ASCII) and text.lower() not in ("null", "true", "false")
-    return text if plain else "'" + text.replace("'", r"\'") + "'"
+def _spelt(value: object) -> str:
+    """A value as Hydra reads it: text in quotes unless it is plain."""
+    plain = re.compile(r"(?!(null|true|false)$)[a-z~./][\w./~-]*|\d+-\d+", re.ASCII | re.IGNORECASE)
+    if not isinstance(value, str) or plain.fullmatch(value):
+        return written(value)
+    return "'" + value.replace("'", r"\'") + "'"
 
 
 def page(explorer: Explorer, query: Mapping[str, list[str]]) -> Iterator[str]:
@@ -292,15 +283,15 @@ def page(explorer: Explorer, query: Mapping[str, list[str]]) -> Iterator[str]:
 
     query  of the address; {}: the form is new, and nothing is drawn.
     """
-    names, first = explorer.class_names, {"A": "none", "B": "cfg" if explorer.saved.label_drop else "sparse"}
-    classes = query.get("classes", []) if query else spread_classes(len(explorer.saved.latents.classes), 4)
-    seeds = query.get("seeds", ["0-5"])[0]
+    saved, names = explorer.saved, explorer.class_names
+    classes = query.get("classes", []) if query else spread_classes(len(saved.latents.classes), 4)
+    chosen, seeds = {*map(str, classes)}, query.get("seeds", ["0-5"])[0]
     values = {name: value for name, (_, value, _) in FIELDS.items()}
-    sides = {side: values | {"kind": kind} for side, kind in first.items()}
+    values |= {"steps": str(saved.process.default_steps), "solver": saved.process.default_solver}
+    sides = {"A": values | {"kind": "none"}, "B": values | {"kind": "cfg" if saved.label_drop else "sparse"}}
     for key, (value, *_) in query.items():
         name, _, side = key.rpartition("-")
         sides.get(side, {})[name] = value
-    chosen = {*map(str, classes)}
     parts = {
         "title": escape(explorer.title),
         "about": escape(explorer.about),
@@ -312,28 +303,24 @@ def page(explorer: Explorer, query: Mapping[str, list[str]]) -> Iterator[str]:
         ),
         "classes": "".join(_box("classes", name, str(label), str(label) in chosen) for name, label in names.items()),
         "seeds": escape(seeds),
-        "sides": "".join(_side_form(explorer, side, form) for side, form in sides.items()),
+        "sides": "".join(_side_form(side, form) for side, form in sides.items()),
         "others": "".join(f"<option>{escape(other)}</option>" for other in explorer.others),
     }
     yield filled("explorer.html", parts)
     for side, form in sides.items() if query else ():
         try:
-            shown = explorer.draw(read_side(form), [int(label) for label in classes], seeds)
+            shown, png = explorer.draw(read_side(form), [int(label) for label in classes], seeds), io.BytesIO()
+            shown.grid.save(png, "PNG")
+            picture = f'<img alt="samples of {side}" src="{picture_uri("png", png.getvalue())}">'
+            content = f"<p>{escape(shown.told)}</p>{picture}<pre>{escape(shown.command)}</pre>"
         except (ValueError, OSError, torch.OutOfMemoryError) as error:
-            yield f'<section id="{side}"><p class="refused" role="alert">{escape(error)}</p></section>'
-            continue
-        png = io.BytesIO()
-        shown.grid.save(png, "PNG")
-        picture = f'<img alt="samples of {side}" src="{picture_uri("png", png.getvalue())}">'
-        yield f'<section id="{side}"><p>{escape(shown.told)}</p>{picture}<pre>{escape(shown.command)}</pre></section>'
+            content = f'<p class="refused" role="alert">{escape(error)}</p>'
+        yield f'<section id="{side}">{content}</section>'
     yield "</div></body></html>\n"
 
 
-def _side_form(explorer: Explorer, side: str, form: Mapping[str, str]) -> str:
+def _side_form(side: str, form: Mapping[str, str]) -> str:
     """The settings of one side; the style hides those without an effect for the chosen kind."""
-    process = explorer.saved.process
-    own = {"steps": str(process.default_steps), "solver": process.default_solver}
-    form = {name: value or own.get(name, "") for name, value in ({"solver": ""} | form).items()}
     parts = []
     for name, choices in (("kind", KINDS), ("solver", get_args(Solver))):
         options = "".join(f'<option value="{v}"{" selected" * (v == form[name])}>{v}</option>' for v in choices)
@@ -352,9 +339,9 @@ def _box(name: str, label: str, value: str, checked: bool) -> str:
 
 
 class PageHandler(BaseHTTPRequestHandler):
-    """Answers with the page of its server's `explorer`, under this machine's own names alone.
+    """Answers with the page of `server.explorer` where a request names this machine itself.
 
-    Under another name a page from elsewhere could read along.
+    Under a name of its own a web page from elsewhere could read along.
     """
 
     def do_GET(self) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tread.drawing.charts import Line, Panel
 from tread.evaluation.metric_table import METRICS
@@ -15,8 +15,7 @@ from tread.evaluation.score_files import sampler_told
 DEPTH = ("", "*/", "*/*/")  # how far below a run's folder scores are looked for
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """A scoring: `values` by the columns of fid.csv, and the notes of its fid.json.
 
     counts  metric → its number of samples, where that is not the scoring's.
@@ -27,11 +26,9 @@ class Score:
     notes: list[str]
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """The table of a guidance sweep.
+class Sweep(NamedTuple):
+    """A guidance sweep: the rows of sweep.csv, and the kind of guidance for people.
 
-    kind     what was swept, for people.
     without  the score without guidance; {} if it was not taken.
     """
 
@@ -45,68 +42,71 @@ def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
     """All scorings of a run by time, without those of its sweeps; and what could not be read."""
     scores, problems = {}, []
     swept = {path.parent for path in _below(folder, "sweep.csv")}
-    for pattern in ("*fid*.json", "fid*.csv"):
-        for path in _below(folder, pattern):
-            for record in _read(path, problems) if not swept & {*path.parents} else ():
-                settings, counts, lacks = (_section(record, key) for key in ("settings", "counts", "unavailable"))
-                values = settings | record
-                if pattern == "*fid*.json":
-                    values["sampler"] = sampler_told(values)
-                shift = str(values.get("sampler") or "").partition(", ")[2]  # a line of old code lacks the solver
-                key = (str(values.get("time")), str(values.get("step")), shift)
-                if path.suffix == ".csv" or counts:
-                    counts = {name: n for name, n in counts.items() if isinstance(n, int) and n != record.get("count")}
-                    notes = [f"{name} is unavailable: {why}" for name, why in lacks.items()]
-                    warnings = record.get("warnings")
-                    notes += map(str, warnings) if isinstance(warnings, list) else []
-                    scores.setdefault(key, Score(values, counts, notes))
+    for path in [*_below(folder, "*fid*.json"), *_below(folder, "fid*.csv")]:
+        for record in _read(path, problems) if not swept & {*path.parents} else ():
+            settings, counts, lacks = (_section(record, key) for key in ("settings", "counts", "unavailable"))
+            values = settings | record
+            if path.suffix == ".json":
+                values["sampler"] = sampler_told(values)
+            shift = str(values.get("sampler") or "").partition(", ")[2]  # a line of old code lacks the solver
+            key = (str(values.get("time")), str(values.get("step")), shift)
+            if path.suffix == ".csv" or counts:
+                counts = {name: n for name, n in counts.items() if isinstance(n, int) and n != record.get("count")}
+                warnings = record.get("warnings")
+                notes = [f"{name} is unavailable: {why}" for name, why in lacks.items()]
+                notes += map(str, warnings) if isinstance(warnings, list) else []
+                scores.setdefault(key, Score(values, counts, notes))
     return [scores[key] for key in sorted(scores)], problems
 
 
-def find_sweeps(folder: Path, run: Path | None = None) -> tuple[list[Sweep], list[str]]:
-    """Sweeps in a folder and below, and those beside it that were made from `run`; and what could not be read."""
+def find_sweeps(folder: Path, beside: bool) -> tuple[list[Sweep], list[str]]:
+    """The sweeps in a folder and, if asked, those beside it that were made from it; and what could not be read."""
     sweeps, problems = [], []
-    beside = sorted(run.parent.glob("*/sweep.csv")) if run else ()
-    for path in dict.fromkeys([*_below(folder, "sweep.csv"), *beside]):
+    below, others = _below(folder, "sweep.csv"), sorted(folder.parent.glob("*/sweep.csv")) if beside else []
+    for path in dict.fromkeys([*below, *others]):
         scored = [record for score in sorted(path.parent.glob("*/fid.json")) for record in _read(score, [])]
         made_from = {Path(str(record.get("checkpoint"))).resolve().parent for record in scored}
-        if path in beside and folder not in path.parents and run.resolve() not in made_from:
+        if path not in below and folder.resolve() not in made_from:
             continue
         kinds = [str(_section(record, "settings").get("guidance", "")).partition(" ")[0] for record in scored]
-        without = [record for record in _read(path.parent / "none" / "fid.json", []) if record]
         if rows := _read(path, problems):
             kind = next((f"guidance={kind}" for kind in kinds if kind not in ("", "none")), "")
-            sweeps.append(Sweep(path.parent, rows, kind, without[0] if without else {}))
+            without = _read(path.parent / "none" / "fid.json", []) or [{}]
+            sweeps.append(Sweep(path.parent, rows, kind, without[0]))
     return sweeps, problems
 
 
-def curves_of(sweep: Sweep) -> list[Panel]:
-    """Each metric against ω, a line for each pair of ratios and interval, and without guidance as a level."""
+def curves_of(table: list[dict], without: dict) -> list[Panel]:
+    """Each metric of a sweep against ω, a line for each pair of ratios and interval, named by them and its cost.
+
+    table    the rows of sweep.csv.
+    without  the score without guidance, a level in each panel; {} if it was not taken.
+    """
+    settings: dict[tuple, list[dict]] = {}
+    for row in table:
+        numbers = {key: _number(value) for key, value in row.items()}
+        ratios = [numbers.get(key) or 0.0 for key in ("strong", "weak")]
+        settings.setdefault((*ratios, row.get("interval")), []).append(numbers)
+    named = []
+    for (strong, weak, interval), rows in settings.items():
+        parts = [f"ratios {strong:g} and {weak:g}"] if any(max(key[:2]) for key in settings) else []
+        parts += [f"within {interval}"] if interval else []
+        cost = max(row.get("flops_relative") or 0.0 for row in rows)
+        parts += [f"{cost:.2f} times the FLOPs"] if cost else []
+        named.append((", ".join(parts) or "all noise levels", rows))
     panels = []
+    counts = "/".join(dict.fromkeys(f"{_number(row.get('count')) or 0:,.0f}" for row in table))
     for name, metric in METRICS.items():
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for row in sweep.rows:
-            scale, value = _number(row.get("scale")), _number(row.get(name))
-            if scale is not None and value is not None:
-                lines.setdefault(_setting(row, sweep.rows), []).append((scale, value))
+        lines = []
+        for called, rows in named:
+            points = [(row.get("scale"), row.get(name)) for row in rows]
+            points = sorted(point for point in points if None not in point)
+            lines += [Line(called, *zip(*points))] if points else []
         if lines:
-            drawn = [Line(setting, *zip(*sorted(points))) for setting, points in lines.items()]
-            level = _number(sweep.without.get(name))
-            counts = "/".join(dict.fromkeys(f"{_number(row.get('count')) or 0:,.0f}" for row in sweep.rows))
+            level = _number(without.get(name))
             levels = {} if level is None else {"no guidance": level}
-            panels.append(Panel(f"{metric.label}, {counts} samples", "ω", metric.title, drawn, levels=levels))
+            panels.append(Panel(f"{metric.label}, {counts} samples", "ω", metric.title, lines, levels=levels))
     return panels
-
-
-def _setting(row: dict, rows: list[dict]) -> str:
-    """What tells a line of a sweep from the others: ratios if it has any, and interval; and its cost."""
-    routed = any(_number(other.get(key)) for other in rows for key in ("strong", "weak"))
-    same = [other for other in rows if all(other.get(key) == row.get(key) for key in ("strong", "weak", "interval"))]
-    cost = max((_number(other.get("flops_relative")) or 0.0 for other in same), default=0.0)
-    ratios = " and ".join(f"{_number(row.get(key)) or 0.0:g}" for key in ("strong", "weak"))
-    interval = f"within {row['interval']}" if row.get("interval") else ""
-    times = f"{cost:.2f} times the FLOPs" if cost else ""
-    return ", ".join(filter(None, (f"ratios {ratios}" * routed, interval, times))) or "all noise levels"
 
 
 def _below(folder: Path, pattern: str) -> list[Path]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from tread.drawing.charts import Line, Panel
+from tread.drawing.charts import Panel
 from tread.runtime.files import explain_failure, whole_file
 
 HERE = Path(__file__).resolve().parent
@@ -135,14 +135,13 @@ def escape(text: object) -> str:
 
 def _plain(panel: Panel) -> dict:
     """A panel for JSON: long curves with fewer points, numbers to six digits."""
-
-    def thinned(line: Line) -> Line:
+    lines = []
+    for line in panel.lines:
         every, last = math.ceil(len(line.x) / POINTS), len(line.x) - 1
         kept = [n for n in range(len(line.x)) if n % every == 0 or n == last]
-        values = (s and [float(f"{s[n]:.6g}") for n in kept] for s in (line.x, line.y, line.spread))
-        return Line(line.name, *values, line.dashed)
-
-    return asdict(replace(panel, lines=[thinned(line) for line in panel.lines]))
+        x, y, spread = (s and [float(f"{s[n]:.6g}") for n in kept] for s in (line.x, line.y, line.spread))
+        lines.append(replace(line, x=x, y=y, spread=spread))
+    return asdict(replace(panel, lines=lines))
 
 
 def data_uri(path: Path) -> tuple[str, bool]:

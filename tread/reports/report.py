@@ -5,22 +5,14 @@ from __future__ import annotations
 import datetime
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from tread.evaluation.metric_table import METRICS, heldout_titles
-from tread.reports.comparison import (
-    SeedGroup,
-    axes_of,
-    cautions,
-    group_runs,
-    panel,
-    results_table,
-    unit,
-    unlike,
-    verdicts,
-)
+from tread.reports.comparison import SeedGroup, cautions, charts, group_runs, results_table, unit, unlike, verdicts
 from tread.reports.known_scores import Score, curves_of, find_scores, find_sweeps
 from tread.reports.page import Page, data_uri
 from tread.reports.runs import Found, find_run, told_time
@@ -38,7 +30,6 @@ SPENT = {  # keys of metrics.jsonl → what took those seconds, beside the train
     "save_seconds": "saving checkpoints",
 }
 PICTURES = 48  # in a page, of all runs together
-AXES = {"step": "steps", "flops": "FLOPs", "seconds": "time"}
 ABOUT = {  # a scoring's columns beside its metrics
     "count": "samples",
     "guidance": "guidance",
@@ -53,10 +44,10 @@ ABOUT = {  # a scoring's columns beside its metrics
 
 @dataclass(frozen=True)
 class Subject:
-    """What a report is about.
+    """The runs and sweeps that a report is about.
 
     groups  the runs, those that differ by their seed alone together.
-    names   a run's folder → its name on the page, which no other run has.
+    names   a run's folder → its name on the page, which no other run has; in the order of the runs.
     sweeps  folders of guidance sweeps that were named beside the runs.
     """
 
@@ -103,12 +94,11 @@ def subject_of(runs: Sequence[Found], sweeps: Sequence[Path]) -> Subject:
     groups += [SeedGroup(run.folder.resolve().name, [run]) for run in alone]
     called = [group.name for group in groups]
     groups = [replace(g, name=str(g.runs[0].folder)) if called.count(g.name) > 1 else g for g in groups]
-    names = {
-        run.folder: f"{group.name}, {run.folder.name}" if len(group.runs) > 1 else group.name
-        for group in groups
-        for run in group.runs
-    }
-    return Subject(runs, groups, names, sweeps)
+    names = {}
+    for group in groups:
+        for run in group.runs:
+            names[run.folder] = f"{group.name}, {run.folder.name}" if len(group.runs) > 1 else group.name
+    return Subject(runs, groups, {run.folder: names[run.folder] for run in runs}, sweeps)
 
 
 def add_results(page: Page, subject: Subject) -> None:
@@ -122,7 +112,7 @@ def add_results(page: Page, subject: Subject) -> None:
 def add_troubles(page: Page, subject: Subject) -> None:
     texts = [subject.said(run, text) for run in subject.runs for text in troubles_of(run)]
     if len(subject.comparable) > 1:
-        texts += [text for text in cautions(subject.comparable) if " is at step " not in text]
+        texts += cautions(subject.comparable)
     page.section("Warnings")
     page.points(texts, "warnings")
     if not texts:
@@ -130,11 +120,10 @@ def add_troubles(page: Page, subject: Subject) -> None:
 
 
 def troubles_of(run: Found) -> list[str]:
-    """What a reader of this run's numbers should know, the worst first."""
-    texts, planned = [], value_at(run.config, "train.steps")
-    early = isinstance(planned, int) and run.step < planned
-    if run.status.get("state") != "finished" or early:
-        texts.append(f"{run.state()}, at step {run.step:,}" + (f" of {planned:,}" if isinstance(planned, int) else ""))
+    """Warnings to a reader of this run's numbers, the worst first."""
+    texts, starts, planned = [], run.starts, value_at(run.config, "train.steps")
+    if run.status.get("state") != "finished" or (planned is not None and run.step < planned):
+        texts.append(f"{run.state()}, at step {run.progress}")
     texts += run.problems
     if bad := [record for record in run.records if record.get("bad_steps")]:
         before = [r["step"] for r in run.records if "bad_steps" in r and r["step"] < bad[0]["step"]]
@@ -147,15 +136,14 @@ def troubles_of(run: Found) -> list[str]:
             texts.append(f"the {called} is {absurd[0][name]:.3g} at step {absurd[0]['step']:,}")
     if run.config and not value_at(run.config, "dataset.heldout"):
         texts.append("there is no held-out data, so no evaluation")
-    texts += [str(text) for start in run.starts for text in start["warnings"]]
-    if len(run.starts) > 1:
-        steps = ", ".join(f"{start['step']:,}" for start in run.starts[1:])
-        texts.append(f"started again at step {steps}")
-    for before, now in zip(run.starts, run.starts[1:]):
+    texts += [str(text) for start in starts for text in start["warnings"]]
+    if len(starts) > 1:
+        texts.append("started again at step " + ", ".join(f"{start['step']:,}" for start in starts[1:]))
+    for before, now in zip(starts, starts[1:]):
         for key, (old, new) in differences(before["config"], now["config"]).items():
             if key not in LAUNCH:
                 texts.append(f"{key} was {written(old)}, is {written(new)} from step {now['step']:,} on")
-    commits = list(dict.fromkeys(str(start["versions"].get("git")) for start in run.starts))
+    commits = list(dict.fromkeys(str(start["versions"].get("git")) for start in starts))
     if len(commits) > 1:
         texts.append(f"its code changed between starts: commits {', '.join(commits)}")
     elif commits and commits[0].endswith("+changes"):
@@ -190,31 +178,18 @@ def add_samples(page: Page, subject: Subject) -> None:
 
 def evenly(items: Sequence, most: int) -> list:
     """At most so many items (two at least), evenly chosen, with the first and the last."""
-    most = max(2, most)
-    if len(items) <= most:
-        return [*items]
-    return [items[round(number * (len(items) - 1) / (most - 1))] for number in range(most)]
+    return [items[place] for place in np.linspace(0, len(items) - 1, min(len(items), max(2, most))).round().astype(int)]
 
 
 def add_curves(page: Page, subject: Subject) -> None:
     groups = subject.groups
     shown = [m for m in METRICS if METRICS[m].curve and any(len(group.curve(m)) > 1 for group in groups)]
-    rates = {point.value for group in groups for point in group.curve("lr")}
-    shown = [metric for metric in shown if metric != "lr" or len(rates) > 1]  # a constant one stands in the settings
-    axes, charts = axes_of(groups, shown), []
-    if not axes:
+    if len({point.value for group in groups for point in group.curve("lr")}) < 2:
+        shown = [metric for metric in shown if metric != "lr"]  # a constant one stands in the settings
+    if not shown:
         return
-    for metric in shown:
-        drawn = [group for group in groups if group.curve(metric)]
-        charts.append({AXES[axis]: panel(drawn, metric, axis) for axis in axes})
-        routed = [bool((group.config.get("model") or {}).get("routes")) for group in drawn]
-        if "model.routes" in METRICS[metric].alike and any(routed):  # it means something else with routes
-            for axis, drawing in charts[-1].items():
-                lines = [replace(line, dashed=dashed) for line, dashed in zip(drawing.lines, routed)]
-                title = f"{drawing.title}, with routes (dashed): not comparable to runs without"
-                charts[-1][axis] = replace(drawing, lines=lines, title=title)
     page.section("Curves")
-    page.curves(charts)
+    page.curves(charts(groups, shown))
     page.text(
         "Drag over a plot to zoom, double-click to go back. Bands are the standard deviation over seeds. Evaluation "
         "loss (edm) and velocity error (rf) are of the EMA weights with all tokens, on held-out data; compare runs by "
@@ -223,11 +198,12 @@ def add_curves(page: Page, subject: Subject) -> None:
 
 
 def add_scores(page: Page, subject: Subject) -> None:
-    for run in subject.runs:
-        scored, problems = find_scores(run.folder)
-        if (scored or problems) and "Scores" not in page.sections:
-            page.section("Scores")
-        if (scored or problems) and len(subject.runs) > 1:
+    each = [(run, *find_scores(run.folder)) for run in subject.runs]
+    each = [(run, scored, problems) for run, scored, problems in each if scored or problems]
+    if each:
+        page.section("Scores")
+    for run, scored, problems in each:
+        if len(subject.runs) > 1:
             page.heading(subject.names[run.folder])
         if scored:
             page.table(*score_table(scored, run))
@@ -238,22 +214,21 @@ def add_scores(page: Page, subject: Subject) -> None:
 def score_table(scored: Sequence[Score], run: Found) -> tuple[list[str], list[list[str]]]:
     """Head and rows, a scoring each, with the columns that any of them has."""
 
-    def known(names: Sequence[str]) -> list[str]:
+    def known(names: Iterable[str]) -> list[str]:
         return [name for name in names if any(score.values.get(name) not in (None, "") for score in scored)]
 
-    metrics, about, rows = known([*METRICS]), known([*ABOUT]), []
+    metrics, about, rows = known(METRICS), known(ABOUT), []
     for score in scored:
-        cells = [_cell(score.values.get(name)) for name in metrics]
-        counts = [f" of {score.counts[name]:,}" if name in score.counts else "" for name in metrics]
         path = str(score.values.get("samples", ""))
         where = path.removeprefix(f"{run.folder}/").removeprefix(f"{run.folder.resolve()}/")
         where = f"step {_cell(score.values['step'])}" if score.values.get("step") else where
-        rows.append([where, *map(str.__add__, cells, counts), *(_cell(score.values.get(key)) for key in about)])
+        counts = {name: f" of {count:,}" for name, count in score.counts.items()}
+        rows.append([where, *(_cell(score.values.get(name)) + counts.get(name, "") for name in (*metrics, *about))])
     return ["of", *(METRICS[m].title + METRICS[m].arrow for m in metrics), *(ABOUT[key] for key in about)], rows
 
 
 def _cell(value: object) -> str:
-    """A value of a record, or its text in a table, for people."""
+    """A value of a record as a table shows it."""
     try:
         return f"{float(value):,.0f}" if float(value).is_integer() else f"{float(value):.5g}"
     except (TypeError, ValueError):
@@ -262,50 +237,52 @@ def _cell(value: object) -> str:
 
 def add_sweeps(page: Page, subject: Subject) -> None:
     known, problems = {}, []
-    for folder, run in [*((run.folder,) * 2 for run in subject.runs), *((path, None) for path in subject.sweeps)]:
-        swept, wrong = find_sweeps(folder, run)
-        known = {sweep.folder.resolve(): (sweep, run) for sweep in swept} | known
+    for folder in (*subject.names, *subject.sweeps):
+        swept, wrong = find_sweeps(folder, beside=folder in subject.names)
+        known = {sweep.folder.resolve(): (sweep, subject.names.get(folder)) for sweep in swept} | known
         problems += wrong
     if known or problems:
         page.section("Guidance")
     for sweep, run in known.values():
-        page.heading(f"{sweep.folder}" + (f", with {subject.names[run]}" if run and len(subject.runs) > 1 else ""))
+        page.heading(f"{sweep.folder}, with {run}" if run and len(subject.runs) > 1 else str(sweep.folder))
         page.text(sweep.kind)
-        page.curves([{"": panel} for panel in curves_of(sweep)])
+        page.curves([{"": panel} for panel in curves_of(sweep.rows, sweep.without)])
     page.points(problems, "warnings")
 
 
 def add_time(page: Page, subject: Subject) -> None:
     page.section("Where the time went")
     each = [time_of(run) for run in subject.runs]
-    cells = [
-        {name: f"{duration(seconds)}, {seconds / sum(spent.values()):.1%}" for name, seconds in spent.items()}
-        | {"in all": duration(sum(spent.values()))}
-        for spent in each
-    ]
-    rows = [[name, *(cell.get(name, ABSENT) for cell in cells)] for name in {n: 0 for c in cells for n in c}]
-    page.table(["", *(subject.names[run.folder] for run in subject.runs)], rows)
+    totals = [sum(spent.values()) for spent in each]
+    rows = []
+    for name in dict.fromkeys(name for spent in each for name in spent):
+        shares = [(spent.get(name), total) for spent, total in zip(each, totals)]
+        rows.append([name, *(f"{duration(own)}, {own / total:.1%}" if own else ABSENT for own, total in shares)])
+    page.table(["", *subject.names.values()], [*rows, ["in all", *map(duration, totals)]])
     if any(len(run.starts) > 1 for run in subject.runs):
         page.text("What was done twice, after a restart, counts once.")
 
 
 def time_of(run: Found) -> dict[str, float]:
-    """What took the run's seconds, in the order of a run; for old records, as far as they tell."""
-    total, first = run.last("seconds") or 0.0, sum(r.get("first_step_seconds", 0.0) for r in run.records)
-    starts = [r for r in run.records if "cold_start_seconds" in r]
-    waited, since = 0.0, 0.0
+    """The seconds that each part of a run took, in their order; of old records, as far as they tell."""
+    rest = run.status.get("spent")
+    records = [*run.records, rest if isinstance(rest, dict) else {}]
+
+    def total(key: str) -> float:
+        return sum(record.get(key, 0.0) for record in records)
+
+    waited = since = 0.0
     for record in run.records:
         if "data_wait" in record and "seconds" in record:
             waited += record["data_wait"] * max(0.0, record["seconds"] - since)
             since = record["seconds"]
-    rest = run.status.get("spent")
-    numbers = [*run.records, rest if isinstance(rest, dict) else {}]
+    first = total("first_step_seconds")
     parts = {
-        "start, before the first step": sum(r["cold_start_seconds"] - r.get("first_step_seconds", 0.0) for r in starts),
+        "start, before the first step": total("cold_start_seconds") - first,
         "the first step of each start": first,
-        "other training steps": max(0.0, total - first - waited),
+        "other training steps": max(0.0, (run.last("seconds") or 0.0) - first - waited),
         "waiting for data": waited,
-        **{called: sum(record.get(key, 0.0) for record in numbers) for key, called in SPENT.items()},
+        **{called: total(key) for key, called in SPENT.items()},
     }
     return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
@@ -317,9 +294,8 @@ def duration(seconds: float) -> str:
 
 def add_settings(page: Page, subject: Subject) -> None:
     page.section("What ran")
-    facts = [facts_of(run) for run in subject.runs]
-    names = [subject.names[run.folder] for run in subject.runs]
-    page.table(["", *names], [[key, *(fact[key] for fact in facts)] for key in facts[0]])
+    names, facts = subject.names.values(), [facts_of(run) for run in subject.runs]
+    page.table(["", *names], [[name, *(fact[name] for fact in facts)] for name in facts[0]])
     if len(subject.runs) > 1:
         page.heading("Settings that differ")
         apart = unlike([run.config for run in subject.runs])
@@ -332,10 +308,9 @@ def add_settings(page: Page, subject: Subject) -> None:
 
 
 def facts_of(run: Found) -> dict[str, str]:
-    """What ran, on what, at which cost, by name."""
-    config, last, first = run.config, run.starts[-1] if run.starts else {}, run.starts[0] if run.starts else {}
-    versions = last.get("versions", {})
-    batch, planned = value_at(config, "train.batch_size"), value_at(config, "train.steps")
+    """A run's state, network, data, device and costs, by name."""
+    config, (first, last) = run.config, [run.starts[place] if run.starts else {} for place in (0, -1)]
+    versions, batch = last.get("versions", {}), value_at(config, "train.batch_size")
     seconds, flops, words, count = run.last("seconds"), run.last("flops"), last.get("command"), last.get("processes")
     hashed, plus, rest = str(versions.get("git") or "").partition("+")
     device = ", ".join(str(last[key]) for key in ("device", "precision") if last.get(key))
@@ -347,8 +322,8 @@ def facts_of(run: Found) -> dict[str, str]:
         "objective": config.get("objective"),
         "seed": config.get("seed"),
         "first weights": first.get("weights"),
-        "steps": f"{run.step:,}" + (f" of {planned:,}" if isinstance(planned, int) else ""),
-        "images": f"{run.step * batch:,} in batches of {batch:,}" if isinstance(batch, int) else None,
+        "steps": run.progress,
+        "images": batch and f"{run.step * batch:,} in batches of {batch:,}",
         "training FLOPs": flops and f"{flops:.4g}",
         "training time": seconds and duration(seconds),
         "device": f"{count} processes on {device}" if isinstance(count, int) and count > 1 else device,

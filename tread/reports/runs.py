@@ -43,6 +43,11 @@ class Found:
         stated = self.status.get("step")
         return max([stated if isinstance(stated, int) else 0, *(record["step"] for record in self.records)])
 
+    @property
+    def progress(self) -> str:
+        """The last step, and how many the settings ask for, if these are known."""
+        return f"{self.step:,}" + (f" of {self.config['train']['steps']:,}" if self.config else "")
+
     def last(self, key: str) -> float | None:
         return next((record[key] for record in reversed(self.records) if key in record), None)
 
@@ -122,7 +127,7 @@ def _numbers(record: object) -> dict:
 
 
 def _typed(start: dict) -> dict:
-    """A start, with an empty value where there is none of the right type."""
+    """A start of run.json, with empty values for keys that are missing or of a wrong type."""
     kinds = {"step": int, "config": dict, "versions": dict, "warnings": list}
     return start | {key: start[key] if isinstance(start.get(key), kind) else kind() for key, kind in kinds.items()}
 
