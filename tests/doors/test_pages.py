@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import explore
 import export_checkpoint
 import guidance_sweep
 import import_checkpoint
@@ -57,7 +56,6 @@ NOT_RUN = {  # how a command starts → why it is neither run nor composed
     "python -m pytest": "these are the tests",
     "python scripts/compare_runs.py results/seeds-": "of runs that are composed alone",
     "python studies/": "trains for minutes to days (tests/doors/test_studies.py reads their words)",
-    "python scripts/explore.py": "serves a page",
     "python train.py --config-dir": "of a folder of the reader's",
     "python train.py plugins=": "of a file of the reader's (tests/training/test_plugins.py)",
     "python benchmarks/": "measures for minutes (step_time.py, which takes train.py's options, is composed)",
@@ -181,7 +179,6 @@ DOORS = {  # script → its config, the keys it knows, and how it reads them
     ),
     "scripts/export_checkpoint.py": ("export_checkpoint", *read_as(export_checkpoint.Options)),
     "scripts/reconstruct_ema.py": ("reconstruct_ema", *read_as(reconstruct_ema.Options)),
-    "scripts/explore.py": ("explore", *read_as(explore.ExplorerOptions)),
     "scripts/guidance_sweep.py": (
         "guidance_sweep",
         [*schema.known_keys(scoring.ScoringOptions), *schema.known_keys(guidance_sweep.Sweep, "sweep.")],
