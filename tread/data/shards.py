@@ -14,9 +14,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from tread.data.index import check_labels, check_sha256
+from tread.data.index import check_labels, check_sha256, named_file
 from tread.data.latents import LatentSpec
-from tread.runtime.files import plain_name, size_text
+from tread.runtime.files import size_text
 
 Placement = Literal["mmap", "ram", "device"]
 PLACEMENTS = get_args(Placement)
@@ -36,11 +36,9 @@ def write_array(file: BinaryIO, array: np.ndarray | Stream) -> None:
 
     Raises ValueError if the parts of a stream do not add up to its shape.
     """
-    parts = array.parts if isinstance(array, Stream) else [array]
-    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(array.dtype)), "fortran_order": False}
-    np.lib.format.write_array_header_1_0(file, {**header, "shape": array.shape})
-    count = 0
-    for part in parts:
+    descr, count = np.lib.format.dtype_to_descr(np.dtype(array.dtype)), 0
+    np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": array.shape})
+    for part in array.parts if isinstance(array, Stream) else [array]:
         if part.dtype != array.dtype or part.shape[1:] != array.shape[1:]:
             raise ValueError(f"a part is {part.dtype} {part.shape}, but the array {array.dtype} {array.shape}")
         file.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
@@ -49,19 +47,15 @@ def write_array(file: BinaryIO, array: np.ndarray | Stream) -> None:
         raise ValueError(f"the parts hold {count} rows, but must hold {array.shape[0]}")
 
 
-def open_array(
-    folder: Path, entry: Mapping, kind: str, dtype: str, shape: tuple[int, ...], hashed: bool, then: str = ""
-) -> np.memmap:
+def open_array(folder: Path, entry: Mapping, kind: str, dtype: str, shape: tuple[int, ...], hashed: bool) -> np.memmap:
     """Memory-map a dataset's .npy file read-only.
 
     entry   the part of index.json that names the file by its kind, with its sha256.
-    hashed  compare the hash too; `then` says what to do if it differs.
+    hashed  compare the hash too.
 
     Raises FileNotFoundError or ValueError unless the file is what index.json says.
     """
-    path = folder / plain_name(entry[kind], folder / "index.json")
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing, though index.json names it; prepare the dataset again")
+    path = named_file(folder, entry[kind])
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
@@ -73,7 +67,7 @@ def open_array(
     if not array.flags.c_contiguous:
         raise ValueError(f"{path} is stored in Fortran order; save it in C order")
     if hashed:
-        check_sha256(path, entry[f"{kind}_sha256"], then)
+        check_sha256(path, entry[f"{kind}_sha256"])
     return array
 
 

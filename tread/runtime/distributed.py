@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from tread.runtime.device import use_cores, use_precision
-from tread.runtime.files import Lock, explain_failure
+from tread.runtime.files import Lock
 from tread.runtime.signals import PATIENCE
 
 T = TypeVar("T")
@@ -172,8 +172,6 @@ class Processes:
         """
         held = None
         if self.main:
-            with explain_failure(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 held = Lock(path, busy or "")
             except FileExistsError:
