@@ -118,8 +118,7 @@ class LatentDataset:
             self._open(index, full=self.verify == "full")
         except (KeyError, TypeError) as error:
             raise damaged(path, error) from error
-        placed = [self._latents, *(self._text.rows if self._text else ())]
-        place(placed, self.placement, self.device, self.folder)
+        place([self._latents, *(self._text.rows if self._text else ())], self.placement, self.device, self.folder)
 
     def _open(self, index: dict, full: bool) -> None:
         shards, self.labels = open_latents(self.folder, index, self.latents, full)

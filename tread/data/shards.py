@@ -140,10 +140,6 @@ class ShardRows:
         """Size of all rows."""
         return sum(array.nbytes for array in self._arrays)
 
-    @property
-    def device(self) -> torch.device:
-        return self._rows.device
-
     def place(self, device: torch.device) -> None:
         """Read all rows into a device's memory."""
         width, firsts = self._stride, (self._firsts * self._views).tolist()
@@ -165,10 +161,10 @@ class ShardRows:
         if views.max(initial=0) >= self._views:
             mirrored, views = np.broadcast_to(views >= self._views, indices.shape), views % self._views
         chosen = self._row_of[torch.from_numpy(indices)] + torch.as_tensor(views * self._stride)
-        lock = pin and self.device.type == "cpu"
-        shape = (len(indices), self._rows.shape[1])
-        batch = torch.empty(shape, dtype=self._rows.dtype, device=self.device, pin_memory=lock)
-        batch = torch.index_select(self._rows, 0, chosen.to(self.device), out=batch).view(-1, *self._shape)
+        device, shape = self._rows.device, (len(indices), self._rows.shape[1])
+        lock = pin and device.type == "cpu"
+        batch = torch.empty(shape, dtype=self._rows.dtype, device=device, pin_memory=lock)
+        batch = torch.index_select(self._rows, 0, chosen.to(device), out=batch).view(-1, *self._shape)
         if mirrored is not None:
             batch[mirrored] = batch[mirrored].flip(-1)
         return batch

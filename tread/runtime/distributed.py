@@ -133,13 +133,12 @@ class Processes:
         All raise its errors, unexpected ones as RuntimeError; OSError if another process has ended.
         """
         decided, error, told = None, None, None
-        if self.main:
-            try:
-                decided = decide()
-            except Exception as raised:  # nobody must wait for a process that has failed
-                error = told = raised
-                if not isinstance(error, (ValueError, OSError)):
-                    told = RuntimeError(f"the main process failed: {type(error).__name__}: {error}")
+        try:
+            decided = decide() if self.main else None
+        except Exception as raised:  # nobody must wait for a process that has failed
+            error = told = raised
+            if not isinstance(error, (ValueError, OSError)):
+                told = RuntimeError(f"the main process failed: {type(error).__name__}: {error}")
         try:
             decided, told = broadcast_object_list([decided, told])
         except RuntimeError as lost:  # torch.distributed's

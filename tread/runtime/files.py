@@ -124,11 +124,10 @@ def check_place(folder: Path, needed: int) -> None:
 def size_text(count: float) -> str:
     """A number of bytes to three digits: 812 B, 3.4 kB, 16 MB, 41.7 GB, 1.2 TB; a kB has 1,000."""
     rounded = float(f"{count:.3g}")
-    for unit in ("B", "kB", "MB", "GB"):
-        if rounded < 1000:
-            return f"{rounded:g} {unit}"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if rounded < 1000 or unit == "TB":
+            return f"{rounded:,g} {unit}"
         rounded /= 1000
-    return f"{rounded:,g} TB"
 
 
 def plain_name(name: object, where: object) -> str:
