@@ -69,10 +69,7 @@ def read_captions(folder: Path, index: dict) -> list[list[str]]:
 
 
 def parse_captions(file: Path) -> Iterable[list[str]]:
-    """The captions of each sample, line by line: a .jsonl file's lists or strings, or a .txt file's single captions.
-
-    Raises OSError, or ValueError that names the line.
-    """
+    """The captions of each sample, from a .jsonl or .txt file. Raises OSError, or ValueError that names the line."""
     if file.suffix not in (".jsonl", ".txt"):
         raise ValueError(
             f"{file} must be a .jsonl file, a line of JSON for each sample, or a .txt file, a caption a line"

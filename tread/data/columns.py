@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tread.data.index import damaged
 from tread.data.shards import ShardRows, open_array
 from tread.models.conditions import Text
 from tread.runtime.schema import Count, read
@@ -114,7 +115,7 @@ def open_features(folder: Path, index: dict, encoder: str, full: bool) -> tuple[
 
     full  look at all of them, hashes too; else at headers and sizes, and at some samples.
 
-    Raises FileNotFoundError or ValueError, KeyError or TypeError for a bad index.
+    Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad index.
     """
     section = index.get("features")
     make = f"python scripts/prepare_features.py dataset={folder} encoder={encoder}"
@@ -200,7 +201,6 @@ class TextSpec:
 class EncodedText:
     """An encoder's text of a dataset, opened for reading.
 
-    spec    the encoder, and the shape of what it makes.
     counts  (samples,) captions of each sample; those of sample i are numbers firsts[i] to firsts[i] + counts[i] − 1.
     rows    the tokens of all captions and, where the encoder pools, their pooled numbers.
     null    the empty caption, one row.
@@ -244,10 +244,9 @@ def read_spec(folder: Path, index: dict, encoder: str) -> TextSpec | None:
     if section is None:
         return None
     try:
-        known = {key: section[key] for key in TextSpec.__dataclass_fields__}
-        return read(known, TextSpec, f"text.{encoder}.")
+        return read({key: section[key] for key in TextSpec.__dataclass_fields__}, TextSpec, f"text.{encoder}.")
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{folder / 'index.json'} is damaged: {type(error).__name__}: {error}") from error
+        raise damaged(folder / "index.json", error) from error
 
 
 def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedText:

@@ -21,11 +21,8 @@ from tread.models.conditions import Text, each
 class Loader:
     """A process's rows of each global batch, on its device.
 
-    data           the dataset.
     seed           of the data order.
-    batch_size     samples in the global batch.
     micro_batches  the rows of the global batch that this process takes: adjacent slices, see split_batch.
-    device         where the samples go.
     steps          reading ahead stops before this step; None: never.
     ahead          how many steps are read ahead; None: 4 on a GPU, 0 on a CPU, which would have to do the reading.
     """

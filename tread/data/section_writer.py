@@ -122,10 +122,7 @@ class SectionWriter(ShardStore, ABC):
             self.write(number, parts(shard))
 
     def publish(self) -> None:
-        """Move all shards beside the latents, in place of older ones, and have index.json name them.
-
-        Raises OSError if some are missing.
-        """
+        """Move all shards beside the latents and have index.json name them. Raises OSError if some are missing."""
         self.check_complete()
         section = self.plan | self.shards([note["entry"] for note in self.notes()])
         path, index = self.folder / "index.json", read_index(self.folder)
@@ -153,8 +150,6 @@ def section_files(section: dict) -> list[str]:
 class TextWriter(SectionWriter):
     """An encoder's text of a dataset in the making. Its last shard is the empty caption, one row.
 
-    folder      of the dataset.
-    spec        the encoder, and the shapes of its text.
     counts      (samples,) number of captions of each sample, at least 1.
     shard_size  captions in a shard, the unit of resuming; None: as many as take 256 MB.
     """
@@ -179,10 +174,7 @@ class TextWriter(SectionWriter):
         return {**self.save("counts", 0, self.counts), "shards": entries[:-1], "null": entries[-1]}
 
     def write(self, number: int, parts: Iterable[Text]) -> None:
-        """Write a shard: the text of the captions in `ranges[number]`, in parts.
-
-        Raises ValueError for text that is not what `spec` says, or not finite in float16.
-        """
+        """Write a shard of text, in parts. Raises ValueError if it is not as `spec` says, or not finite in float16."""
         spec, count, where = self.spec, len(self.ranges[number]), f"shard {number} of text"
         text = reduce(join, parts)
         mask = text.mask.cpu().numpy()

@@ -186,10 +186,7 @@ class ShardRows:
 
 
 def place(rows: Sequence[ShardRows], placement: Placement, device: torch.device | str, folder: Path) -> None:
-    """Move the rows of the dataset in `folder` to where its placement asks: "mmap", "ram", or "device", the given one.
-
-    Raises ValueError if memory does not suffice.
-    """
+    """Move the rows of the dataset in `folder` to where `placement` asks. Raises ValueError if memory is short."""
     if placement == "mmap":
         return
     to = torch.device(device if placement == "device" else "cpu")

@@ -100,10 +100,7 @@ class ShardStore:
         return sum(len(self.ranges[number]) for number in numbers)
 
     def missing(self, verify: Processes | None = None) -> list[int]:
-        """The shards that are not there.
-
-        verify  read all files, under these processes' progress bar: a shard with a changed file is missing too.
-        """
+        """The shards that are not there. `verify` reads all files: then one that was changed is missing, too."""
         there = [number for number in range(len(self.ranges)) if self._note(number).exists()]
         if verify is not None:
             with verify.bar(f"checking {self.work.name}", self.rows(there)) as bar:

@@ -138,10 +138,7 @@ class DatasetWriter(ShardStore):
         write_json(self.data / "index.json", index)
 
     def publish(self, report: dict | None = None) -> None:
-        """Give the assembled dataset its name, and remove the work folder.
-
-        report  the content of report.json besides the plan, by which `is_finished` recognises the dataset.
-        """
+        """Give the dataset its name and, for `is_finished`, a report.json with the plan; remove the work folder."""
         if report is not None:
             write_json(self.data / "report.json", report | {"plan": self._report_plan})
         sync(self.data)

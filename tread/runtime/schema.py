@@ -104,17 +104,14 @@ def _with_stars(key: str) -> str:
 
 
 def _unknown(key: str, known: Collection[str]) -> ValueError:
-    """The error for an unknown key, with our name for it if it is another codebase's, else the nearest known key.
-
-    The last part of a key counts most.
-    """
+    """The error for an unknown key, with our name for another codebase's, else the nearest known key."""
     if told := ours(key, known):
         return ValueError(f"unknown setting {key!r}; {told}")
     spelt = _with_stars(key)
 
     def likeness(other: str) -> float:
         (section, _, name), (other_section, _, other_name) = spelt.rpartition("."), other.rpartition(".")
-        alike = difflib.SequenceMatcher(None, section, other_section).ratio()
+        alike = difflib.SequenceMatcher(None, section, other_section).ratio()  # a key's last part counts most
         return alike + 2 * difflib.SequenceMatcher(None, name, other_name).ratio() + (name == other_name)
 
     return ValueError(f"unknown setting {key!r}; the nearest known one is {max(known, key=likeness)!r}")
@@ -159,9 +156,7 @@ def written(value: object) -> str:
 def read(tree: dict, kind: type, prefix: str = "") -> Any:
     """Nested dict → a dataclass; its `plugins`, if it has that field, are imported first.
 
-    prefix  stands before the keys in errors.
-
-    Raises ValueError for unknown, missing or mistyped keys.
+    Raises ValueError for unknown, missing or mistyped keys, with `prefix` before them.
     """
     if "plugins" in _hints(kind) and isinstance(tree, dict):
         import_plugins(_convert(tuple[str, ...], tree.get("plugins", ()), "plugins", []))

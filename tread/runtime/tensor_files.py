@@ -60,10 +60,7 @@ def read_kind(path: Path, weights: str = "ema") -> tuple[str | None, dict[str, T
 
 
 def read_state_dicts(path: Path) -> dict[str | None, dict[str, Tensor]]:
-    """All weights in a file by kind, "ema" and "model", or None → weights of an unknown kind. Raises ValueError.
-
-    Tensors of a .pt file may be mapped from it.
-    """
+    """All weights in a file: "ema", "model" or, where it does not say which, None → state dict. Raises ValueError."""
     return {kind: plain_names(_tensors(*part)) for kind, part in _parts(path).items()}
 
 
@@ -155,14 +152,15 @@ def _with_label_table(state: dict[str, Tensor]) -> dict[str, Tensor]:
     The table's last row, for the null class, is zero, as a dropped label is there; this tells a square matrix
     from a table.
     """
-    shapes = [tuple(state[name].shape) for name in (LABELS, FIRST) if name in state]
-    if MASKDIT not in state or [len(shape) for shape in shapes] != [2, 4]:
-        return state
-    (rows, columns), (width, *_) = shapes
-    if rows != width or (columns == width and not state[LABELS][-1].any()):
+    if not {MASKDIT, LABELS, FIRST} <= state.keys():
         return state
     matrix = state[LABELS]
-    return {**state, LABELS: torch.cat([matrix.T, matrix.new_zeros(1, width)])}
+    if matrix.ndim != 2 or matrix.shape[:1] != state[FIRST].shape[:1]:
+        return state
+    rows, columns = matrix.shape
+    if rows == columns and not matrix[-1].any():
+        return state
+    return {**state, LABELS: torch.cat([matrix.T, matrix.new_zeros(1, rows)])}
 
 
 def listed(names: Iterable[str], most: int = 4) -> str:
