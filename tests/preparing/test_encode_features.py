@@ -264,17 +264,17 @@ def test_features_that_were_stopped_are_gone_on_with(prepare_latents, features, 
     ):
         features("encoder=own_patches:other")
     monkeypatch.undo()
-    write_whole = section_writer.write_whole
+    write_json = section_writer.write_json
 
-    def killed(path, text):
+    def killed(path, tree):
         if path.name == "index.json":
             raise KeyboardInterrupt
-        write_whole(path, text)
+        write_json(path, tree)
 
-    monkeypatch.setattr(section_writer, "write_whole", killed)
+    monkeypatch.setattr(section_writer, "write_json", killed)
     with pytest.raises(KeyboardInterrupt):
         features()
-    monkeypatch.setattr(section_writer, "write_whole", write_whole)
+    monkeypatch.setattr(section_writer, "write_json", write_json)
     assert "0 of 4 shards" in features()
     assert files(folder) == whole and not list(folder.glob(".*"))
     assert features() == f"{folder} holds the same features already\n"

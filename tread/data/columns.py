@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from tread.data.index import damaged
-from tread.data.shards import ShardRows, open_array
+from tread.data.shards import ShardRows, open_arrays
 from tread.models.conditions import Text
 from tread.runtime.schema import Count, read
 
@@ -105,8 +105,7 @@ def check_grid(grid: int, side: int, whose: str) -> None:
 
 def open_pictures(folder: Path, index: dict, full: bool) -> ShardRows:
     """The pictures that were kept with a dataset. Raises FileNotFoundError or ValueError, KeyError for a bad index."""
-    shape, shards = index["pictures"], index["shards"]
-    arrays = [open_array(folder, shard, "pictures", "uint8", (shard["count"], *shape), full) for shard in shards]
+    arrays = open_arrays(folder, index["shards"], "pictures", "uint8", index["pictures"], full)
     return ShardRows([array[:, None] for array in arrays])
 
 
@@ -121,20 +120,21 @@ def open_features(folder: Path, index: dict, encoder: str, full: bool) -> tuple[
     make = f"python scripts/prepare_features.py dataset={folder} encoder={encoder}"
     if section is None:
         raise ValueError(f"{folder} has no features: {make} makes them")
-    entries = [{**entry, "file_sha256": entry.get("sha256")} for entry in section["shards"]]
+    entries, shards = section["shards"], index["shards"]
     spec = read({key: section[key] for key in FeatureSpec.__dataclass_fields__}, FeatureSpec, "features.")
     if spec.encoder != encoder:
         raise ValueError(
             f"{folder} holds features of {spec.encoder}, not of {encoder}: ask for those, or replace them by "
             f"{make} again=true"
         )
-    if spec.of != latents_hash(index) or len(entries) != len(index["shards"]):
+    if spec.of != latents_hash(index) or len(entries) != len(shards):
         raise ValueError(f"the features in {folder} are of another dataset: replace them by {make} again=true")
-    shape = (index["views"], spec.grid**2, spec.width)
-    arrays = [
-        open_array(folder, entry, "file", "float16", (shard["count"], *shape), full)
-        for shard, entry in zip(index["shards"], entries)
+    entries = [
+        {"file": entry["file"], "file_sha256": entry.get("sha256"), "count": shard["count"]}
+        for entry, shard in zip(entries, shards)
     ]
+    row = (index["views"], spec.grid**2, spec.width)
+    arrays = open_arrays(folder, entries, "file", "float16", row, full)
     check_rows(folder, arrays, entries, full, f"{make} again=true")
     return spec, ShardRows(arrays)
 
@@ -267,13 +267,14 @@ def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedTex
     if section["of"] != latents_hash(index) or section["captions_sha256"] not in (None, captions.get("sha256")):
         raise ValueError(f"the text of {encoder} in {folder} is of other captions: replace it by {make}")
     entries = [*section["shards"], section["null"]]
-    counts = open_array(folder, section, "counts", "int32", (index["count"],), True).astype(np.int64)
+    counted = {**section, "count": index["count"]}
+    counts = open_arrays(folder, [counted], "counts", "int32", (), True)[0].astype(np.int64)
     kinds = {"file": (spec.dtype, spec.token_shape), "lengths": ("int32", ())}
     if spec.pooled is not None:
         kinds["pooled"] = ("float16", (spec.pooled,))
     tokens, lengths, *pooled = (
-        [open_array(folder, each, kind, dtype, (each["count"], *shape), full or kind == "lengths") for each in entries]
-        for kind, (dtype, shape) in kinds.items()
+        open_arrays(folder, entries, kind, dtype, row, full or kind == "lengths")
+        for kind, (dtype, row) in kinds.items()
     )
     if not counts.sum() == section["captions"] == sum(map(len, lengths[:-1])):
         raise ValueError(f"the text of {encoder} in {folder} disagrees on how many captions there are; {make}")

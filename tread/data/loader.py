@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ class Loader:
                 part = part.pin_memory()
             return part.to(self.device, non_blocking=to_gpu)
 
-        with torch.cuda.stream(self._stream):  # all of it: the gather, where the dataset lies on the device, too
+        with torch.cuda.stream(self._stream) if to_gpu else nullcontext():  # the gather too, which may be on the GPU
             batch = self.data.batch(self.seed, step, self.batch_size, self.rows, to_gpu)
             moved = Batch(*(each(move, part) if isinstance(part, (Tensor, Text)) else part for part in batch))
             return moved, self._stream and self._stream.record_event()

@@ -47,28 +47,36 @@ def write_array(file: BinaryIO, array: np.ndarray | Stream) -> None:
         raise ValueError(f"the parts hold {count} rows, but must hold {array.shape[0]}")
 
 
-def open_array(folder: Path, entry: Mapping, kind: str, dtype: str, shape: tuple[int, ...], hashed: bool) -> np.memmap:
-    """Memory-map a dataset's .npy file read-only.
+def open_arrays(
+    folder: Path, entries: Iterable[Mapping], kind: str, dtype: str, row: Sequence[int], hashed: bool
+) -> list[np.memmap]:
+    """Memory-map .npy files of a dataset read-only.
 
-    entry   the part of index.json that names the file by its kind, with its sha256.
-    hashed  compare the hash too.
+    entries  the parts of index.json that name a file each by its kind, with its sha256 and its count of rows.
+    row      the shape of a row.
+    hashed   compare the hashes too.
 
-    Raises FileNotFoundError or ValueError unless the file is what index.json says.
+    Raises FileNotFoundError or ValueError unless the files are what index.json says.
     """
-    path = named_file(folder, entry[kind])
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{path} is truncated or not an .npy file ({path.stat().st_size} bytes): {error}") from error
-    if array.dtype != dtype or array.shape != shape:
-        raise ValueError(f"{path} holds {array.dtype} {array.shape}, but index.json says {dtype} {shape}")
-    if array.offset + array.nbytes != path.stat().st_size:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, but its array takes {array.offset + array.nbytes}")
-    if not array.flags.c_contiguous:
-        raise ValueError(f"{path} is stored in Fortran order; save it in C order")
-    if hashed:
-        check_sha256(path, entry[f"{kind}_sha256"])
-    return array
+    arrays = []
+    for entry in entries:
+        path, shape = named_file(folder, entry[kind]), (entry["count"], *row)
+        try:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            size = path.stat().st_size
+            raise ValueError(f"{path} is truncated or not an .npy file ({size} bytes): {error}") from error
+        if array.dtype != dtype or array.shape != shape:
+            raise ValueError(f"{path} holds {array.dtype} {array.shape}, but index.json says {dtype} {shape}")
+        size, takes = path.stat().st_size, array.offset + array.nbytes
+        if size != takes:
+            raise ValueError(f"{path} has {size} bytes, but its array takes {takes}")
+        if not array.flags.c_contiguous:
+            raise ValueError(f"{path} is stored in Fortran order; save it in C order")
+        if hashed:
+            check_sha256(path, entry[f"{kind}_sha256"])
+        arrays.append(array)
+    return arrays
 
 
 def open_latents(folder: Path, index: dict, latents: LatentSpec, full: bool) -> tuple[list[np.memmap], np.ndarray]:
@@ -78,12 +86,11 @@ def open_latents(folder: Path, index: dict, latents: LatentSpec, full: bool) -> 
 
     Raises FileNotFoundError or ValueError, KeyError or TypeError for a bad index.
     """
-    path, arrays, labels = folder / "index.json", [], []
-    for shard in index["shards"]:
-        count = shard["count"]
-        arrays.append(open_array(folder, shard, "file", latents.dtype, (count, *latents.stored_shape), full))
-        labels.append(np.array(open_array(folder, shard, "labels", "int64", (count,), True)))
-        check_labels(labels[-1], len(latents.classes), folder / shard["labels"])
+    path, shards = folder / "index.json", index["shards"]
+    arrays = open_arrays(folder, shards, "file", latents.dtype, latents.stored_shape, full)
+    labels = open_arrays(folder, shards, "labels", "int64", (), True)
+    for shard, numbers in zip(shards, labels):
+        check_labels(numbers, len(latents.classes), folder / shard["labels"])
     if not arrays:
         raise ValueError(f"{path} names no shard")
     joined = np.concatenate(labels)

@@ -118,15 +118,14 @@ def _tensors(content: object, where: str) -> dict[str, Tensor]:
 def _flat(content: object) -> dict[str, dict]:
     """The networks in an ema_pytorch state dict by kind; {} for anything else."""
     names = [name for name in content if isinstance(name, str)] if isinstance(content, dict) else []
-    if not any(name.startswith(FLAT["ema"]) for name in names):
+    parts = {
+        kind: {name.removeprefix(prefix): content[name] for name in names if name.startswith(prefix)}
+        for kind, prefix in FLAT.items()
+    }
+    if not parts["ema"]:
         return {}
     rest = {name: content[name] for name in names if name not in COUNTERS and not name.startswith(tuple(FLAT.values()))}
-    parts = {}
-    for kind, prefix in FLAT.items():
-        part = {name.removeprefix(prefix): content[name] for name in names if name.startswith(prefix)}
-        if part:
-            parts[kind] = part | rest
-    return parts
+    return {kind: part | rest for kind, part in parts.items() if part}
 
 
 def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
