@@ -18,6 +18,7 @@ from sparse_dataset import write_sparse
 from torch.utils.data import DataLoader
 
 from tread.data.dataset import LatentDataset
+from tread.data.index import read_index
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.data.shards import PLACEMENTS
@@ -68,9 +69,8 @@ def test_batches_do_not_depend_on_who_reads_them_or_in_which_order(folder):
         def __getitem__(self, step):
             return data.batch(0, step, 8).stored
 
-    for workers in (0, 2):
-        for step, stored in enumerate(DataLoader(Steps(), batch_size=None, num_workers=workers)):
-            assert torch.equal(stored, expected[step])
+    for step, stored in enumerate(DataLoader(Steps(), batch_size=None, num_workers=2)):
+        assert torch.equal(stored, expected[step])
     with ThreadPoolExecutor(4) as pool:
         for step, stored in zip(range(9, -1, -1), pool.map(lambda s: data.batch(0, s, 8).stored, range(9, -1, -1))):
             assert torch.equal(stored, expected[step])
@@ -90,8 +90,7 @@ def test_fewer_samples_than_a_batch_are_refused(folder):
 
 
 def edit_index(folder, **changes):
-    index = json.loads((folder / "index.json").read_text())
-    (folder / "index.json").write_text(json.dumps({**index, **changes}))
+    (folder / "index.json").write_text(json.dumps({**read_index(folder), **changes}))
 
 
 def relabel(folder, label=1, rehash=False):
@@ -100,7 +99,7 @@ def relabel(folder, label=1, rehash=False):
     labels[:] = label
     np.save(path, labels)
     if rehash:
-        shards = json.loads((folder / "index.json").read_text())["shards"]
+        shards = read_index(folder)["shards"]
         shards[0]["labels_sha256"] = sha256(path)
         edit_index(folder, shards=shards)
 
@@ -112,7 +111,7 @@ def fortran(folder):
 
 def name_above(folder):
     """Let the index name a file in another folder, which is there: a copy."""
-    shards = json.loads((folder / "index.json").read_text())["shards"]
+    shards = read_index(folder)["shards"]
     (folder / "../a.npy").write_bytes((folder / shards[1]["file"]).read_bytes())
     shards[1]["file"] = "../a.npy"
     edit_index(folder, shards=shards)

@@ -104,7 +104,7 @@ def test_datasets_are_written_once_with_captions_and_text(few, tmp_path):
     assert train.text_spec == heldout.text_spec  # the training captions' words
     shown = stored_pictures(train.read(np.arange(len(made))).stored, train.latents).numpy()
     assert np.array_equal(shown, np.stack([sample.picture for sample in made]).transpose(0, 3, 1, 2))
-    assert [train.captions_of(number) for number in range(len(made))] == [sample.captions for sample in made]
+    assert train.captions == [sample.captions for sample in made]
     index = read_index(tmp_path / "heldout")
     assert index["compositions"] == len(emoji.emoji_parts()["compositions"]) and index["train"] == "../train"
     assert "OpenMoji" in index["attribution"] and "CC BY-SA 4.0" in index["attribution"]

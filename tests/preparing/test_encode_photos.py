@@ -360,8 +360,8 @@ def test_a_full_disk_stops_the_work_and_it_goes_on(tree, tmp_path):
 
 def test_too_small_a_disk_and_another_launch_are_seen_before_the_work(prepare, monkeypatch, tmp_path, moments):
     with monkeypatch.context() as patch:
-        patch.setattr("tread.data.store.free_bytes", lambda folder: 10_000)
-        with pytest.raises(OSError, match=r"21 rows take [\d.]+ kB, but .* has 10 kB free"):
+        patch.setattr("tread.runtime.files.free_bytes", lambda folder: 10_000)
+        with pytest.raises(OSError, match=r"has 10 kB free, but [\d.]+ kB are needed"):
             prepare(*PIXELS)
     shutil.rmtree(tmp_path / ".data.unfinished")
     writer = DatasetWriter(tmp_path / "data", moments[0].latents, {})

@@ -137,20 +137,20 @@ def test_captions_can_be_added_and_replaced(here):
     (here / "new.txt").write_text("red hat\n" * 10)
     for words, message in (
         (["captions=new.txt"], "captions of 10 samples, but train holds 11"),
-        (["captions=none.txt"], "there is no file none.txt"),
+        (["captions=none.txt"], "No such file or directory: 'none.txt'"),
         (["captions=new.csv"], "must be a .jsonl file"),
     ):
         refused(here, message, "encoder=words", *words)
         assert content(here / "train") == before
     (here / "new.txt").write_text("red hat\n" * 11)
     prepare(here, "encoder=words", "captions=new.txt")
-    assert LatentDataset(here / "train", text="words").captions_of(10) == ["red hat"]
+    assert LatentDataset(here / "train", text="words").captions[10] == ["red hat"]
     prepare(here, "encoder=words", "captions=new.txt")  # the same ones
     (here / "new.jsonl").write_text('["blue hat", "hat"]\n' * 11)
     refused(here, "has other captions already: again=true replaces them", "encoder=words", "captions=new.jsonl")
     prepare(here, "encoder=words", "captions=new.jsonl", "again=true")
     data = LatentDataset(here / "train", "full", text="words")
-    assert data.captions_of(0) == ["blue hat", "hat"] and "blue" in data.text_spec.vocabulary
+    assert data.captions[0] == ["blue hat", "hat"] and "blue" in data.text_spec.vocabulary
 
 
 def test_other_text_of_the_same_encoder_is_kept_unless_replaced(here):

@@ -257,7 +257,7 @@ def test_u_vits_text_is_the_sources(bring, tmp_path, known):
     spec = data.text_spec
     assert (spec.encoder, spec.fingerprint, spec.tokens, spec.width, spec.padding) == ("clip-l", None, 77, 768, True)
     assert ("captions" in read_index(data.folder)) == known
-    assert not known or [data.captions_of(index) for index in range(COUNT)] == CAPTIONS
+    assert not known or data.captions == CAPTIONS
 
 
 def test_the_report_warns_of_an_unlikely_scale_and_of_nobody_having_looked(bring, tmp_path, capsys, monkeypatch):

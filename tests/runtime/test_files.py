@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
 from tread.runtime.files import plain_name, size_text
 
@@ -34,12 +32,6 @@ def test_no_size_reads_as_nothing():
     for power in range(49):
         number, unit = size_text(2**power).replace(",", "").split()
         assert math.isclose(float(number) * UNITS[unit], 2**power, rel_tol=0.005), power
-
-
-def test_all_sizes_are_said_by_one_function():
-    """A division by 10^6 or 10^9 in a text would read as 0.0 of something."""
-    for path in [*ROOT.glob("*.py"), *(ROOT / "tread").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]:
-        assert not re.search(r"/ 1e[69]\S*\} ?[MG]i?B|\} [MGT]i?B\b", path.read_text()), path
 
 
 def test_a_name_that_leaves_the_folder_is_refused():

@@ -169,8 +169,8 @@ def test_seconds_count_training_alone_and_all_launches(tmp_path, monkeypatch):
     for name in ("heldout_loss", "save_grid"):
         taking(periodic, name, 100.0)
     taking(periodic.checkpoint, "save", 100.0)
-    launch(tmp_path, "train.steps=4", "every.log=2")
-    launch(tmp_path, "train.steps=8", "every.log=2")
+    launch(tmp_path, "train.steps=4", "every.log=2", "every.sample=3")
+    launch(tmp_path, "train.steps=8", "every.log=2", "every.sample=3")
     actual = [(record["step"], record["seconds"]) for record in RunLog(tmp_path / RUN).records()]
     assert actual == [(step, 9.0 + step) for step in (2, 3, 4, 4, 6, 6, 8, 8)]
     assert checkpoint.find(tmp_path / RUN).info["seconds"] == 17.0

@@ -35,7 +35,7 @@ from tread.training.start import start
 def straight(tmp_path_factory):
     """Six steps in one go."""
     folder = tmp_path_factory.mktemp("straight")
-    text = launch(folder)
+    text = launch(folder, "every.sample=3")
     return folder, text
 
 

@@ -8,14 +8,13 @@ columns.py reads their encodings.
 
 from __future__ import annotations
 
-import functools
-import itertools
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tread.data.index import check_sha256
-from tread.runtime.files import explain_failure, plain_name, sha256, whole_file, write_whole
+from tread.data.index import check_sha256, named_file
+from tread.runtime.files import explain_failure, write_json, write_whole
 
 FILE = "captions.jsonl"
 
@@ -30,29 +29,20 @@ def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = 
     Raises ValueError that names the sample if some are missing, too many or blank, or where there are others; nothing
     that was there has changed then.
     """
-    folder = Path(folder)
     path = folder / "index.json"
-    index = json.loads(path.read_text())
-    count = index["count"]
-    with explain_failure(folder / FILE), whole_file(folder / FILE, ".new") as partial:
-        written = 0
-        with partial.open("w", encoding="utf-8") as file:
-            for number, sample_captions in enumerate(captions):
-                if number >= count:
-                    raise ValueError(f"there are captions of more than {count:,} samples, which {folder} holds")
-                check_captions(sample_captions, f"sample {number:,} of {folder}")
-                file.write(json.dumps(list(sample_captions), ensure_ascii=False) + "\n")
-                written += 1
-        if written < count:
-            raise ValueError(f"there are captions of {written:,} samples, but {folder} holds {count:,}")
-        entry = {"file": FILE, "sha256": sha256(partial)}
-        before = index.get("captions")
-        if before not in (None, entry) and not again:
-            raise ValueError(f"{folder} has other captions already: again=true replaces them")
-        others = {key: value for key, value in index.items() if key != "captions"}
-        write_whole(path, json.dumps(others, indent=1) + "\n")
-    with explain_failure(path):
-        write_whole(path, json.dumps({**index, "captions": entry}, indent=1) + "\n")
+    index, captions = json.loads(path.read_text()), list(captions)
+    if len(captions) != index["count"]:
+        raise ValueError(f"there are captions of {len(captions):,} samples, but {folder} holds {index['count']:,}")
+    for number, of_sample in enumerate(captions):
+        check_captions(of_sample, f"sample {number:,} of {folder}")
+    text = "".join(json.dumps(of_sample, ensure_ascii=False) + "\n" for of_sample in captions)
+    entry, before = {"file": FILE, "sha256": hashlib.sha256(text.encode()).hexdigest()}, index.pop("captions", None)
+    if before not in (None, entry) and not again:
+        raise ValueError(f"{folder} has other captions already: again=true replaces them")
+    write_json(path, index)  # which names none while the file changes
+    with explain_failure(folder / FILE):
+        write_whole(folder / FILE, text)
+    write_json(path, {**index, "captions": entry})
 
 
 def check_captions(captions: object, whose: str) -> None:
@@ -67,29 +57,23 @@ def check_captions(captions: object, whose: str) -> None:
 
 def read_captions(folder: Path, index: dict) -> list[list[str]]:
     """The captions of each sample of a dataset. Raises FileNotFoundError or ValueError."""
-    folder, entry = Path(folder), index.get("captions")
+    entry = index.get("captions")
     if entry is None:
         raise ValueError(
             f"{folder} has no captions: python scripts/prepare_text.py dataset={folder} captions=<file> encoder=… adds "
             "them, a line of JSON for each sample; or prepare it again from a source that has captions"
         )
-    file = folder / plain_name(entry["file"], folder / "index.json")
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing, though index.json names it; prepare the dataset again")
+    file = named_file(folder, entry["file"])
     check_sha256(file, entry["sha256"])
-    return list(itertools.islice(parse_captions(file), index["count"]))
+    return list(parse_captions(file))
 
 
 def parse_captions(file: Path) -> Iterable[list[str]]:
-    """The captions of each sample, line by line: a .jsonl file's lists or strings, or a .txt file's single captions.
-
-    Raises FileNotFoundError, or ValueError that names the line."""
+    """The captions of each sample, from a .jsonl or .txt file. Raises OSError, or ValueError that names the line."""
     if file.suffix not in (".jsonl", ".txt"):
         raise ValueError(
             f"{file} must be a .jsonl file, a line of JSON for each sample, or a .txt file, a caption a line"
         )
-    if not file.is_file():
-        raise FileNotFoundError(f"there is no file {file}")
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             where = f"{file}, line {number:,},"
@@ -102,13 +86,3 @@ def parse_captions(file: Path) -> Iterable[list[str]]:
             captions = [entry] if isinstance(entry, str) else entry
             check_captions(captions, where)
             yield captions
-
-
-@functools.lru_cache(maxsize=2)
-def _of(folder: Path, stamp: str) -> list[list[str]]:
-    return read_captions(folder, json.loads((folder / "index.json").read_text()))
-
-
-def captions_of(folder: Path, index: dict) -> list[list[str]]:
-    """As read_captions, once for a folder."""
-    return _of(Path(folder), str(index.get("captions")))

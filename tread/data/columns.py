@@ -22,6 +22,7 @@ each encoder, text[<name>], see TextSpec. section_writer.py writes all this.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 import re
@@ -33,7 +34,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tread.data.shards import ShardRows, open_array
+from tread.data.index import damaged
+from tread.data.shards import ShardRows, open_arrays
 from tread.models.conditions import Text
 from tread.runtime.schema import Count, read
 
@@ -54,17 +56,18 @@ def check_rows(
     make        the command that replaces them.
     vocabulary  for arrays of word numbers.
     """
-    counts = np.cumsum([0, *map(len, arrays)])
-    looked = np.linspace(0, counts[-1] - 1, counts[-1] if full else min(LOOKED_AT, counts[-1])).round().astype(int)
-    for row, shard in zip(looked.tolist(), (np.searchsorted(counts, looked, side="right") - 1).tolist()):
-        numbers, at = arrays[shard][row - counts[shard]], row - counts[shard]
-        if vocabulary is None and not np.isfinite(numbers).all():
-            fault = "numbers that are not finite"
-        elif vocabulary is not None and not 0 <= numbers.min() <= numbers.max() < len(vocabulary):
-            fault = "word numbers beyond its vocabulary"
+    firsts = np.cumsum([0, *map(len, arrays)]).tolist()
+    count = firsts[-1] if full else min(LOOKED_AT, firsts[-1])
+    for row in np.linspace(0, firsts[-1] - 1, count).round().astype(int).tolist():
+        shard = bisect.bisect_right(firsts, row) - 1
+        at = row - firsts[shard]
+        numbers = arrays[shard][at]
+        if vocabulary is None:
+            good, fault = np.isfinite(numbers).all(), "numbers that are not finite"
         else:
-            continue
-        raise ValueError(f"{folder / entries[shard]['file']}, row {at}, holds {fault}: replace it by {make}")
+            good, fault = 0 <= numbers.min() <= numbers.max() < len(vocabulary), "word numbers beyond its vocabulary"
+        if not good:
+            raise ValueError(f"{folder / entries[shard]['file']}, row {at}, holds {fault}: replace it by {make}")
 
 
 @dataclass(frozen=True)
@@ -102,36 +105,36 @@ def check_grid(grid: int, side: int, whose: str) -> None:
 
 def open_pictures(folder: Path, index: dict, full: bool) -> ShardRows:
     """The pictures that were kept with a dataset. Raises FileNotFoundError or ValueError, KeyError for a bad index."""
-    shape, shards = index["pictures"], index["shards"]
-    arrays = [open_array(folder, shard, "pictures", "uint8", (shard["count"], *shape), full) for shard in shards]
+    arrays = open_arrays(folder, index["shards"], "pictures", "uint8", index["pictures"], full)
     return ShardRows([array[:, None] for array in arrays])
 
 
-def open_features(folder: Path, index: dict, encoder: str, views: int, full: bool) -> tuple[FeatureSpec, ShardRows]:
+def open_features(folder: Path, index: dict, encoder: str, full: bool) -> tuple[FeatureSpec, ShardRows]:
     """The features of a dataset, checked: they are there, of this encoder and these latents, and finite.
 
     full  look at all of them, hashes too; else at headers and sizes, and at some samples.
 
-    Raises FileNotFoundError or ValueError, KeyError or TypeError for a bad index.
+    Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad index.
     """
     section = index.get("features")
     make = f"python scripts/prepare_features.py dataset={folder} encoder={encoder}"
     if section is None:
         raise ValueError(f"{folder} has no features: {make} makes them")
-    entries = [{**entry, "file_sha256": entry.get("sha256")} for entry in section["shards"]]
+    entries, shards = section["shards"], index["shards"]
     spec = read({key: section[key] for key in FeatureSpec.__dataclass_fields__}, FeatureSpec, "features.")
     if spec.encoder != encoder:
         raise ValueError(
             f"{folder} holds features of {spec.encoder}, not of {encoder}: ask for those, or replace them by "
             f"{make} again=true"
         )
-    if spec.of != latents_hash(index) or len(entries) != len(index["shards"]):
+    if spec.of != latents_hash(index) or len(entries) != len(shards):
         raise ValueError(f"the features in {folder} are of another dataset: replace them by {make} again=true")
-    shape = (views, spec.grid**2, spec.width)
-    arrays = [
-        open_array(folder, entry, "file", "float16", (shard["count"], *shape), full)
-        for shard, entry in zip(index["shards"], entries)
+    entries = [
+        {"file": entry["file"], "file_sha256": entry.get("sha256"), "count": shard["count"]}
+        for entry, shard in zip(entries, shards)
     ]
+    row = (index["views"], spec.grid**2, spec.width)
+    arrays = open_arrays(folder, entries, "file", "float16", row, full)
     check_rows(folder, arrays, entries, full, f"{make} again=true")
     return spec, ShardRows(arrays)
 
@@ -198,7 +201,6 @@ class TextSpec:
 class EncodedText:
     """An encoder's text of a dataset, opened for reading.
 
-    spec    the encoder, and the shape of what it makes.
     counts  (samples,) captions of each sample; those of sample i are numbers firsts[i] to firsts[i] + counts[i] − 1.
     rows    the tokens of all captions and, where the encoder pools, their pooled numbers.
     null    the empty caption, one row.
@@ -242,10 +244,9 @@ def read_spec(folder: Path, index: dict, encoder: str) -> TextSpec | None:
     if section is None:
         return None
     try:
-        known = {key: section[key] for key in TextSpec.__dataclass_fields__}
-        return read(known, TextSpec, f"text.{encoder}.")
+        return read({key: section[key] for key in TextSpec.__dataclass_fields__}, TextSpec, f"text.{encoder}.")
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{folder / 'index.json'} is damaged: {type(error).__name__}: {error}") from error
+        raise damaged(folder / "index.json", error) from error
 
 
 def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedText:
@@ -255,7 +256,7 @@ def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedTex
 
     Raises FileNotFoundError or ValueError, KeyError or TypeError for a bad index.
     """
-    path, sections = folder / "index.json", index.get("text", {})
+    sections = index.get("text", {})
     make = f"python scripts/prepare_text.py dataset={folder} encoder={encoder}"
     spec = read_spec(folder, index, encoder)
     if spec is None:
@@ -265,20 +266,18 @@ def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedTex
     captions, make = index.get("captions", {}), f"{make} again=true"
     if section["of"] != latents_hash(index) or section["captions_sha256"] not in (None, captions.get("sha256")):
         raise ValueError(f"the text of {encoder} in {folder} is of other captions: replace it by {make}")
-    entries, then = [*section["shards"], section["null"]], f"; {make} makes it anew"
-    counts = open_array(folder, section, "counts", "int32", (index["count"],), True, then).astype(np.int64)
+    entries = [*section["shards"], section["null"]]
+    counted = {**section, "count": index["count"]}
+    counts = open_arrays(folder, [counted], "counts", "int32", (), True)[0].astype(np.int64)
     kinds = {"file": (spec.dtype, spec.token_shape), "lengths": ("int32", ())}
     if spec.pooled is not None:
         kinds["pooled"] = ("float16", (spec.pooled,))
     tokens, lengths, *pooled = (
-        [
-            open_array(folder, entry, kind, dtype, (entry["count"], *shape), full or kind == "lengths", then)
-            for entry in entries
-        ]
-        for kind, (dtype, shape) in kinds.items()
+        open_arrays(folder, entries, kind, dtype, row, full or kind == "lengths")
+        for kind, (dtype, row) in kinds.items()
     )
     if not counts.sum() == section["captions"] == sum(map(len, lengths[:-1])):
-        raise ValueError(f"{path} and the files of {encoder} disagree on how many captions there are; {make}")
+        raise ValueError(f"the text of {encoder} in {folder} disagrees on how many captions there are; {make}")
     for arrays in (tokens, *pooled):  # the empty caption first: it is looked at in any case
         check_rows(folder, arrays[::-1], entries[::-1], full, make, spec.vocabulary)
     whole = np.concatenate(lengths)

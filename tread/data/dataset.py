@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tread.data.captions import captions_of
+from tread.data.captions import read_captions
 from tread.data.columns import FeatureSpec, TextSpec, open_features, open_pictures, open_text
 from tread.data.index import damaged, read_index
 from tread.data.latents import LatentSpec, holds_pixels, stored_pictures
@@ -58,6 +58,7 @@ class Batch(NamedTuple):
 
 
 Verify = Literal["open", "full"]
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 @functools.lru_cache(maxsize=2)  # two: batches are prepared ahead, across the end of an epoch
@@ -95,16 +96,15 @@ class LatentDataset:
     text_spec: TextSpec | None = field(init=False, default=None)
     picture_size: int | None = field(init=False, default=None)
     labels: np.ndarray = field(init=False, repr=False)
-    statistics: tuple[tuple[float, ...], tuple[float, ...]] | None = field(init=False)  # mean, std of each channel
-    normal: tuple[tuple[float, ...], tuple[float, ...]] | None = field(init=False)  # those that `normalize` takes
+    statistics: Statistics | None = field(init=False)  # mean, std of each channel
+    normal: Statistics | None = field(init=False)  # those that `normalize` takes
     attribution: str | None = field(init=False)  # what its licence asks to be named, as the index states it
 
     def __post_init__(self) -> None:
         check("verify", self.verify, Verify)
         check("placement", self.placement, Placement)
         self.folder = Path(self.folder)
-        path = self.folder / "index.json"
-        index = read_index(self.folder)
+        index, path = read_index(self.folder), self.folder / "index.json"
         self.attribution = index.get("attribution")
         try:
             self.latents = LatentSpec.from_json(index)
@@ -118,8 +118,7 @@ class LatentDataset:
             self._open(index, full=self.verify == "full")
         except (KeyError, TypeError) as error:
             raise damaged(path, error) from error
-        placed = [self._latents, *(self._text.rows if self._text else ())]
-        place(placed, self.placement, self.device, self.folder)
+        place([self._latents, *(self._text.rows if self._text else ())], self.placement, self.device, self.folder)
 
     def _open(self, index: dict, full: bool) -> None:
         shards, self.labels = open_latents(self.folder, index, self.latents, full)
@@ -128,8 +127,7 @@ class LatentDataset:
             self._text = open_text(self.folder, index, self.text, full)
             self.text_spec = self._text.spec
         if self.features is not None:
-            opened = open_features(self.folder, index, self.features, self.latents.views, full)
-            self.feature_spec, self._features = opened
+            self.feature_spec, self._features = open_features(self.folder, index, self.features, full)
         if self.pictures and "pictures" in index:
             self._pictures, self.picture_size = open_pictures(self.folder, index, full), index["pictures"][1]
         elif self.pictures and holds_pixels(self.latents):
@@ -237,6 +235,7 @@ class LatentDataset:
         """The text of the empty caption, one row."""
         return self._text.null
 
-    def captions_of(self, sample: int) -> list[str]:
-        """A sample's captions, with or without text of them. Raises FileNotFoundError or ValueError without any."""
-        return captions_of(self.folder, read_index(self.folder))[sample]
+    @functools.cached_property
+    def captions(self) -> list[list[str]]:
+        """The captions of each sample. Raises FileNotFoundError or ValueError where there are none."""
+        return read_captions(self.folder, read_index(self.folder))

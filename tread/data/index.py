@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tread.runtime.files import sha256
+from tread.runtime.files import plain_name, sha256
 
 VERSION = 1
 
@@ -47,6 +47,14 @@ def prepared_heldout(folder: Path) -> Path | None:
     return place
 
 
+def named_file(folder: Path, name: object) -> Path:
+    """A file that a dataset's index.json names. Raises FileNotFoundError, or ValueError for one of another folder."""
+    file = folder / plain_name(name, folder / "index.json")
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing, though index.json names it; prepare the dataset again")
+    return file
+
+
 def damaged(path: Path, error: Exception) -> ValueError:
     """The error for an index.json that cannot be read."""
     return ValueError(f"{path} is damaged or of another kind: {type(error).__name__}: {error}")
@@ -58,7 +66,7 @@ def check_labels(labels: np.ndarray, num_classes: int, where: object) -> None:
         raise ValueError(f"{where}: labels lie in {labels.min()}..{labels.max()}, but there are {num_classes} classes")
 
 
-def check_sha256(file: Path, expected: str, then: str = "") -> None:
-    """Raise ValueError unless a file has the hash that index.json states; `then` says what to do."""
+def check_sha256(file: Path, expected: str) -> None:
+    """Raise ValueError unless a file has the hash that index.json states."""
     if (actual := sha256(file)) != expected:
-        raise ValueError(f"{file} was changed: its sha256 is {actual}, but index.json says {expected}{then}")
+        raise ValueError(f"{file} was changed: its sha256 is {actual}, but index.json says {expected}; make it anew")

@@ -56,8 +56,7 @@ class LatentSpec:
     alpha: Alpha = "drop"
 
     def __post_init__(self) -> None:
-        allowed = {"latents": (None,), "moments": ("logvar", "std")}
-        if self.content not in allowed or self.spread not in allowed[self.content]:
+        if (self.content, self.spread) not in (("latents", None), ("moments", "logvar"), ("moments", "std")):
             raise ValueError(
                 f"content {self.content!r} with spread {self.spread!r}: stored are latents (spread null), "
                 "or moments with spread logvar or std"

@@ -6,9 +6,11 @@ separate stream. A step's samples follow from (seed, step) alone, so reading ahe
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -20,11 +22,8 @@ from tread.models.conditions import Text, each
 class Loader:
     """A process's rows of each global batch, on its device.
 
-    data           the dataset.
     seed           of the data order.
-    batch_size     samples in the global batch.
     micro_batches  the rows of the global batch that this process takes: adjacent slices, see split_batch.
-    device         where the samples go.
     steps          reading ahead stops before this step; None: never.
     ahead          how many steps are read ahead; None: 4 on a GPU, 0 on a CPU, which would have to do the reading.
     """
@@ -39,7 +38,8 @@ class Loader:
         steps: int | None = None,
         ahead: int | None = None,
     ) -> None:
-        self.data, self.seed, self.batch_size, self.steps = data, seed, batch_size, steps
+        self.data, self.seed, self.batch_size = data, seed, batch_size
+        self.steps = sys.maxsize if steps is None else steps
         self.rows = slice(micro_batches[0].start, micro_batches[-1].stop)
         self.pieces = [slice(rows.start - self.rows.start, rows.stop - self.rows.start) for rows in micro_batches]
         self.device = torch.device(device)
@@ -55,8 +55,7 @@ class Loader:
         """A step's micro-batches, in the order of micro_batches, on the device; features and pictures as asked for."""
         began = time.perf_counter()
         if self.ahead:
-            stop = step + 1 + self.ahead
-            for coming in range(step, stop if self.steps is None else max(step + 1, min(stop, self.steps))):
+            for coming in range(step, min(step + 1 + self.ahead, self.steps)):
                 if coming not in self._coming:
                     self._coming[coming] = self._pool.submit(self._read, coming)
             batch, copied = self._coming.pop(step).result()
@@ -74,22 +73,17 @@ class Loader:
     def _read(self, step: int) -> tuple[Batch, torch.cuda.Event | None]:
         if self.ahead:
             self.data.expect(self.seed, step, self.batch_size, self.rows)
-        if self._stream is None:
-            return self._moved(self.data.batch(self.seed, step, self.batch_size, self.rows)), None
-        with torch.cuda.stream(self._stream):  # all of it: the gather, where the dataset lies on the device, too
-            batch = self.data.batch(self.seed, step, self.batch_size, self.rows, pin=True)
-            return self._moved(batch), self._stream.record_event()
-
-    def _moved(self, batch: Batch) -> Batch:
-        """The samples, on their way to the device."""
+        to_gpu = self._stream is not None
 
         def move(part: Tensor) -> Tensor:
-            if self._stream is None:
-                return part.to(self.device)
-            locked = part if part.is_cuda or part.is_pinned() else part.pin_memory()
-            return locked.to(self.device, non_blocking=True)
+            if to_gpu and not (part.is_cuda or part.is_pinned()):
+                part = part.pin_memory()
+            return part.to(self.device, non_blocking=to_gpu)
 
-        return Batch(*(each(move, part) if isinstance(part, (Tensor, Text)) else part for part in batch))
+        with torch.cuda.stream(self._stream) if to_gpu else nullcontext():  # the gather too, which may be on the GPU
+            batch = self.data.batch(self.seed, step, self.batch_size, self.rows, to_gpu)
+            moved = Batch(*(each(move, part) if isinstance(part, (Tensor, Text)) else part for part in batch))
+            return moved, self._stream and self._stream.record_event()
 
     def close(self) -> None:
         """Stop reading ahead."""

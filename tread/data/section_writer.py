@@ -8,8 +8,8 @@ When all shards are there they move beside the latents and index.json names them
 from __future__ import annotations
 
 import itertools
-import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial, reduce
@@ -23,47 +23,40 @@ from tread.data.shards import Stream
 from tread.data.store import ShardStore, differences, pieces_of
 from tread.models.conditions import Text, join
 from tread.runtime.distributed import Processes
-from tread.runtime.files import explain_failure, plain_name, sync, write_whole
+from tread.runtime.files import explain_failure, plain_name, sync, write_json
 
 SHARD = 1 << 28  # bytes of a shard of text, about
 Encode = Callable[[Sequence[range]], Iterator]  # batches of rows → what SectionWriter.write takes of each
 
 
-class SectionWriter(ShardStore):
+class SectionWriter(ShardStore, ABC):
     """A section of index.json in the making.
 
     folder  the dataset: one that is finished, or that its writer has just assembled (writer.data).
-    what    the section's name in messages.
-    stem    the beginning of its files' names.
     place   the keys in index.json that lead to the section.
+    stem    the beginning of its files' names.
     facts   the section without its shards, as JSON: a finished section with other facts is another one.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        what: str,
-        stem: str,
-        place: Sequence[str],
-        facts: Mapping,
-        ranges: Sequence[range],
-        names: Mapping[str, str],
-        row_bytes: int,
+        self, folder: Path, place: Sequence[str], stem: str, facts: Mapping, ranges: Sequence[range], row_bytes: int
     ) -> None:
-        self.folder, self._what, self._place = Path(folder), what, place
+        self.folder, self._place, self._what = Path(folder), place, " of ".join(place)
+        names = {"file": f"{stem}-{{}}.npy", "counts": f"{stem}-counts.npy"}
+        names |= {kind: f"{stem}-{{}}.{kind}.npy" for kind in ("lengths", "pooled")}
         super().__init__(self.folder / f".{stem}.unfinished", facts, ranges, names, row_bytes)
 
-    def open(self, full: bool) -> object:
+    @abstractmethod
+    def open(self, index: dict, full: bool) -> object:
         """Open what a finished section names. Raises ValueError or OSError for what is damaged."""
-        raise NotImplementedError
 
+    @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
         """The part of the section that names its shards."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:
         """Write a shard, which comes in parts."""
-        raise NotImplementedError
 
     def _around(self, index: dict) -> tuple[dict, str]:
         """The part of a parsed index.json that holds the section, and the section's key in there."""
@@ -73,7 +66,8 @@ class SectionWriter(ShardStore):
 
     def is_finished(self, again: bool = False) -> bool:
         """Whether the dataset has this section already. Raises ValueError if it is damaged or another, unless again."""
-        around, key = self._around(read_index(self.folder))
+        index = read_index(self.folder)
+        around, key = self._around(index)
         if (section := around.get(key)) is None:
             return False
         there = {name: section.get(name) for name in self.plan}
@@ -81,7 +75,7 @@ class SectionWriter(ShardStore):
             if there != self.plan:
                 differ = differences(there, self.plan)
                 raise ValueError(f"{self.folder} holds other {self._what}: again=true replaces it\n{differ}")
-            self.open(again)
+            self.open(index, again)
         except (ValueError, OSError):
             if not again:
                 raise
@@ -113,11 +107,7 @@ class SectionWriter(ShardStore):
         return True
 
     def encode(
-        self,
-        batch_size: int,
-        encode: Encode,
-        numbers: Iterable[int],
-        done: Callable[[int], object] = lambda rows: None,
+        self, batch_size: int, encode: Encode, numbers: Iterable[int], done: Callable[[int], object] = lambda rows: None
     ) -> None:
         """Write some shards from batches of rows, which never cross shards; `done` is told of each count of rows."""
         batches = [pieces_of(self.ranges[number], batch_size) for number in numbers]
@@ -132,17 +122,14 @@ class SectionWriter(ShardStore):
             self.write(number, parts(shard))
 
     def publish(self) -> None:
-        """Move all shards beside the latents, in place of older ones, and have index.json name them.
-
-        Raises OSError if some are missing.
-        """
+        """Move all shards beside the latents and have index.json name them. Raises OSError if some are missing."""
         self.check_complete()
         section = self.plan | self.shards([note["entry"] for note in self.notes()])
         path, index = self.folder / "index.json", read_index(self.folder)
         around, key = self._around(index)
         with explain_failure(path):
             if before := around.pop(key, None):
-                write_whole(path, json.dumps(index, indent=1) + "\n")  # which names none while files change
+                write_json(path, index)  # which names none while files change
                 for name in section_files(before):
                     (self.folder / plain_name(name, path)).unlink(missing_ok=True)
             for name in section_files(section):
@@ -150,7 +137,7 @@ class SectionWriter(ShardStore):
                     (self.data / name).rename(self.folder / name)
             sync(self.folder)
             around[key] = section
-            write_whole(path, json.dumps(index, indent=1) + "\n")
+            write_json(path, index)
         self.remove()
 
 
@@ -163,8 +150,6 @@ def section_files(section: dict) -> list[str]:
 class TextWriter(SectionWriter):
     """An encoder's text of a dataset in the making. Its last shard is the empty caption, one row.
 
-    folder      of the dataset.
-    spec        the encoder, and the shapes of its text.
     counts      (samples,) number of captions of each sample, at least 1.
     shard_size  captions in a shard, the unit of resuming; None: as many as take 256 MB.
     """
@@ -177,46 +162,27 @@ class TextWriter(SectionWriter):
                 f"{folder} holds {index['count']:,} samples, each of which needs a count of captions above 0"
             )
         total, size = int(self.counts.sum()), shard_size or max(1, SHARD // spec.caption_bytes)
-        super().__init__(
-            folder,
-            f"text of {spec.encoder}",
-            spec.stem,
-            place=("text", spec.encoder),
-            facts={
-                **asdict(spec),
-                "captions_sha256": index["captions"]["sha256"] if "captions" in index else None,
-                "of": latents_hash(index),
-                "captions": total,
-            },
-            ranges=[*pieces_of(range(total), size), range(total, total + 1)],
-            names={
-                "file": f"{spec.stem}-{{}}.npy",
-                "lengths": f"{spec.stem}-{{}}.lengths.npy",
-                "pooled": f"{spec.stem}-{{}}.pooled.npy",
-                "counts": f"{spec.stem}-counts.npy",
-            },
-            row_bytes=spec.caption_bytes,
-        )
+        of = {"captions_sha256": index.get("captions", {}).get("sha256"), "of": latents_hash(index), "captions": total}
+        ranges = [*pieces_of(range(total), size), range(total, total + 1)]
+        place = ("text", spec.encoder)
+        super().__init__(folder, place, spec.stem, asdict(spec) | of, ranges, spec.caption_bytes)
 
-    def open(self, full: bool) -> object:
-        return open_text(self.folder, read_index(self.folder), self.spec.encoder, full)
+    def open(self, index: dict, full: bool) -> object:
+        return open_text(self.folder, index, self.spec.encoder, full)
 
     def shards(self, entries: list[dict]) -> dict:
         return {**self.save("counts", 0, self.counts), "shards": entries[:-1], "null": entries[-1]}
 
     def write(self, number: int, parts: Iterable[Text]) -> None:
-        """Write a shard: the text of the captions in `ranges[number]`, in parts.
-
-        Raises ValueError for text that is not what `spec` says, or not finite in float16.
-        """
+        """Write a shard of text, in parts. Raises ValueError if it is not as `spec` says, or not finite in float16."""
         spec, count, where = self.spec, len(self.ranges[number]), f"shard {number} of text"
         text = reduce(join, parts)
         mask = text.mask.cpu().numpy()
         lengths = mask.sum(axis=1).astype(np.int32)
         if not np.array_equal(mask, np.arange(mask.shape[1]) < lengths[:, None]) or not lengths.min():
             raise ValueError(f"{where} must begin with its words, at least one, and end with its padding")
-        arrays = {"file": (text.tokens.int() if spec.width is None else text.tokens.half()).cpu().numpy()}
-        arrays["lengths"] = lengths
+        tokens = text.tokens.int() if spec.width is None else text.tokens.half()
+        arrays = {"file": tokens.cpu().numpy(), "lengths": lengths}
         expected = {"file": (count, *spec.token_shape), "lengths": (count,)}
         if text.pooled is not None:
             arrays["pooled"] = text.pooled.half().cpu().numpy()
@@ -233,28 +199,17 @@ class TextWriter(SectionWriter):
 
 
 class FeatureWriter(SectionWriter):
-    """Features of a dataset in the making.
+    """Features of a dataset in the making; `spec` is their encoder and shape."""
 
-    spec    their encoder and shape.
-    views   number of stored views of each sample.
-    counts  samples of each shard.
-    """
+    def __init__(self, folder: Path, spec: FeatureSpec) -> None:
+        index = read_index(folder)
+        self.spec, self.row_shape = spec, (index["views"], spec.grid**2, spec.width)
+        counts = [shard["count"] for shard in index["shards"]]
+        ranges = [range(end - count, end) for count, end in zip(counts, itertools.accumulate(counts))]
+        super().__init__(folder, ("features",), "features", asdict(spec), ranges, 2 * math.prod(self.row_shape))
 
-    def __init__(self, folder: Path, spec: FeatureSpec, views: int, counts: Sequence[int]) -> None:
-        self.spec, self.views, self.row_shape = spec, views, (views, spec.grid**2, spec.width)
-        super().__init__(
-            folder,
-            "features",
-            "features",
-            place=("features",),
-            facts=asdict(spec),
-            ranges=[range(end - count, end) for count, end in zip(counts, itertools.accumulate(counts))],
-            names={"file": "features-{}.npy"},
-            row_bytes=2 * math.prod(self.row_shape),
-        )
-
-    def open(self, full: bool) -> object:
-        return open_features(self.folder, read_index(self.folder), self.spec.encoder, self.views, full)
+    def open(self, index: dict, full: bool) -> object:
+        return open_features(self.folder, index, self.spec.encoder, full)
 
     def shards(self, entries: list[dict]) -> dict:
         return {"shards": [{"file": entry["file"], "sha256": entry["file_sha256"]} for entry in entries]}

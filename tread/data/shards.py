@@ -14,9 +14,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from tread.data.index import check_labels, check_sha256
+from tread.data.index import check_labels, check_sha256, named_file
 from tread.data.latents import LatentSpec
-from tread.runtime.files import plain_name, size_text
+from tread.runtime.files import size_text
 
 Placement = Literal["mmap", "ram", "device"]
 PLACEMENTS = get_args(Placement)
@@ -36,11 +36,9 @@ def write_array(file: BinaryIO, array: np.ndarray | Stream) -> None:
 
     Raises ValueError if the parts of a stream do not add up to its shape.
     """
-    parts = array.parts if isinstance(array, Stream) else [array]
-    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(array.dtype)), "fortran_order": False}
-    np.lib.format.write_array_header_1_0(file, {**header, "shape": array.shape})
-    count = 0
-    for part in parts:
+    descr, count = np.lib.format.dtype_to_descr(np.dtype(array.dtype)), 0
+    np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": array.shape})
+    for part in array.parts if isinstance(array, Stream) else [array]:
         if part.dtype != array.dtype or part.shape[1:] != array.shape[1:]:
             raise ValueError(f"a part is {part.dtype} {part.shape}, but the array {array.dtype} {array.shape}")
         file.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
@@ -49,32 +47,36 @@ def write_array(file: BinaryIO, array: np.ndarray | Stream) -> None:
         raise ValueError(f"the parts hold {count} rows, but must hold {array.shape[0]}")
 
 
-def open_array(
-    folder: Path, entry: Mapping, kind: str, dtype: str, shape: tuple[int, ...], hashed: bool, then: str = ""
-) -> np.memmap:
-    """Memory-map a dataset's .npy file read-only.
+def open_arrays(
+    folder: Path, entries: Iterable[Mapping], kind: str, dtype: str, row: Sequence[int], hashed: bool
+) -> list[np.memmap]:
+    """Memory-map .npy files of a dataset read-only.
 
-    entry   the part of index.json that names the file by its kind, with its sha256.
-    hashed  compare the hash too; `then` says what to do if it differs.
+    entries  the parts of index.json that name a file each by its kind, with its sha256 and its count of rows.
+    row      the shape of a row.
+    hashed   compare the hashes too.
 
-    Raises FileNotFoundError or ValueError unless the file is what index.json says.
+    Raises FileNotFoundError or ValueError unless the files are what index.json says.
     """
-    path = folder / plain_name(entry[kind], folder / "index.json")
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing, though index.json names it; prepare the dataset again")
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{path} is truncated or not an .npy file ({path.stat().st_size} bytes): {error}") from error
-    if array.dtype != dtype or array.shape != shape:
-        raise ValueError(f"{path} holds {array.dtype} {array.shape}, but index.json says {dtype} {shape}")
-    if array.offset + array.nbytes != path.stat().st_size:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, but its array takes {array.offset + array.nbytes}")
-    if not array.flags.c_contiguous:
-        raise ValueError(f"{path} is stored in Fortran order; save it in C order")
-    if hashed:
-        check_sha256(path, entry[f"{kind}_sha256"], then)
-    return array
+    arrays = []
+    for entry in entries:
+        path, shape = named_file(folder, entry[kind]), (entry["count"], *row)
+        try:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            size = path.stat().st_size
+            raise ValueError(f"{path} is truncated or not an .npy file ({size} bytes): {error}") from error
+        if array.dtype != dtype or array.shape != shape:
+            raise ValueError(f"{path} holds {array.dtype} {array.shape}, but index.json says {dtype} {shape}")
+        size, takes = path.stat().st_size, array.offset + array.nbytes
+        if size != takes:
+            raise ValueError(f"{path} has {size} bytes, but its array takes {takes}")
+        if not array.flags.c_contiguous:
+            raise ValueError(f"{path} is stored in Fortran order; save it in C order")
+        if hashed:
+            check_sha256(path, entry[f"{kind}_sha256"])
+        arrays.append(array)
+    return arrays
 
 
 def open_latents(folder: Path, index: dict, latents: LatentSpec, full: bool) -> tuple[list[np.memmap], np.ndarray]:
@@ -84,12 +86,11 @@ def open_latents(folder: Path, index: dict, latents: LatentSpec, full: bool) -> 
 
     Raises FileNotFoundError or ValueError, KeyError or TypeError for a bad index.
     """
-    path, arrays, labels = folder / "index.json", [], []
-    for shard in index["shards"]:
-        count = shard["count"]
-        arrays.append(open_array(folder, shard, "file", latents.dtype, (count, *latents.stored_shape), full))
-        labels.append(np.array(open_array(folder, shard, "labels", "int64", (count,), True)))
-        check_labels(labels[-1], len(latents.classes), folder / shard["labels"])
+    path, shards = folder / "index.json", index["shards"]
+    arrays = open_arrays(folder, shards, "file", latents.dtype, latents.stored_shape, full)
+    labels = open_arrays(folder, shards, "labels", "int64", (), True)
+    for shard, numbers in zip(shards, labels):
+        check_labels(numbers, len(latents.classes), folder / shard["labels"])
     if not arrays:
         raise ValueError(f"{path} names no shard")
     joined = np.concatenate(labels)
@@ -146,10 +147,6 @@ class ShardRows:
         """Size of all rows."""
         return sum(array.nbytes for array in self._arrays)
 
-    @property
-    def device(self) -> torch.device:
-        return self._rows.device
-
     def place(self, device: torch.device) -> None:
         """Read all rows into a device's memory."""
         width, firsts = self._stride, (self._firsts * self._views).tolist()
@@ -171,10 +168,10 @@ class ShardRows:
         if views.max(initial=0) >= self._views:
             mirrored, views = np.broadcast_to(views >= self._views, indices.shape), views % self._views
         chosen = self._row_of[torch.from_numpy(indices)] + torch.as_tensor(views * self._stride)
-        lock = pin and self.device.type == "cpu"
-        shape = (len(indices), self._rows.shape[1])
-        batch = torch.empty(shape, dtype=self._rows.dtype, device=self.device, pin_memory=lock)
-        batch = torch.index_select(self._rows, 0, chosen.to(self.device), out=batch).view(-1, *self._shape)
+        device, shape = self._rows.device, (len(indices), self._rows.shape[1])
+        lock = pin and device.type == "cpu"
+        batch = torch.empty(shape, dtype=self._rows.dtype, device=device, pin_memory=lock)
+        batch = torch.index_select(self._rows, 0, chosen.to(device), out=batch).view(-1, *self._shape)
         if mirrored is not None:
             batch[mirrored] = batch[mirrored].flip(-1)
         return batch
@@ -196,10 +193,7 @@ class ShardRows:
 
 
 def place(rows: Sequence[ShardRows], placement: Placement, device: torch.device | str, folder: Path) -> None:
-    """Move the rows of the dataset in `folder` to where its placement asks: "mmap", "ram", or "device", the given one.
-
-    Raises ValueError if memory does not suffice.
-    """
+    """Move the rows of the dataset in `folder` to where `placement` asks. Raises ValueError if memory is short."""
     if placement == "mmap":
         return
     to = torch.device(device if placement == "device" else "cpu")

@@ -21,7 +21,7 @@ import numpy as np
 
 from tread.data.shards import Stream, write_array
 from tread.runtime.distributed import Processes
-from tread.runtime.files import explain_failure, free_bytes, sha256, size_text, sync, whole_file, write_whole
+from tread.runtime.files import check_place, explain_failure, sha256, sync, whole_file, write_json, write_whole
 
 FORMAT = 2  # of the work folder; work in another format counts as work by another plan
 
@@ -42,12 +42,7 @@ class ShardStore:
     """
 
     def __init__(
-        self,
-        work: Path,
-        plan: Mapping,
-        ranges: Sequence,
-        names: Mapping[str, str] | None = None,
-        row_bytes: int = 0,
+        self, work: Path, plan: Mapping, ranges: Sequence, names: Mapping[str, str] | None = None, row_bytes: int = 0
     ) -> None:
         self.work, self.data, self.done = work, work / "data", work / "done"
         self.plan, self.ranges, self._names = json.loads(json.dumps(plan)), list(ranges), names or {}
@@ -67,7 +62,7 @@ class ShardStore:
         except (OSError, ValueError):
             before = {}
         same = before == {**fresh, **(begun or {})}
-        older = before.get("format") != FORMAT and bool(before)
+        older = before and before.get("format") != FORMAT
         if not (same or again) and (older or any(self.notes())):
             raise ValueError(
                 f"{self.work} holds unfinished work of another kind: continue it as it was begun, or start anew "
@@ -85,7 +80,7 @@ class ShardStore:
             for partial in self.work.rglob(".*.partial"):
                 partial.unlink()  # of a process that was killed
             if not same:
-                write_whole(path, json.dumps(fresh, indent=1) + "\n")
+                write_json(path, fresh)
 
     def _note(self, number: int) -> Path:
         return self.done / f"{number:05d}.json"
@@ -105,10 +100,7 @@ class ShardStore:
         return sum(len(self.ranges[number]) for number in numbers)
 
     def missing(self, verify: Processes | None = None) -> list[int]:
-        """The shards that are not there.
-
-        verify  read all files, under these processes' progress bar: a shard with a changed file is missing too.
-        """
+        """The shards that are not there. `verify` reads all files: then one that was changed is missing, too."""
         there = [number for number in range(len(self.ranges)) if self._note(number).exists()]
         if verify is not None:
             with verify.bar(f"checking {self.work.name}", self.rows(there)) as bar:
@@ -136,9 +128,7 @@ class ShardStore:
 
     def check_space(self, rows: int, further: int = 0) -> None:
         """Raise OSError unless the disk can take so many rows more, and `further` bytes of other files."""
-        free = free_bytes(self.work)
-        if (needed := int(1.01 * rows * self.row_bytes) + further) > free:
-            raise OSError(f"{rows:,} rows take {size_text(needed)}, but {self.work} has {size_text(free)} free")
+        check_place(self.work, int(1.01 * rows * self.row_bytes) + further)
 
     def save(self, kind: str, number: int, array: np.ndarray | Stream) -> dict[str, str]:
         """Write one array's file; returns its part of an entry."""

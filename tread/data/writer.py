@@ -20,7 +20,7 @@ from tread.data.captions import add_captions
 from tread.data.index import VERSION, check_labels
 from tread.data.latents import LatentSpec, mean_and_std
 from tread.data.store import ShardStore
-from tread.runtime.files import Lock, explain_failure, sync, write_whole
+from tread.runtime.files import Lock, sync, write_json
 
 EARLIER = {"orientation": "stored", "alpha": "drop"}  # of a plan that does not say how photos were read
 
@@ -69,8 +69,6 @@ class DatasetWriter(ShardStore):
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
         """As ShardStore.begin. Raises FileExistsError if the folder is there already, or another process writes it."""
         self.check_free()
-        with explain_failure(self.work):
-            self.work.mkdir(parents=True, exist_ok=True)
         lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
         self.check_free()  # from now on it stays so
         try:
@@ -108,8 +106,7 @@ class DatasetWriter(ShardStore):
         if self.pictures:
             arrays["pictures"] = pictures
         counts = np.bincount(labels, minlength=len(self.latents.classes)).tolist()
-        sums = [part.tolist() for part in channel_sums(stored, self.latents)]
-        self.keep(number, arrays, class_counts=counts, sums=sums, **facts)
+        self.keep(number, arrays, class_counts=counts, sums=channel_sums(stored, self.latents), **facts)
 
     def assemble(self, **fields: object) -> None:
         """Write index.json into `data`, once all shards are there.
@@ -138,18 +135,12 @@ class DatasetWriter(ShardStore):
             **({"pictures": list(self.pictures)} if self.pictures else {}),
             "shards": entries,
         }
-        with explain_failure(self.data / "index.json"):
-            write_whole(self.data / "index.json", json.dumps(index, indent=1) + "\n")
+        write_json(self.data / "index.json", index)
 
     def publish(self, report: dict | None = None) -> None:
-        """Give the assembled dataset its name, and remove the work folder.
-
-        report  the content of report.json besides the plan, by which `is_finished` recognises the dataset.
-        """
+        """Give the dataset its name and, for `is_finished`, a report.json with the plan; remove the work folder."""
         if report is not None:
-            path = self.data / "report.json"
-            with explain_failure(path):
-                write_whole(path, json.dumps(report | {"plan": self._report_plan}, indent=1) + "\n")
+            write_json(self.data / "report.json", report | {"plan": self._report_plan})
         sync(self.data)
         self.data.rename(self.folder)
         sync(self.folder.parent)
@@ -199,8 +190,8 @@ def write_dataset(
                 raise
 
 
-def channel_sums(stored: np.ndarray, latents: LatentSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Count (0-d), sums and sums of squares (C,) of network latents, float64, before any normalisation.
+def channel_sums(stored: np.ndarray, latents: LatentSpec) -> tuple[float, list[float], list[float]]:
+    """Count, sums and sums of squares of each channel of network latents, before any normalisation.
 
     stored is (n, views, C or 2C, S, S). Moments stand for the samples drawn from them: E[x²] = mean² + std².
     """
@@ -211,4 +202,4 @@ def channel_sums(stored: np.ndarray, latents: LatentSpec) -> tuple[np.ndarray, n
         total += mean.double().sum(dim=(0, 1, 3, 4)).numpy()
         square = mean.double().square() + (0.0 if std is None else std.double().square())
         squares += square.sum(dim=(0, 1, 3, 4)).numpy()
-    return np.array(float(stored.size // stored.shape[2])), total, squares
+    return float(stored.size // stored.shape[2]), total.tolist(), squares.tolist()

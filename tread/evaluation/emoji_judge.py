@@ -85,7 +85,7 @@ def real_emoji(train: LatentDataset, heldout: LatentDataset | None) -> EmojiSet:
     pictures, captions = [], []
     for data in filter(None, (train, heldout)):
         pictures.append(stored_pictures(data.read(np.arange(len(data))).stored, data.latents).cpu())
-        captions += [data.captions_of(number) for number in range(len(data))]
+        captions += data.captions
     return EmojiSet(torch.cat(pictures), captions)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tread.checkpoints.for_sampling import SavedNetwork
-from tread.data.captions import captions_of
+from tread.data.captions import read_captions
 from tread.data.columns import TextSpec, latents_hash, text_encoder_name
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
@@ -127,7 +127,7 @@ class ScoredPrompts:
 
     @functools.cached_property
     def _captions(self) -> list[str]:
-        return list(itertools.chain.from_iterable(captions_of(self.folder, read_index(self.folder))))
+        return list(itertools.chain.from_iterable(read_captions(self.folder, read_index(self.folder))))
 
 
 def heldout_folder(saved: SavedNetwork) -> Path:

@@ -61,7 +61,7 @@ def prepare_features(options: FeatureOptions, processes: Processes) -> None:
         encoder = open_encoder(options.encoder, processes.device, grid=options.grid, inception=options.inception)
     cost = encoder.cost(size)
     spec = FeatureSpec(encoder.name, encoder.fingerprint, math.isqrt(cost.tokens), cost.width, latents_hash(index))
-    writer = FeatureWriter(folder, spec, data.latents.views, [shard["count"] for shard in index["shards"]])
+    writer = FeatureWriter(folder, spec)
     lines = [
         f"  dataset   {folder}: {len(data):,} samples, {'both views' if data.latents.views == 2 else 'one view'}",
         f"  pictures  {size}×{size}, {where}",

@@ -67,9 +67,8 @@ def named_plugins(words: Iterable[str], config: Path) -> list[str]:
 def explained(stopped: str = "stopped") -> Iterator[None]:
     """End the process with a line and no traceback at ValueError, OSError, a full GPU and Ctrl-C (exit code 130).
 
-    Where nobody reads the output any more, as behind `| head -1`, it ends without a word (141).
-
-    stopped  what to say at Ctrl-C.
+    Where nobody reads the output any more, as behind `| head -1`, it ends without a word (141). `stopped` is said at
+    Ctrl-C.
     """
     try:
         yield
@@ -129,10 +128,9 @@ def config_file(script: Path) -> Path:
 
 
 def answer_help(doc: str, config: Path | None = None) -> None:
-    """If the command line asks for help, print it and end.
+    """If the command line asks for help, print a script's docstring and its config file's text, and end.
 
-    doc     the script's docstring.
-    config  its config file, whose text is the rest of the help; "--help all" adds the files that this one extends.
+    "--help all" adds the files that this config file extends.
     """
     if not {"--help", "-h"} & {*sys.argv[1:]}:
         return

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from tread.runtime.device import use_cores, use_precision
-from tread.runtime.files import Lock, explain_failure
+from tread.runtime.files import Lock
 from tread.runtime.signals import PATIENCE
 
 T = TypeVar("T")
@@ -58,10 +58,7 @@ def share_work(device: str | None, cpu_threads: int | None = None) -> Processes:
 
     They talk through gloo, whatever the device: they only say when they are done, and others may take hours.
 
-    device       None: the GPU that belongs to this process, else the CPU.
-    cpu_threads  see `use_cores`.
-
-    Raises ValueError for a device that can't be used.
+    device  None: the GPU that belongs to this process, else the CPU. Raises ValueError for one that can't be used.
     """
     state = PartialState(cpu=True, timeout=datetime.timedelta(days=7))
     if device is None:
@@ -133,13 +130,12 @@ class Processes:
         All raise its errors, unexpected ones as RuntimeError; OSError if another process has ended.
         """
         decided, error, told = None, None, None
-        if self.main:
-            try:
-                decided = decide()
-            except Exception as raised:  # nobody must wait for a process that has failed
-                error = told = raised
-                if not isinstance(error, (ValueError, OSError)):
-                    told = RuntimeError(f"the main process failed: {type(error).__name__}: {error}")
+        try:
+            decided = decide() if self.main else None
+        except Exception as raised:  # nobody must wait for a process that has failed
+            error = told = raised
+            if not isinstance(error, (ValueError, OSError)):
+                told = RuntimeError(f"the main process failed: {type(error).__name__}: {error}")
         try:
             decided, told = broadcast_object_list([decided, told])
         except RuntimeError as lost:  # torch.distributed's
@@ -166,14 +162,9 @@ class Processes:
 
     @contextlib.contextmanager
     def lock(self, path: Path, busy: str | None = None) -> Iterator[None]:
-        """A context in which the main process holds a lock.
-
-        busy  the message of the FileExistsError if another launch holds it; None waits for it.
-        """
+        """Hold a lock in the main process. If another launch has it, raise FileExistsError(busy); None waits for it."""
         held = None
         if self.main:
-            with explain_failure(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 held = Lock(path, busy or "")
             except FileExistsError:
@@ -189,10 +180,7 @@ class Processes:
 
 
 def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | None) -> list[slice]:
-    """The rows of the global batch that a process takes, a slice for each accumulation step.
-
-    Raises ValueError if the batch does not divide evenly.
-    """
+    """A process's rows of the global batch by accumulation step. Raises ValueError where it does not divide evenly."""
     share, rest = divmod(batch_size, ranks)
     if rest:
         raise ValueError(f"train.batch_size {batch_size} does not divide over {ranks} processes")

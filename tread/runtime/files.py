@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import threading
@@ -76,7 +77,13 @@ def whole_file(path: Path, mark: str = "") -> Iterator[Path]:
 def write_whole(path: Path, text: str) -> None:
     """Write a text file in one piece, see `whole_file`."""
     with whole_file(path, f".{os.getpid()}-{threading.get_ident()}") as partial:
-        partial.write_text(text)
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, tree: object) -> None:
+    """Write JSON for people and programs in one piece. Raises an OSError that names the file."""
+    with explain_failure(path):
+        write_whole(path, json.dumps(tree, indent=1) + "\n")
 
 
 class Unwritable(OSError):
@@ -117,10 +124,10 @@ def check_place(folder: Path, needed: int) -> None:
 def size_text(count: float) -> str:
     """A number of bytes to three digits: 812 B, 3.4 kB, 16 MB, 41.7 GB, 1.2 TB; a kB has 1,000."""
     rounded = float(f"{count:.3g}")
-    power = min(4, (len(f"{rounded:.0f}") - 1) // 3)
-    value = rounded / 1000**power
-    digits = f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
-    return f"{digits} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if rounded < 1000 or unit == "TB":
+            return f"{rounded:,g} {unit}"
+        rounded /= 1000
 
 
 def plain_name(name: object, where: object) -> str:
@@ -148,7 +155,7 @@ os.register_at_fork(after_in_child=_forget_inherited_locks)
 
 
 class Lock:
-    """A lock that one process holds, until it is released or the process ends.
+    """A lock on a file, made if need be, that one process holds until it is released or the process ends.
 
     busy  the message of the FileExistsError if another process holds it; None waits for it.
 
@@ -156,7 +163,9 @@ class Lock:
     """
 
     def __init__(self, path: Path, busy: str | None) -> None:
-        self._file = path.open("w")
+        with explain_failure(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w")
         _locks.add(self)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | (0 if busy is None else fcntl.LOCK_NB))

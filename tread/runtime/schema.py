@@ -46,29 +46,26 @@ class Chosen(NamedTuple):
     key: str
     table: Mapping[str, type]
 
-    def kind(self, section: object, prefix: str) -> type:
-        """The dataclass. Raises ValueError for a section that names no entry."""
-        if not isinstance(section, dict) or self.key not in section:
-            raise ValueError(f"{prefix.rstrip('.')} is {section!r}, but must be a section that has {self.key}")
-        check(f"{prefix}{self.key}", section[self.key], Literal[tuple(self.table)])
-        return self.table[section[self.key]]
+    def settle(self, section: object, where: str) -> tuple[type, dict]:
+        """The dataclass, and the section at the dotted key `where` with all its keys and no other entry's.
 
-    def settle(self, section: object, prefix: str) -> dict:
-        """The section with all keys of its entry and no others. Raises ValueError if one of those was set."""
-        kind, kept = self.kind(section, prefix), {}
+        Raises ValueError for a section that names no entry, or sets a key that only other entries have.
+        """
+        if not isinstance(section, dict) or self.key not in section:
+            raise ValueError(f"{where} is {section!r}, but must be a section that has {self.key}")
+        check(f"{where}.{self.key}", section[self.key], Literal[tuple(self.table)])
+        kind, kept = self.table[section[self.key]], {}
         for name, value in section.items():
             owners = {entry: item for entry, other in self.table.items() for item in fields(other) if item.name == name}
             if section[self.key] in owners or not owners:
                 kept[name] = value
             elif not any(item.default in (MISSING, value) for item in owners.values()):
-                there = " or ".join(f"{prefix.rstrip('.')}={entry}" for entry in owners) + " has it"
-                raise ValueError(f"{prefix}{name} is {value!r}, but {section[self.key]} has no such choice: {there}")
-        defaults = {item.name: item.default for item in fields(kind) if item.default is not MISSING}
-        return kept | {name: value for name, value in defaults.items() if name not in kept}
-
-    def optional(self) -> set[str]:
-        """The entries' keys that have a default, which a config file need not state."""
-        return {item.name for kind in self.table.values() for item in fields(kind) if item.default is not MISSING}
+                there = " or ".join(f"{where}={entry}" for entry in owners) + " has it"
+                raise ValueError(f"{where}.{name} is {value!r}, but {section[self.key]} has no such choice: {there}")
+        for item in fields(kind):
+            if item.default is not MISSING:
+                kept.setdefault(item.name, item.default)
+        return kind, kept
 
 
 def _hints(kind: type) -> dict[str, Any]:
@@ -93,9 +90,11 @@ def _choices(hint: Any) -> list[Chosen]:
 
 
 def add_unstated(words: Iterable[str], kind: type) -> list[str]:
-    """Overrides with ++ before the keys that the composed files need not state, see `Chosen.optional`."""
-    hints = _hints(kind).items()
-    keys = {f"{name}.{key}" for name, hint in hints for choice in _choices(hint) for key in choice.optional()}
+    """Overrides with ++ before the keys of `Chosen` sections that the composed files need not state."""
+    keys = set()
+    for name, hint in _hints(kind).items():
+        entries = [entry for choice in _choices(hint) for entry in choice.table.values()]
+        keys |= {f"{name}.{item.name}" for entry in entries for item in fields(entry) if item.default is not MISSING}
     return [f"++{word}" if word.partition("=")[0] in keys else word for word in words]
 
 
@@ -105,17 +104,14 @@ def _with_stars(key: str) -> str:
 
 
 def _unknown(key: str, known: Collection[str]) -> ValueError:
-    """The error for an unknown key, with our name for it if it is another codebase's, else the nearest known key.
-
-    The last part of a key counts most.
-    """
+    """The error for an unknown key, with our name for another codebase's, else the nearest known key."""
     if told := ours(key, known):
         return ValueError(f"unknown setting {key!r}; {told}")
     spelt = _with_stars(key)
 
     def likeness(other: str) -> float:
         (section, _, name), (other_section, _, other_name) = spelt.rpartition("."), other.rpartition(".")
-        alike = difflib.SequenceMatcher(None, section, other_section).ratio()
+        alike = difflib.SequenceMatcher(None, section, other_section).ratio()  # a key's last part counts most
         return alike + 2 * difflib.SequenceMatcher(None, name, other_name).ratio() + (name == other_name)
 
     return ValueError(f"unknown setting {key!r}; the nearest known one is {max(known, key=likeness)!r}")
@@ -134,9 +130,10 @@ def fill(tree: dict, kind: type) -> dict:
     filled = dict(tree)
     for item, hint in zip(fields(kind), _hints(kind).values()):
         value = tree.get(item.name, item.default)
-        for choice in _choices(hint) if isinstance(value, dict) else ():
-            hint = choice.table.get(value.get(choice.key), get_args(hint)[0])
-            value = choice.settle(value, f"{item.name}.") if value.get(choice.key) in choice.table else value
+        for choice in _choices(hint):
+            hint = get_args(hint)[0]
+            if isinstance(value, dict) and value.get(choice.key) in choice.table:
+                hint, value = choice.settle(value, item.name)
         if is_dataclass(hint) and (isinstance(value, dict) or item.name not in tree):
             value = fill(value if isinstance(value, dict) else {}, hint)
         elif get_origin(hint) is tuple and isinstance(value, (list, tuple)):
@@ -159,9 +156,7 @@ def written(value: object) -> str:
 def read(tree: dict, kind: type, prefix: str = "") -> Any:
     """Nested dict → a dataclass; its `plugins`, if it has that field, are imported first.
 
-    prefix  stands before the keys in errors.
-
-    Raises ValueError for unknown, missing or mistyped keys.
+    Raises ValueError for unknown, missing or mistyped keys, with `prefix` before them.
     """
     if "plugins" in _hints(kind) and isinstance(tree, dict):
         import_plugins(_convert(tuple[str, ...], tree.get("plugins", ()), "plugins", []))
@@ -195,7 +190,7 @@ def _build(kind: type, tree: Any, prefix: str, known: list[str]) -> Any:
 def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
     """Check a value against a type annotation; whole numbers pass as floats."""
     for choice in _choices(hint):
-        hint, value = choice.kind(value, key + "."), choice.settle(value, key + ".")
+        hint, value = choice.settle(value, key)
     if is_dataclass(hint):
         return _build(hint, value, key + ".", known)
     expected, notes = [], []

@@ -77,10 +77,7 @@ class Stop:
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if processes > 1 else None
 
     def poll(self) -> bool:
-        """Whether to stop now, the same on all processes, which all call it once a step.
-
-        With several it lags a step behind, so that they answer one another while they compute.
-        """
+        """Whether to stop now, the same on all processes, which all call it once a step; with several it lags."""
         if self._launcher is not None and os.getppid() != self._launcher:
             self.reason = self.reason or "the launcher has ended"
         if self._group is None:

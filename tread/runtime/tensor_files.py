@@ -60,10 +60,7 @@ def read_kind(path: Path, weights: str = "ema") -> tuple[str | None, dict[str, T
 
 
 def read_state_dicts(path: Path) -> dict[str | None, dict[str, Tensor]]:
-    """All weights in a file by kind, "ema" and "model", or None → weights of an unknown kind. Raises ValueError.
-
-    Tensors of a .pt file may be mapped from it.
-    """
+    """All weights in a file: "ema", "model" or, where it does not say which, None → state dict. Raises ValueError."""
     return {kind: plain_names(_tensors(*part)) for kind, part in _parts(path).items()}
 
 
@@ -121,15 +118,14 @@ def _tensors(content: object, where: str) -> dict[str, Tensor]:
 def _flat(content: object) -> dict[str, dict]:
     """The networks in an ema_pytorch state dict by kind; {} for anything else."""
     names = [name for name in content if isinstance(name, str)] if isinstance(content, dict) else []
-    if not any(name.startswith(FLAT["ema"]) for name in names):
+    parts = {
+        kind: {name.removeprefix(prefix): content[name] for name in names if name.startswith(prefix)}
+        for kind, prefix in FLAT.items()
+    }
+    if not parts["ema"]:
         return {}
     rest = {name: content[name] for name in names if name not in COUNTERS and not name.startswith(tuple(FLAT.values()))}
-    parts = {}
-    for kind, prefix in FLAT.items():
-        part = {name.removeprefix(prefix): content[name] for name in names if name.startswith(prefix)}
-        if part:
-            parts[kind] = part | rest
-    return parts
+    return {kind: part | rest for kind, part in parts.items() if part}
 
 
 def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -155,14 +151,15 @@ def _with_label_table(state: dict[str, Tensor]) -> dict[str, Tensor]:
     The table's last row, for the null class, is zero, as a dropped label is there; this tells a square matrix
     from a table.
     """
-    shapes = [tuple(state[name].shape) for name in (LABELS, FIRST) if name in state]
-    if MASKDIT not in state or [len(shape) for shape in shapes] != [2, 4]:
-        return state
-    (rows, columns), (width, *_) = shapes
-    if rows != width or (columns == width and not state[LABELS][-1].any()):
+    if not {MASKDIT, LABELS, FIRST} <= state.keys():
         return state
     matrix = state[LABELS]
-    return {**state, LABELS: torch.cat([matrix.T, matrix.new_zeros(1, width)])}
+    if matrix.ndim != 2 or matrix.shape[:1] != state[FIRST].shape[:1]:
+        return state
+    rows, columns = matrix.shape
+    if rows == columns and not matrix[-1].any():
+        return state
+    return {**state, LABELS: torch.cat([matrix.T, matrix.new_zeros(1, rows)])}
 
 
 def listed(names: Iterable[str], most: int = 4) -> str:

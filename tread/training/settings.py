@@ -218,7 +218,7 @@ def complete(config: dict) -> tuple[Settings, dict]:
         dataset = replace(dataset, **{key: known[key] if value is None else value for key, value in measures.items()})
     plugins = tuple(absolute(name) for name in cfg.plugins)
     stated = {**config["dataset"], **{key: getattr(dataset, key) for key in (*MEASURES, "heldout")}}
-    model = CHOSEN.settle(config["model"], "model.")
+    model = CHOSEN.settle(config["model"], "model")[1]
     config = {**config, "plugins": list(plugins), "model": model, "dataset": stated}
     return replace(cfg, dataset=dataset, text=text, plugins=plugins), config
 

@@ -215,7 +215,7 @@ def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[st
     """The grids' texts, and their captions if known: the first ones of samples spread over a dataset."""
     samples = spread_classes(len(data), cfg.sampling.classes)
     known = "captions" in read_index(data.folder)  # an import may have their text alone
-    captions = [data.captions_of(sample)[0] for sample in samples] if known else []
+    captions = [data.captions[sample][0] for sample in samples] if known else []
     return {"prompts": data.read(np.array(samples)).text, "captions": captions}
 
 
