@@ -46,15 +46,14 @@ class Snapshot:
     shapes: Mapping[str, tuple[int, ...]]
 
 
-def save_snapshot(run: Path, step: int, averages: Mapping[float, Mapping[str, Tensor]]) -> Path:
+def save_snapshot(run: Path, step: int, averages: Mapping[str, Tensor]) -> Path:
     """Store averages after `step` steps, whole or not at all, in place of an older file; returns the file.
 
-    averages  sigma_rel → parameters by name (not buffers), the same names for each width.
+    averages  parameters (not buffers) by <sigma_rel>/<name>, the same names for each width.
 
     Raises ValueError for weights that are not finite, OSError if the file can't be written.
     """
-    named = ((width, *item) for width, parameters in averages.items() for item in parameters.items())
-    tensors = {f"{float(width)!r}/{name}": _compact(value, name) for width, name, value in named}
+    tensors = {name: _compact(value, name) for name, value in averages.items()}
     path = run / "ema_snapshots" / f"step_{step:07d}.safetensors"
     with explain_failure(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from tread.checkpoints.checkpoint import Checkpoint
+from tread.checkpoints.checkpoint import Checkpoint, Trained
 from tread.checkpoints.network import process_of
 from tread.data.dataset import LatentDataset
 from tread.data.loader import Loader
@@ -67,10 +67,6 @@ class StepStatistics:
         flags = (f"{flag:.0f}" for flag in values[len(self.NAMES) :] if flag != 0.5)
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
 
-    def losses(self, aligned: bool) -> dict[str, Tensor]:
-        """Copies of this process's sums by name, 0-d each: the denoising loss, and alignment if there is any."""
-        return {name: self.sums[self.NAMES.index(name)].clone() for name in ("loss", "alignment")[: 1 + aligned]}
-
     def restart(self) -> None:
         """Begin new sums, but keep counting the bad steps in a row."""
         zeros, in_a_row = torch.zeros_like(self.sums), self.sums[4:5]
@@ -97,6 +93,7 @@ class Run:
     averages: dict[float, EMA]  # by ema.power's widths
     aligner: Aligner | None  # for alignment=repa and alignment=self
     optimizer: torch.optim.Optimizer
+    trained: Trained  # what checkpoints hold of these
     decoder: Decoder
     online_fid: OnlineFID | None  # for eval.fid_every
     weights: str  # where its weights come from
@@ -135,6 +132,11 @@ class Run:
     def model(self) -> Model:
         """What is sampled and evaluated: the EMA weights, by the run's process."""
         return Model(process_of(self.cfg), self.ema.network, prompts=self.prompts)
+
+    def due(self, interval: int | None) -> bool:
+        """Whether work of every `interval` steps, and of the last one, is due after the steps so far; None: never."""
+        last = self.step == self.cfg.train.steps
+        return interval is not None and self.step > 0 and (last or self.step % interval == 0)
 
     def checkpoint_bytes(self) -> int:
         """The size of a checkpoint: weights and the optimizer's state, and the averages of the network."""

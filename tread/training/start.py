@@ -72,10 +72,10 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         aligner = open_aligner(cfg, network, ema, data)
     projector = aligner and aligner.module.projector
     optimizer = cfg.optim.build(parameter for _, parameter in checkpoint.optimized_parameters(network, projector))
+    powers = {width: average.network for width, average in averages.items()}
+    trained = checkpoint.Trained(network, ema.network, optimizer, powers, projector)
     if earlier:
-        networks = {width: average.network for width, average in averages.items()}
-        state = optimizer if cfg.optim.keeps_state(claimed.changed) else None
-        checkpoint.Trained(network, ema.network, state, networks, projector).restore(earlier)
+        trained.restore(earlier, with_optimizer=cfg.optim.keeps_state(claimed.changed))
     network.activation_checkpointing = cfg.train.activation_checkpointing
     compiled, uncompiled = settle_compile(cfg.train.compile, processes.device)
     if compiled:
@@ -83,7 +83,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     prompts = grid_prompts(cfg, heldout or data) if cfg.model.takes_text else {}
     run = Run(
         cfg, config, processes, precision, micro_batches, data, heldout, network, ema, averages, aligner, optimizer,
-        decoder, online_fid, weights, notes, stop, began, earlier, **prompts
+        trained, decoder, online_fid, weights, notes, stop, began, earlier, **prompts
     )  # fmt: skip
     run.warnings += [*settings_warnings(cfg), *data_warnings(run)]
     if earlier and "flops" not in earlier.info:
