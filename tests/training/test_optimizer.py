@@ -152,6 +152,14 @@ def test_any_optimizer_clips_skips_is_saved_and_goes_on_as_by_hand(name, tmp_pat
             checkpoint.load_optimizer(optimizer, ours, checkpoint.find(tmp_path).tensors("optimizer"))
 
 
+def test_state_that_can_not_be_saved_is_refused():
+    model = network()
+    optimizer = ANY["sgd"](model.parameters())
+    optimizer.state["calls"] = object()
+    with pytest.raises(ValueError, match="the state of SGD can't be saved: Object of type object"):
+        checkpoint.optimizer_tensors(optimizer, model)
+
+
 def test_sgd_is_the_closed_form():
     """v = μ·v + g + λ·θ; θ -= lr·v, or with Nesterov lr·(g + λ·θ + μ·v); g scaled to norm 1; numbers, not tensors."""
     for nesterov in (False, True):

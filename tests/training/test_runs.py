@@ -314,6 +314,7 @@ def test_a_folder_brings_its_own_shape(tmp_path):
     """dataset=folder against the same data described by hand."""
     folder_of_latents(tmp_path / "latents", views=2)
     common = ["dataset=folder", "dataset.path=latents", "dataset.heldout=latents", "sampling.decode=false"]
+    common.append("train.steps=2")
     launch(tmp_path, *common, "name=read")
     launch(tmp_path, *common, "name=given", "dataset.channels=2", "dataset.size=8", "dataset.num_classes=2")
     assert records(tmp_path / "results" / "read") == records(tmp_path / "results" / "given")

@@ -237,23 +237,13 @@ def test_rwkv_trains_with_and_without_a_route(rows):
     assert any("spatial_mix" in key for key in state(folder / "results/digits-rwkv"))
 
 
-@pytest.mark.parametrize(
-    ("select", "more", "shown"),
-    [
-        ("row", [], "keeps 8 of 16 tokens in whole rows"),
-        (
-            "shared",
-            ["model.routes.0.rejoin=1"],
-            "rejoins as before block 1, keeps 8 of 16 tokens, the same ones",
-        ),
-        ("norm", [], "keeps 8 of 16 tokens by their norm"),
-    ],
-)
-def test_dit_trains_by_other_rules(place, select, more, shown):
+def test_dit_trains_by_other_rules(place):
     """Shared tokens rejoin as they were before an earlier block."""
-    text = launch(place, f"model.routes.0.select={select}", *more, f"name={select}")
-    check_run(place, select)
-    assert f"r(2→2){', ' * bool(more) or ' '}{shown}" in text
+    routes = "[{start:1,end:1,select:row},{start:2,end:3,select:norm},{start:4,end:4,select:shared,rejoin:1}]"
+    text = launch(place, f"model.routes={routes}", "name=rules")
+    check_run(place, "rules")
+    assert "r(1→1) keeps 8 of 16 tokens in whole rows" in text and "r(2→3) keeps 8 of 16 tokens by their norm" in text
+    assert "r(4→4), rejoins as before block 1, keeps 8 of 16 tokens, the same ones" in text
 
 
 def test_the_first_papers_training_goes_on_where_it_was(place):

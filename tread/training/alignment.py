@@ -34,17 +34,7 @@ BETA = 0.05  # where smooth L1 turns from a parabola into a line (SRA)
 
 @dataclass(frozen=True)
 class Alignment:
-    """Section alignment of the settings.
-
-    block    the aligned block, 0-based, negative from the end; None: number min(8, depth // 3), counted from 1.
-    weight   the alignment's weight in the loss.
-    width    the width of repa's projector.
-    encoder  the encoder whose features are repa's targets.
-    source   stored: features that lie beside the latents; live: the encoder runs on pictures stored there.
-    teacher  self's deeper block, numbered like `block`; None: number 2·depth // 3, counted from 1.
-    gap      how far the teacher's noise level lies below the training's, at most: drawn uniformly, in units of time for
-             rectified flow, of the training distribution's quantile for EDM.
-    """
+    """Section alignment of the settings, see configs/defaults.yaml."""
 
     kind: Literal["none", "repa", "self"] = "none"
     block: int | None = None
@@ -99,10 +89,7 @@ def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Se
 
 
 class Aligned(nn.Module):
-    """A network and its projector as one module, for the processes of a run to share.
-
-    forward is the network's; its record then holds the aligned block's projected tokens (B, K, z).
-    """
+    """A network and its projector as one module; its record holds the aligned block's projected tokens (B, K, z)."""
 
     def __init__(self, network: Backbone, projector: nn.Module, block: int) -> None:
         super().__init__()
@@ -156,7 +143,7 @@ class Aligner:
         if self.teacher is None:
             return self.encoder.encode(batch.pictures) if self.encoder else batch.features
         level = process.cleaner(normal, self.settings.gap * back)
-        block = self.settings.blocks(len(self.teacher.blocks))[1]
+        _, block = self.settings.blocks(len(self.teacher.blocks))
         return self.teacher.output_of(block, *process.precondition(process.noised(x, level, noise), level), y)
 
     def distance(self, record: Record, targets: Tensor) -> Tensor:

@@ -33,12 +33,7 @@ FP16_ROUNDING = 2e-4  # root mean square of the relative error of rounding to fp
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The stored averages of one step.
-
-    step       training steps done.
-    sigma_rel  the widths stored, ascending.
-    shapes     the parameters' shapes by name.
-    """
+    """The averages stored after some steps of training: their widths, ascending, and the parameters' shapes by name."""
 
     step: int
     sigma_rel: tuple[float, ...]
@@ -166,18 +161,14 @@ def profile_error(stored: Profiles, step: int, sigma_rel: float) -> float:
 
 
 def rounding_error(stored: Profiles, step: int, sigma_rel: float) -> float:
-    """The root mean square of a parameter's relative error from fp16 storage: it grows with ‖coefficients‖.
-
-    It is large for a width far below the stored ones, where coefficients of both signs cancel.
-    """
+    """The root mean square of a parameter's relative error from fp16 storage; large far below the stored widths."""
     return float(FP16_ROUNDING * np.linalg.norm(coefficients(stored, step, sigma_rel)))
 
 
 def reconstruct(run: Path, sigma_rel: float, step: int | None = None) -> dict[str, Tensor]:
     """The average of width sigma_rel at `step` (None: the newest snapshot's): parameters by name, fp32 on the CPU.
 
-    Holds one tensor of one snapshot at a time beside the result, and shows a progress bar. Raises FileNotFoundError or
-    ValueError as `usable` does, and ValueError for a width outside (0, 0.288).
+    Raises FileNotFoundError or ValueError as `usable` does, and ValueError for a width outside (0, 0.288).
     """
     snapshots = usable(run, step)
     stored = profiles(snapshots)

@@ -107,26 +107,20 @@ class Run:
     spent: dict[str, float] = field(default_factory=dict)  # seconds beside training since the last record, by what
 
     def __post_init__(self) -> None:
-        """Set what follows from the fields: where the run is written, and how far it has come.
-
-        wrapped     the network, or the aligner's module around it, in DDP if there are several processes.
-        statistics  of the steps since the last log.
-        step        steps done; saved: the step of the newest checkpoint.
-        flops       of the training, as far as Clock has counted.
-        seconds     likewise; None if the run began before they were counted.
-        """
+        """Set what follows from the fields: where the run is written, and how far it has come."""
         cfg, info = self.cfg, self.earlier.info if self.earlier else {}
         self.folder = Path(cfg.results) / cfg.name
         self.log = RunLog(self.folder)
         device, batch_size = self.processes.device, cfg.train.batch_size
         self.loader = Loader(self.data, cfg.seed, batch_size, self.micro_batches, device, steps=cfg.train.steps)
+        # in DDP if there are several processes
         self.wrapped = self.processes.distribute(self.aligner.module if self.aligner else self.network)
         tally = self.earlier and statistics_of(info, self.processes.rank, self.processes.count)
         self.statistics = StepStatistics(device, tally)
-        self.saved: int | None = self.earlier and self.earlier.step
-        self.step: int = self.saved or 0
-        self.flops: int = info.get("flops", 0)
-        self.seconds: float | None = info.get("seconds", None if self.step else 0.0)
+        self.saved: int | None = self.earlier and self.earlier.step  # the step of the newest checkpoint
+        self.step: int = self.saved or 0  # steps done
+        self.flops: int = info.get("flops", 0)  # of the training, as far as Clock has counted
+        self.seconds: float | None = info.get("seconds", None if self.step else 0.0)  # likewise; None: not counted
 
     @property
     def model(self) -> Model:
@@ -181,12 +175,13 @@ def statistics_of(info: dict, process: int, processes: int) -> dict[str, float |
 def leave(run: Run, finished: bool) -> None:
     """Say how the run ended, and give back the folder."""
     if run.processes.main:
-        reason = None if finished else run.stop.reason or "another process was asked to stop"
+        state, reason = "finished", None
         if not finished:
+            state, reason = "interrupted", run.stop.reason or "another process was asked to stop"
             saved = f"step {run.saved} is saved" if run.saved else "nothing is saved yet"
             stopped = f"{run.folder}: stopped by {reason} after step {run.step}"
             run.processes.say(f"{stopped}; {saved}; start it again to go on")
-        run.log.status("finished" if finished else "interrupted", run.step, reason, spent=run.take_spent())
+        run.log.status(state, run.step, reason, spent=run.take_spent())
         run.log.close()
     if run.tracker is not None:
         run.tracker.close(0 if finished else INTERRUPTED)
