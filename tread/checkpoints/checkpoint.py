@@ -339,18 +339,13 @@ def load_optimizer(
 
 @dataclass(frozen=True)
 class Trained:
-    """The modules of a training run whose tensors are the parts of its checkpoints.
-
-    averaged   the network with averaged weights.
-    powers     networks with averages by power functions, by width; without any there is no such part.
-    projector  alignment's projector; without one there is no such part.
-    """
+    """What a training run saves: the modules and the optimizer whose tensors are the parts of its checkpoints."""
 
     network: nn.Module
     averaged: nn.Module
     optimizer: torch.optim.Optimizer
-    powers: Mapping[float, nn.Module]
-    projector: nn.Module | None = None
+    powers: Mapping[float, nn.Module]  # averages by power functions, by width; without any there is no such part
+    projector: nn.Module | None = None  # alignment's; without one there is no such part
 
     @property
     def modules(self) -> dict[str, nn.Module]:

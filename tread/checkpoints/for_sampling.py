@@ -18,18 +18,13 @@ from tread.diffusion.sampling import Model
 
 @dataclass(frozen=True)
 class SavedNetwork:
-    """A trained network on disk.
-
-    weights     which of the checkpoint's: "ema" or "model".
-    label_drop  train.label_drop; above 0, the network knows the null class.
-    path_drop   train.path_drop; above 0, the network was trained without its sparse part too; None: it has none.
-    """
+    """A trained network on disk."""
 
     found: checkpoint.Checkpoint
-    weights: str
+    weights: str  # "ema" or "model"
     cfg: Network
-    label_drop: float
-    path_drop: float | None
+    label_drop: float  # train.label_drop; above 0, the network knows the null class
+    path_drop: float | None  # train.path_drop; above 0, it was trained without its sparse part too; None: it has none
 
     @property
     def process(self) -> Process:

@@ -153,18 +153,12 @@ LATENTS = ("autoencoder", "scale", "shift", "channel_shift", "channel_scale")
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Weights and what is known of them.
+    """Weights by the network's names, and what is known of them."""
 
-    where   the file.
-    kind    "ema" or "model"; None where the file does not say.
-    state   the tensors by the network's names.
-    source  the checkpoint that the file is a part of, with its record; None for files of others.
-    """
-
-    where: str
-    kind: str | None
+    where: str  # the file
+    kind: str | None  # "ema" or "model"; None where the file does not say
     state: Mapping[str, Tensor]
-    source: checkpoint.Checkpoint | None = None
+    source: checkpoint.Checkpoint | None = None  # the checkpoint that the file is a part of; None for files of others
 
     def describe(self) -> str:
         """Kind, file and step, as far as they are known."""

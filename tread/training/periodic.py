@@ -109,7 +109,7 @@ def log(run: Run, clock: Clock) -> str:
 
 
 def read_statistics(run: Run) -> dict:
-    """The sums by name, of the loss and the alignment those of each process.
+    """The sums by name; for loss and alignment, lists of each process's sum.
 
     Raises Failure for too many bad steps: in a row, or more than half of the last ones.
     """
@@ -272,10 +272,7 @@ def draw_grid(run: Run) -> None:
 
 
 def draw_samples(run: Run, labels: Tensor, prompts: Text | None = None) -> Tensor:
-    """EMA samples of these classes or prompts, with seeds 0, 1, …: pictures (n, 1 or 3, H, W) uint8.
-
-    prompts  the texts that the labels number; None: the run's.
-    """
+    """EMA samples of classes, or of prompts that the labels number, by seeds 0, 1, …: (n, 1 or 3, H, W) uint8."""
     model = run.model if prompts is None else replace(run.model, prompts=prompts)
     return torch.cat(list(draw_pictures(model, run.decoder, range(len(labels)), labels, sampler(run, len(labels)))))
 

@@ -50,10 +50,7 @@ def kept_terms(
 
 
 def kept_error(squared: Tensor, ids: Sequence[Tensor], patch_size: int) -> Tensor:
-    """Mean of squared errors (B, C, S, S) over the patches that a route keeps, averaged over the routes: (B,).
-
-    ids  each route's ids_keep (B, K).
-    """
+    """Mean of squared errors (B, C, S, S) over the patches ids_keep (B, K) of a route, averaged over routes: (B,)."""
     patches = to_patches(squared, patch_size).mean(dim=2)  # (B, N)
     return torch.stack([patches.gather(1, ids_keep).mean(dim=1) for ids_keep in ids]).mean(dim=0)
 
