@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import hidden_states, launch, launch_door, launch_processes, random_network, state
 from safetensors.torch import load_file
+from test_token_losses import LATENTS
 
 import sample
 from rf import RF
@@ -20,7 +21,6 @@ from routing_module import RULES, Record, Route, draw_ids
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, process_of
 from tread.data.dataset import Batch
-from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
 from tread.routing.ids import Token
 from tread.runtime import compiling
@@ -37,7 +37,6 @@ from tread.training.alignment import (
 )
 from tread.training.start import settings_warnings
 
-LATENTS = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
 SIZES = {"patch_size": 2, "hidden_size": 32, "depth": 6, "num_heads": 2}
 SELF = ("alignment=self", "alignment.weight=0.7", "train.label_drop=0.5", "name=run")
 
@@ -198,7 +197,7 @@ def given(read_config):
 
     def make(*overrides):
         cfg = read_config("model=tread", "model.depth=6", "alignment=self", "train.batch_size=4", *overrides)
-        spec = LatentSpec((1, 8, 8), LATENTS.classes, "x", scale_applied=True)
+        spec = replace(LATENTS, shape=(1, 8, 8))
         return cfg, spec, torch.randn(4, 1, 8, 8), torch.arange(4), step.step_draws(cfg, spec, 3, "cpu")
 
     return make

@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import launch, launch_door, launch_processes, records, same, state
 from safetensors.torch import load_file
+from test_token_losses import SPARSE
 
 import fid
 import sample
@@ -31,7 +32,6 @@ from tread.training.step import active_routes
 
 SMALL = ["model.head_dim=8", "model.state=4"]
 HYBRID = [*SMALL, "model.directions=4", "model.attention_every=3"]
-SPARSE = ("guidance=sparse", "guidance.strong=0.25", "guidance.weak=0.5", "steps=2")
 
 
 @pytest.fixture(scope="module")

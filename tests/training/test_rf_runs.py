@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import TINY, launch_door, records, same, save_checkpoint
 from PIL import Image
+from test_token_losses import LATENTS
 
 import fid
 import sample
@@ -21,7 +22,7 @@ from tread.checkpoints import checkpoint
 from tread.checkpoints.for_sampling import open_network
 from tread.checkpoints.network import build_network
 from tread.data.dataset import Batch, LatentDataset
-from tread.data.latents import LatentSpec, to_network
+from tread.data.latents import to_network
 from tread.diffusion import sampling
 from tread.encoders.autoencoder import load_decoder
 from tread.evaluation.heldout_loss import heldout_loss
@@ -114,11 +115,10 @@ def test_what_decides_about_a_run_is_not_changed_by_going_on(trained):
 def test_a_training_loss_is_the_flows(read_config, tiny):
     """The step's loss against RF.loss by hand: stored latents, dropped labels, logit-normal times, the route's ids."""
     cfg = read_config("objective=rf", "model.depth=6", "train.batch_size=4", "train.label_drop=0.5")
-    latents = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
     stored, labels = torch.randn(4, 4, 8, 8), torch.tensor([1, 2, 3, 4])
-    draws = step_draws(cfg, latents, 7, "cpu")
+    draws = step_draws(cfg, LATENTS, 7, "cpu")
     with torch.no_grad():
-        [actual] = loss(cfg, tiny, latents, Batch(stored, labels, None), draws, tiny.null(1))
+        [actual] = loss(cfg, tiny, LATENTS, Batch(stored, labels, None), draws, tiny.null(1))
         y = torch.where(draws.drop < 0.5, 10, labels)
         uniform = torch.rand(4, 16, generator=generator(cfg.seed, 7, "route 0"))
         routes = [(cfg.model.routes[0], draw_ids(uniform, 0.5))]
