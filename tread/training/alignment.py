@@ -115,21 +115,14 @@ class Aligned(nn.Module):
 
 @dataclass(frozen=True)
 class Aligner:
-    """The targets and losses of a run's alignment.
-
-    module         the network with its projector.
-    teacher        the averaged network for alignment=self, else None.
-    encoder        repa's encoder for alignment.source=live; None: the features are stored.
-    encoder_flops  the encoder's FLOPs for a picture.
-    fingerprint    the hash of repa's encoder, live or stored; None where it is not known.
-    """
+    """The targets and losses of a run's alignment."""
 
     settings: Alignment
-    module: Aligned
-    teacher: Backbone | None = None
-    encoder: Encoder | None = None
-    encoder_flops: int = 0
-    fingerprint: str | None = None
+    module: Aligned  # the network with its projector
+    teacher: Backbone | None = None  # the averaged network for alignment=self, else None
+    encoder: Encoder | None = None  # repa's encoder for alignment.source=live; None: the features are stored
+    encoder_flops: int = 0  # for a picture
+    fingerprint: str | None = None  # the hash of repa's encoder, live or stored; None where it is not known
 
     @torch.no_grad()
     def targets(

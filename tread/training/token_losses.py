@@ -38,10 +38,9 @@ def kept_terms(
     patch_size: int,
     reconstruction: float,
 ) -> Tensor:
-    """The weighted error of the kept patches, plus `reconstruction` times the skipped patches' reconstruction: (B,).
+    """`weight` (B,) times the kept patches' error, plus `reconstruction` times the skipped ones': (B,).
 
     squared, denoised, noisy  as Process.errors gives them.
-    weight                    (B,) of the noise levels.
     """
     terms = weight * kept_error(squared, ids, patch_size)
     if reconstruction:
