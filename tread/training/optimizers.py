@@ -17,8 +17,7 @@ from tread.runtime.schema import BelowOne, CountOrZero, Positive, written
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """An optimizer that optim.name can choose. A bad step puts back, and a checkpoint saves,
-    its `state` and `param_groups` alone.
+    """An optimizer that optim.name can choose. Only its `state` and `param_groups` are saved, and kept from bad steps.
 
     make  its class, or a function that returns one: takes parameters, then by name lr, `shared` and optim.options.
     """
