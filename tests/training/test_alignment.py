@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -171,7 +172,7 @@ def test_bf16_recomputation_and_compiled_blocks_hand_out_the_same():
     network.activation_checkpointing = False
     for ours, theirs in zip(results("bf16"), plain):
         assert (ours - theirs).norm() / theirs.norm() < 0.05
-    compiling.compile_blocks(network.blocks, "aot_eager")
+    compiling.compile_blocks(network.blocks[:3], "aot_eager")  # one before the route, two in it
     torch.testing.assert_close(results(), plain, rtol=1e-4, atol=1e-5)
     torch._dynamo.reset()
 
@@ -345,9 +346,10 @@ def whole(run):
 
 
 def test_three_and_three_steps_equal_six_bit_for_bit(straight, tmp_path):
-    launch(tmp_path, *SELF, "train.steps=3")
-    launch(tmp_path, *SELF)
-    first, second = whole(tmp_path / "results" / "run"), whole(straight[0] / "results" / "run")
+    run, other = (folder / "results" / "run" for folder in (straight[0], tmp_path))
+    shutil.copytree(run / "step_0000003", other / "step_0000003")
+    assert "goes on at step 3" in launch(tmp_path, *SELF)
+    first, second = whole(other), whole(run)
     assert first.keys() == second.keys() and any("optimizer/exp_avg/projector" in name for name in first)
     assert all(torch.equal(first[name], second[name]) for name in first)
     with pytest.raises(SystemExit, match="alignment.weight: 0.7 there, 0.6 here"):
