@@ -128,24 +128,17 @@ def test_a_training_loss_is_the_flows(read_config, tiny):
 
 
 def test_the_sampler_follows_from_the_checkpoint(trained):
-    """sample.py and fid.py draw by Euler with 50 steps, unless told otherwise, and the same pictures."""
+    """sample.py and fid.py draw by Euler with 50 steps, unless told otherwise."""
     folder, _ = trained
     text = launch_door(sample.main, "sample", folder, f"checkpoint={RUN}", "classes=[3]", "seeds=0-1")
     assert "euler with 50 steps, NFE 50" in text
-    options = (f"checkpoint={RUN}", "num_samples=20", "labels=balanced", "save_samples=true", "steps=5")
-    launch_door(fid.main, "fid", folder, *options)
+    launch_door(fid.main, "fid", folder, f"checkpoint={RUN}", "num_samples=4", "steps=5")
     record = json.loads((folder / RUN / "latest" / "fid.json").read_text())
     actual = {key: record["settings"][key] for key in ("sampler", "steps", "nfe", "guidance")}
     assert actual == {"sampler": "euler", "steps": 5, "nfe": 5, "guidance": "none"} and record["shift"] == 1
     before = {key: value for key, value in asdict(RF()).items() if key not in ("direction", "shift")}
     assert record["settings"]["rf"] == before  # as scores of older code have it, so that they are found
-    model = open_network(checkpoint.find(folder / RUN), "ema").load(torch.device("cpu"))
-    sampler = sampling.Sampler(5, 20, solver="euler")
-    assert model.process == RF()
-    x = next(sampling.draw(model, range(20), torch.arange(20) % 10, sampler))
-    with np.load(folder / RUN / "latest" / "samples.npz") as samples:
-        expected = samples["arr_0"].transpose(0, 3, 1, 2)
-    assert np.array_equal(sampling.to_pictures(x, load_decoder(digits.MEANING)), expected)
+    assert open_network(checkpoint.find(folder / RUN), "ema").process == RF()
 
 
 def test_a_shift_is_the_runs_unless_another_is_asked_for(trained):
