@@ -70,7 +70,7 @@ def train(run: Run) -> bool:
                 continue
             with clock.paused():
                 on = periodic.evaluate_and_draw(run)
-                if run.averages and run.due(cfg.ema.snapshot_every or cfg.every.save):
+                if cfg.ema.power and run.due(cfg.ema.snapshot_every or cfg.every.save):
                     periodic.save_snapshot(run)
                 if run.due(cfg.every.save) or postponed:
                     postponed = not periodic.save(run)

@@ -90,7 +90,7 @@ class Run:
     heldout: LatentDataset | None
     network: Backbone
     ema: EMA
-    averages: dict[float, EMA]  # by ema.power's widths
+    averages: list[EMA]  # this one, and those of ema.power
     aligner: Aligner | None  # for alignment=repa and alignment=self
     optimizer: torch.optim.Optimizer
     trained: Trained  # what checkpoints hold of these
@@ -135,7 +135,7 @@ class Run:
     def checkpoint_bytes(self) -> int:
         """The size of a checkpoint: weights and the optimizer's state, and the averages of the network."""
         copies = 1 + self.cfg.optim.copies
-        size = (copies + 1 + len(self.averages)) * sum(p.numel() for p in self.network.parameters())
+        size = (copies + len(self.averages)) * sum(p.numel() for p in self.network.parameters())
         if self.aligner:
             size += copies * sum(p.numel() for p in self.aligner.module.projector.parameters())
         return round(4 * size)

@@ -67,12 +67,12 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     weights, notes = bring_weights(cfg, network, claimed, data)
     network.to(processes.device)
     ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
-    averages = {width: EMA(network, power(width)) for width in cfg.ema.power}
+    averages = [ema, *(EMA(network, power(width)) for width in cfg.ema.power)]
     with processes.main_first():  # the main process may fetch an encoder
         aligner = open_aligner(cfg, network, ema, data)
     projector = aligner and aligner.module.projector
     optimizer = cfg.optim.build(parameter for _, parameter in checkpoint.optimized_parameters(network, projector))
-    powers = {width: average.network for width, average in averages.items()}
+    powers = {width: average.network for width, average in zip(cfg.ema.power, averages[1:])}
     trained = checkpoint.Trained(network, ema.network, optimizer, powers, projector)
     if earlier:
         trained.restore(earlier, with_optimizer=cfg.optim.keeps_state(claimed.changed))

@@ -130,6 +130,6 @@ def training_step(run: Run) -> None:
             backward(sum(weight * mean for weight, mean in zip(weights, means)))
         totals = [total + mean.detach() for total, mean in zip(totals, means)]
     norm, skip = optimizer_step(run.optimizer, learning_rate(cfg, run.step), cfg.optim.clip_norm)
-    for average in (run.ema, *run.averages.values()):
+    for average in run.averages:
         average.update(run.network, run.step, skip)
     run.statistics.add(totals[0], norm, skip, *totals[1:])
