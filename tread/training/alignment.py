@@ -95,19 +95,9 @@ class Aligned(nn.Module):
         super().__init__()
         self.network, self.projector, self.block = network, projector, block
 
-    def forward(
-        self,
-        x: Tensor,
-        t: Tensor,
-        y: Tensor,
-        routes: Sequence[tuple[Route, Tensor]] = (),
-        record: Record | None = None,
-        path_drop: Tensor | None = None,
-    ) -> Tensor:
-        record = record or Record()
+    def forward(self, *inputs: Tensor, record: Record, **more: object) -> Tensor:
         record.blocks = (self.block,)
-        dropped = {} if path_drop is None else {"path_drop": path_drop}  # SPRINT alone takes it
-        output = self.network(x, t, y, routes, record=record, **dropped)
+        output = self.network(*inputs, record=record, **more)
         tokens, ids_keep = record.outputs[self.block]
         record.outputs[self.block] = self.projector(tokens), ids_keep
         return output
