@@ -89,13 +89,14 @@ def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Se
 
 
 class Aligned(nn.Module):
-    """A network and its projector as one module; its record holds the aligned block's projected tokens (B, K, z)."""
+    """A network and its projector as one module, for the processes of a run to share."""
 
     def __init__(self, network: Backbone, projector: nn.Module, block: int) -> None:
         super().__init__()
         self.network, self.projector, self.block = network, projector, block
 
     def forward(self, *inputs: Tensor, record: Record, **more: object) -> Tensor:
+        """The network's output; the record then holds the aligned block's projected tokens (B, K, z)."""
         record.blocks = (self.block,)
         output = self.network(*inputs, record=record, **more)
         tokens, ids_keep = record.outputs[self.block]
