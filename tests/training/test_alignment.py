@@ -136,7 +136,7 @@ def test_the_blocks_output_is_taken_as_it_leaves_it(block):
     x, t, y = torch.randn(3, 4, 8, 8), torch.rand(3), torch.arange(3)
     routes = [(Route(1, 3), draw_ids(torch.rand(3, 16), 0.5))]
     record = Record()
-    assert torch.equal(module(x, t, y, routes, record=record), network(x, t, y, routes))
+    assert torch.equal(module(x, t, y, routes, record), network(x, t, y, routes))
     projected, ids = record.outputs[block]
     tokens, c = network.embed(x, t, y)
     for i, each in enumerate(network.blocks[: block + 1]):
@@ -161,7 +161,7 @@ def test_bf16_recomputation_and_compiled_blocks_hand_out_the_same():
     def results(precision="fp32"):
         module.zero_grad()
         with autocast(torch.device("cpu"), precision):
-            module(x, t, y, routes, record=(record := Record()))
+            module(x, t, y, routes, record := Record())
         projected, _ = record.outputs[2]
         projected.float().square().sum().backward()
         return projected.float(), network.blocks[2].attn.qkv.weight.grad.clone()

@@ -95,10 +95,20 @@ class Aligned(nn.Module):
         super().__init__()
         self.network, self.projector, self.block = network, projector, block
 
-    def forward(self, *inputs: Tensor, record: Record, **more: object) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        y: Tensor,
+        routes: Sequence[tuple[Route, Tensor]] = (),
+        record: Record | None = None,
+        path_drop: Tensor | None = None,
+    ) -> Tensor:
         """The network's output; the record then holds the aligned block's projected tokens (B, K, z)."""
+        record = record or Record()
         record.blocks = (self.block,)
-        output = self.network(*inputs, record=record, **more)
+        dropped = {} if path_drop is None else {"path_drop": path_drop}  # SPRINT alone takes it
+        output = self.network(x, t, y, routes, record=record, **dropped)
         tokens, ids_keep = record.outputs[self.block]
         record.outputs[self.block] = self.projector(tokens), ids_keep
         return output
