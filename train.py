@@ -63,18 +63,16 @@ def train(run: Run) -> bool:
             guarded_step(run)
             run.step += 1
             bar.update()
-            last = run.step == cfg.train.steps
-            due = run.step % cfg.every.log == 0 or last
-            clock.tick(due)
-            if due:
+            clock.tick(run.due(cfg.every.log))
+            if run.due(cfg.every.log):
                 bar.set_postfix_str(periodic.log(run, clock), refresh=False)
             if not (postponed or periodic.interrupts(run)):
                 continue
             with clock.paused():
                 on = periodic.evaluate_and_draw(run)
-                if run.averages and (run.step % (cfg.ema.snapshot_every or cfg.every.save) == 0 or last):
+                if cfg.ema.power and run.due(cfg.ema.snapshot_every or cfg.every.save):
                     periodic.save_snapshot(run)
-                if run.step % cfg.every.save == 0 or last or postponed:
+                if run.due(cfg.every.save) or postponed:
                     postponed = not periodic.save(run)
     if run.step != (run.saved or 0):
         with clock.paused():

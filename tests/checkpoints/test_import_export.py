@@ -6,7 +6,6 @@ import argparse
 import os
 from dataclasses import asdict
 
-import export_checkpoint
 import import_checkpoint
 import numpy as np
 import pytest
@@ -14,6 +13,8 @@ import torch
 from conftest import launch_door
 from PIL import Image
 from safetensors.torch import load_file
+from test_exporting import hand_out
+from test_state_dicts import same
 
 import fid
 import sample
@@ -47,15 +48,6 @@ def random_state(composed, seed, *overrides, sizes=SIZES):
 def bring_in(folder, *overrides, sizes=SIZES):
     options = ["autoencoder=pixels", "scale=1.0", "name=mine", *sizes, *overrides]
     return launch_door(import_checkpoint.main, "import_checkpoint", folder, *options)
-
-
-def hand_out(folder, *overrides):
-    return launch_door(export_checkpoint.main, "export_checkpoint", folder, *overrides)
-
-
-def same(actual, expected):
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[key], value) for key, value in expected.items())
 
 
 def bits(model):

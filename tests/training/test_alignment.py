@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from conftest import hidden_states, launch, launch_door, launch_processes, random_network, state
 from safetensors.torch import load_file
+from test_token_losses import LATENTS
 
 import sample
 from rf import RF
@@ -20,7 +22,6 @@ from routing_module import RULES, Record, Route, draw_ids
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, process_of
 from tread.data.dataset import Batch
-from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
 from tread.routing.ids import Token
 from tread.runtime import compiling
@@ -37,7 +38,6 @@ from tread.training.alignment import (
 )
 from tread.training.start import settings_warnings
 
-LATENTS = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
 SIZES = {"patch_size": 2, "hidden_size": 32, "depth": 6, "num_heads": 2}
 SELF = ("alignment=self", "alignment.weight=0.7", "train.label_drop=0.5", "name=run")
 
@@ -172,7 +172,7 @@ def test_bf16_recomputation_and_compiled_blocks_hand_out_the_same():
     network.activation_checkpointing = False
     for ours, theirs in zip(results("bf16"), plain):
         assert (ours - theirs).norm() / theirs.norm() < 0.05
-    compiling.compile_blocks(network.blocks, "aot_eager")
+    compiling.compile_blocks(network.blocks[:3], "aot_eager")  # one before the route, two in it
     torch.testing.assert_close(results(), plain, rtol=1e-4, atol=1e-5)
     torch._dynamo.reset()
 
@@ -198,7 +198,7 @@ def given(read_config):
 
     def make(*overrides):
         cfg = read_config("model=tread", "model.depth=6", "alignment=self", "train.batch_size=4", *overrides)
-        spec = LatentSpec((1, 8, 8), LATENTS.classes, "x", scale_applied=True)
+        spec = replace(LATENTS, shape=(1, 8, 8))
         return cfg, spec, torch.randn(4, 1, 8, 8), torch.arange(4), step.step_draws(cfg, spec, 3, "cpu")
 
     return make
@@ -346,9 +346,10 @@ def whole(run):
 
 
 def test_three_and_three_steps_equal_six_bit_for_bit(straight, tmp_path):
-    launch(tmp_path, *SELF, "train.steps=3")
-    launch(tmp_path, *SELF)
-    first, second = whole(tmp_path / "results" / "run"), whole(straight[0] / "results" / "run")
+    run, other = (folder / "results" / "run" for folder in (straight[0], tmp_path))
+    shutil.copytree(run / "step_0000003", other / "step_0000003")
+    assert "goes on at step 3" in launch(tmp_path, *SELF)
+    first, second = whole(other), whole(run)
     assert first.keys() == second.keys() and any("optimizer/exp_avg/projector" in name for name in first)
     assert all(torch.equal(first[name], second[name]) for name in first)
     with pytest.raises(SystemExit, match="alignment.weight: 0.7 there, 0.6 here"):

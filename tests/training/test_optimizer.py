@@ -31,6 +31,18 @@ def adamw(model, **options):
     return torch.optim.AdamW(model.parameters(), lr=1.0, **{"weight_decay": 0.01, "fused": True, **options})
 
 
+class Watch(TorchDispatchMode):
+    """Keeps the names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        self.seen.append(str(operator))
+        return operator(*arguments, **(options or {}))
+
+
 def give_gradients(model, seed, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
@@ -152,6 +164,14 @@ def test_any_optimizer_clips_skips_is_saved_and_goes_on_as_by_hand(name, tmp_pat
             checkpoint.load_optimizer(optimizer, ours, checkpoint.find(tmp_path).tensors("optimizer"))
 
 
+def test_state_that_can_not_be_saved_is_refused():
+    model = network()
+    optimizer = ANY["sgd"](model.parameters())
+    optimizer.state["calls"] = object()
+    with pytest.raises(ValueError, match="the state of SGD can't be saved: Object of type object"):
+        checkpoint.optimizer_tensors(optimizer, model)
+
+
 def test_sgd_is_the_closed_form():
     """v = μ·v + g + λ·θ; θ -= lr·v, or with Nesterov lr·(g + λ·θ + μ·v); g scaled to norm 1; numbers, not tensors."""
     for nesterov in (False, True):
@@ -173,20 +193,13 @@ def test_sgd_is_the_closed_form():
 @pytest.mark.parametrize(("name", "waits"), [("sgd", 0), ("momentum", 1), ("odd", 3)])
 def test_the_device_decides_unless_state_is_not_its_own(name, waits):
     """How often a number is taken out of a tensor in three steps; of momentum in the first, which makes the state."""
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, arguments=(), options=None):
-            seen.append(str(operator))
-            return operator(*arguments, **(options or {}))
-
-    model = network()
+    model, watch = network(), Watch()
     optimizer = ANY[name](model.parameters())
     for step in range(3):
         give_gradients(model, step)
-        with Watch():
+        with watch:
             optimizer_step(optimizer, 0.01, 1.0)
-    assert len([operator for operator in seen if "_local_scalar_dense" in operator]) == waits
+    assert len([operator for operator in watch.seen if "_local_scalar_dense" in operator]) == waits
 
 
 @pytest.mark.gpu

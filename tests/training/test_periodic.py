@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from routing_module import Route, draw_ids
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, read_network
-from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
+from tread.preparing import digits
 from tread.training import failures, periodic, settings
 from tread.training.flops import sample_flops
 from tread.training.run import StepStatistics
@@ -100,9 +100,8 @@ def test_a_checkpoint_that_kept_no_last_steps_and_no_times_goes_on(tmp_path, mon
 
 def latents(folder, spoilt):
     """24 samples in shards of 10 and 14, with a NaN or an infinite number in some, written behind the index's back."""
-    meaning = LatentSpec(shape=(1, 8, 8), classes=tuple("0123456789"), autoencoder="pixels", scale_applied=True)
     rng = np.random.default_rng(0)
-    write_dataset(folder, meaning, [(rng.standard_normal((n, 1, 1, 8, 8)), np.arange(n) % 10) for n in (10, 14)])
+    write_dataset(folder, digits.MEANING, [(rng.standard_normal((n, 1, 1, 8, 8)), np.arange(n) % 10) for n in (10, 14)])
     for index, value in spoilt:
         shard = np.load(folder / f"shard-0000{int(index >= 10)}.npy", mmap_mode="r+")
         shard[index - 10 * (index >= 10), 0, 0, 3, 5] = value

@@ -128,12 +128,9 @@ def trained(tmp_path_factory):
             for average in averages.values():
                 average.update(network, step, torch.tensor(0.0))
             if (step + 1) % EVERY == 0:
-                parameters = {width: dict(ema.network.named_parameters()) for width, ema in averages.items()}
-                posthoc_ema.save_snapshot(folder, step + 1, {width: parameters[width] for width in STORED})
-                tracked[step + 1] = {
-                    width: {name: value.detach().clone() for name, value in parameters[width].items()}
-                    for width in parameters
-                }
+                now = {w: {n: v.clone() for n, v in ema.network.named_parameters()} for w, ema in averages.items()}
+                tracked[step + 1] = now
+                posthoc_ema.save_snapshot(folder, step + 1, {f"{w}/{n}": v for w in STORED for n, v in now[w].items()})
     return folder, tracked
 
 
@@ -175,7 +172,7 @@ def test_what_is_stored_comes_back(trained):
 
 def test_values_beyond_fp16_are_kept_in_fp32(tmp_path):
     large, small = torch.tensor([70_000.125, 1.0]), torch.tensor(65_504.0)
-    path = posthoc_ema.save_snapshot(tmp_path, 5, {0.1: {"large": large, "small": small}})
+    path = posthoc_ema.save_snapshot(tmp_path, 5, {"0.1/large": large, "0.1/small": small})
     assert {key: value.dtype for key, value in load_file(path).items()} == {
         "0.1/large": torch.float32,
         "0.1/small": torch.float16,
@@ -185,7 +182,7 @@ def test_values_beyond_fp16_are_kept_in_fp32(tmp_path):
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
-    path = posthoc_ema.save_snapshot(tmp_path, 5, {0.1: {"w": torch.ones(2)}})
+    path = posthoc_ema.save_snapshot(tmp_path, 5, {"0.1/w": torch.ones(2)})
 
     def fail(tensors, partial, metadata):
         partial.write_bytes(b"half")
@@ -193,7 +190,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tensor_files, "save_file", fail)
     with pytest.raises(OSError, match="step_0000005.*No space left"):
-        posthoc_ema.save_snapshot(tmp_path, 5, {0.1: {"w": torch.zeros(2)}})
+        posthoc_ema.save_snapshot(tmp_path, 5, {"0.1/w": torch.zeros(2)})
     assert list(path.parent.iterdir()) == [path]
     assert torch.equal(posthoc_ema.reconstruct(tmp_path, 0.1)["w"], torch.ones(2))
 
@@ -202,14 +199,14 @@ def test_refusals_name_what_is_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no snapshots.*ema.power"):
         posthoc_ema.reconstruct(tmp_path, 0.1)
     with pytest.raises(ValueError, match="w is not finite"):
-        posthoc_ema.save_snapshot(tmp_path, 5, {0.1: {"w": torch.tensor([1.0, torch.nan])}})
+        posthoc_ema.save_snapshot(tmp_path, 5, {"0.1/w": torch.tensor([1.0, torch.nan])})
     for step in (10, 20, 30, 40):
-        path = posthoc_ema.save_snapshot(tmp_path, step, {0.1: {"w": torch.ones(2)}})
+        path = posthoc_ema.save_snapshot(tmp_path, step, {"0.1/w": torch.ones(2)})
     posthoc_ema.forget_after(tmp_path, 30)
     assert [snapshot.step for snapshot in posthoc_ema.find_snapshots(tmp_path)] == [10, 20, 30]
     with pytest.raises(ValueError, match="no snapshot at step 17; the nearest of its 3 is at 20"):
         posthoc_ema.reconstruct(tmp_path, 0.1, 17)
-    posthoc_ema.save_snapshot(tmp_path, 20, {0.1: {"w": torch.ones(3)}})
+    posthoc_ema.save_snapshot(tmp_path, 20, {"0.1/w": torch.ones(3)})
     with pytest.raises(ValueError, match="step_0000010.*step_0000020.*different networks"):
         posthoc_ema.reconstruct(tmp_path, 0.1, 20)
     for content in (path.with_stem("step_0000030").read_bytes()[:-1], b""):
@@ -233,8 +230,8 @@ def run(tmp_path, composed):
     generator = torch.Generator().manual_seed(0)
     for step in range(1000, 17_000, 1000):
         noise = {name: 0.01 * torch.randn(v.shape, generator=generator) for name, v in network.named_parameters()}
-        averages = {name: value + noise[name] for name, value in network.named_parameters()}
-        posthoc_ema.save_snapshot(tmp_path / "results" / "a", step, dict.fromkeys(STORED, averages))
+        averages = {f"{w}/{name}": v + noise[name] for w in STORED for name, v in network.named_parameters()}
+        posthoc_ema.save_snapshot(tmp_path / "results" / "a", step, averages)
     return network
 
 
@@ -270,7 +267,7 @@ def test_the_script_warns_of_widths_that_fit_poorly(tmp_path, run):
 def test_refusals_of_the_script_come_before_any_work(tmp_path, run, composed):
     before = sorted(path.name for path in (tmp_path / "results" / "a").iterdir())
     save_checkpoint(tmp_path / "results" / "bare", composed)
-    posthoc_ema.save_snapshot(tmp_path / "results" / "bare", 5, {0.1: {"w": torch.ones(2)}})
+    posthoc_ema.save_snapshot(tmp_path / "results" / "bare", 5, {"0.1/w": torch.ones(2)})
     for overrides, message in (
         (["run=results/a"], "sigma_rel=… is needed"),
         (["run=results/a", "sigma_rel=0.1", "step=12345"], "nearest of its 16 is at 12000"),

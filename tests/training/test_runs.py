@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from conftest import ROOT, TINY, launch, launch_processes, records, same, state
 from forked import run_python
 from PIL import Image
-from torch.utils._python_dispatch import TorchDispatchMode
+from test_optimizer import Watch
 
 import routing_module
 from dit import DiT
@@ -115,24 +115,19 @@ def test_a_step_reads_nothing_back_from_the_device(tmp_path, monkeypatch):
     """No operator that takes a number out of a tensor, with accumulation, clipping and all averages. The labels' range
     and the routes' numbers, which are looked at on a CPU alone, do not count. On a GPU, runtime/test_compiling.py
     watches the waits."""
-    seen, training_step = [], failures.training_step
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, arguments=(), options=None):
-            seen.append(str(operator))
-            return operator(*arguments, **(options or {}))
+    watch, training_step = Watch(), failures.training_step
 
     def watched(run):
-        with Watch():
+        with watch:
             training_step(run)
 
     monkeypatch.setattr(failures, "training_step", watched)
     monkeypatch.setattr(DiT, "check_inputs", lambda *_: None)
     monkeypatch.setattr(routing_module, "_readable", lambda _: False)
     launch(tmp_path, "train.micro_batch_size=4", "optim.clip_norm=1", "ema.power=[0.1]", "train.steps=2")
-    assert len(seen) > 100 and any("fused_adamw" in name for name in seen)
+    assert len(watch.seen) > 100 and any("fused_adamw" in name for name in watch.seen)
     waiting = ("_local_scalar_dense", "nonzero", "equal.default", "item", "masked_select", "unique")
-    assert not [name for name in seen if any(part in name for part in waiting)]
+    assert not [name for name in watch.seen if any(part in name for part in waiting)]
 
 
 @pytest.mark.parametrize(
@@ -314,6 +309,7 @@ def test_a_folder_brings_its_own_shape(tmp_path):
     """dataset=folder against the same data described by hand."""
     folder_of_latents(tmp_path / "latents", views=2)
     common = ["dataset=folder", "dataset.path=latents", "dataset.heldout=latents", "sampling.decode=false"]
+    common.append("train.steps=2")
     launch(tmp_path, *common, "name=read")
     launch(tmp_path, *common, "name=given", "dataset.channels=2", "dataset.size=8", "dataset.num_classes=2")
     assert records(tmp_path / "results" / "read") == records(tmp_path / "results" / "given")

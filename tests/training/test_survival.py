@@ -21,9 +21,9 @@ from forked import run_python
 from torch._dynamo.exc import BackendCompilerFailed
 
 from tread.checkpoints import checkpoint
-from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.models import backbone
+from tread.preparing import digits
 from tread.training import failures, periodic, step
 from tread.training.run_folder import RunLog
 
@@ -69,10 +69,9 @@ def test_another_number_of_processes_keeps_batches_and_draws(whole, tmp_path):
 
 def test_two_processes_equal_one_over_20_steps_of_uneven_data(tmp_path):
     """21 samples in batches of 8, 7 held out, 5 evaluation points: no share is even. A hang is a timeout."""
-    meaning = LatentSpec(shape=(1, 8, 8), classes=tuple("0123456789"), autoencoder="pixels", scale_applied=True)
     for part, count in (("train", 21), ("heldout", 7)):
         content = np.random.default_rng(count).standard_normal((count, 1, 1, 8, 8))
-        write_dataset(tmp_path / part, meaning, [(content, np.arange(count) % 10)])
+        write_dataset(tmp_path / part, digits.MEANING, [(content, np.arange(count) % 10)])
     options = ["dataset.embedded=null", f"dataset.path={tmp_path}/train", f"dataset.heldout={tmp_path}/heldout"]
     options += ["train.steps=20", "every.evaluate=7", "every.sample=20", "every.save=20", "eval.points=5"]
     launch(tmp_path, *options, "name=one")

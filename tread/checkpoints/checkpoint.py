@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -91,17 +90,20 @@ class Checkpoint:
     def step(self) -> int:
         return self.info["step"]
 
+    @property
+    def parts(self) -> list[str]:
+        return [file.removesuffix(".safetensors") for file in self.info["files"]]
+
     def sha256(self, name: str) -> str:
         """The hash that info.json states for a part. Raises ValueError if it does not hold the part."""
-        file = f"{name}.safetensors"
-        if file not in self.info["files"]:
+        if name not in self.parts:
             other = {"ema": "model", "model": "ema"}.get(name)
             raw = f"; weights={other} (of train.py: init_weights={other}) takes those" if other else ""
             raise ValueError(f"{self.folder} holds no {name} part, only {', '.join(self.info['files'])}{raw}")
-        return self.info["files"][file]["sha256"]
+        return self.info["files"][f"{name}.safetensors"]["sha256"]
 
-    def check(self, name: str) -> None:
-        """Raise ValueError unless a part's file has the size that info.json states."""
+    def check(self, name: str) -> Path:
+        """A part's file. Raises ValueError unless it has the size that info.json states."""
         self.sha256(name)
         path = self.folder / f"{name}.safetensors"
         if not path.is_file():
@@ -110,18 +112,18 @@ class Checkpoint:
         if size != stated:
             cut = ", so it is cut short" if size < stated else ""
             raise Damaged(f"{path} is damaged: {size} bytes, where {stated} were written{cut}", self.folder)
+        return path
 
-    def verify(self, name: str) -> None:
-        """As `check`, and raise ValueError unless the file has the hash that info.json states."""
-        self.check(name)
-        path = self.folder / f"{name}.safetensors"
+    def verify(self, name: str) -> Path:
+        """As `check`, and raises ValueError unless the file has the hash that info.json states."""
+        path = self.check(name)
         if sha256(path) != self.sha256(name):
             raise Damaged(f"{path} is damaged: its content is not what was written, by info.json's hash", self.folder)
+        return path
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of a part on the CPU. Raises ValueError if it is damaged."""
-        self.verify(name)
-        return load_file(self.folder / f"{name}.safetensors")
+        return load_file(self.verify(name))
 
 
 def find(path: Path) -> Checkpoint:
@@ -130,11 +132,9 @@ def find(path: Path) -> Checkpoint:
     Raises FileNotFoundError if there is none, ValueError if it is damaged or not ours.
     """
     if path.name == "latest" and not path.is_dir():
-        there = path.is_symlink() or path.exists()
-        why = f"a link to {os.readlink(path)}, which is gone" if path.is_symlink() else "no link to a checkpoint"
         other = newest(path.parent)
         use = f"; the newest checkpoint there is {other}" if other else ""
-        raise FileNotFoundError(f"no checkpoint at {path}: it is {why if there else 'not there'}{use}")
+        raise FileNotFoundError(f"no checkpoint at {path}: it is no link to a folder that is there{use}")
     if path.is_file():
         raise ValueError(
             f"{path} is a file, but a checkpoint is a folder with info.json. A state dict can start a training run "
@@ -143,17 +143,18 @@ def find(path: Path) -> Checkpoint:
         )
     named = path / "latest" if (path / "latest").is_dir() else path
     folder = next((place for place in (path, named) if (place / "info.json").is_file()), None)
-    if folder is None and (named != path or _looks_like_one(path)):
+    was_one = path.is_dir() and (path.name.startswith("step_") or any(path.glob("*.safetensors")))
+    if folder is None and (named != path or was_one):
         lost = named.resolve()
         raise Damaged(f"{lost / 'info.json'} is missing, without which nobody knows what {lost} is", lost)
     if folder is None and (folder := newest(path)) is None:
         why = "neither it nor a folder step_… in it has an info.json" if path.exists() else "it is not there"
         raise FileNotFoundError(f"no checkpoint at {path}: {why}")
     info, file = _parsed(folder), folder / "info.json"
-    stated = (info.get("format"), info.get("version")) if isinstance(info, dict) else (None, None)
+    stated = (info.get("format"), info.get("version"))
     if None not in stated and stated != ("checkpoint", VERSION):
-        kind = f"{stated[0]!r} version {stated[1]}"
-        raise ValueError(f"{folder} is a {kind}, but this code reads 'checkpoint' version {VERSION}")
+        known = f"this code reads 'checkpoint' version {VERSION}"
+        raise ValueError(f"{folder} is a {stated[0]!r} version {stated[1]}, but {known}")
     if None in stated or not _is_complete(info):
         raise Damaged(f"{file} is damaged: it lacks format, version, step, config, or a file's size and sha256", folder)
     try:
@@ -169,19 +170,20 @@ def containing(path: Path) -> Checkpoint | None:
 
     Raises ValueError if that info.json is damaged.
     """
-    path = path.resolve()
-    info = _parsed(path.parent) if (path.parent / "info.json").is_file() else None
-    if not isinstance(info, dict) or info.get("format") != "checkpoint":
+    folder = path.resolve().parent
+    if not (folder / "info.json").is_file() or _parsed(folder).get("format") != "checkpoint":
         return None
-    checkpoint = find(path.parent)
-    return checkpoint if path.name in checkpoint.info["files"] else None
+    checkpoint = find(folder)
+    return checkpoint if path.resolve().name in checkpoint.info["files"] else None
 
 
-def _parsed(folder: Path) -> object:
+def _parsed(folder: Path) -> dict:
+    """The content of info.json; {} for JSON that is no dict."""
     try:
-        return json.loads((folder / "info.json").read_text())
+        info = json.loads((folder / "info.json").read_text())
     except ValueError as error:
         raise Damaged(f"{folder / 'info.json'} is damaged ({error})", folder) from error
+    return info if isinstance(info, dict) else {}
 
 
 def _is_complete(info: dict) -> bool:
@@ -192,11 +194,6 @@ def _is_complete(info: dict) -> bool:
     return all(isinstance(file, dict) and {"bytes", "sha256"} <= file.keys() for file in info["files"].values())
 
 
-def _looks_like_one(folder: Path) -> bool:
-    """Whether a folder without info.json was a checkpoint, by its name or its files."""
-    return folder.is_dir() and (folder.name.startswith("step_") or any(folder.glob("*.safetensors")))
-
-
 def _before(folder: Path) -> Path | None:
     """The newest checkpoint of a lower step beside a folder whose files have the sizes that were written."""
     number = folder.resolve().name.removeprefix("step_")
@@ -204,8 +201,8 @@ def _before(folder: Path) -> Path | None:
         if not number.isdecimal() or _step(other) < int(number):
             with contextlib.suppress(ValueError, OSError, LookupError, TypeError, AttributeError):
                 checkpoint = find(other)
-                for name in checkpoint.info["files"]:
-                    checkpoint.check(name.removesuffix(".safetensors"))
+                for name in checkpoint.parts:
+                    checkpoint.check(name)
                 return other
     return None
 
@@ -222,10 +219,9 @@ def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
             checkpoint = find(folder)
             if checkpoint.step != _step(folder):
                 raise Damaged(f"{folder / 'info.json'} is damaged: it states step {checkpoint.step}", folder)
-            parts = [file.removesuffix(".safetensors") for file in checkpoint.info["files"]]
-            if missing := {"latents", "samples", "model", "ema", "optimizer"} - {*checkpoint.info, *parts}:
+            if missing := {"latents", "samples", "model", "ema", "optimizer"} - {*checkpoint.info, *checkpoint.parts}:
                 raise Damaged(f"{folder} lacks {', '.join(sorted(missing))}, so no training can go on from it", folder)
-            for name in parts:
+            for name in checkpoint.parts:
                 checkpoint.verify(name)
             return checkpoint, problems
         except Damaged as error:
@@ -343,38 +339,37 @@ def load_optimizer(
 
 @dataclass(frozen=True)
 class Trained:
-    """The modules of a training run whose tensors are the parts of its checkpoints.
-
-    averaged   the network with averaged weights.
-    optimizer  None: its state is not restored.
-    powers     networks with averages by power functions, by width; without any there is no such part.
-    projector  alignment's projector; without one there is no such part.
-    """
+    """What a training run saves: the modules and the optimizer whose tensors are the parts of its checkpoints."""
 
     network: nn.Module
     averaged: nn.Module
-    optimizer: torch.optim.Optimizer | None
-    powers: Mapping[float, nn.Module]
-    projector: nn.Module | None = None
+    optimizer: torch.optim.Optimizer
+    powers: Mapping[float, nn.Module]  # averages by power functions, by width; without any there is no such part
+    projector: nn.Module | None = None  # alignment's; without one there is no such part
 
-    def parts(self) -> dict[str, dict[str, Tensor]]:
-        """Part → tensors by name."""
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules whose state dict is a part, by its name."""
         modules = {"model": self.network, "ema": self.averaged, "projector": self.projector}
-        parts = {name: module.state_dict() for name, module in modules.items() if module is not None}
-        parts["optimizer"] = optimizer_tensors(self.optimizer, self.network, self.projector)
-        named = {width: power.named_parameters() for width, power in self.powers.items()}
-        powers = {f"{width}/{name}": value for width, parameters in named.items() for name, value in parameters}
-        return parts | ({"powers": powers} if powers else {})
+        return {name: module for name, module in modules.items() if module is not None}
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Load a checkpoint's parts in place, on the modules' devices."""
-        self.network.load_state_dict(checkpoint.tensors("model"))
-        self.averaged.load_state_dict(checkpoint.tensors("ema"))
-        if self.optimizer is not None:
+    @property
+    def power_tensors(self) -> dict[str, nn.Parameter]:
+        """The parameters of the averages by power functions, as <width>/<name>."""
+        return {f"{width}/{name}": p for width, power in self.powers.items() for name, p in power.named_parameters()}
+
+    def parts(self) -> dict[str, Mapping[str, Tensor]]:
+        """Part → tensors by name."""
+        parts = {name: module.state_dict() for name, module in self.modules.items()}
+        parts["optimizer"] = optimizer_tensors(self.optimizer, self.network, self.projector)
+        return parts | ({"powers": self.power_tensors} if self.powers else {})
+
+    def restore(self, checkpoint: Checkpoint, with_optimizer: bool) -> None:
+        """Load a checkpoint's parts in place, on the modules' devices; the optimizer's state only if asked."""
+        for name, module in self.modules.items():
+            module.load_state_dict(checkpoint.tensors(name))
+        if with_optimizer:
             load_optimizer(self.optimizer, self.network, checkpoint.tensors("optimizer"), self.projector)
-        if self.projector is not None:
-            self.projector.load_state_dict(checkpoint.tensors("projector"))
         kept = checkpoint.tensors("powers") if self.powers else {}
-        for width, power in self.powers.items():
-            for name, parameter in power.named_parameters():
-                parameter.copy_(kept[f"{width}/{name}"])
+        for name, parameter in self.power_tensors.items():
+            parameter.copy_(kept[name])

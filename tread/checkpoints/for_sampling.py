@@ -18,18 +18,13 @@ from tread.diffusion.sampling import Model
 
 @dataclass(frozen=True)
 class SavedNetwork:
-    """A trained network on disk.
-
-    weights     which of the checkpoint's: "ema" or "model".
-    label_drop  train.label_drop; above 0, the network knows the null class.
-    path_drop   train.path_drop; above 0, the network was trained without its sparse part too; None: it has none.
-    """
+    """A trained network on disk."""
 
     found: checkpoint.Checkpoint
-    weights: str
+    weights: str  # "ema" or "model"
     cfg: Network
-    label_drop: float
-    path_drop: float | None
+    label_drop: float  # train.label_drop; above 0, the network knows the null class
+    path_drop: float | None  # train.path_drop; above 0, it was trained without its sparse part too; None: it has none
 
     @property
     def process(self) -> Process:
@@ -55,8 +50,8 @@ class SavedNetwork:
 
     def routes(self, guidance: Guidance) -> tuple[Route, ...]:
         """The routes of its training; without any, and if a guidance is forced, its architecture's usual one."""
-        forced = guidance.force and guidance.row.routed and not self.cfg.model.routes
         model = self.cfg.model
+        forced = guidance.force and guidance.row.routed and not model.routes
         return (model.usual_route,) if forced else model.routes
 
     def without_weights(self, guidance: Guidance) -> Model:
@@ -92,10 +87,10 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
         ) from error
     cfg = read_network(config)
     cfg = replace(cfg, model=cfg.model.anywhere)
-    if shift is not None and cfg.objective != "rf":
-        trained = f"{source.folder} was trained with objective={cfg.objective}"
-        raise ValueError(f"shift={shift:g} is of rectified flow, but {trained}")
     if shift is not None:
+        if cfg.objective != "rf":
+            trained = f"{source.folder} was trained with objective={cfg.objective}"
+            raise ValueError(f"shift={shift:g} is of rectified flow, but {trained}")
         cfg = replace(cfg, rf=replace(cfg.rf, shift=shift))
     return SavedNetwork(source, weights, cfg, label_drop, path_drop if cfg.model.has_path else None)
 
@@ -107,16 +102,17 @@ def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
     """
     weak = None
     if guidance.checkpoint is not None:
+        given = f"guidance.checkpoint={guidance.checkpoint}"
         weak = open_network(checkpoint.find(Path(guidance.checkpoint).expanduser()), guidance.weights)
         if weak.sha256 == strong.sha256:
-            raise ValueError(f"guidance.checkpoint={guidance.checkpoint} is the network of checkpoint=… itself")
+            raise ValueError(f"{given} is the network of checkpoint=… itself")
         for name, ours in meaning(strong).items():
             if (theirs := meaning(weak)[name]) != ours:
-                both = f"guidance.checkpoint={guidance.checkpoint} and {strong.found.folder} differ in {name}"
+                both = f"{given} and {strong.found.folder} differ in {name}"
                 values = f"{str(theirs)[:200]}\n  {str(ours)[:200]}"
                 raise ValueError(f"{both}, so their predictions can't be combined\n  {values}")
-    for saved in (strong, weak):
-        if saved and guidance.row.routed and saved.cfg.model.masks:
+    for saved in (strong, weak) if guidance.row.routed else ():
+        if saved and saved.cfg.model.masks:
             raise ValueError(
                 f"guidance={guidance.kind} leaves tokens out, but {saved.found.folder} is MaskDiT, which sees mask "
                 "tokens in their places and predicts nothing there: guidance=cfg or autoguidance runs all tokens"
@@ -126,7 +122,7 @@ def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
 
 
 def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwork | None = None) -> None:
-    """Raise ValueError unless networks were trained for what a guidance asks of them; weak None: there is one network.
+    """Raise ValueError unless networks were trained for what a guidance asks of them; without `weak` there is one.
 
     path_drop of other networks than SPRINT's is None, which check_ratios refuses.
     """

@@ -153,18 +153,12 @@ LATENTS = ("autoencoder", "scale", "shift", "channel_shift", "channel_scale")
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Weights and what is known of them.
+    """Weights by the network's names, and what is known of them."""
 
-    where   the file.
-    kind    "ema" or "model"; None where the file does not say.
-    state   the tensors by the network's names.
-    source  the checkpoint that the file is a part of, with its record; None for files of others.
-    """
-
-    where: str
-    kind: str | None
+    where: str  # the file
+    kind: str | None  # "ema" or "model"; None where the file does not say
     state: Mapping[str, Tensor]
-    source: checkpoint.Checkpoint | None = None
+    source: checkpoint.Checkpoint | None = None  # the checkpoint that the file is a part of; None for files of others
 
     def describe(self) -> str:
         """Kind, file and step, as far as they are known."""
@@ -172,8 +166,8 @@ class StoredWeights:
         if self.source is None:
             return f"{kind} of {self.where}, at a step that is not recorded"
         imported = self.source.info.get("weights")
-        step = f"step {self.source.step:,}"
-        return f"{kind} of {self.where}, {step}" + (f", imported from {imported}" if imported else "")
+        origin = f", imported from {imported}" if imported else ""
+        return f"{kind} of {self.where}, step {self.source.step:,}{origin}"
 
     def recorded(self) -> dict[str, object] | None:
         """The recorded settings that decide about the network's weights, by dotted name; None without a record.
@@ -184,11 +178,10 @@ class StoredWeights:
             return None
         config = self.source.info.get("config", {})
         stated = {f"{name}.{key}": value for name in ("text", "model") for key, value in config.get(name, {}).items()}
-        return {**_usual(stated), **stated}
+        return _usual(stated) | stated
 
     @property
     def _latents(self) -> dict:
-        """What the record states of the latents."""
         latents = self.source.info.get("latents", {})
         return {key: tuple(value) if isinstance(value, list) else value for key, value in latents.items()}
 
@@ -200,8 +193,8 @@ class StoredWeights:
         Raises ValueError unless names, shapes and recorded settings are the network's.
         """
         state = {name: value for name, value in self.state.items() if not name.startswith(PROJECTORS)}
-        ours = model and (model.decisive | text.decisive if text and model.takes_text else model.decisive)
-        return fit(state, expected, self.where, ours, model and self.recorded())
+        texts = text.decisive if model and text and model.takes_text else {}
+        return fit(state, expected, self.where, model and model.decisive | texts, model and self.recorded())
 
     def warnings(self, cfg: Network, latents: LatentSpec, predicts: str = "objective") -> list[str]:
         """What fitting weights meant differently where they were trained, and what nobody recorded; a line each.
@@ -209,33 +202,30 @@ class StoredWeights:
         latents   what the network is to see.
         predicts  "objective", or "noise", see scripts/import_checkpoint.py.
         """
-        lines = [
-            f"{key} was {there} where these weights were trained, but is {here} now"
-            for key, (there, here) in self._meanings(cfg, latents, predicts).items()
-            if there != here
-        ]
+        lines = []
         if aside := [name for name in self.state if name.startswith(PROJECTORS)]:
             lines.append(f"{self.where} holds {len(aside)} tensors {PROJECTORS}* of its alignment, which are set aside")
-        if self.source is None:
-            width, shown = cfg.model.hidden_size, sizes(self.state)
-            heads, usual = cfg.model.decisive.get("model.num_heads"), usual_heads(width)
-            hidden = {key: value for key, value in cfg.model.decisive.items() if key not in shown}
-            hidden |= {"objective": cfg.objective, **_conventions(cfg)}
-            taken = ", ".join(f"{key}={written(value)}" for key, value in hidden.items())
-            lines.append(
-                f"{self.where} has no record: nobody can know here whether it was trained with {taken}, latents of "
-                "this scale and classes in this order"
-            )
-            if "model.num_heads" in hidden and usual and heads != usual:
-                lines.append(f"model.num_heads is {heads}, but networks of hidden_size {width} usually have {usual}")
-        elif _numbered(self._latents.get("classes", ())) and not _numbered(latents.classes):
-            lines.append(f"{self.where} records no class names: its class 0 is taken for {latents.classes[0]!r}, …")
+        if self.source is not None:
+            for key, (there, here) in self._meanings(cfg, latents, predicts).items():
+                if there != here:
+                    lines.append(f"{key} was {there} where these weights were trained, but is {here} now")
+            if _numbered(self._latents.get("classes", ())) and not _numbered(latents.classes):
+                lines.append(f"{self.where} records no class names: its class 0 is taken for {latents.classes[0]!r}, …")
+            return lines
+        shown = sizes(self.state)
+        hidden = {key: value for key, value in cfg.model.decisive.items() if key not in shown}
+        hidden |= {"objective": cfg.objective, **_conventions(cfg)}
+        taken = ", ".join(f"{key}={written(value)}" for key, value in hidden.items())
+        unknown = f"{self.where} has no record: nobody can know here whether it was trained with {taken}"
+        lines.append(f"{unknown}, latents of this scale and classes in this order")
+        heads, usual = hidden.get("model.num_heads"), usual_heads(cfg.model.hidden_size)
+        if heads and usual and heads != usual:
+            width = f"networks of hidden_size {cfg.model.hidden_size}"
+            lines.append(f"model.num_heads is {heads}, but {width} usually have {usual}")
         return lines
 
     def _meanings(self, cfg: Network, latents: LatentSpec, predicts: str) -> dict[str, tuple[object, object]]:
-        """What decides what weights mean, beside a network's options: (there, here) by name; {} without a record."""
-        if self.source is None:
-            return {}
+        """What decides what weights mean, beside a network's options: (as recorded, as now) by name."""
         config, recorded = self.source.info.get("config", {}), self.source.info.get("predicts", "objective")
         theirs = config.get("objective", cfg.objective)
         told = {"noise": "noise on timesteps 0..999", "objective": f"what objective={cfg.objective} trains"}
@@ -259,7 +249,7 @@ class StoredWeights:
 
 
 def read_weights(path: Path, weights: str = "ema") -> StoredWeights:
-    """Weights "ema" or "model" of a checkpoint or a file. A file of a checkpoint has the kind that its name says.
+    """Weights "ema" or "model" of a checkpoint or a file; a checkpoint's file has the kind that its name says.
 
     Raises FileNotFoundError or ValueError.
     """
@@ -281,9 +271,9 @@ def load_weights(
     model: NetworkOptions | None = None,
     text: TextSettings | None = None,
 ) -> StoredWeights:
-    """Load weights "ema" or "model" into a network (init_from). Raises FileNotFoundError, or ValueError for a misfit.
+    """Load weights "ema" or "model" into a network (init_from), built by the settings `model` and `text`.
 
-    model, text  the settings that the network was built by, which the weights' own record must not contradict.
+    Raises FileNotFoundError, or ValueError for a misfit, also of the weights' own record with these settings.
     """
     stored = read_weights(Path(path).expanduser(), weights)
     network.load_state_dict(stored.fit(network.state_dict(), model, text))

@@ -34,17 +34,7 @@ BETA = 0.05  # where smooth L1 turns from a parabola into a line (SRA)
 
 @dataclass(frozen=True)
 class Alignment:
-    """Section alignment of the settings.
-
-    block    the aligned block, 0-based, negative from the end; None: number min(8, depth // 3), counted from 1.
-    weight   the alignment's weight in the loss.
-    width    the width of repa's projector.
-    encoder  the encoder whose features are repa's targets.
-    source   stored: features that lie beside the latents; live: the encoder runs on pictures stored there.
-    teacher  self's deeper block, numbered like `block`; None: number 2·depth // 3, counted from 1.
-    gap      how far the teacher's noise level lies below the training's, at most: drawn uniformly, in units of time for
-             rectified flow, of the training distribution's quantile for EDM.
-    """
+    """Section alignment of the settings, see configs/defaults.yaml."""
 
     kind: Literal["none", "repa", "self"] = "none"
     block: int | None = None
@@ -99,10 +89,7 @@ def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Se
 
 
 class Aligned(nn.Module):
-    """A network and its projector as one module, for the processes of a run to share.
-
-    forward is the network's; its record then holds the aligned block's projected tokens (B, K, z).
-    """
+    """A network and its projector as one module, for the processes of a run to share."""
 
     def __init__(self, network: Backbone, projector: nn.Module, block: int) -> None:
         super().__init__()
@@ -117,6 +104,7 @@ class Aligned(nn.Module):
         record: Record | None = None,
         path_drop: Tensor | None = None,
     ) -> Tensor:
+        """The network's output; the record then holds the aligned block's projected tokens (B, K, z)."""
         record = record or Record()
         record.blocks = (self.block,)
         dropped = {} if path_drop is None else {"path_drop": path_drop}  # SPRINT alone takes it
@@ -128,21 +116,14 @@ class Aligned(nn.Module):
 
 @dataclass(frozen=True)
 class Aligner:
-    """The targets and losses of a run's alignment.
-
-    module         the network with its projector.
-    teacher        the averaged network for alignment=self, else None.
-    encoder        repa's encoder for alignment.source=live; None: the features are stored.
-    encoder_flops  the encoder's FLOPs for a picture.
-    fingerprint    the hash of repa's encoder, live or stored; None where it is not known.
-    """
+    """The targets and losses of a run's alignment."""
 
     settings: Alignment
-    module: Aligned
-    teacher: Backbone | None = None
-    encoder: Encoder | None = None
-    encoder_flops: int = 0
-    fingerprint: str | None = None
+    module: Aligned  # the network with its projector
+    teacher: Backbone | None = None  # the averaged network for alignment=self, else None
+    encoder: Encoder | None = None  # repa's encoder for alignment.source=live; None: the features are stored
+    encoder_flops: int = 0  # for a picture
+    fingerprint: str | None = None  # the hash of repa's encoder, live or stored; None where it is not known
 
     @torch.no_grad()
     def targets(
@@ -156,7 +137,7 @@ class Aligner:
         if self.teacher is None:
             return self.encoder.encode(batch.pictures) if self.encoder else batch.features
         level = process.cleaner(normal, self.settings.gap * back)
-        block = self.settings.blocks(len(self.teacher.blocks))[1]
+        _, block = self.settings.blocks(len(self.teacher.blocks))
         return self.teacher.output_of(block, *process.precondition(process.noised(x, level, noise), level), y)
 
     def distance(self, record: Record, targets: Tensor) -> Tensor:

@@ -18,15 +18,12 @@ from tread.training.step import loss, step_draws, training_step
 
 
 class Launch:
-    """The context of a launch: it listens for signals to stop, and ends the process as the run ended.
-
-    run       the run, once it has begun.
-    finished  whether all steps are done; if not, the exit code at the end is INTERRUPTED.
-    """
+    """The context of a launch: it listens for signals to stop, and ends the process as the run ended."""
 
     def __init__(self) -> None:
-        self.stop, self.finished = Stop(), False
-        self.run: Run | None = None
+        self.stop = Stop()
+        self.finished = False  # whether all steps are done; if not, the exit code is INTERRUPTED
+        self.run: Run | None = None  # once it has begun
 
     def __enter__(self) -> Launch:
         return self

@@ -17,18 +17,14 @@ from tread.runtime.schema import BelowOne, CountOrZero, Positive, written
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """An optimizer that optim.name can choose.
+    """An optimizer that optim.name can choose. Only its `state` and `param_groups` are saved, and kept from bad steps.
 
-    make    its class, or a function that returns one: takes parameters, then by name lr, `shared` and optim.options.
-    copies  optim.options → how many numbers its state holds for each number of a parameter.
-    shared  the other settings of section optim that it takes.
-
-    Only its `state` and `param_groups` are saved, and put back after a bad step.
+    make  its class, or a function that returns one: takes parameters, then by name lr, `shared` and optim.options.
     """
 
     make: Callable[..., torch.optim.Optimizer]
-    copies: Callable[[dict], float]
-    shared: tuple[str, ...] = ("weight_decay",)
+    copies: Callable[[dict], float]  # optim.options → how many numbers its state holds for each number of a parameter
+    shared: tuple[str, ...] = ("weight_decay",)  # the other settings of section optim that it takes
 
 
 # optimizer_step clips and skips for any of them, checkpoints save and resume any

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import mean
 
 import torch
 from torch import Tensor
@@ -86,9 +87,9 @@ def log(run: Run, clock: Clock) -> str:
     clock.advance()
     values = {"lr": learning_rate(run.cfg, run.step - 1), "bad_steps": int(sums["bad"])}
     if sums["good"]:
-        values |= {name: sums[name] / sums["good"] for name in ("loss", "grad_norm")}
+        values |= {"loss": mean(sums["loss"]) / sums["good"], "grad_norm": sums["grad_norm"] / sums["good"]}
         if run.aligner:
-            values["alignment"] = sums["alignment"] / sums["good"]
+            values["alignment"] = mean(sums["alignment"]) / sums["good"]
             values["total"] = values["loss"] + run.cfg.alignment.weight * values["alignment"]
     speed = (run.step - clock.first) * run.cfg.train.batch_size / clock.seconds
     flops = sample_flops(run.network, active_routes(run.cfg, run.step - 1), run.aligner) * speed
@@ -107,34 +108,34 @@ def log(run: Run, clock: Clock) -> str:
     return f"loss {values['loss']:.4f}, {speed:.0f} images/s" if "loss" in values else "no good step"
 
 
-def read_statistics(run: Run) -> dict[str, float | str]:
-    """The sums by name on all processes, losses averaged over them.
+def read_statistics(run: Run) -> dict:
+    """The sums by name; for loss and alignment, lists of each process's sum.
 
     Raises Failure for too many bad steps: in a row, or more than half of the last ones.
     """
-    sums, most = run.statistics.read(), run.cfg.train.max_bad_steps
-    for name, total in run.statistics.losses(run.aligner is not None).items():
-        sums[name] = (run.processes.sum(total) / run.processes.count).item()
-    if sums["longest"] > most:
-        end = run.step - int(sums["ago"])
-        row = range(end - int(sums["longest"]), end)
-        what = f"{len(row)} steps in a row, {row[0] + 1} to {row[-1] + 1} (train.max_bad_steps {most})"
-        raise Failure(explain_bad_steps(run, row, what))
+    sums, most, steps = run.statistics.read(), run.cfg.train.max_bad_steps, ()
+    for name in ("loss", "alignment") if run.aligner else ("loss",):
+        sums[name] = run.processes.gather(torch.tensor([sums[name]], device=run.processes.device)).tolist()
     recent = len(sums["recent"])
     known = run.step if recent == min(run.step, StepStatistics.LAST) else recent  # older checkpoints did not keep them
-    if mostly_bad(sums) and (known >= most or known == run.step == run.cfg.train.steps):
+    if sums["longest"] > most:
+        end = run.step - int(sums["ago"])
+        steps = range(end - int(sums["longest"]), end)
+        what = f"{len(steps)} steps in a row, {steps[0] + 1} to {end} (train.max_bad_steps {most})"
+    elif mostly_bad(sums) and (known >= most or known == run.step == run.cfg.train.steps):
         steps = recent_bad_steps(run, sums, recent)
         what = f"{len(steps)} of the last {recent} steps, up to {run.step} (more than half of them)"
+    if steps:
         raise Failure(explain_bad_steps(run, steps, what))
     return sums
 
 
-def mostly_bad(sums: dict[str, float | str]) -> bool:
+def mostly_bad(sums: dict) -> bool:
     """Whether more than half of the last steps were bad."""
     return 2 * sums["recent"].count("1") > len(sums["recent"])
 
 
-def recent_bad_steps(run: Run, sums: dict[str, float | str], steps: int) -> list[int]:
+def recent_bad_steps(run: Run, sums: dict, steps: int) -> list[int]:
     """The bad ones of the last `steps` steps, by number from 0, as far as StepStatistics keeps them."""
     flags = sums["recent"][-steps:]
     return [run.step - len(flags) + number for number, flag in enumerate(flags) if flag == "1"]
@@ -185,7 +186,7 @@ def interrupts(run: Run) -> bool:
     """Whether work beside training is due after run.step steps."""
     every, cfg = run.cfg.every, run.cfg
     intervals = (every.evaluate, every.sample, every.save, cfg.eval.fid_every, cfg.ema.snapshot_every)
-    return run.step == cfg.train.steps or any(interval and run.step % interval == 0 for interval in intervals)
+    return any(map(run.due, intervals))
 
 
 def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
@@ -193,25 +194,21 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
 
     done  the work done at this step before an interruption: the evaluation by its name, "fid", "grid".
     """
-    every, cfg, last = run.cfg.every, run.cfg, run.step == run.cfg.train.steps
-
-    def due(interval: int | None, name: str) -> bool:
-        return interval is not None and run.step > 0 and (run.step % interval == 0 or last) and name not in done
-
-    metric = run.model.process.evaluation
-    if run.heldout is not None and due(every.evaluate, metric):
+    metric, cfg = run.model.process.evaluation, run.cfg
+    if run.heldout is not None and run.due(cfg.every.evaluate) and metric not in done:
         with run.timed("eval"):
             loss = evaluate(run)
         if run.stop.agreed():
             return False
+        doubt = f"the {METRICS[metric].title} after step {run.step} is {loss:.3g}: {DIVERGED}"
         if not math.isfinite(loss):
-            raise Failure(f"the {METRICS[metric].title} after step {run.step} is {loss}: {DIVERGED}")
+            raise Failure(doubt)
         run.record(**{metric: loss})
         if loss > ABSURD:
-            run.processes.say(f"warning: the {METRICS[metric].title} after step {run.step} is {loss:.3g}: {DIVERGED}")
-    if run.online_fid is not None and due(cfg.eval.fid_every, "fid") and not log_fid(run):
+            run.processes.say(f"warning: {doubt}")
+    if run.due(cfg.eval.fid_every) and "fid" not in done and not log_fid(run):
         return False
-    if due(every.sample, "grid"):
+    if run.due(cfg.every.sample) and "grid" not in done:
         with run.timed("draw"):
             run.processes.from_main(lambda: draw_grid(run))
     return True
@@ -275,10 +272,7 @@ def draw_grid(run: Run) -> None:
 
 
 def draw_samples(run: Run, labels: Tensor, prompts: Text | None = None) -> Tensor:
-    """EMA samples of these classes or prompts, with seeds 0, 1, …: pictures (n, 1 or 3, H, W) uint8.
-
-    prompts  the texts that the labels number; None: the run's.
-    """
+    """EMA samples of classes, or of prompts that the labels number, by seeds 0, 1, …: (n, 1 or 3, H, W) uint8."""
     model = run.model if prompts is None else replace(run.model, prompts=prompts)
     return torch.cat(list(draw_pictures(model, run.decoder, range(len(labels)), labels, sampler(run, len(labels)))))
 
@@ -299,12 +293,9 @@ def save(run: Run) -> bool:
     skipped = counted["in_a_row"] > 0 or mostly_bad(counted)
     if skipped and run.step < run.cfg.train.steps:
         return False
-    for name, total in run.statistics.losses(run.aligner is not None).items():
-        counted[name] = run.processes.gather(total[None]).tolist()  # of each process
     norms = torch._foreach_norm(list(run.network.parameters()))
     if not torch.stack(norms).isfinite().all():
         raise Failure(f"weights are not finite after step {run.step}, which is not saved: try a smaller optim.lr")
-    networks = {width: average.network for width, average in run.averages.items()}
     info = {
         "tally": counted,
         "flops": run.flops,
@@ -318,10 +309,8 @@ def save(run: Run) -> bool:
     }
 
     def write() -> None:
-        projector = run.aligner and run.aligner.module.projector
-        trained = checkpoint.Trained(run.network, run.ema.network, run.optimizer, networks, projector)
         with explain_failure(run.folder / f"step_{run.step:07d}"):
-            checkpoint.save(run.folder, run.step, trained.parts(), info)
+            checkpoint.save(run.folder, run.step, run.trained.parts(), info)
             if run.cfg.checkpoints.keep_last is not None and not skipped:
                 checkpoint.prune(run.folder, run.cfg.checkpoints.keep_last, run.cfg.checkpoints.keep_every)
             run.log.status("running", run.step)
@@ -334,8 +323,7 @@ def save(run: Run) -> bool:
 
 def save_snapshot(run: Run) -> None:
     """Store the averages by power functions, for scripts/reconstruct_ema.py."""
-    averages = {width: dict(average.network.named_parameters()) for width, average in run.averages.items()}
-    run.processes.from_main(lambda: posthoc_ema.save_snapshot(run.folder, run.step, averages))
+    run.processes.from_main(lambda: posthoc_ema.save_snapshot(run.folder, run.step, run.trained.power_tensors))
 
 
 def judge_demo(run: Run) -> None:

@@ -33,12 +33,7 @@ FP16_ROUNDING = 2e-4  # root mean square of the relative error of rounding to fp
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The stored averages of one step.
-
-    step       training steps done.
-    sigma_rel  the widths stored, ascending.
-    shapes     the parameters' shapes by name.
-    """
+    """The averages stored after some steps of training: their widths, ascending, and the parameters' shapes by name."""
 
     step: int
     sigma_rel: tuple[float, ...]
@@ -46,15 +41,14 @@ class Snapshot:
     shapes: Mapping[str, tuple[int, ...]]
 
 
-def save_snapshot(run: Path, step: int, averages: Mapping[float, Mapping[str, Tensor]]) -> Path:
+def save_snapshot(run: Path, step: int, averages: Mapping[str, Tensor]) -> Path:
     """Store averages after `step` steps, whole or not at all, in place of an older file; returns the file.
 
-    averages  sigma_rel → parameters by name (not buffers), the same names for each width.
+    averages  parameters (not buffers) by <sigma_rel>/<name>, the same names for each width.
 
     Raises ValueError for weights that are not finite, OSError if the file can't be written.
     """
-    named = ((width, *item) for width, parameters in averages.items() for item in parameters.items())
-    tensors = {f"{float(width)!r}/{name}": _compact(value, name) for width, name, value in named}
+    tensors = {name: _compact(value, name) for name, value in averages.items()}
     path = run / "ema_snapshots" / f"step_{step:07d}.safetensors"
     with explain_failure(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,18 +161,14 @@ def profile_error(stored: Profiles, step: int, sigma_rel: float) -> float:
 
 
 def rounding_error(stored: Profiles, step: int, sigma_rel: float) -> float:
-    """The root mean square of a parameter's relative error from fp16 storage: it grows with ‖coefficients‖.
-
-    It is large for a width far below the stored ones, where coefficients of both signs cancel.
-    """
+    """The root mean square of a parameter's relative error from fp16 storage; large far below the stored widths."""
     return float(FP16_ROUNDING * np.linalg.norm(coefficients(stored, step, sigma_rel)))
 
 
 def reconstruct(run: Path, sigma_rel: float, step: int | None = None) -> dict[str, Tensor]:
     """The average of width sigma_rel at `step` (None: the newest snapshot's): parameters by name, fp32 on the CPU.
 
-    Holds one tensor of one snapshot at a time beside the result, and shows a progress bar. Raises FileNotFoundError or
-    ValueError as `usable` does, and ValueError for a width outside (0, 0.288).
+    Raises FileNotFoundError or ValueError as `usable` does, and ValueError for a width outside (0, 0.288).
     """
     snapshots = usable(run, step)
     stored = profiles(snapshots)

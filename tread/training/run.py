@@ -12,7 +12,7 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from tread.checkpoints.checkpoint import Checkpoint
+from tread.checkpoints.checkpoint import Checkpoint, Trained
 from tread.checkpoints.network import process_of
 from tread.data.dataset import LatentDataset
 from tread.data.loader import Loader
@@ -67,10 +67,6 @@ class StepStatistics:
         flags = (f"{flag:.0f}" for flag in values[len(self.NAMES) :] if flag != 0.5)
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
 
-    def losses(self, aligned: bool) -> dict[str, Tensor]:
-        """Copies of this process's sums by name, 0-d each: the denoising loss, and alignment if there is any."""
-        return {name: self.sums[self.NAMES.index(name)].clone() for name in ("loss", "alignment")[: 1 + aligned]}
-
     def restart(self) -> None:
         """Begin new sums, but keep counting the bad steps in a row."""
         zeros, in_a_row = torch.zeros_like(self.sums), self.sums[4:5]
@@ -94,9 +90,10 @@ class Run:
     heldout: LatentDataset | None
     network: Backbone
     ema: EMA
-    averages: dict[float, EMA]  # by ema.power's widths
+    averages: list[EMA]  # this one, and those of ema.power
     aligner: Aligner | None  # for alignment=repa and alignment=self
     optimizer: torch.optim.Optimizer
+    trained: Trained  # what checkpoints hold of these
     decoder: Decoder
     online_fid: OnlineFID | None  # for eval.fid_every
     weights: str  # where its weights come from
@@ -110,36 +107,35 @@ class Run:
     spent: dict[str, float] = field(default_factory=dict)  # seconds beside training since the last record, by what
 
     def __post_init__(self) -> None:
-        """Set what follows from the fields: where the run is written, and how far it has come.
-
-        wrapped     the network, or the aligner's module around it, in DDP if there are several processes.
-        statistics  of the steps since the last log.
-        step        steps done; saved: the step of the newest checkpoint.
-        flops       of the training, as far as Clock has counted.
-        seconds     likewise; None if the run began before they were counted.
-        """
+        """Set what follows from the fields: where the run is written, and how far it has come."""
         cfg, info = self.cfg, self.earlier.info if self.earlier else {}
         self.folder = Path(cfg.results) / cfg.name
         self.log = RunLog(self.folder)
         device, batch_size = self.processes.device, cfg.train.batch_size
         self.loader = Loader(self.data, cfg.seed, batch_size, self.micro_batches, device, steps=cfg.train.steps)
+        # in DDP if there are several processes
         self.wrapped = self.processes.distribute(self.aligner.module if self.aligner else self.network)
         tally = self.earlier and statistics_of(info, self.processes.rank, self.processes.count)
         self.statistics = StepStatistics(device, tally)
-        self.saved: int | None = self.earlier and self.earlier.step
-        self.step: int = self.saved or 0
-        self.flops: int = info.get("flops", 0)
-        self.seconds: float | None = info.get("seconds", None if self.step else 0.0)
+        self.saved: int | None = self.earlier and self.earlier.step  # the step of the newest checkpoint
+        self.step: int = self.saved or 0  # steps done
+        self.flops: int = info.get("flops", 0)  # of the training, as far as Clock has counted
+        self.seconds: float | None = info.get("seconds", None if self.step else 0.0)  # likewise; None: not counted
 
     @property
     def model(self) -> Model:
         """What is sampled and evaluated: the EMA weights, by the run's process."""
         return Model(process_of(self.cfg), self.ema.network, prompts=self.prompts)
 
+    def due(self, interval: int | None) -> bool:
+        """Whether work of every `interval` steps, and of the last one, is due after the steps so far; None: never."""
+        last = self.step == self.cfg.train.steps
+        return interval is not None and self.step > 0 and (last or self.step % interval == 0)
+
     def checkpoint_bytes(self) -> int:
         """The size of a checkpoint: weights and the optimizer's state, and the averages of the network."""
         copies = 1 + self.cfg.optim.copies
-        size = (copies + 1 + len(self.averages)) * sum(p.numel() for p in self.network.parameters())
+        size = (copies + len(self.averages)) * sum(p.numel() for p in self.network.parameters())
         if self.aligner:
             size += copies * sum(p.numel() for p in self.aligner.module.projector.parameters())
         return round(4 * size)
@@ -179,12 +175,13 @@ def statistics_of(info: dict, process: int, processes: int) -> dict[str, float |
 def leave(run: Run, finished: bool) -> None:
     """Say how the run ended, and give back the folder."""
     if run.processes.main:
-        reason = None if finished else run.stop.reason or "another process was asked to stop"
+        state, reason = "finished", None
         if not finished:
+            state, reason = "interrupted", run.stop.reason or "another process was asked to stop"
             saved = f"step {run.saved} is saved" if run.saved else "nothing is saved yet"
             stopped = f"{run.folder}: stopped by {reason} after step {run.step}"
             run.processes.say(f"{stopped}; {saved}; start it again to go on")
-        run.log.status("finished" if finished else "interrupted", run.step, reason, spent=run.take_spent())
+        run.log.status(state, run.step, reason, spent=run.take_spent())
         run.log.close()
     if run.tracker is not None:
         run.tracker.close(0 if finished else INTERRUPTED)

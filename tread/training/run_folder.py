@@ -65,16 +65,11 @@ def decisive(keys: Iterable[str], config: dict) -> list[str]:
 
 @dataclass(frozen=True)
 class Claim:
-    """How a run starts in a folder.
+    """How a run starts in a folder."""
 
-    checkpoint  where it goes on; None starts at step 0.
-    changed     settings that differ from the run's so far: dotted key → (before, now).
-    damaged     what is wrong with newer checkpoints, which are passed over.
-    """
-
-    checkpoint: Checkpoint | None = None
-    changed: dict[str, tuple[object, object]] = field(default_factory=dict)
-    damaged: list[str] = field(default_factory=list)
+    checkpoint: Checkpoint | None = None  # where it goes on; None: at step 0
+    changed: dict[str, tuple[object, object]] = field(default_factory=dict)  # settings by dotted key: (before, now)
+    damaged: list[str] = field(default_factory=list)  # what is wrong with newer checkpoints, which are passed over
 
 
 def claim(folder: Path, resume: bool | str, config: dict) -> Claim:

@@ -67,23 +67,22 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     weights, notes = bring_weights(cfg, network, claimed, data)
     network.to(processes.device)
     ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
-    averages = {width: EMA(network, power(width)) for width in cfg.ema.power}
+    powers = {width: EMA(network, power(width)) for width in cfg.ema.power}
     with processes.main_first():  # the main process may fetch an encoder
         aligner = open_aligner(cfg, network, ema, data)
     projector = aligner and aligner.module.projector
     optimizer = cfg.optim.build(parameter for _, parameter in checkpoint.optimized_parameters(network, projector))
+    trained = checkpoint.Trained(network, ema.network, optimizer, {w: p.network for w, p in powers.items()}, projector)
     if earlier:
-        networks = {width: average.network for width, average in averages.items()}
-        state = optimizer if cfg.optim.keeps_state(claimed.changed) else None
-        checkpoint.Trained(network, ema.network, state, networks, projector).restore(earlier)
+        trained.restore(earlier, with_optimizer=cfg.optim.keeps_state(claimed.changed))
     network.activation_checkpointing = cfg.train.activation_checkpointing
     compiled, uncompiled = settle_compile(cfg.train.compile, processes.device)
     if compiled:
         compile_blocks([*network.compiled(), *ema.network.compiled()])
     prompts = grid_prompts(cfg, heldout or data) if cfg.model.takes_text else {}
     run = Run(
-        cfg, config, processes, precision, micro_batches, data, heldout, network, ema, averages, aligner, optimizer,
-        decoder, online_fid, weights, notes, stop, began, earlier, **prompts
+        cfg, config, processes, precision, micro_batches, data, heldout, network, ema, [ema, *powers.values()], aligner,
+        optimizer, trained, decoder, online_fid, weights, notes, stop, began, earlier, **prompts
     )  # fmt: skip
     run.warnings += [*settings_warnings(cfg), *data_warnings(run)]
     if earlier and "flops" not in earlier.info:

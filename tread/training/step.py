@@ -28,24 +28,15 @@ from tread.training.token_losses import kept_terms
 
 @dataclass(frozen=True)
 class Draws:
-    """The random numbers of one training step, for the B samples of a batch.
+    """The random numbers of one training step, for the B samples of a batch."""
 
-    level      (B,) standard normal, to become noise levels.
-    noise      (B, C, S, S) standard normal, to be added to the latents.
-    drop       (B,) uniform, to drop labels or texts.
-    routes     pairs (Route, ids_keep (B, K)), or (Route, draws (B, N)) where its rule scores the tokens.
-    posterior  (B, C, S, S) standard normal, to sample latents from moments; None if they are plain.
-    back       (B,) uniform, the fraction of alignment.gap by which self's teacher sees less noise; None without it.
-    path       (B,) uniform, to drop SPRINT's sparse path; None without train.path_drop.
-    """
-
-    level: Tensor
-    noise: Tensor
-    drop: Tensor
-    routes: tuple[tuple[Route, Tensor], ...]
-    posterior: Tensor | None
-    back: Tensor | None = None
-    path: Tensor | None = None
+    level: Tensor  # (B,) standard normal, to become noise levels
+    noise: Tensor  # (B, C, S, S) standard normal, to be added to the latents
+    drop: Tensor  # (B,) uniform, to drop labels or texts
+    routes: tuple[tuple[Route, Tensor], ...]  # each with ids_keep (B, K), or draws (B, N) where its rule scores tokens
+    posterior: Tensor | None  # (B, C, S, S) standard normal, to sample latents from moments; None if they are plain
+    back: Tensor | None = None  # (B,) uniform, the fraction of alignment.gap by which self's teacher sees less noise
+    path: Tensor | None = None  # (B,) uniform, to drop SPRINT's sparse path; None without train.path_drop
 
     def rows(self, rows: slice) -> Draws:
         """The draws of some samples of the batch."""
@@ -139,6 +130,6 @@ def training_step(run: Run) -> None:
             backward(sum(weight * mean for weight, mean in zip(weights, means)))
         totals = [total + mean.detach() for total, mean in zip(totals, means)]
     norm, skip = optimizer_step(run.optimizer, learning_rate(cfg, run.step), cfg.optim.clip_norm)
-    for average in (run.ema, *run.averages.values()):
+    for average in run.averages:
         average.update(run.network, run.step, skip)
     run.statistics.add(totals[0], norm, skip, *totals[1:])

@@ -38,10 +38,9 @@ def kept_terms(
     patch_size: int,
     reconstruction: float,
 ) -> Tensor:
-    """The weighted error of the kept patches, plus `reconstruction` times the skipped patches' reconstruction: (B,).
+    """`weight` (B,) times the kept patches' error, plus `reconstruction` times the skipped ones': (B,).
 
     squared, denoised, noisy  as Process.errors gives them.
-    weight                    (B,) of the noise levels.
     """
     terms = weight * kept_error(squared, ids, patch_size)
     if reconstruction:
@@ -50,10 +49,7 @@ def kept_terms(
 
 
 def kept_error(squared: Tensor, ids: Sequence[Tensor], patch_size: int) -> Tensor:
-    """Mean of squared errors (B, C, S, S) over the patches that a route keeps, averaged over the routes: (B,).
-
-    ids  each route's ids_keep (B, K).
-    """
+    """Mean of squared errors (B, C, S, S) over the patches ids_keep (B, K) of a route, averaged over routes: (B,)."""
     patches = to_patches(squared, patch_size).mean(dim=2)  # (B, N)
     return torch.stack([patches.gather(1, ids_keep).mean(dim=1) for ids_keep in ids]).mean(dim=0)
 
