@@ -26,8 +26,7 @@ from tread.checkpoints.network import build_network, process_of
 from tread.checkpoints.weights import KINDS, StoredWeights, describe, read_weights, sizes
 from tread.data.latents import LatentSpec
 from tread.encoders.autoencoder import UNKNOWN
-from tread.preparing.imports import AUTOENCODER, SCALE
-from tread.preparing.lightningdit import read_statistics
+from tread.preparing.imports import AUTOENCODER, SCALE, read_statistics
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.files import explain_failure, write_whole

@@ -6,45 +6,39 @@ was stopped, and it goes on with the shards that are missing.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
     import checkout  # noqa: F401
 
 import hashlib
-from functools import partial
+from collections.abc import Callable
+from pathlib import Path
 
 import hydra
 import numpy as np
-import torch
 from omegaconf import DictConfig
-from tqdm import tqdm
 
 from tread.data.dataset import LatentDataset
 from tread.data.store import pieces_of
 from tread.data.writer import DatasetWriter
 from tread.drawing.grids import save_grid
 from tread.preparing import encode_photos
-from tread.preparing.imports import KINDS, ImportOptions, open_foreign
-from tread.preparing.lightningdit import STATISTICS
-from tread.preparing.uvit import write_text
+from tread.preparing.imports import KINDS, STATISTICS, ImportOptions, open_foreign, write_text
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.distributed import Processes, share_work
 from tread.runtime.files import size_text
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="import_latents")
 def main(composed: DictConfig) -> None:
     with explained("stopped; start it again to go on with the shards that are missing"):
-        import_all(schema.read(plain(composed), ImportOptions))
+        import_all(schema.read(plain(composed), ImportOptions), share_work("cpu"))
 
 
-def import_all(options: ImportOptions) -> None:
+def import_all(options: ImportOptions, processes: Processes) -> None:
     """Open the source, write the shards that are missing, and make the dataset of all."""
     latents, samples = open_foreign(options)
     labels, text, by = samples.labels, samples.text, samples.statistics
-    ranges = pieces_of(range(len(labels)), options.shard_size)
     plan = {"kind": options.kind, "source": str(Path(options.source).resolve()), "shard_size": options.shard_size}
     plan["labels_sha256"] = hashlib.sha256(labels.tobytes()).hexdigest()
     factors, normalize = {"mean": latents.scale, "std": abs(latents.scale)}, {}
@@ -53,6 +47,7 @@ def import_all(options: ImportOptions) -> None:
     if text is not None:
         plan["captions"] = hashlib.sha256(text.counts.tobytes()).hexdigest()
         plan["captions_of"] = options.captions and str(Path(options.captions).resolve())
+    ranges = pieces_of(range(len(labels)), options.shard_size)
     writer = DatasetWriter(Path(options.out), latents, plan | normalize, ranges=ranges)
     if writer.is_finished():
         print(f"{options.out} is finished")
@@ -73,25 +68,22 @@ def import_all(options: ImportOptions) -> None:
         print(f"  stores    {size_text(text_bytes)} of text")
     if KINDS[options.kind].normalize:
         print(f"  normal    dataset.normalize=true takes {STATISTICS if by else f'measured ones: no {STATISTICS}'}")
-    print(f"  work      {len(missing)} of {len(ranges)} shards")
-    with progress(writer.rows(missing), "sample") as bar:
-        for number in missing:
+
+    def make(numbers: list[int], done: Callable[[int], object]) -> None:
+        for number in numbers:
             stored = []
             for index in ranges[number]:
                 stored.append(samples.read(index))
                 if (shape := stored[-1].shape) != (first := latents.stored_shape):
                     raise ValueError(f"{samples.name(index)} has shape {shape}, but the first sample has {first}")
-                bar.update()
+                done(1)
             writer.write(number, np.stack(stored), labels[ranges[number]])
+
+    writer.share(processes, "latents", make, "sample")
     writer.assemble(**normalize)
     if text is not None:
-        write_text(writer.data, text, partial(progress, unit="caption"))
+        write_text(writer.data, text, processes)
     finish(writer, options, bool(by), f" text.encoder={text.spec.encoder}" if text else "")
-
-
-def progress(total: int, unit: str) -> tqdm:
-    """A progress bar."""
-    return tqdm(total=total, unit=unit, mininterval=0.5 if sys.stderr.isatty() else 20)  # seconds between updates
 
 
 def finish(writer: DatasetWriter, options: ImportOptions, has_statistics: bool, more: str) -> None:
@@ -102,7 +94,7 @@ def finish(writer: DatasetWriter, options: ImportOptions, has_statistics: bool, 
     if options.decode:
         chosen = encode_photos.spread_indices(len(data), options.decode)
         try:
-            after = encode_photos.decode_samples(data, chosen, torch.device("cpu"))
+            after = encode_photos.decode_samples(data, chosen, "cpu")
             save_grid(data.folder / "report.png", after, columns=4)
         except (ValueError, RuntimeError) as error:
             pictures = f"  pictures  none, so nobody has seen whether the scale is right: {error}"

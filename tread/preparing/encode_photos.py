@@ -477,7 +477,7 @@ def spread_indices(count: int, pictures: int) -> np.ndarray:
     return np.unique(np.linspace(0, count - 1, pictures).round().astype(int))
 
 
-def decode_samples(data: LatentDataset, indices: np.ndarray, device: torch.device) -> np.ndarray:
+def decode_samples(data: LatentDataset, indices: np.ndarray, device: torch.device | str) -> np.ndarray:
     """Stored samples as pictures (n, 1 or 3, H, W) uint8; moments by their mean. Raises as load_decoder does."""
     decoder = autoencoder.load_decoder(data.latents, device)
     stored = data.read(indices).stored
