@@ -22,7 +22,7 @@ from tread.data.store import pieces_of
 from tread.data.writer import DatasetWriter
 from tread.drawing.grids import save_grid
 from tread.preparing import encode_photos
-from tread.preparing.imports import KINDS, STATISTICS, ImportOptions, open_foreign, write_text
+from tread.preparing.imports import STATISTICS, ForeignSamples, ImportOptions, open_foreign, write_text
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.distributed import Processes, share_work
@@ -66,7 +66,7 @@ def import_all(options: ImportOptions, processes: Processes) -> None:
         known = "with the captions as words" if text.captions else "the captions as words unknown"
         print(f"  text      {text.spec.describe()}, {text.counts.sum():,} captions, {known}")
         print(f"  stores    {size_text(text_bytes)} of text")
-    if KINDS[options.kind].normalize:
+    if samples.normalize:
         print(f"  normal    dataset.normalize=true takes {STATISTICS if by else f'measured ones: no {STATISTICS}'}")
 
     def make(numbers: list[int], done: Callable[[int], object]) -> None:
@@ -83,11 +83,11 @@ def import_all(options: ImportOptions, processes: Processes) -> None:
     writer.assemble(**normalize)
     if text is not None:
         write_text(writer.data, text, processes)
-    finish(writer, options, bool(by), f" text.encoder={text.spec.encoder}" if text else "")
+    finish(writer, options, samples)
 
 
-def finish(writer: DatasetWriter, options: ImportOptions, has_statistics: bool, more: str) -> None:
-    """Look at the assembled dataset, write its report, and give it its name; `more` is told to train.py, too."""
+def finish(writer: DatasetWriter, options: ImportOptions, samples: ForeignSamples) -> None:
+    """Look at the assembled dataset, write its report, and give it its name."""
     data = LatentDataset(writer.data)
     made = encode_photos.dataset_numbers(data)
     pictures = f"  pictures  {writer.folder / 'report.png'}: decoded samples; look whether they are whole"
@@ -100,14 +100,18 @@ def finish(writer: DatasetWriter, options: ImportOptions, has_statistics: bool, 
             pictures = f"  pictures  none, so nobody has seen whether the scale is right: {error}"
     writer.publish(made)
     print(encode_photos.report_text(made))
-    if KINDS[options.kind].normalize:
-        more = f" dataset.normalize=true{more}"
-        if has_statistics and (far := disagreement(data)) > 0.2:
+    more = " dataset.normalize=true" * samples.normalize
+    if samples.text is not None:
+        more += f" text.encoder={samples.text.spec.encoder}"
+    if samples.statistics is not None:
+        (mean, std), (taken, by) = np.array(data.statistics), np.array(data.normal)
+        far = np.abs([(mean - taken) / by, std / by - 1]).max()  # in units of the statistics' standard deviations
+        if far > 0.2:
             print(
                 f"warning: {STATISTICS} is off by {far:.2f} standard deviations from these latents: right to go on "
                 "with a network of other data, else these are statistics of other latents"
             )
-    elif not 0.2 < np.mean(made["channel_std"]) < 2.5:
+    elif not samples.normalize and not 0.2 < np.mean(made["channel_std"]) < 2.5:
         print(
             f"warning: network latents of standard deviation {np.mean(made['channel_std']):.2f} are unusual (Stable "
             "Diffusion's have 0.6 to 1.1): are scale and scale_applied right?"
@@ -115,12 +119,6 @@ def finish(writer: DatasetWriter, options: ImportOptions, has_statistics: bool, 
     if options.decode:
         print(pictures)
     print(f"  dataset   {writer.folder}: train with dataset=folder dataset.path={writer.folder}{more}")
-
-
-def disagreement(data: LatentDataset) -> float:
-    """The largest difference of data.normalize's means and deviations from the measured ones, in the former's units."""
-    (mean, std), (taken, by) = np.array(data.statistics), np.array(data.normal)
-    return float(np.abs([(mean - taken) / by, std / by - 1]).max())
 
 
 if __name__ == "__main__":

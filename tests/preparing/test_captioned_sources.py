@@ -15,6 +15,7 @@ import zipfile
 import numpy as np
 import pytest
 import webdataset
+from conftest import contents, times
 from PIL import Image
 
 from tread.data.captions import read_captions
@@ -74,11 +75,10 @@ def zipped(root):
 
 
 @pytest.fixture
-def prepare(tmp_path, run_pipeline):
+def prepare(tmp_path, prepare_photos):
     """A function from overrides to what the script prints; the dataset is tmp_path/data, of pixels."""
     given = [f"out={tmp_path / 'data'}", "autoencoder=none", "resolution=8", "workers=0", "shard_size=2", "decode=0"]
-    pipeline = (encode_photos.prepare_latents, encode_photos.PhotoOptions, "prepare_latents")
-    return lambda source, *overrides: run_pipeline(*pipeline, f"source={source}", *given, *overrides)
+    return lambda source, *overrides: prepare_photos(f"source={source}", *given, *overrides)
 
 
 def numbers_of(pictures: np.ndarray) -> list[int]:
@@ -188,11 +188,7 @@ def test_what_does_not_go_together_is_named_or_left_out(coco, prepare, tmp_path)
         tree["annotations"] = [*notes, {"image_id": 25, "id": 1, "caption": " \n"}]
 
     edit(change)(coco)
-    names = [
-        "train2014/stray.jpg",
-        f"train2014/{coco_name('train2014', 25)}",
-        f"train2014/{coco_name('train2014', 30)}",
-    ]
+    names = ["train2014/stray.jpg", *(f"train2014/{coco_name('train2014', number)}" for number in (25, 30))]
     with pytest.raises(ValueError, match="captions without a picture, 3 in all") as refused:
         prepare(coco)
     assert all(f"{name}: {what}" in str(refused.value) for name, what in zip(names, ("no", "no", "a caption: the pic")))
@@ -208,10 +204,10 @@ def test_a_damaged_picture_takes_its_captions_with_it(coco, prepare, tmp_path):
     (coco / "train2014" / coco_name("train2014", 9)).write_text("words")
     with pytest.raises(ValueError, match="(?s)damaged pictures, 1 in all.*000000000009.jpg"):
         prepare(coco)
-    done = {path: path.stat().st_mtime_ns for path in tmp_path.glob(".data*/done/*")}
+    done = times(tmp_path.glob(".data*/done/*"))
     prepare(coco, "on_error=skip", f"out={tmp_path / 'anew'}")
     (coco / "train2014" / coco_name("train2014", 9)).unlink()
-    assert len(done) == 3 and done == {path: path.stat().st_mtime_ns for path in done}
+    assert len(done) == 3 and done == times(done)
     prepare(coco, "on_error=skip")
     rest = {number: lines for number, lines in TRAIN.items() if number != 9}
     assert held(tmp_path / "data") == held(tmp_path / "anew") == expected(rest)
@@ -226,7 +222,7 @@ def test_stopped_it_goes_on_with_the_captions_of_now(coco, prepare, tmp_path, mo
     text = prepare(coco)
     assert "0 of 2 shards" in text and "0 of 1 shards" in text
     for part in ("", "-heldout"):
-        made, whole = ({p.name: p.read_bytes() for p in (tmp_path / f"{o}{part}").iterdir()} for o in ("data", "whole"))
+        made, whole = (contents(tmp_path / f"{out}{part}") for out in ("data", "whole"))
         assert made.keys() == whole.keys() and all(made[name] == whole[name] for name in made if name != "index.json")
         assert made["index.json"].replace(b"../data", b"../whole") == whole["index.json"]
     edit(lambda tree: tree["annotations"][0].update(caption="a green apple"))(coco)
@@ -313,33 +309,22 @@ def test_texts_and_pictures_that_do_not_go_together_are_named(prepare, tmp_path)
     assert held(tmp_path / "data") == expected(LINES)
     report = json.loads((tmp_path / "data" / "report.json").read_text())
     assert [name for name, _ in report["left_out"]] == ["040.png", "041.png", "042.png", "043.txt"]
-    prepare(
-        tmp_path / "photos", "captions=none", "on_error=skip", f"labels={labels(tmp_path)}", f"out={tmp_path / 'b'}"
-    )
+    rows = "".join(f"{path.name},0\n" for path in (tmp_path / "photos").glob("*.png"))
+    (tmp_path / "all.csv").write_text(f"file,label\n{rows}")
+    given = ("captions=none", "on_error=skip", f"labels={tmp_path / 'all.csv'}", f"out={tmp_path / 'b'}")
+    prepare(tmp_path / "photos", *given)
     assert len(LatentDataset(tmp_path / "b")) == 6 and "captions" not in read_index(tmp_path / "b")
-
-
-def labels(folder) -> str:
-    rows = "".join(f"{path.name},0\n" for path in (folder / "photos").glob("*.png"))
-    (folder / "all.csv").write_text(f"file,label\n{rows}")
-    return str(folder / "all.csv")
 
 
 # -------------------------------------------------------------------------- webdatasets, zips
 
 
-def write_webdataset(folder, **more) -> None:
-    folder.mkdir()
-    with webdataset.ShardWriter(str(folder / "%05d.tar"), maxcount=2, verbose=0) as tars:
-        for number, lines in LINES.items():
-            tars.write(
-                {"__key__": f"{number:09d}", "png": picture(number), "txt": "\n".join(lines), "json": {}, **more}
-            )
-
-
 @pytest.mark.parametrize("how", ["", "{00000..00001}.tar", "*.tar", "root"])
 def test_webdatasets_are_read_as_they_were_written(prepare, tmp_path, how):
-    write_webdataset(tmp_path / "wds")
+    (tmp_path / "wds").mkdir()
+    with webdataset.ShardWriter(str(tmp_path / "wds" / "%05d.tar"), maxcount=2, verbose=0) as tars:
+        for number, lines in LINES.items():
+            tars.write({"__key__": f"{number:09d}", "png": picture(number), "txt": "\n".join(lines), "json": {}})
     (tmp_path / "wds" / "00000.parquet").touch()  # img2dataset's tables and statistics beside the tars
     (tmp_path / "wds" / "00000_stats.json").write_text("{}")
     source, given = (tmp_path, ["root=wds"]) if how == "root" else (tmp_path / "wds" / how, [])

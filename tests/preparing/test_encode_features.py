@@ -10,13 +10,14 @@ import importlib
 import json
 import shutil
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import diffusers
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, TINY_KL, contents
 from forked import run_python
 from PIL import Image
 
@@ -28,18 +29,12 @@ from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.data.writer import write_dataset
 from tread.encoders.vision import open_encoder
-from tread.preparing import digits, encode_features, encode_photos
+from tread.preparing import digits, encode_features
 from tread.runtime.files import sha256
 from tread.training import periodic
 
 CPU, COUNT, SIZE = torch.device("cpu"), 13, 32
 FUNCTION = "own_patches:patches"
-AUTOENCODER = {
-    "block_out_channels": (8, 8),
-    "norm_num_groups": 4,
-    "down_block_types": ["DownEncoderBlock2D"] * 2,
-    "up_block_types": ["UpDecoderBlock2D"] * 2,
-}
 
 
 def crops() -> np.ndarray:
@@ -55,7 +50,7 @@ def place(tmp_path_factory):
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(file)
     torch.manual_seed(0)
-    diffusers.AutoencoderKL(**AUTOENCODER).save_pretrained(folder / "kl")
+    diffusers.AutoencoderKL(**TINY_KL).save_pretrained(folder / "kl")
     (folder / "own_patches.py").write_text(
         "def patches(pictures):\n"
         '    """Each patch of 4×4 as it is, /100: (B, T, 48)"""\n'
@@ -74,11 +69,10 @@ def own_module(place, monkeypatch):
 
 
 @pytest.fixture
-def prepare_latents(run_pipeline, place, tmp_path):
+def prepare_latents(prepare_photos, place, tmp_path):
     given = [f"source={place / 'photos'}", f"out={tmp_path / 'data'}", f"autoencoder={place / 'kl'}"]
     given += [f"resolution={SIZE}", "workers=0", "shard_size=4", "decode=0", "flip=true", "keep_pictures=true"]
-    pipeline = (encode_photos.prepare_latents, encode_photos.PhotoOptions, "prepare_latents")
-    return lambda *overrides: run_pipeline(*pipeline, *given, *overrides)
+    return partial(prepare_photos, *given)
 
 
 @pytest.fixture
@@ -87,7 +81,7 @@ def features(run_pipeline, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     given = [f"dataset.path={tmp_path / 'data'}", f"encoder={FUNCTION}", "workers=0", "batch_size=3"]
     pipeline = (encode_features.prepare_features, encode_features.FeatureOptions, "prepare_features")
-    return lambda *overrides: run_pipeline(*pipeline, *given, *overrides)
+    return partial(run_pipeline, *pipeline, *given)
 
 
 @pytest.fixture
@@ -110,10 +104,6 @@ def both_views() -> torch.Tensor:
     return torch.stack([pictures, pictures.flip(-1)])
 
 
-def files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
 # ------------------------------------------------------------------------------------------ pictures
 
 
@@ -128,7 +118,7 @@ def test_pictures_are_kept_beside_the_latents_and_mirrored_when_read(prepare_lat
     assert data.picture_size == SIZE and data.read(np.arange(3)).features is None
     assert LatentDataset(tmp_path / "data").read(np.arange(3)).pictures is None
     assert "keeps" not in prepare_latents("keep_pictures=false", f"out={tmp_path / 'plain'}")
-    kept, plain = files(tmp_path / "data"), files(tmp_path / "plain")
+    kept, plain = contents(tmp_path / "data"), contents(tmp_path / "plain")
     assert set(kept) - set(plain) == {f"pictures-0000{n}.npy" for n in range(4)}
     assert all(kept[name] == plain[name] for name in plain if name.endswith(".npy"))
     index, expected = json.loads(kept["index.json"]), json.loads(plain["index.json"])
@@ -174,11 +164,8 @@ def test_stored_features_are_what_the_live_encoder_makes(kind, prepare_latents, 
     text = features(f"encoder={name}")
     encoder = open_encoder(name, CPU)
     tokens, width = (4, 32) if kind == "dinov2" else (64, 48)
-    size = COUNT * 2 * tokens * width * 2
-    assert (
-        f"stores    float16, {encode_features.size_text(size)}" in text
-        and f"{encoder.cost(SIZE).flops / 1e9:.3g} G" in text
-    )
+    size = encode_features.size_text(COUNT * 2 * tokens * width * 2)
+    assert f"stores    float16, {size}" in text and f"{encoder.cost(SIZE).flops / 1e9:.3g} G" in text
     data = LatentDataset(tmp_path / "data", verify="full", features=name, pictures=True)
     assert (data.feature_spec.grid**2, data.feature_spec.width) == (tokens, width)
     assert data.feature_spec.fingerprint == encoder.fingerprint
@@ -205,13 +192,13 @@ def test_photos_give_the_features_of_kept_pictures(place, prepare_latents, featu
     assert "keeps     the pictures too, (3, 32, 32) uint8" in prepare_latents("heldout=4", source, "on_error=skip")
     for part in parts:
         features(f"dataset.path={tmp_path / part}")
-        kept = files(tmp_path / part)
+        kept = contents(tmp_path / part)
         shutil.copytree(tmp_path / part, tmp_path / f"{part}-photos")
         index = read_index(tmp_path / part)
         del index["features"]
         (tmp_path / f"{part}-photos" / "index.json").write_text(json.dumps(index))
         features(f"dataset.path={tmp_path / part}-photos", source, "workers=1")
-        assert files(tmp_path / f"{part}-photos") == kept
+        assert contents(tmp_path / f"{part}-photos") == kept
     assert sum(len(LatentDataset(tmp_path / part, features=FUNCTION)) for part in parts) == COUNT - 1
 
 
@@ -242,10 +229,10 @@ def test_features_that_were_stopped_are_gone_on_with(prepare_latents, features, 
     """Until all are there the dataset is as it was; in the end the bytes are those of one go. Also if it was killed
     between the shards' last move and index.json."""
     prepare_latents()
-    before, folder = files(tmp_path / "data"), tmp_path / "data"
+    before, folder = contents(tmp_path / "data"), tmp_path / "data"
     shutil.copytree(folder, tmp_path / "whole")
     features(f"dataset.path={tmp_path / 'whole'}")
-    whole = files(tmp_path / "whole")
+    whole = contents(tmp_path / "whole")
 
     write_array = store.write_array
 
@@ -258,10 +245,8 @@ def test_features_that_were_stopped_are_gone_on_with(prepare_latents, features, 
     monkeypatch.setattr(store, "write_array", stop)
     with pytest.raises(KeyboardInterrupt):
         features()
-    assert files(folder) == before
-    with pytest.raises(
-        ValueError, match="unfinished work of another kind(?s:.*)own_patches:patches there, own_patches:other here"
-    ):
+    assert contents(folder) == before
+    with pytest.raises(ValueError, match="(?s)unfinished work .*own_patches:patches there, own_patches:other here"):
         features("encoder=own_patches:other")
     monkeypatch.undo()
     write_whole = section_writer.write_whole
@@ -276,25 +261,25 @@ def test_features_that_were_stopped_are_gone_on_with(prepare_latents, features, 
         features()
     monkeypatch.setattr(section_writer, "write_whole", write_whole)
     assert "0 of 4 shards" in features()
-    assert files(folder) == whole and not list(folder.glob(".*"))
+    assert contents(folder) == whole and not list(folder.glob(".*"))
     assert features() == f"{folder} holds the same features already\n"
 
 
 def test_other_or_damaged_features_are_replaced_when_that_is_asked_for(prepare_latents, features, tmp_path):
     prepare_latents()
     features("grid=4")
-    before = files(tmp_path / "data")
+    before = contents(tmp_path / "data")
     for other in ("grid=2", "encoder=own_patches:other"):
         with pytest.raises(ValueError, match="(?s)holds other features: again=true.*(grid: 4 there, 2|:patches there)"):
             features(other)
-    assert files(tmp_path / "data") == before and not (tmp_path / "data" / ".features.unfinished").exists()
+    assert contents(tmp_path / "data") == before and not (tmp_path / "data" / ".features.unfinished").exists()
     features("encoder=own_patches:other", "again=true")
-    whole = files(tmp_path / "data")
+    whole = contents(tmp_path / "data")
     spoil(tmp_path / "data", np.nan, 0)
     with pytest.raises(ValueError, match="not finite: replace it by .*again=true"):
         features("encoder=own_patches:other")
     features("encoder=own_patches:other", "again=true")
-    assert files(tmp_path / "data") == whole
+    assert contents(tmp_path / "data") == whole
     found = LatentDataset(tmp_path / "data", verify="full", features="own_patches:other").read(np.arange(COUNT), 1)
     expected = open_encoder("own_patches:other", CPU).encode(both_views()[1])
     torch.testing.assert_close(found.features.float(), expected, rtol=2**-11, atol=1e-4)
@@ -412,7 +397,7 @@ def test_two_processes_make_the_same_features(foreign, tmp_path, features):
     words = ["dataset=data", "encoder=mine:encode", "grid=4", "device=cpu", "batch_size=3"]
     done = run_python(ROOT / "scripts" / "prepare_features.py", *words, cwd=tmp_path, processes=2)
     assert "9 samples, both views" in done.stdout and "4×4 tokens of 3" in done.stdout, done.stdout + done.stderr
-    assert files(folder) == files(tmp_path / "alone")
+    assert contents(folder) == contents(tmp_path / "alone")
     data = LatentDataset(folder, verify="full", features="mine:encode", pictures=True)
     batch = data.read(np.arange(9), np.arange(9) % 2)
     expected = batch.pictures.float().unfold(2, 2, 2).unfold(3, 2, 2).mean(dim=(4, 5)).flatten(2).mT

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import webdataset
-from conftest import ROOT, launch_door
+from conftest import ROOT, contents, launch_door, times
 from forked import run_python
 from safetensors.torch import load_file, save_file
 
@@ -239,7 +239,7 @@ def test_headers_alone_are_read_before_the_work(tmp_path, monkeypatch):
             return self.file.get_tensor(name)
 
     monkeypatch.setattr(imports, "_opened", lambda path: Watched(opened(path)))
-    samples = KINDS["lightningdit"].open(tmp_path / "source", SimpleNamespace(flipped=True))
+    samples = KINDS["lightningdit"](tmp_path / "source", SimpleNamespace(flipped=True))
     assert np.array_equal(samples.read(5), stored("lightningdit")[5]) and taken == ["labels"] * 3
     assert samples.name(5) == f"{LAST}, row 1,"
 
@@ -268,18 +268,8 @@ def test_the_report_warns_of_an_unlikely_scale_and_of_nobody_having_looked(bring
     assert "warning" not in bring.printed and (tmp_path / "data" / "report.png").is_file()
     monkeypatch.setattr(autoencoder, "load_decoder", lambda latents, device: int("no autoencoder"))  # a ValueError
     bring("tread_tar", "scale_applied=true", "decode=2", out="other")
-    assert (
-        "are scale and scale_applied right?" in bring.printed
-        and "nobody has seen whether the scale is right" in bring.printed
-    )
-
-
-def kept(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def times(folder):
-    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert "are scale and scale_applied right?" in bring.printed
+    assert "nobody has seen whether the scale is right" in bring.printed
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -299,16 +289,16 @@ def test_a_stopped_import_goes_on_and_ends_with_the_same_bytes(bring, tmp_path, 
             patch.setattr(writer, "write", stop)
             bring(kind)
         gc.collect()  # the stopped one's locks
-    begun = {path.name: path.stat().st_mtime_ns for path in work.rglob("*-00000*.npy")}
+    begun = times(work.rglob("*-00000*.npy"))
     with pytest.raises(ValueError, match="unfinished work of another kind"):
         bring(kind, *(["scale=2"] if kind == "lightningdit" else ["dtype=float32"]))
     gc.collect()
     bring(kind)
-    assert kept(tmp_path / "data") == kept(tmp_path / "whole") and not (tmp_path / ".data.unfinished").exists()
-    ended = times(tmp_path / "data")
-    assert begun.items() <= ended.items()
+    assert contents(tmp_path / "data") == contents(tmp_path / "whole") and not (tmp_path / ".data.unfinished").exists()
+    ended = times((tmp_path / "data").iterdir())
+    assert begun and all(ended[tmp_path / "data" / path.name] == time for path, time in begun.items())
     bring(kind)
-    assert bring.printed == "data is finished\n" and times(tmp_path / "data") == ended
+    assert bring.printed == "data is finished\n" and times(ended) == ended
     with pytest.raises(FileExistsError, match="data exists already"):
         bring(kind, "num_classes=9")
 

@@ -66,10 +66,8 @@ def test_a_tar_is_the_folder_it_was_made_of(tree, tmp_path):
 def test_links_in_a_tar_are_followed(tree, tmp_path):
     path = pack(tree / "train", tmp_path / "a.tar")
     with tarfile.open(path, "a") as tar:
-        for name, kind, target in (
-            ("cow/9.png", tarfile.LNKTYPE, "ant/0.png"),
-            ("cow/8.png", tarfile.SYMTYPE, "../bee/0.png"),
-        ):
+        links = ("cow/9.png", tarfile.LNKTYPE, "ant/0.png"), ("cow/8.png", tarfile.SYMTYPE, "../bee/0.png")
+        for name, kind, target in links:
             link = tarfile.TarInfo(name)
             link.type, link.linkname = kind, target
             tar.addfile(link)
@@ -109,19 +107,16 @@ def test_numbers_are_their_own_names():
     assert label_table("a.csv", b"file,label\na.png,n03\nb.png,0\n") == {"a.png": "n03", "b.png": "0"}
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("labels.json", '{"0.png": 1}'),
-        ("labels.json", '{"labels": {"0.png": 1}}'),
-        ("labels.json", '{"labels": [["0.png", [1, "bee"]]]}'),
-        ("metadata.jsonl", '{"file_name": "0.png", "label": 1}\n{"file_name": "1.png", "label": 1}\n'),
-        ("labels.csv", "filename,class\n0.png,1\n"),
-    ],
-)
-def test_another_labels_file_names_the_two_that_are_read(name, content):
-    with pytest.raises(ValueError, match=f"{name} can't be read: .*It must be EDM's dataset.json, .* or a CSV"):
-        label_table(name, content.encode())
+def test_another_labels_file_names_the_two_that_are_read():
+    for name, content in (
+        ("labels.json", b'{"0.png": 1}'),
+        ("labels.json", b'{"labels": {"0.png": 1}}'),
+        ("labels.json", b'{"labels": [["0.png", [1, "bee"]]]}'),
+        ("metadata.jsonl", b'{"file_name": "0.png", "label": 1}\n{"file_name": "1.png", "label": 1}\n'),
+        ("labels.csv", b"filename,class\n0.png,1\n"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} can't be read: .*It must be EDM's dataset.json, .* or a CSV"):
+            label_table(name, content)
 
 
 def test_thousand_pictures_of_imagenet(asset, tmp_path):
@@ -204,10 +199,7 @@ WRONG = {
     "outside": (labelled("file,label\n../0.png,1\n", "labels.csv"), r"not there: \.\./0.png"),
     "twice": (labelled("file,label\n0.png,1\n0.png,2\n", "labels.csv"), "0.png comes twice"),
     "an unknown root": (lambda tree: find_photos(tree, root="test"), "no folder test; its folders are train, val"),
-    "a labels file nowhere": (
-        lambda tree: find_photos(tree, labels="mine.csv"),
-        "mine.csv is neither in .* nor a file",
-    ),
+    "a labels file nowhere": (lambda tree: find_photos(tree, labels="mine.csv"), "No such file .*mine.csv"),
 }
 
 

@@ -39,15 +39,14 @@ def open_coco(source: Path, root: str | None) -> Photos | None:
         store, prefix = _pictures(source, split)
         captions, read = read_coco(*files[split]), store.read
         there = {name.removeprefix(prefix) for name in store.names if name.startswith(prefix)}
-        there = {name for name in there if not name.startswith(".")}
+        there -= {name for name in there if name.startswith(".")}
         faults += [(f"{split}/{name}", "the picture is not there") for name in captions if name not in there]
         none = f"{files[split][1]} has none"
         pictures |= {f"{split}/{name}": (captions.get(name) or none, (read, prefix + name)) for name in there}
-    names = sorted(pictures)
-    captions, places = zip(*(pictures[name] for name in names)) if names else ((), ())
+    names, labels = sorted(pictures), np.zeros(len(pictures), dtype=np.int64)
     heldout = next((f"{split}/" for split in splits if split.startswith("val") and len(splits) == 2), None)
-    photos = Photos(str(source), names, np.zeros(len(names), dtype=np.int64), ONE_CLASS, list(places))
-    return photos.captioned(captions, faults, heldout)
+    photos = Photos(str(source), names, labels, ONE_CLASS, [pictures[name][1] for name in names], heldout=heldout)
+    return photos.captioned([pictures[name][0] for name in names], faults)
 
 
 def _year(split: str) -> str:

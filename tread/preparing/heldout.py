@@ -8,17 +8,17 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: float | int | str) -> np.ndarray:
+def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: float | int | str | None) -> np.ndarray:
     """(n,) bool, True for pictures that are held out.
 
     wanted  a fraction of all pictures, at least one of them, divided over the classes by their sizes; or a count,
             divided over the classes evenly; each class keeps at least one picture for training. Or the beginning of the
-            names of pictures that the source itself holds out.
+            names of pictures that the source itself holds out. None: none is.
 
     The choice within a class depends on the names alone. Raises ValueError if there are too few pictures.
     """
-    if isinstance(wanted, str):
-        return np.array([name.startswith(wanted) for name in names], dtype=bool)
+    if wanted is None or isinstance(wanted, str):
+        return np.array([wanted is not None and name.startswith(wanted) for name in names], dtype=bool)
     sizes = np.bincount(labels, minlength=classes)
     if isinstance(wanted, float):
         total, shares = max(1, round(wanted * len(labels))), wanted * sizes
@@ -26,11 +26,10 @@ def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: flo
         total, shares = wanted, np.full(classes, wanted / classes)
     counts = _whole(shares, total, np.maximum(sizes - 1, 0))
     digests = [hashlib.sha256(name.encode(errors="surrogateescape")).digest() for name in names]
-    hashes = np.array([digest[:8] for digest in digests], dtype="S8")
-    order = np.lexsort((hashes, labels))  # class by class
-    rank = np.arange(len(labels)) - np.repeat(np.cumsum([0, *sizes[:-1]]), sizes)
-    out = np.zeros(len(labels), dtype=bool)
-    out[order] = rank < counts[labels[order]]
+    hashes, out = np.array([digest[:8] for digest in digests], dtype="S8"), np.zeros(len(labels), dtype=bool)
+    for label in np.flatnonzero(counts):
+        members = np.flatnonzero(labels == label)
+        out[members[np.argsort(hashes[members], kind="stable")[: counts[label]]]] = True
     return out
 
 

@@ -16,8 +16,8 @@
                   captions; empty_context.npy: that of the empty caption, here or in the folder above. Pictures are
                   in the order of their ids in MS-COCO. Padding is not marked: all tokens count as words.
 
-KINDS fixes what each kind means, which goes into the dataset's index; nothing is guessed from the numbers. What names,
-headers and sizes of files tell is checked before the work.
+The reader of a kind says what its numbers mean, which goes into the dataset's index; nothing is guessed from them. What
+names, headers and sizes of files tell is checked before the work.
 """
 
 from __future__ import annotations
@@ -80,16 +80,25 @@ class ForeignText:
 class ForeignSamples:
     """Latents in the source's order.
 
-    labels      (n,) int64.
-    read        index → (views, C or 2C, S, S), as stored in the source.
-    name        index → what to call a sample in a message.
-    statistics  {"mean", "std"} of z by channel, which the source says to normalise by; None: it says none.
-    text        the encoded captions; None: there are none.
+    labels              (n,) int64.
+    read                index → (views, C or 2C, S, S), as stored in the source.
+    name                index → what to call a sample in a message.
+    spread              how moments hold their spread, see LatentSpec; None: these are samples.
+    scaled              whether the stored numbers are scaled already.
+    scale, autoencoder  unless the options set others.
+    normalize           whether they are for dataset.normalize=true.
+    statistics          {"mean", "std"} of z by channel, which the source says to normalise by; None: it says none.
+    text                the encoded captions; None: there are none.
     """
 
     labels: Sequence[int]
     read: Callable[[int], np.ndarray]
     name: Callable[[int], str]
+    spread: Literal["logvar", "std"] | None = None
+    scaled: bool = False
+    scale: float = SCALE
+    autoencoder: str = AUTOENCODER
+    normalize: bool = False
     statistics: dict[str, list[float]] | None = None
     text: ForeignText | None = None
 
@@ -166,10 +175,16 @@ def _maskdit(source: Path, options: ImportOptions) -> ForeignSamples:
     def read(index: int) -> np.ndarray:
         return np.stack([moments(f"z-{view}") for view in range(index, length, count)])
 
-    return ForeignSamples(labels[:count], read, lambda index: f"z-{index}")
+    return ForeignSamples(labels[:count], read, lambda index: f"z-{index}", "logvar")
 
 
 def _tread(source: Path, options: ImportOptions) -> ForeignSamples:
+    if options.scale_applied is None:
+        raise ValueError(
+            "tread_tar holds samples whose scale can't be seen: say scale_applied=true if they were multiplied by "
+            f"scale={options.scale or SCALE} before they were written (standard deviation near 1), else "
+            "scale_applied=false (near 5)"
+        )
     samples, labels = [], []
     for tar in map(Tar, tar_paths(source) or sorted(source.glob("*.tar")) or [source]):
         parts: dict[str, dict[str, str]] = {}
@@ -190,7 +205,7 @@ def _tread(source: Path, options: ImportOptions) -> ForeignSamples:
         tar, name = samples[index]
         return read_npy(tar.read(name), f"{tar.path}: {name}", (4, 0, 0), _MASKDIT)[None]
 
-    return ForeignSamples(labels, read, lambda index: samples[index][1])
+    return ForeignSamples(labels, read, lambda index: samples[index][1], scaled=options.scale_applied)
 
 
 def _repa(source: Path, options: ImportOptions) -> ForeignSamples:
@@ -207,7 +222,7 @@ def _repa(source: Path, options: ImportOptions) -> ForeignSamples:
         return array[None]
 
     labels = [_number(table[name], f"{listing}: the label of {name}") for name in names]
-    return ForeignSamples(labels, read, names.__getitem__)
+    return ForeignSamples(labels, read, names.__getitem__, "std")
 
 
 # --------------------------------------------------------------------------------------- LightningDiT
@@ -241,8 +256,9 @@ def _lightningdit(source: Path, options: ImportOptions) -> ForeignSamples:
     def name(index: int) -> str:
         return f"{rows[index][0].name}, row {rows[index][1]},"
 
-    file = source / STATISTICS
-    return ForeignSamples(labels, read, name, read_statistics(file, shapes[0][0]) if file.exists() else None)
+    file, meaning = source / STATISTICS, {"scale": 1.0, "autoencoder": UNKNOWN, "normalize": True}
+    statistics = read_statistics(file, shapes[0][0]) if file.exists() else None
+    return ForeignSamples(labels, read, name, **meaning, statistics=statistics)
 
 
 def _opened(path: Path):
@@ -256,9 +272,8 @@ def _check_series(source: Path, paths: list[Path]) -> None:
     """Raise ValueError for a gap in the numbers of processes or of one's shards; a missing last one can't be seen."""
     matches = [re.fullmatch(r"latents_rank(\d+)_shard(\d+)", path.stem) for path in paths]
     there = {(int(match[1]), int(match[2])) for match in matches if match}
-    lasts = dict(sorted(there))  # process → its last shard
-    expected = [(rank, shard) for rank in range(max(lasts, default=-1) + 1) for shard in range(lasts.get(rank, 0) + 1)]
-    if gaps := [f"latents_rank{rank:02d}_shard{shard:03d}" for rank, shard in expected if (rank, shard) not in there]:
+    before = {(rank, shard - 1) if shard else (rank - 1, 0) for rank, shard in there} - {(-1, 0)}
+    if gaps := [f"latents_rank{rank:02d}_shard{shard:03d}" for rank, shard in sorted(before - there)]:
         raise ValueError(f"{source} has later shards, but not {listed(gaps)}: bring all files of one extraction")
 
 
@@ -267,13 +282,12 @@ def _check_header(path: Path, file: safe_open, views: Sequence[str]) -> tuple[in
     there = sorted(file.keys())
     if missing := [name for name in (*views, "labels") if name not in there]:
         raise ValueError(f"{path} holds {listed(there)}, but no {listed(missing)} (flipped=false needs no flipped)")
-    shapes = {name: tuple(file.get_slice(name).get_shape()) for name in (*views, "labels")}
-    shape = shapes["latents"]
+    shape, *others = (tuple(file.get_slice(name).get_shape()) for name in (*views, "labels"))
     if len(shape) != 4 or shape[2] != shape[3]:
         raise ValueError(f"{path}: latents has shape {shape}, but must be (n, C, S, S)")
-    for name, its_shape in shapes.items():
-        if its_shape != (shape[:1] if name == "labels" else shape):
-            raise ValueError(f"{path}: {name} has shape {its_shape}, but latents {shape}")
+    for name, other in zip((*views[1:], "labels"), others):
+        if other != (shape[:1] if name == "labels" else shape):
+            raise ValueError(f"{path}: {name} has shape {other}, but latents {shape}")
     return shape[1:]
 
 
@@ -332,7 +346,7 @@ def _uvit(source: Path, options: ImportOptions) -> ForeignSamples:
 
     read_text(len(texts))  # the empty caption is there
     text = ForeignText(CLIP_TEXT, counts, read_text, captions)
-    return ForeignSamples(np.zeros(len(counts)), read, lambda index: f"{source}/{pictures[index]}", text=text)
+    return ForeignSamples(np.zeros(len(counts)), read, lambda index: f"{source}/{pictures[index]}", "logvar", text=text)
 
 
 def write_text(folder: Path, text: ForeignText, processes: Processes) -> None:
@@ -351,31 +365,12 @@ def write_text(folder: Path, text: ForeignText, processes: Processes) -> None:
 # ------------------------------------------------------------------------------------------ all kinds
 
 
-@dataclass(frozen=True)
-class SourceKind:
-    """What sources of a kind hold.
-
-    open                what reads one; raises OSError or ValueError.
-    spread              how moments hold their spread, see LatentSpec; None: these are samples.
-    scale, autoencoder  unless the options set others.
-    scaled              whether stored numbers may be scaled already.
-    normalize           whether they are for dataset.normalize=true.
-    """
-
-    open: Callable[[Path, ImportOptions], ForeignSamples]
-    spread: Literal["logvar", "std"] | None = None
-    scale: float = SCALE
-    autoencoder: str = AUTOENCODER
-    scaled: bool = False
-    normalize: bool = False
-
-
 KINDS = {
-    "maskdit_lmdb": SourceKind(_maskdit, "logvar"),
-    "tread_tar": SourceKind(_tread, scaled=True),
-    "repa_npy": SourceKind(_repa, "std"),
-    "lightningdit": SourceKind(_lightningdit, None, 1.0, UNKNOWN, normalize=True),
-    "uvit_coco": SourceKind(_uvit, "logvar"),
+    "maskdit_lmdb": _maskdit,
+    "tread_tar": _tread,
+    "repa_npy": _repa,
+    "lightningdit": _lightningdit,
+    "uvit_coco": _uvit,
 }
 ForeignKind = Annotated[Literal[tuple(KINDS)], "pictures: prepare_latents.py"]
 
@@ -401,16 +396,9 @@ class ImportOptions:
 
 def open_foreign(options: ImportOptions) -> tuple[LatentSpec, ForeignSamples]:
     """Open a source of a kind. Raises OSError, or ValueError for one that is not what its kind says."""
-    kind = KINDS[options.kind]
-    scale = kind.scale if options.scale is None else options.scale
-    if kind.scaled and options.scale_applied is None:
-        raise ValueError(
-            f"{options.kind} holds samples whose scale can't be seen: say scale_applied=true if they were multiplied "
-            f"by scale={scale} before they were written (standard deviation near 1), else scale_applied=false (near 5)"
-        )
-    if options.scale_applied and not kind.scaled:
+    samples = KINDS[options.kind](Path(options.source), options)
+    if options.scale_applied and not samples.scaled:
         raise ValueError(f"scale_applied=true, but {options.kind} holds unscaled numbers; leave scale_applied out")
-    samples = kind.open(Path(options.source), options)
     if options.captions is not None and samples.text is None:
         raise ValueError(f"captions={options.captions}, but {options.kind} has classes; leave captions out")
     if not len(samples.labels):
@@ -425,14 +413,14 @@ def open_foreign(options: ImportOptions) -> tuple[LatentSpec, ForeignSamples]:
     check_labels(samples.labels, len(classes), options.source)
     views, channels, *size = samples.read(0).shape
     latents = LatentSpec(
-        shape=(channels // 2 if kind.spread else channels, *size),
+        shape=(channels // 2 if samples.spread else channels, *size),
         classes=classes,
-        content="moments" if kind.spread else "latents",
-        spread=kind.spread,
-        scale=scale,
-        scale_applied=bool(options.scale_applied),
-        views=views,
-        autoencoder=located(options.autoencoder or kind.autoencoder),
+        autoencoder=located(options.autoencoder or samples.autoencoder),
+        content="moments" if samples.spread else "latents",
+        spread=samples.spread,
+        scale=samples.scale if options.scale is None else options.scale,
+        scale_applied=samples.scaled,
         dtype=options.dtype,
+        views=views,
     )
     return latents, samples

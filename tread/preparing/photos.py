@@ -30,7 +30,7 @@ class Photos:
 
     names    of the pictures, for messages and the work's plan.
     labels   (n,) int64, indices into classes.
-    files    what reads each picture's file, and by which name or place; it raises OSError.
+    files    what reads each picture's file, and by which name or place; it raises OSError. None: it was removed.
     refused  (name, why) of files that lie among the pictures and are none.
     captions of each picture, at least one; None: the source has none.
     unpaired (name, why) of pictures without captions, and captions without a picture; neither is among the others.
@@ -41,7 +41,7 @@ class Photos:
     names: list[str]
     labels: np.ndarray
     classes: tuple[str, ...]
-    files: list[tuple[Callable[[Any], bytes], Any]]
+    files: list[tuple[Callable[[Any], bytes], Any] | None]
     refused: Faults = field(default_factory=list)
     captions: list[list[str]] | None = None
     unpaired: Faults = field(default_factory=list)
@@ -52,8 +52,15 @@ class Photos:
 
     def read(self, index: int) -> bytes:
         """The content of a picture's file. Raises OSError."""
+        if self.files[index] is None:
+            raise OSError("it was removed")
         read, name = self.files[index]
         return read(name)
+
+    @property
+    def there(self) -> set[str]:
+        """The names of the pictures that were not removed."""
+        return {name for name, file in zip(self.names, self.files) if file is not None}
 
     def check_classes(self, allow_empty: bool = False) -> None:
         """Raise ValueError if there is no picture, or, unless allow_empty, none of some class."""
@@ -69,18 +76,18 @@ class Photos:
 
     def refuse(self) -> None:
         """Raise ValueError that names the files that are no pictures, or else what has no captions or no picture."""
-        if self.refused:
-            raise ValueError(
-                f"{self.where}: files that are no pictures, {len(self.refused):,} in all"
-                f"{named(self.refused, 'is no picture: {}')}\nRemove them, or leave them out with on_error=skip"
-            )
-        if self.unpaired:
-            raise ValueError(
-                f"{self.where}: pictures without captions or captions without a picture, {len(self.unpaired):,} in all"
-                f"{named(self.unpaired, ': {}', '')}\nMend or remove them, or leave them out with on_error=skip"
-            )
+        unpaired = "pictures without captions or captions without a picture"
+        for files, what, line, mend in (
+            (self.refused, "files that are no pictures", " is no picture: {}", "Remove"),
+            (self.unpaired, unpaired, ": {}", "Mend or remove"),
+        ):
+            if files:
+                raise ValueError(
+                    f"{self.where}: {what}, {len(files):,} in all{named(files, line)}\n{mend} them, or leave them out "
+                    "with on_error=skip"
+                )
 
-    def captioned(self, captions: Sequence[list[str] | str], faults: Faults, heldout: str | None = None) -> Photos:
+    def captioned(self, captions: Sequence[list[str] | str], faults: Faults) -> Photos:
         """The pictures that have captions.
 
         captions  of each picture, or the reason why it has none.
@@ -95,22 +102,18 @@ class Photos:
             files=[self.files[index] for index in kept],
             captions=[captions[index] for index in kept],
             unpaired=[*unpaired, *((name, f"a caption: {why}") for name, why in faults)],
-            heldout=heldout,
         )
 
 
-def named(files: Faults, what: str, between: str = " ") -> str:
+def named(files: Faults, line: str) -> str:
     """The first of some files and why they are refused, a line each, and how many more there are."""
     more = f"\n  and {len(files) - NAMED:,} more" if len(files) > NAMED else ""
-    return "".join(f"\n  {name}{between}{what.format(why)}" for name, why in files[:NAMED]) + more
+    return "".join(f"\n  {name}{line.format(why)}" for name, why in files[:NAMED]) + more
 
 
 def is_picture(name: str) -> bool:
     """Whether a file's name is a picture's."""
     return name.lower().endswith(SUFFIXES)
-
-
-# ------------------------------------------------------------------------- captions beside pictures
 
 
 def cleaned(captions: Sequence[str]) -> list[str]:
@@ -141,15 +144,15 @@ def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 def read_texts(store: Store, prefix: str, pictures: Sequence[str], texts: dict[str, str]) -> tuple[list, Faults]:
     """For each picture its captions, or why it has none; and the texts that belong to no picture."""
-    captions: list[list[str] | str] = []
-    for name in pictures:
-        text = texts.get(_stem(name))
-        captions.append("there is no text file of its name" if text is None else _lines(store, prefix, text))
-    stems = set(map(_stem, pictures))
-    return captions, [(text, "there is no picture of its name") for stem, text in texts.items() if stem not in stems]
+    stems = [_stem(name) for name in pictures]
+    captions = [_lines(store, prefix, texts.get(stem)) for stem in stems]
+    alone = texts.keys() - set(stems)
+    return captions, [(text, "there is no picture of its name") for stem, text in texts.items() if stem in alone]
 
 
-def _lines(store: Store, prefix: str, name: str) -> list[str] | str:
+def _lines(store: Store, prefix: str, name: str | None) -> list[str] | str:
+    if name is None:
+        return "there is no text file of its name"
     try:
         lines = cleaned(store.read(prefix + name).decode("utf-8-sig").split("\n"))
     except UnicodeDecodeError as error:

@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from tread.data.index import check_labels
-from tread.preparing.archives import Store, Tars, open_store, tar_paths
+from tread.preparing.archives import Folder, Store, Tar, Tars, Zip, tar_paths
 from tread.preparing.coco import open_coco
 from tread.preparing.parquet import open_parquet, parquet_files
 from tread.preparing.photos import ONE_CLASS, Photos, is_picture, read_texts, split_texts
@@ -37,7 +37,7 @@ LEFT_BY_SYSTEMS = ("__MACOSX", "Thumbs.db", "desktop.ini")
 
 
 def find_photos(
-    source: Path, root: str | None = None, labels: str | None = None, captions: str | None = None
+    source: Path, root: str | int | None = None, labels: str | None = None, captions: str | None = None
 ) -> Photos:
     """The pictures of a folder, a zip, tars, or a parquet file or folder of such.
 
@@ -49,7 +49,7 @@ def find_photos(
 
     Raises FileNotFoundError, or ValueError that says what there is instead.
     """
-    source = Path(source)
+    source, root = Path(source), None if root is None else str(root)
     if root is not None and tar_paths(source / root):
         source, root = source / root, None
     tars = tar_paths(source)
@@ -62,14 +62,20 @@ def find_photos(
         return open_parquet(source, paths, root, captions)
     if captions is None and labels is None and (photos := open_coco(source, root)):
         return photos
-    return _photos_in(source, open_store(source), root, labels, captions)
+    if tars:
+        store = Tars(tars)
+    elif source.is_dir():
+        store = Folder(source)
+    else:
+        store = Zip(source) if source.suffix.lower() == ".zip" else Tar(source)
+    return _photos_in(source, store, root, labels, captions)
 
 
 def _photos_in(source: Path, store: Store, root: str | None, labels: str | None, captions: str | None) -> Photos:
     names = [name for name in store.names if not _hidden(name)]
-    folders = set(store.folders) | {name.rpartition("/")[0] for name in names}
+    folders = {posixpath.dirname(name) for name in names} | {name for name in store.folders if not _hidden(name)}
     folders |= {str(parent) for folder in folders for parent in PurePosixPath(folder).parents}
-    folders = {folder for folder in folders if not _hidden(folder)} - {"", "."}
+    folders -= {"", "."}
     inside = "" if isinstance(store, Tars) else _inside(source, names, folders, root, labels)
     prefix = f"{inside}/" if inside else ""
     names = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
@@ -78,10 +84,9 @@ def _photos_in(source: Path, store: Store, root: str | None, labels: str | None,
     chosen = labels or next((name for name in LABEL_FILES if name in names), None)
     is_inside = chosen in names
     names, texts = split_texts([name for name in names if name != chosen])
-    texts = {} if captions == NONE else texts
+    if captions == NONE:
+        texts = {}
     if chosen is not None:
-        if not is_inside and not Path(chosen).is_file():
-            raise FileNotFoundError(f"labels file {chosen} is neither in {where} nor a file of that path")
         content = store.read(prefix + chosen) if is_inside else Path(chosen).read_bytes()
         names = [name for name in names if name not in LABEL_FILES]
         numbers, classes = _by_table(where, names, label_table(chosen, content))
@@ -91,7 +96,7 @@ def _photos_in(source: Path, store: Store, root: str | None, labels: str | None,
             "is needed, for a tar's name is no class"
         )
     elif texts and (isinstance(store, Tars) or any(name.count("/") != 1 for name in names if is_picture(name))):
-        numbers, classes = {name: 0 for name in names if is_picture(name)}, ONE_CLASS
+        numbers, classes = dict.fromkeys(filter(is_picture, names), 0), ONE_CLASS
     else:
         classes = sorted({f.removeprefix(prefix).split("/")[0] for f in folders if f.startswith(prefix)})
         numbers = _by_folder(where, names, classes)
@@ -153,13 +158,12 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, in
 def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tuple[dict[str, int], list[str]]:
     """{picture: its label} and the classes, by a labels file."""
     check_table(where, table, {name for name in names if is_picture(name) or name in table})
-    classes = sorted({label for label in table.values() if isinstance(label, str)})
-    if classes:
-        index = {name: number for number, name in enumerate(classes)}
-        return {name: index[table[name]] for name in sorted(table)}, classes
-    labels = np.array([*table.values()], dtype=np.int64)
-    check_labels(labels, MOST_CLASSES, where)
-    return {name: table[name] for name in sorted(table)}, [str(n) for n in range(int(labels.max(initial=-1)) + 1)]
+    classes = sorted(set(table.values()))
+    if not any(isinstance(label, str) for label in classes):
+        check_labels(np.array(classes, dtype=np.int64), MOST_CLASSES, where)
+        classes = range(max(classes, default=-1) + 1)
+    index = {label: number for number, label in enumerate(classes)}
+    return {name: index[table[name]] for name in sorted(table)}, [*map(str, classes)]
 
 
 def check_table(where: str, table: dict[str, int | str], files: set[str]) -> None:
