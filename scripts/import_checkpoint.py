@@ -37,7 +37,7 @@ from tread.training import settings
 
 @dataclass(frozen=True)
 class Options:
-    """What configs/import_checkpoint.yaml adds to train.py's options."""
+    """The options that configs/import_checkpoint.yaml adds to train.py's."""
 
     weights: str
     take: Literal["all", "ema", "model"]
@@ -94,7 +94,7 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
 
 
 def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
-    """What the network was trained to see, as the options say it. Raises ValueError for statistics that do not fit."""
+    """The latents that the network was trained on, by the options. Raises ValueError for statistics that do not fit."""
     autoencoder, scale = (AUTOENCODER, SCALE) if options.statistics is None else (UNKNOWN, 1.0)
     scale = scale if options.scale is None else options.scale
     latents = LatentSpec(

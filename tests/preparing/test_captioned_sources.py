@@ -189,7 +189,7 @@ def test_what_does_not_go_together_is_named_or_left_out(coco, prepare, tmp_path)
 
     edit(change)(coco)
     names = ["train2014/stray.jpg", *(f"train2014/{coco_name('train2014', number)}" for number in (25, 30))]
-    with pytest.raises(ValueError, match="captions without a picture, 3 in all") as refused:
+    with pytest.raises(ValueError, match="files that can't be used, 3 in all") as refused:
         prepare(coco)
     assert all(f"{name}: {what}" in str(refused.value) for name, what in zip(names, ("no", "no", "a caption: the pic")))
     assert not list(tmp_path.glob("*data*"))
@@ -284,12 +284,12 @@ def test_class_folders_and_labels_files_stay_classes(tmp_path):
     photos = find_photos(flat)
     assert photos.labels.tolist() == [3, 1] and photos.captions == [lines for _, lines in expected(LINES)][1:]
     without = find_photos(flat, captions="none")
-    assert without.captions is None and without.names == photos.names and not without.refused
+    assert without.captions is None and without.names == photos.names and not without.faults
     (flat / "labels.csv").unlink()
     for text in flat.parent.rglob("*.txt"):
         text.rename(text.with_stem(f"other {text.stem}"))  # which is no picture's, and so no caption
     photos = find_photos(flat.parent)
-    assert photos.captions is None and len(photos.refused) == 3 and photos.labels.tolist() == [0, 1, 1]
+    assert photos.captions is None and len(photos.faults) == 3 and photos.labels.tolist() == [0, 1, 1]
 
 
 def test_texts_and_pictures_that_do_not_go_together_are_named(prepare, tmp_path):
@@ -302,7 +302,7 @@ def test_texts_and_pictures_that_do_not_go_together_are_named(prepare, tmp_path)
     (tmp_path / "photos" / "043.txt").write_text("a picture that was removed")
     faults = ["040.png: no caption: there is no text file of its name", "041.png: no caption: 041.txt is blank"]
     faults += ["042.png: no caption: 042.txt is no UTF-8 text", "043.txt: a caption: there is no picture of its name"]
-    with pytest.raises(ValueError, match="captions without a picture, 4 in all") as refused:
+    with pytest.raises(ValueError, match="files that can't be used, 4 in all") as refused:
         prepare(tmp_path / "photos")
     assert all(fault in str(refused.value) for fault in faults)
     prepare(tmp_path / "photos", "on_error=skip")

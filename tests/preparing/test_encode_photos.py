@@ -464,11 +464,11 @@ def test_many_damaged_files_are_counted(photos, prepare, tmp_path):
     for number in range(30):
         (photos / "ant" / f"x{number}.png").write_text("words")
         (photos / "ant" / f"y{number}.txt").write_text("words")
-    with pytest.raises(ValueError, match="(?s)no pictures, 30 in all.*ant/y0.txt.*and 10 more"):
+    with pytest.raises(ValueError, match="(?s)can't be used, 30 in all.*ant/y0.txt.*and 10 more"):
         prepare(f"source={photos}")
     for path in [*(photos / "ant").glob("*.txt")][1:]:
         path.unlink()
-    with pytest.raises(ValueError, match="(?s)1 in all.*ant/y.*txt is no picture.*on_error=skip"):
+    with pytest.raises(ValueError, match="(?s)1 in all.*ant/y.*txt: its name is not a picture's.*on_error=skip"):
         prepare(f"source={photos}")
     prepare(f"source={photos}", "on_error=skip", *PIXELS)
     assert made_by(tmp_path / "data")["left_out"][0][0].startswith("ant/y")

@@ -49,7 +49,7 @@ EMPTY, TEXTS = drawn(77, 768), [drawn(len(captions), 77, 768) for captions in CA
 
 
 def stored(kind: str) -> np.ndarray:
-    """What the files of a kind hold: (n, views, C or 2C, 4, 4) float32."""
+    """The numbers in the files of a kind: (n, views, C or 2C, 4, 4) float32."""
     views, channels = {"maskdit_lmdb": (2, 8), "tread_tar": (1, 4), "lightningdit": (2, 6)}.get(kind, (1, 8))
     numbers = 5 * drawn(COUNT, views, channels, 4, 4)
     if kind == "repa_npy":

@@ -128,7 +128,7 @@ def test_thousand_pictures_of_imagenet(asset, tmp_path):
     photos = find_photos(path, labels=str(tmp_path / "labels.csv"))
     assert len(photos) == len(photos.classes) == 1000 and photos.labels.tolist() == list(range(1000))
     assert (photos.classes[0], photos.classes[999]) == ("n01440764", "n15075141")
-    assert photos.refused == [("labels.json", "its name is not a picture's")]
+    assert photos.faults == [("labels.json", "its name is not a picture's")]
     image = read_rgb(photos.read(0))
     assert np.array_equal(centre_crop(image, 256), np.asarray(image))  # ADM's crop of ADM's crop
 
@@ -183,7 +183,7 @@ WRONG = {
     "no root": (lambda tree: tree, "deeper than <class>/<picture>; .*root=train, root=val"),
     "flat without labels": (lambda tree: tree / "train" / "ant", "in no class folder.*labels="),
     "empty class": (empty_class, "classes without a picture: dog.*allow_empty"),
-    "no picture": (only("a.txt"), "holds no picture.*it holds x/a.txt"),
+    "no picture": (only("a.txt"), "holds no picture.*x/a.txt: its name"),
     "compressed": (compressed, "unpacked first"),
     "truncated": (truncated, "truncated"),
     "labelled, not there": (numbered(_0=0, _1=0, _2=1, _7=1), "labelled, but not there: 7.png"),
@@ -207,7 +207,7 @@ WRONG = {
 def test_a_source_that_is_not_clear_is_refused(tree, source):
     make, shown = WRONG[source]
     with pytest.raises((ValueError, FileNotFoundError), match=f"(?s){shown}"):
-        find_photos(make(tree)).check_classes()
+        find_photos(make(tree)).check()
 
 
 @pytest.mark.parametrize("metadata", [None, "metadata.csv"])
@@ -231,4 +231,4 @@ def test_an_imagefolder_is_what_datasets_reads_it_as(tmp_path, metadata, classes
         assert photos.classes[photos.labels[index]] == (names[row["label"]] if names else str(row["label"]))
     (tmp_path / "train" / rows[1][0]).unlink()
     with pytest.raises(ValueError, match="labelled, but not there" if metadata else "without a picture"):
-        find_photos(tmp_path, "train").check_classes()
+        find_photos(tmp_path, "train").check()

@@ -22,7 +22,7 @@ CAPTIONS = re.compile(r"captions_((?:train|val)\d*)\.json")
 
 
 def open_coco(source: Path, root: str | None) -> Photos | None:
-    """MS-COCO's pictures, sorted by their names split/file, with their captions; None of another source.
+    """MS-COCO's pictures, sorted by their names split/file, with their captions; None for another source.
 
     root  the split or year to take (train2014, 2014); None: train and val, of which val is held out.
 
@@ -54,7 +54,7 @@ def _year(split: str) -> str:
 
 
 def _captions_files(source: Path) -> dict[str, tuple[Path | Zip, str]]:
-    """{split: where its captions are}, of a folder that holds MS-COCO's; {} of another source."""
+    """{split: (folder or zip, name) of its captions file} of MS-COCO; {} for another source."""
     places = [(store, name) for store in map(Zip, sorted(source.glob("annotations*.zip"))) for name in store.names]
     for folder in (source / "annotations", source):
         places += [(folder, path.name) for path in sorted(folder.glob("captions_*.json"))]

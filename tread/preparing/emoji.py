@@ -134,12 +134,12 @@ def held_compositions(known: dict[str, dict]) -> set[Composition]:
 
 
 def part_of_rest(text: str) -> str:
-    """ "rest" for the 5% that are held out of emoji that are no compositions, else "train"."""
+    """The part of an emoji that is no composition: "rest", which is held out, for 5% of them, else "train"."""
     return "rest" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < REST * 2**64 else "train"
 
 
 class Emoji(NamedTuple):
-    """A sample: the first emoji with this picture, the picture (SIZE, SIZE, 3) uint8, the captions of all with it."""
+    """A sample: an emoji, its picture (SIZE, SIZE, 3) uint8, and the captions of all emoji with this picture."""
 
     text: str
     picture: np.ndarray
@@ -177,7 +177,7 @@ def draw_emoji(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
 
 @functools.lru_cache(maxsize=1)  # both parts of a run use it
 def emoji_parts() -> dict[str, list[Emoji]]:
-    """{"train", "compositions", "rest"} → samples, in ten seconds; the last two are held out. Raises as font_file."""
+    """{"train", "compositions", "rest"} → samples; the last two are held out. Takes ten seconds. Raises ValueError."""
     known = all_emoji()
     captions, held, alike = captions_of_all(known), held_compositions(known), defaultdict(list)
     pictures = {text: picture for text, picture in zip(known, draw_emoji(known, SIZE)) if picture is not None}

@@ -64,7 +64,7 @@ class Crops(Dataset):
 
 
 def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
-    """One tensor for a batch, as each tensor that a worker hands over takes a file descriptor."""
+    """A batch as one tensor (each tensor that a worker hands over takes a file descriptor), and what is not pixels."""
     good = [pixels for pixels, *_ in crops if pixels is not None]
     batch = torch.stack(good) if good else None
     if good and get_worker_info() is not None:
@@ -110,7 +110,7 @@ def source_hash(photos: Photos) -> str:
 def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
     """The pictures that unfinished work was begun with: those of now, and damaged ones that were removed since.
 
-    So the work goes on in the same shards. The shards' notes say which pictures were damaged.
+    With them the work goes on in the same shards. Which pictures were damaged stands in the notes of the shards.
     """
     notes = [note for writer in writers for note in writer.notes(True)]
     damaged = {place: (name, label) for note in notes for place, name, label, _ in note.get("damaged", ())}
@@ -298,9 +298,7 @@ def open_photos(options: PhotoOptions) -> Photos:
     if options.autoencoder == "none" and options.keep_pictures:
         raise ValueError("keep_pictures=true would keep what autoencoder=none stores already: leave one of them out")
     photos = find_photos(source, options.root, options.labels, options.captions)
-    if options.on_error == "stop" and (photos.names or photos.unpaired):
-        photos.refuse()
-    photos.check_classes(options.allow_empty)
+    photos.check(options.on_error == "skip", options.allow_empty)
     if photos.heldout and options.heldout is not None:
         raise ValueError(
             f"{photos.where} holds out {photos.heldout.rstrip('/')} itself: leave heldout={options.heldout} out, or "
@@ -413,7 +411,7 @@ def look_at(
     made |= {
         "enlarged": sum(note["enlarged"] for note in notes),
         "much_enlarged": [name for note in notes for name in note["much_enlarged"]],
-        "left_out": [*photos.refused, *photos.unpaired, *left_out] if part == "train" else left_out,
+        "left_out": [*photos.faults, *left_out] if part == "train" else left_out,
     }
     if options.decode:
         chosen, crops = spread_indices(len(data), options.decode), Crops(photos, options.crop)

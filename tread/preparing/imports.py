@@ -63,7 +63,7 @@ _MASKDIT = (
 
 @dataclass
 class ForeignText:
-    """Encoded captions, one sample's behind the other's.
+    """Encoded captions, in the order of samples.
 
     counts    (n,) captions of each sample.
     read      number of a caption → (T, C); the last one is the empty caption.

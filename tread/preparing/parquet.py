@@ -63,14 +63,12 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
         raise ValueError(f"{source} holds the splits {', '.join(splits)}; choose one by root=…")
     paths = [path for path in paths if _split(path) == split]
     schema = _open(paths[0]).schema_arrow
-    features = _features(schema)
-    image = _column(source, schema.names, features, "Image", "image")
-    words = _captions(source, schema, captions)
-    label = _column(source, schema.names, features, "ClassLabel", "label", needed=words is None)
+    image, words = _column(source, schema, "Image", "image"), _captions(source, schema, captions)
+    label = _column(source, schema, "ClassLabel", "label", needed=words is None)
     files, labels, names, texts = [], [], [], []
     for path in paths:
         opened = _open(path)
-        if not opened.schema_arrow.equals(schema) or _features(opened.schema_arrow) != features:
+        if not opened.schema_arrow.equals(schema) or _features(opened.schema_arrow) != _features(schema):
             raise ValueError(f"{path} has other columns or classes than {paths[0].name}")
         for group in range(opened.metadata.num_row_groups):
             rows = opened.metadata.row_group(group).num_rows
@@ -88,10 +86,9 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
             labels += column.to_pylist()
     classes, numbers = ONE_CLASS, np.array(labels if label else [0] * len(names), dtype=np.int64)
     if label is not None:
-        classes = features.get(label, {}).get("names") or map(str, range(int(numbers.max(initial=-1)) + 1))
-        classes = tuple(classes)
+        classes = _features(schema).get(label, {}).get("names") or range(int(numbers.max(initial=-1)) + 1)
         check_labels(numbers, len(classes), source)
-    photos = Photos(str(source), names, numbers, classes, files)
+    photos = Photos(str(source), names, numbers, tuple(map(str, classes)), files)
     return photos if words is None else photos.captioned(texts, [])
 
 
@@ -125,11 +122,11 @@ def _split(path: Path) -> str:
     return re.sub(r"^\d+$|-\d+-of-\d+$", "", path.stem)
 
 
-def _column(source: Path, names: list[str], features: dict, kind: str, usual: str, needed: bool = True) -> str | None:
-    columns = [name for name, feature in features.items() if isinstance(feature, dict) and feature.get("_type") == kind]
-    columns = columns if len(columns) == 1 else [name for name in names if name == usual]
-    if not columns and not needed:
-        return None
-    if not columns:
-        raise ValueError(f"{source} has the columns {', '.join(names)}, but needs one {kind} column, or {usual!r}")
-    return columns[0]
+def _column(source: Path, schema, kind: str, usual: str, needed: bool = True) -> str | None:
+    features = _features(schema).items()
+    columns = [name for name, feature in features if isinstance(feature, dict) and feature.get("_type") == kind]
+    columns = columns if len(columns) == 1 else [name for name in schema.names if name == usual]
+    if needed and not columns:
+        there = ", ".join(schema.names)
+        raise ValueError(f"{source} has the columns {there}, but needs one {kind} column, or {usual!r}")
+    return columns[0] if columns else None

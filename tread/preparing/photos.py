@@ -31,9 +31,9 @@ class Photos:
     names    of the pictures, for messages and the work's plan.
     labels   (n,) int64, indices into classes.
     files    what reads each picture's file, and by which name or place; it raises OSError. None: it was removed.
-    refused  (name, why) of files that lie among the pictures and are none.
     captions of each picture, at least one; None: the source has none.
-    unpaired (name, why) of pictures without captions, and captions without a picture; neither is among the others.
+    faults   (name, why) of files that are no pictures, pictures without captions, and captions without a picture: they
+             lie beside the pictures, and are none of them.
     heldout  how the names of the pictures begin that the source itself holds out; None: none.
     """
 
@@ -42,9 +42,8 @@ class Photos:
     labels: np.ndarray
     classes: tuple[str, ...]
     files: list[tuple[Callable[[Any], bytes], Any] | None]
-    refused: Faults = field(default_factory=list)
+    faults: Faults = field(default_factory=list)
     captions: list[list[str]] | None = None
-    unpaired: Faults = field(default_factory=list)
     heldout: str | None = None
 
     def __len__(self) -> int:
@@ -62,30 +61,22 @@ class Photos:
         """The names of the pictures that were not removed."""
         return {name for name, file in zip(self.names, self.files) if file is not None}
 
-    def check_classes(self, allow_empty: bool = False) -> None:
-        """Raise ValueError if there is no picture, or, unless allow_empty, none of some class."""
+    def check(self, skip: bool = False, allow_empty: bool = False) -> None:
+        """Raise ValueError without a picture; for faults, unless skip; for an empty class, unless allow_empty."""
+        lines = named(self.faults, ": {}")
         if not self.names:
-            other = f"; it holds {self.refused[0][0]}" if self.refused else ""
-            raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){other}")
+            raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){lines}")
+        if self.faults and not skip:
+            raise ValueError(
+                f"{self.where}: files that can't be used, {len(self.faults):,} in all{lines}\nMend or remove them, or "
+                "leave them out with on_error=skip"
+            )
         empty = [self.classes[i] for i in np.setdiff1d(range(len(self.classes)), self.labels)]
         if empty and not allow_empty:
             raise ValueError(
                 f"{self.where}: classes without a picture: {listed(empty)}. "
                 "Remove what is empty, or set allow_empty=true to keep the class"
             )
-
-    def refuse(self) -> None:
-        """Raise ValueError that names the files that are no pictures, or else what has no captions or no picture."""
-        unpaired = "pictures without captions or captions without a picture"
-        for files, what, line, mend in (
-            (self.refused, "files that are no pictures", " is no picture: {}", "Remove"),
-            (self.unpaired, unpaired, ": {}", "Mend or remove"),
-        ):
-            if files:
-                raise ValueError(
-                    f"{self.where}: {what}, {len(files):,} in all{named(files, line)}\n{mend} them, or leave them out "
-                    "with on_error=skip"
-                )
 
     def captioned(self, captions: Sequence[list[str] | str], faults: Faults) -> Photos:
         """The pictures that have captions.
@@ -94,14 +85,14 @@ class Photos:
         faults    captions without a picture.
         """
         kept = [index for index, given in enumerate(captions) if isinstance(given, list)]
-        unpaired = [(name, f"no caption: {why}") for name, why in zip(self.names, captions) if isinstance(why, str)]
+        without = [(name, f"no caption: {why}") for name, why in zip(self.names, captions) if isinstance(why, str)]
         return replace(
             self,
             names=[self.names[index] for index in kept],
             labels=self.labels[kept],
             files=[self.files[index] for index in kept],
             captions=[captions[index] for index in kept],
-            unpaired=[*unpaired, *((name, f"a caption: {why}") for name, why in faults)],
+            faults=[*self.faults, *without, *((name, f"a caption: {why}") for name, why in faults)],
         )
 
 
@@ -130,9 +121,9 @@ def captions_hash(captions: Sequence[Sequence[str]]) -> str:
 
 
 def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The names but for text files and other files of a picture's name, and {name without its suffix: text file}.
+    """The names without texts and other files beside a picture, and {name without its suffix: text file}.
 
-    If no text file has a picture's name, all names and {}.
+    All names and {}, if no text file has a picture's name.
     """
     pictures = {_stem(name) for name in names if is_picture(name)}
     texts = {_stem(name): name for name in names if name.lower().endswith(".txt")}

@@ -76,10 +76,9 @@ def _photos_in(source: Path, store: Store, root: str | None, labels: str | None,
     folders = {posixpath.dirname(name) for name in names} | {name for name in store.folders if not _hidden(name)}
     folders |= {str(parent) for folder in folders for parent in PurePosixPath(folder).parents}
     folders -= {"", "."}
-    inside = "" if isinstance(store, Tars) else _inside(source, names, folders, root, labels)
-    prefix = f"{inside}/" if inside else ""
+    prefix = "" if isinstance(store, Tars) else _prefix(source, names, folders, root, labels)
     names = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-    where = f"{source}:{inside}" if inside else str(source)
+    where = f"{source}:{prefix[:-1]}" if prefix else str(source)
 
     chosen = labels or next((name for name in LABEL_FILES if name in names), None)
     is_inside = chosen in names
@@ -100,9 +99,9 @@ def _photos_in(source: Path, store: Store, root: str | None, labels: str | None,
     else:
         classes = sorted({f.removeprefix(prefix).split("/")[0] for f in folders if f.startswith(prefix)})
         numbers = _by_folder(where, names, classes)
-    refused = [(name, "its name is not a picture's") for name in names if name not in numbers]
+    faults = [(name, "its name is not a picture's") for name in names if name not in numbers]
     names, labels, read = list(numbers), np.array([*numbers.values()], dtype=np.int64), store.read
-    photos = Photos(where, names, labels, tuple(classes), [(read, prefix + name) for name in names], refused)
+    photos = Photos(where, names, labels, tuple(classes), [(read, prefix + name) for name in names], faults)
     return photos.captioned(*read_texts(store, prefix, names, texts)) if texts else photos
 
 
@@ -110,27 +109,25 @@ def _hidden(name: str) -> bool:
     return any(part.startswith(".") and part != "." or part in LEFT_BY_SYSTEMS for part in name.split("/"))
 
 
-def _inside(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
-    """The folder that `root` means, or the outermost that has more in it than a folder; "" for the source itself."""
-    tables = {*LABEL_FILES, labels}
+def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
+    """How names begin in the folder that `root` means, or in the outermost that has more in it than a folder."""
     if root is not None:
         root = str(PurePosixPath(root))
         outermost = sorted(folders, key=lambda f: (f.count("/"), f))
-        matches = [folder for folder in outermost if folder == root or folder.endswith(f"/{root}")]
+        matches = [folder for folder in outermost if f"/{folder}".endswith(f"/{root}")]
         if not matches:
             raise ValueError(f"{source} has no folder {root}; its folders are {', '.join(outermost[:8]) or 'none'}, …")
-        return matches[0]
-    inside = ""
+        return f"{matches[0]}/"
+    prefix = ""
     while True:
-        prefix = f"{inside}/" if inside else ""
         below = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
         tops = {name.split("/")[0] for name in below}
         if len(tops) != 1 or "/" not in below[0]:
-            return inside
+            return prefix
         lower = [name.split("/", 1)[1] for name in below]
-        if any("/" not in name for name in lower) and not set(lower) & tables:
-            return inside  # the only folder holds pictures: it is a class
-        inside = prefix + tops.pop()
+        if any("/" not in name for name in lower) and not {*LABEL_FILES, labels} & set(lower):
+            return prefix  # the only folder holds pictures: it is a class
+        prefix += f"{tops.pop()}/"
 
 
 def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, int]:
