@@ -6,10 +6,8 @@ Pillow's own, of photos that have the resolution already.
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -64,8 +62,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def own_module(place, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path, str(place)])
-    importlib.invalidate_caches()
+    monkeypatch.syspath_prepend(str(place))
 
 
 @pytest.fixture
@@ -76,9 +73,7 @@ def prepare_latents(prepare_photos, place, tmp_path):
 
 
 @pytest.fixture
-def features(run_pipeline, tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("def encode(pictures):\n    return pictures.float().flatten(2).mT\n")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+def features(run_pipeline, tmp_path):
     given = [f"dataset.path={tmp_path / 'data'}", f"encoder={FUNCTION}", "workers=0", "batch_size=3"]
     pipeline = (encode_features.prepare_features, encode_features.FeatureOptions, "prepare_features")
     return partial(run_pipeline, *pipeline, *given)
@@ -88,9 +83,9 @@ def features(run_pipeline, tmp_path, monkeypatch):
 def foreign(tmp_path):
     """A function that writes a dataset of random latents, in two views, which keeps no pictures."""
 
-    def write(folder=tmp_path / "data", autoencoder: str = "vae", channels: int = 4, seed: int = 0):
+    def write(folder=tmp_path / "data", autoencoder: str = "vae", channels: int = 4):
         latents = LatentSpec((channels, 8, 8), ("a", "b"), autoencoder, scale_applied=True, views=2)
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(0)
         shards = [(rng.uniform(-1, 1, (n, *latents.stored_shape)), rng.integers(0, 2, n)) for n in (5, 4)]
         write_dataset(folder, latents, shards)
         return folder
@@ -144,9 +139,9 @@ def test_pixels_are_pictures_already(prepare_latents, tmp_path):
     assert found.shape == (9, 3, 8, 8) and np.array_equal(found.numpy(), np.repeat(expected, 3, axis=1))
 
 
-def test_a_dataset_without_pictures_or_features_is_refused(foreign):
+def test_a_dataset_without_pictures_or_features_is_refused(foreign, tmp_path):
     for autoencoder, channels in (("vae", 3), ("pixels", 4)):
-        folder = foreign(foreign.__defaults__[0].with_name(f"{autoencoder}{channels}"), autoencoder, channels)
+        folder = foreign(tmp_path / autoencoder, autoencoder, channels)
         with pytest.raises(ValueError, match="keeps no pictures beside its latents: prepare it again"):
             LatentDataset(folder, pictures=True)
     with pytest.raises(ValueError, match="has no features: python scripts/prepare_features.py dataset=.* encoder=x"):
@@ -377,7 +372,7 @@ def test_every_placement_reads_the_same_features(with_features, placement):
 
 
 def test_bad_steps_name_samples_with_bad_features(with_features, tmp_path):
-    """What explains bad steps looks at features, too; here they were spoilt behind the dataset's back."""
+    """The explanation of a bad step looks at features, too; here they were spoilt after the dataset was opened."""
     folder = shutil.copytree(with_features, tmp_path / "data")
     data = LatentDataset(folder, features=FUNCTION)
     spoil(folder, np.nan, 1)
@@ -389,8 +384,10 @@ def test_bad_steps_name_samples_with_bad_features(with_features, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_make_the_same_features(foreign, tmp_path, features):
+def test_two_processes_make_the_same_features(foreign, tmp_path, features, monkeypatch):
     """As from the command line, by the user's function in the current folder; the bytes are those of one process."""
+    (tmp_path / "mine.py").write_text("def encode(pictures):\n    return pictures.float().flatten(2).mT\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     folder = foreign(autoencoder="pixels", channels=1)
     shutil.copytree(folder, tmp_path / "alone")
     features(f"dataset.path={tmp_path / 'alone'}", "encoder=mine:encode", "grid=4")

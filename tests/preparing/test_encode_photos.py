@@ -34,8 +34,8 @@ from tread.encoders import autoencoder
 from tread.preparing import encode_photos
 from tread.preparing.archives import Tar
 from tread.preparing.encode_photos import end_with
-from tread.preparing.heldout import held_out
 from tread.preparing.images import centre_crop, read_rgb
+from tread.preparing.photos import held_out
 from tread.preparing.sources import find_photos
 from tread.runtime import schema
 from tread.runtime.distributed import share_work

@@ -7,7 +7,7 @@ from hashlib import sha256
 import numpy as np
 import pytest
 
-from tread.preparing.heldout import held_out
+from tread.preparing.photos import held_out
 
 SIZES = (50, 7, 1, 0, 30)
 

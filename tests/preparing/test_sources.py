@@ -74,12 +74,12 @@ def test_links_in_a_tar_are_followed(tree, tmp_path):
     assert held(find_photos(path))[-2:] == [("cow", picture(0)), ("cow", picture(2))]
 
 
-FLAT = [("0.png", 1, "bee"), ("1.png", 0, "ant"), ("2.png", 2, "cow")]
+FLAT = [("0.png", "bee"), ("1.png", "ant"), ("2.png", "cow")]
 TABLES = {
-    "dataset.json": json.dumps({"labels": [[file, name] for file, _, name in FLAT]}),
-    "mine.json": json.dumps({"labels": [[f"./{file}", name] for file, _, name in FLAT]}),
-    "labels.csv": "file,label\n" + "".join(f"{file},{name}\n" for file, _, name in FLAT),
-    "metadata.csv": "label,text,file_name\n" + "".join(f"{name},a picture,{file}\n" for file, _, name in FLAT),
+    "dataset.json": json.dumps({"labels": FLAT}),
+    "mine.json": json.dumps({"labels": [[f"./{file}", name] for file, name in FLAT]}),
+    "labels.csv": "file,label\n" + "".join(f"{file},{name}\n" for file, name in FLAT),
+    "metadata.csv": "label,text,file_name\n" + "".join(f"{name},a picture,{file}\n" for file, name in FLAT),
 }
 
 
@@ -88,7 +88,7 @@ TABLES = {
 def test_a_flat_source_has_the_classes_of_its_labels_file(tmp_path, table, how):
     flat, labels = tmp_path / "flat", None
     flat.mkdir()
-    for number, (file, _, _) in enumerate(FLAT):
+    for number, (file, _) in enumerate(FLAT):
         (flat / file).write_bytes(picture(number))
     (flat / table).write_text(TABLES[table])
     if how == "named" or table == "mine.json":

@@ -25,9 +25,9 @@ from tread.data.section_writer import FeatureWriter
 from tread.encoders.vision import open_encoder
 from tread.preparing.encode_photos import read_crops, source_hash
 from tread.preparing.encode_text import DatasetPlace
-from tread.preparing.heldout import held_out
 from tread.preparing.images import Crop
-from tread.preparing.sources import NONE, Photos, find_photos
+from tread.preparing.photos import Photos, held_out
+from tread.preparing.sources import NONE, find_photos
 from tread.runtime.distributed import Processes
 from tread.runtime.files import size_text
 from tread.runtime.schema import Count, CountOrZero

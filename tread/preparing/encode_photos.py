@@ -31,9 +31,8 @@ from tread.data.writer import DatasetWriter
 from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder
 from tread.encoders.autoencoder import LatentEncoder
-from tread.preparing.heldout import held_out
 from tread.preparing.images import Crop, centre_crop, read_rgb
-from tread.preparing.photos import ONE_CLASS, Photos, captions_hash, named
+from tread.preparing.photos import ONE_CLASS, Photos, captions_hash, held_out, named
 from tread.preparing.sources import find_photos
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes

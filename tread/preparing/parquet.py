@@ -49,7 +49,7 @@ def parquet_files(source: Path) -> list[Path]:
     return sorted(path for place in (source, source / "data") for path in place.glob("*.parquet"))
 
 
-def open_parquet(source: Path, paths: list[Path], split: str | None, captions: str | None = None) -> Photos:
+def open_parquet(source: Path, paths: list[Path], split: str | None, captions: str | None) -> Photos:
     """The pictures in parquet files, with their classes or captions.
 
     split     of several (train-00000-of-…, validation-…) the one to take.

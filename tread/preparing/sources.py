@@ -34,6 +34,7 @@ LABEL_FORMATS = 'EDM\'s dataset.json, {"labels": [[file, label], …]}, or a CSV
 MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake
 NONE = "none"  # captions=none: text beside pictures is left alone
 LEFT_BY_SYSTEMS = ("__MACOSX", "Thumbs.db", "desktop.ini")
+FRACTION = re.compile(r"\d+\.\d*")
 
 
 def find_photos(
@@ -182,16 +183,16 @@ def label_table(name: str, content: bytes) -> dict[str, int | str]:
             rows = [(row["file" if "file" in row else "file_name"], row["label"]) for row in read]
         else:
             rows = json.loads(text)["labels"]
-        rows = [(posixpath.normpath(p), label.strip() if isinstance(label, str) else label) for p, label in rows]
-        if all(isinstance(label, str) and label.isdecimal() for _, label in rows):
-            rows = [(picture, int(label)) for picture, label in rows]
-        kinds = {type(label) for _, label in rows}
-        odd = [f"{p} is {label!r}" for p, label in rows if label is None or re.fullmatch(r"\d+\.\d*", str(label))]
+        pictures = [posixpath.normpath(picture) for picture, _ in rows]
+        labels = [label.strip() if isinstance(label, str) else label for _, label in rows]
+        if all(isinstance(label, str) and label.isdecimal() for label in labels):
+            labels = list(map(int, labels))
+        table, kinds = dict(zip(pictures, labels)), set(map(type, labels))
+        odd = [f"{p} is {label!r}" for p, label in table.items() if label is None or FRACTION.fullmatch(str(label))]
         if odd or len(kinds) > 1 or not kinds <= {int, str}:
             raise ValueError(f"labels must be whole numbers, or names{f', but that of {listed(odd)}' if odd else ''}")
-        twice = [picture for picture, count in Counter(picture for picture, _ in rows).items() if count > 1]
-        if twice:
+        if twice := [picture for picture, count in Counter(pictures).items() if count > 1]:
             raise ValueError(f"{listed(twice)} comes twice")
-        return dict(rows)
+        return table
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"labels file {name} can't be read: {error}. It must be {LABEL_FORMATS}") from error
