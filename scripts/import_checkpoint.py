@@ -26,8 +26,7 @@ from tread.checkpoints.network import build_network, process_of
 from tread.checkpoints.weights import KINDS, StoredWeights, describe, read_weights, sizes
 from tread.data.latents import LatentSpec
 from tread.encoders.autoencoder import UNKNOWN
-from tread.preparing.imports import AUTOENCODER, SCALE
-from tread.preparing.lightningdit import read_statistics
+from tread.preparing.imports import AUTOENCODER, SCALE, read_statistics
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.files import explain_failure, write_whole
@@ -38,7 +37,7 @@ from tread.training import settings
 
 @dataclass(frozen=True)
 class Options:
-    """What configs/import_checkpoint.yaml adds to train.py's options."""
+    """The options that configs/import_checkpoint.yaml adds to train.py's."""
 
     weights: str
     take: Literal["all", "ema", "model"]
@@ -95,7 +94,7 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
 
 
 def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
-    """What the network was trained to see, as the options say it. Raises ValueError for statistics that do not fit."""
+    """The latents that the network was trained on, by the options. Raises ValueError for statistics that do not fit."""
     autoencoder, scale = (AUTOENCODER, SCALE) if options.statistics is None else (UNKNOWN, 1.0)
     scale = scale if options.scale is None else options.scale
     latents = LatentSpec(

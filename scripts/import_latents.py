@@ -6,45 +6,39 @@ was stopped, and it goes on with the shards that are missing.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
     import checkout  # noqa: F401
 
 import hashlib
-from functools import partial
+from collections.abc import Callable
+from pathlib import Path
 
 import hydra
 import numpy as np
-import torch
 from omegaconf import DictConfig
-from tqdm import tqdm
 
 from tread.data.dataset import LatentDataset
 from tread.data.store import pieces_of
 from tread.data.writer import DatasetWriter
 from tread.drawing.grids import save_grid
 from tread.preparing import encode_photos
-from tread.preparing.imports import KINDS, ImportOptions, open_foreign
-from tread.preparing.lightningdit import STATISTICS
-from tread.preparing.uvit import write_text
+from tread.preparing.imports import STATISTICS, ForeignSamples, ImportOptions, open_foreign, write_text
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.distributed import Processes, share_work
 from tread.runtime.files import size_text
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="import_latents")
 def main(composed: DictConfig) -> None:
     with explained("stopped; start it again to go on with the shards that are missing"):
-        import_all(schema.read(plain(composed), ImportOptions))
+        import_all(schema.read(plain(composed), ImportOptions), share_work("cpu"))
 
 
-def import_all(options: ImportOptions) -> None:
+def import_all(options: ImportOptions, processes: Processes) -> None:
     """Open the source, write the shards that are missing, and make the dataset of all."""
     latents, samples = open_foreign(options)
     labels, text, by = samples.labels, samples.text, samples.statistics
-    ranges = pieces_of(range(len(labels)), options.shard_size)
     plan = {"kind": options.kind, "source": str(Path(options.source).resolve()), "shard_size": options.shard_size}
     plan["labels_sha256"] = hashlib.sha256(labels.tobytes()).hexdigest()
     factors, normalize = {"mean": latents.scale, "std": abs(latents.scale)}, {}
@@ -53,6 +47,7 @@ def import_all(options: ImportOptions) -> None:
     if text is not None:
         plan["captions"] = hashlib.sha256(text.counts.tobytes()).hexdigest()
         plan["captions_of"] = options.captions and str(Path(options.captions).resolve())
+    ranges = pieces_of(range(len(labels)), options.shard_size)
     writer = DatasetWriter(Path(options.out), latents, plan | normalize, ranges=ranges)
     if writer.is_finished():
         print(f"{options.out} is finished")
@@ -71,51 +66,52 @@ def import_all(options: ImportOptions) -> None:
         known = "with the captions as words" if text.captions else "the captions as words unknown"
         print(f"  text      {text.spec.describe()}, {text.counts.sum():,} captions, {known}")
         print(f"  stores    {size_text(text_bytes)} of text")
-    if KINDS[options.kind].normalize:
+    if samples.normalize:
         print(f"  normal    dataset.normalize=true takes {STATISTICS if by else f'measured ones: no {STATISTICS}'}")
-    print(f"  work      {len(missing)} of {len(ranges)} shards")
-    with progress(writer.rows(missing), "sample") as bar:
-        for number in missing:
+
+    def make(numbers: list[int], done: Callable[[int], object]) -> None:
+        for number in numbers:
             stored = []
             for index in ranges[number]:
                 stored.append(samples.read(index))
                 if (shape := stored[-1].shape) != (first := latents.stored_shape):
                     raise ValueError(f"{samples.name(index)} has shape {shape}, but the first sample has {first}")
-                bar.update()
+                done(1)
             writer.write(number, np.stack(stored), labels[ranges[number]])
+
+    writer.share(processes, "latents", make, "sample")
     writer.assemble(**normalize)
     if text is not None:
-        write_text(writer.data, text, partial(progress, unit="caption"))
-    finish(writer, options, bool(by), f" text.encoder={text.spec.encoder}" if text else "")
+        write_text(writer.data, text, processes)
+    finish(writer, options, samples)
 
 
-def progress(total: int, unit: str) -> tqdm:
-    """A progress bar."""
-    return tqdm(total=total, unit=unit, mininterval=0.5 if sys.stderr.isatty() else 20)  # seconds between updates
-
-
-def finish(writer: DatasetWriter, options: ImportOptions, has_statistics: bool, more: str) -> None:
-    """Look at the assembled dataset, write its report, and give it its name; `more` is told to train.py, too."""
+def finish(writer: DatasetWriter, options: ImportOptions, samples: ForeignSamples) -> None:
+    """Look at the assembled dataset, write its report, and give it its name."""
     data = LatentDataset(writer.data)
     made = encode_photos.dataset_numbers(data)
     pictures = f"  pictures  {writer.folder / 'report.png'}: decoded samples; look whether they are whole"
     if options.decode:
         chosen = encode_photos.spread_indices(len(data), options.decode)
         try:
-            after = encode_photos.decode_samples(data, chosen, torch.device("cpu"))
+            after = encode_photos.decode_samples(data, chosen, "cpu")
             save_grid(data.folder / "report.png", after, columns=4)
         except (ValueError, RuntimeError) as error:
             pictures = f"  pictures  none, so nobody has seen whether the scale is right: {error}"
     writer.publish(made)
     print(encode_photos.report_text(made))
-    if KINDS[options.kind].normalize:
-        more = f" dataset.normalize=true{more}"
-        if has_statistics and (far := disagreement(data)) > 0.2:
+    more = " dataset.normalize=true" * samples.normalize
+    if samples.text is not None:
+        more += f" text.encoder={samples.text.spec.encoder}"
+    if samples.statistics is not None:
+        (mean, std), (taken, by) = np.array(data.statistics), np.array(data.normal)
+        far = np.abs([(mean - taken) / by, std / by - 1]).max()  # in units of the statistics' standard deviations
+        if far > 0.2:
             print(
                 f"warning: {STATISTICS} is off by {far:.2f} standard deviations from these latents: right to go on "
                 "with a network of other data, else these are statistics of other latents"
             )
-    elif not 0.2 < np.mean(made["channel_std"]) < 2.5:
+    elif not samples.normalize and not 0.2 < np.mean(made["channel_std"]) < 2.5:
         print(
             f"warning: network latents of standard deviation {np.mean(made['channel_std']):.2f} are unusual (Stable "
             "Diffusion's have 0.6 to 1.1): are scale and scale_applied right?"
@@ -123,12 +119,6 @@ def finish(writer: DatasetWriter, options: ImportOptions, has_statistics: bool, 
     if options.decode:
         print(pictures)
     print(f"  dataset   {writer.folder}: train with dataset=folder dataset.path={writer.folder}{more}")
-
-
-def disagreement(data: LatentDataset) -> float:
-    """The largest difference of data.normalize's means and deviations from the measured ones, in the former's units."""
-    (mean, std), (taken, by) = np.array(data.statistics), np.array(data.normal)
-    return float(np.abs([(mean - taken) / by, std / by - 1]).max())
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ import contextlib
 import copy
 import gc
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ from tread.checkpoints.network import build_network, read_network
 from tread.data.latents import LatentSpec
 from tread.encoders.inception import Inception, sizes_of
 from tread.evaluation import image_sets, reference
+from tread.preparing import encode_photos
 from tread.preparing.images import Crop
 from tread.runtime import schema
 from tread.runtime.cli import take_literally
@@ -115,6 +117,14 @@ TINY = [
 ]
 
 
+TINY_KL = {  # sizes of an AutoencoderKL that halves pictures
+    "block_out_channels": (8, 8),
+    "norm_num_groups": 4,
+    "down_block_types": ["DownEncoderBlock2D"] * 2,
+    "up_block_types": ["UpDecoderBlock2D"] * 2,
+}
+
+
 def launch(folder, *overrides: str) -> str:
     """Do in this process what `python train.py` does in a folder; returns what it prints."""
     return launch_door(train.main, "config", folder, *TINY, *overrides)
@@ -143,6 +153,16 @@ def same(run, other) -> bool:
 def records(run):
     fields = ("step", "loss", "eval_loss", "eval_velocity")
     return [{key: record[key] for key in fields if key in record} for record in RunLog(run).records()]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files in a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def times(paths: Iterable[Path]) -> dict[Path, int]:
+    """When files were changed."""
+    return {path: path.stat().st_mtime_ns for path in paths}
 
 
 def random_network(seed: int, **sizes: int) -> DiT:
@@ -243,6 +263,12 @@ def run_pipeline(composed, capsys):
         return capsys.readouterr().out
 
     return run
+
+
+@pytest.fixture
+def prepare_photos(run_pipeline):
+    """A function from the overrides of scripts/prepare_latents.py to what it prints."""
+    return partial(run_pipeline, encode_photos.prepare_latents, encode_photos.PhotoOptions, "prepare_latents")
 
 
 @pytest.fixture

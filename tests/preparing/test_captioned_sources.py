@@ -9,12 +9,12 @@ import io
 import json
 import pickle
 import shutil
-import tarfile
 import zipfile
 
 import numpy as np
 import pytest
 import webdataset
+from conftest import contents, times
 from PIL import Image
 
 from tread.data.captions import read_captions
@@ -74,11 +74,10 @@ def zipped(root):
 
 
 @pytest.fixture
-def prepare(tmp_path, run_pipeline):
+def prepare(tmp_path, prepare_photos):
     """A function from overrides to what the script prints; the dataset is tmp_path/data, of pixels."""
     given = [f"out={tmp_path / 'data'}", "autoencoder=none", "resolution=8", "workers=0", "shard_size=2", "decode=0"]
-    pipeline = (encode_photos.prepare_latents, encode_photos.PhotoOptions, "prepare_latents")
-    return lambda source, *overrides: run_pipeline(*pipeline, f"source={source}", *given, *overrides)
+    return lambda source, *overrides: prepare_photos(f"source={source}", *given, *overrides)
 
 
 def numbers_of(pictures: np.ndarray) -> list[int]:
@@ -188,12 +187,8 @@ def test_what_does_not_go_together_is_named_or_left_out(coco, prepare, tmp_path)
         tree["annotations"] = [*notes, {"image_id": 25, "id": 1, "caption": " \n"}]
 
     edit(change)(coco)
-    names = [
-        "train2014/stray.jpg",
-        f"train2014/{coco_name('train2014', 25)}",
-        f"train2014/{coco_name('train2014', 30)}",
-    ]
-    with pytest.raises(ValueError, match="captions without a picture, 3 in all") as refused:
+    names = ["train2014/stray.jpg", *(f"train2014/{coco_name('train2014', number)}" for number in (25, 30))]
+    with pytest.raises(ValueError, match="files that can't be used, 3 in all") as refused:
         prepare(coco)
     assert all(f"{name}: {what}" in str(refused.value) for name, what in zip(names, ("no", "no", "a caption: the pic")))
     assert not list(tmp_path.glob("*data*"))
@@ -208,10 +203,10 @@ def test_a_damaged_picture_takes_its_captions_with_it(coco, prepare, tmp_path):
     (coco / "train2014" / coco_name("train2014", 9)).write_text("words")
     with pytest.raises(ValueError, match="(?s)damaged pictures, 1 in all.*000000000009.jpg"):
         prepare(coco)
-    done = {path: path.stat().st_mtime_ns for path in tmp_path.glob(".data*/done/*")}
+    done = times(tmp_path.glob(".data*/done/*"))
     prepare(coco, "on_error=skip", f"out={tmp_path / 'anew'}")
     (coco / "train2014" / coco_name("train2014", 9)).unlink()
-    assert len(done) == 3 and done == {path: path.stat().st_mtime_ns for path in done}
+    assert len(done) == 3 and done == times(done)
     prepare(coco, "on_error=skip")
     rest = {number: lines for number, lines in TRAIN.items() if number != 9}
     assert held(tmp_path / "data") == held(tmp_path / "anew") == expected(rest)
@@ -226,7 +221,7 @@ def test_stopped_it_goes_on_with_the_captions_of_now(coco, prepare, tmp_path, mo
     text = prepare(coco)
     assert "0 of 2 shards" in text and "0 of 1 shards" in text
     for part in ("", "-heldout"):
-        made, whole = ({p.name: p.read_bytes() for p in (tmp_path / f"{o}{part}").iterdir()} for o in ("data", "whole"))
+        made, whole = (contents(tmp_path / f"{out}{part}") for out in ("data", "whole"))
         assert made.keys() == whole.keys() and all(made[name] == whole[name] for name in made if name != "index.json")
         assert made["index.json"].replace(b"../data", b"../whole") == whole["index.json"]
     edit(lambda tree: tree["annotations"][0].update(caption="a green apple"))(coco)
@@ -241,37 +236,29 @@ def test_stopped_it_goes_on_with_the_captions_of_now(coco, prepare, tmp_path, mo
 # ------------------------------------------------------------------------------- text beside pictures
 
 
-def put(folder, number: int, captions: list[str] | None, name: str | None = None) -> None:
+def put(folder, number: int, captions: list[str] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    name = name or f"{number:03d}"
-    (folder / f"{name}.png").write_bytes(picture(number))
+    (folder / f"{number:03d}.png").write_bytes(picture(number))
     if captions is not None:
-        (folder / f"{name}.txt").write_text("\n".join(captions) + "\n\n", encoding="utf-8-sig")
+        (folder / f"{number:03d}.txt").write_text("\n".join(captions) + "\n\n", encoding="utf-8-sig")
 
 
 LINES = {number: [words.replace("\n", " ") for words in lines] for number, lines in TRAIN.items()}
 LINES[9][0] = "a red\u2028apple"  # which is no end of a line
 
 
-def pack_tar(folder):
-    with tarfile.open(folder.parent / "a.tar", "w") as tar:
-        tar.add(folder, arcname=".")
-    return folder.parent / "a.tar"
+def packed(folder, kind: str = "zip") -> str:
+    return shutil.make_archive(str(folder.parent / "a"), kind, folder)
 
 
-def pack_zip(folder):
-    return shutil.make_archive(str(folder.parent / "a"), "zip", folder)
-
-
-@pytest.mark.parametrize("pack", [None, pack_tar, pack_zip], ids=["folder", "tar", "zip"])
+@pytest.mark.parametrize("kind", ["folder", "tar", "zip"])
 @pytest.mark.parametrize("deep", ["", "a/b"], ids=["flat", "deep"])
-def test_text_files_beside_pictures_are_their_captions(prepare, tmp_path, pack, deep):
+def test_text_files_beside_pictures_are_their_captions(prepare, tmp_path, kind, deep):
     for number, lines in LINES.items():
         put(tmp_path / "photos" / deep, number, lines)
     put(tmp_path / "photos", 200, ["outside"])
     (tmp_path / "photos" / deep / "009.json").write_text("{}")  # what else has a picture's name belongs to it
-    source = tmp_path / "photos"
-    prepare(pack(source) if pack else source)
+    prepare(tmp_path / "photos" if kind == "folder" else packed(tmp_path / "photos", kind))
     outside = [(200, ["outside"])]  # a/b/009 comes behind 200, 009 before it
     assert held(tmp_path / "data") == (outside + expected(LINES) if deep else expected(LINES) + outside)
     assert LatentDataset(tmp_path / "data").latents.classes == ("all",)
@@ -288,58 +275,47 @@ def test_class_folders_and_labels_files_stay_classes(tmp_path):
     photos = find_photos(flat)
     assert photos.labels.tolist() == [3, 1] and photos.captions == [lines for _, lines in expected(LINES)][1:]
     without = find_photos(flat, captions="none")
-    assert without.captions is None and without.names == photos.names and not without.refused
+    assert without.captions is None and without.names == photos.names and not without.faults
     (flat / "labels.csv").unlink()
     for text in flat.parent.rglob("*.txt"):
         text.rename(text.with_stem(f"other {text.stem}"))  # which is no picture's, and so no caption
     photos = find_photos(flat.parent)
-    assert photos.captions is None and len(photos.refused) == 3 and photos.labels.tolist() == [0, 1, 1]
+    assert photos.captions is None and len(photos.faults) == 3 and photos.labels.tolist() == [0, 1, 1]
 
 
 def test_texts_and_pictures_that_do_not_go_together_are_named(prepare, tmp_path):
     for number, lines in LINES.items():
         put(tmp_path / "photos", number, lines)
-    put(tmp_path / "photos", 40, None)
+    put(tmp_path / "photos", 40)
     put(tmp_path / "photos", 41, [" "])
     put(tmp_path / "photos", 42, ["x"])
     (tmp_path / "photos" / "042.txt").write_bytes("Väse".encode("latin-1"))
     (tmp_path / "photos" / "043.txt").write_text("a picture that was removed")
     faults = ["040.png: no caption: there is no text file of its name", "041.png: no caption: 041.txt is blank"]
     faults += ["042.png: no caption: 042.txt is no UTF-8 text", "043.txt: a caption: there is no picture of its name"]
-    with pytest.raises(ValueError, match="captions without a picture, 4 in all") as refused:
+    with pytest.raises(ValueError, match="files that can't be used, 4 in all") as refused:
         prepare(tmp_path / "photos")
     assert all(fault in str(refused.value) for fault in faults)
     prepare(tmp_path / "photos", "on_error=skip")
     assert held(tmp_path / "data") == expected(LINES)
     report = json.loads((tmp_path / "data" / "report.json").read_text())
     assert [name for name, _ in report["left_out"]] == ["040.png", "041.png", "042.png", "043.txt"]
-    prepare(
-        tmp_path / "photos", "captions=none", "on_error=skip", f"labels={labels(tmp_path)}", f"out={tmp_path / 'b'}"
-    )
+    rows = "".join(f"{path.name},0\n" for path in (tmp_path / "photos").glob("*.png"))
+    (tmp_path / "all.csv").write_text(f"file,label\n{rows}")
+    given = ("captions=none", "on_error=skip", f"labels={tmp_path / 'all.csv'}", f"out={tmp_path / 'b'}")
+    prepare(tmp_path / "photos", *given)
     assert len(LatentDataset(tmp_path / "b")) == 6 and "captions" not in read_index(tmp_path / "b")
-
-
-def labels(folder) -> str:
-    rows = "".join(f"{path.name},0\n" for path in (folder / "photos").glob("*.png"))
-    (folder / "all.csv").write_text(f"file,label\n{rows}")
-    return str(folder / "all.csv")
 
 
 # -------------------------------------------------------------------------- webdatasets, zips
 
 
-def write_webdataset(folder, **more) -> None:
-    folder.mkdir()
-    with webdataset.ShardWriter(str(folder / "%05d.tar"), maxcount=2, verbose=0) as tars:
-        for number, lines in LINES.items():
-            tars.write(
-                {"__key__": f"{number:09d}", "png": picture(number), "txt": "\n".join(lines), "json": {}, **more}
-            )
-
-
 @pytest.mark.parametrize("how", ["", "{00000..00001}.tar", "*.tar", "root"])
 def test_webdatasets_are_read_as_they_were_written(prepare, tmp_path, how):
-    write_webdataset(tmp_path / "wds")
+    (tmp_path / "wds").mkdir()
+    with webdataset.ShardWriter(str(tmp_path / "wds" / "%05d.tar"), maxcount=2, verbose=0) as tars:
+        for number, lines in LINES.items():
+            tars.write({"__key__": f"{number:09d}", "png": picture(number), "txt": "\n".join(lines), "json": {}})
     (tmp_path / "wds" / "00000.parquet").touch()  # img2dataset's tables and statistics beside the tars
     (tmp_path / "wds" / "00000_stats.json").write_text("{}")
     source, given = (tmp_path, ["root=wds"]) if how == "root" else (tmp_path / "wds" / how, [])
@@ -373,8 +349,8 @@ def test_tars_without_captions_have_no_classes(tmp_path):
 
 def test_a_zip_is_the_folder_it_was_made_of(tmp_path):
     for number, name in ((9, "ant"), (25, "bee"), (30, "bee")):
-        put(tmp_path / "photos" / "train" / name, number, None)
-    path = pack_zip(tmp_path / "photos")
+        put(tmp_path / "photos" / "train" / name, number)
+    path = packed(tmp_path / "photos")
     photos, same = (find_photos(source, root="train") for source in (path, tmp_path / "photos"))
     assert (photos.names, photos.classes) == (same.names, same.classes)
     again = pickle.loads(pickle.dumps(photos.read))  # as it is handed to a reading process
@@ -383,8 +359,8 @@ def test_a_zip_is_the_folder_it_was_made_of(tmp_path):
 
 def test_a_forked_process_opens_a_zip_anew(tmp_path, monkeypatch):
     """Else two would move one another's place in the file."""
-    put(tmp_path / "photos" / "ant", 9, None)
-    photos, opened = find_photos(pack_zip(tmp_path / "photos")), []
+    put(tmp_path / "photos" / "ant", 9)
+    photos, opened = find_photos(packed(tmp_path / "photos")), []
     whole = zipfile.ZipFile
     monkeypatch.setattr(zipfile, "ZipFile", lambda path: opened.append(path) or whole(path))
     for process in (1, 1, 2):
@@ -395,8 +371,8 @@ def test_a_forked_process_opens_a_zip_anew(tmp_path, monkeypatch):
 
 def test_a_damaged_picture_in_a_zip_is_named(prepare, tmp_path):
     for number in TRAIN:
-        put(tmp_path / "photos" / "ant", number, None)
-    path = pack_zip(tmp_path / "photos")
+        put(tmp_path / "photos" / "ant", number)
+    path = packed(tmp_path / "photos")
     with zipfile.ZipFile(path) as opened:
         at = opened.getinfo("ant/025.png").header_offset + 60
     content = bytearray(open(path, "rb").read())

@@ -30,10 +30,8 @@ def test_the_dataset_is_the_scans_exactly(tmp_path):
 
 @pytest.mark.slow
 def test_several_processes_may_prepare_it_at_once(tmp_path):
-    folder = str(tmp_path / "data" / "train")
-    code = (
-        f"import pathlib; from tread.preparing import digits; digits.prepare_digits(pathlib.Path({folder!r}), 'train')"
-    )
+    call = f"digits.prepare_digits(pathlib.Path({str(tmp_path / 'data' / 'train')!r}), 'train')"
+    code = f"import pathlib; from tread.preparing import digits; {call}"
     assert run_python("-c", code, cwd=ROOT, processes=3).returncode == 0
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["train"]
     assert len(LatentDataset(tmp_path / "data" / "train", verify="full")) == 1442

@@ -3,7 +3,6 @@ held out against all names, counted naively."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 
 import numpy as np
@@ -112,7 +111,6 @@ def test_datasets_are_written_once_with_captions_and_text(few, tmp_path):
     emoji.write_pictures(tmp_path / "large", 64)
     assert Image.open(tmp_path / "large/train/00000.png").size == (64, 64)
     assert (tmp_path / "large/train/00000.txt").read_text().splitlines() == made[0].captions
-    json.dumps(index)
 
 
 def test_what_is_missing_is_named(few, monkeypatch):

@@ -6,17 +6,16 @@ Pillow's own, of photos that have the resolution already.
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
-import sys
+from functools import partial
 from types import SimpleNamespace
 
 import diffusers
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, TINY_KL, contents
 from forked import run_python
 from PIL import Image
 
@@ -28,18 +27,12 @@ from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.data.writer import write_dataset
 from tread.encoders.vision import open_encoder
-from tread.preparing import digits, encode_features, encode_photos
+from tread.preparing import digits, encode_features
 from tread.runtime.files import sha256
 from tread.training import periodic
 
 CPU, COUNT, SIZE = torch.device("cpu"), 13, 32
 FUNCTION = "own_patches:patches"
-AUTOENCODER = {
-    "block_out_channels": (8, 8),
-    "norm_num_groups": 4,
-    "down_block_types": ["DownEncoderBlock2D"] * 2,
-    "up_block_types": ["UpDecoderBlock2D"] * 2,
-}
 
 
 def crops() -> np.ndarray:
@@ -55,7 +48,7 @@ def place(tmp_path_factory):
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(file)
     torch.manual_seed(0)
-    diffusers.AutoencoderKL(**AUTOENCODER).save_pretrained(folder / "kl")
+    diffusers.AutoencoderKL(**TINY_KL).save_pretrained(folder / "kl")
     (folder / "own_patches.py").write_text(
         "def patches(pictures):\n"
         '    """Each patch of 4×4 as it is, /100: (B, T, 48)"""\n'
@@ -69,34 +62,30 @@ def place(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def own_module(place, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path, str(place)])
-    importlib.invalidate_caches()
+    monkeypatch.syspath_prepend(str(place))
 
 
 @pytest.fixture
-def prepare_latents(run_pipeline, place, tmp_path):
+def prepare_latents(prepare_photos, place, tmp_path):
     given = [f"source={place / 'photos'}", f"out={tmp_path / 'data'}", f"autoencoder={place / 'kl'}"]
     given += [f"resolution={SIZE}", "workers=0", "shard_size=4", "decode=0", "flip=true", "keep_pictures=true"]
-    pipeline = (encode_photos.prepare_latents, encode_photos.PhotoOptions, "prepare_latents")
-    return lambda *overrides: run_pipeline(*pipeline, *given, *overrides)
+    return partial(prepare_photos, *given)
 
 
 @pytest.fixture
-def features(run_pipeline, tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("def encode(pictures):\n    return pictures.float().flatten(2).mT\n")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+def features(run_pipeline, tmp_path):
     given = [f"dataset.path={tmp_path / 'data'}", f"encoder={FUNCTION}", "workers=0", "batch_size=3"]
     pipeline = (encode_features.prepare_features, encode_features.FeatureOptions, "prepare_features")
-    return lambda *overrides: run_pipeline(*pipeline, *given, *overrides)
+    return partial(run_pipeline, *pipeline, *given)
 
 
 @pytest.fixture
 def foreign(tmp_path):
     """A function that writes a dataset of random latents, in two views, which keeps no pictures."""
 
-    def write(folder=tmp_path / "data", autoencoder: str = "vae", channels: int = 4, seed: int = 0):
+    def write(folder=tmp_path / "data", autoencoder: str = "vae", channels: int = 4):
         latents = LatentSpec((channels, 8, 8), ("a", "b"), autoencoder, scale_applied=True, views=2)
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(0)
         shards = [(rng.uniform(-1, 1, (n, *latents.stored_shape)), rng.integers(0, 2, n)) for n in (5, 4)]
         write_dataset(folder, latents, shards)
         return folder
@@ -108,10 +97,6 @@ def both_views() -> torch.Tensor:
     """(views, n, 3, H, W) of all photos."""
     pictures = torch.from_numpy(crops()).permute(0, 3, 1, 2)
     return torch.stack([pictures, pictures.flip(-1)])
-
-
-def files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 # ------------------------------------------------------------------------------------------ pictures
@@ -128,7 +113,7 @@ def test_pictures_are_kept_beside_the_latents_and_mirrored_when_read(prepare_lat
     assert data.picture_size == SIZE and data.read(np.arange(3)).features is None
     assert LatentDataset(tmp_path / "data").read(np.arange(3)).pictures is None
     assert "keeps" not in prepare_latents("keep_pictures=false", f"out={tmp_path / 'plain'}")
-    kept, plain = files(tmp_path / "data"), files(tmp_path / "plain")
+    kept, plain = contents(tmp_path / "data"), contents(tmp_path / "plain")
     assert set(kept) - set(plain) == {f"pictures-0000{n}.npy" for n in range(4)}
     assert all(kept[name] == plain[name] for name in plain if name.endswith(".npy"))
     index, expected = json.loads(kept["index.json"]), json.loads(plain["index.json"])
@@ -154,9 +139,9 @@ def test_pixels_are_pictures_already(prepare_latents, tmp_path):
     assert found.shape == (9, 3, 8, 8) and np.array_equal(found.numpy(), np.repeat(expected, 3, axis=1))
 
 
-def test_a_dataset_without_pictures_or_features_is_refused(foreign):
+def test_a_dataset_without_pictures_or_features_is_refused(foreign, tmp_path):
     for autoencoder, channels in (("vae", 3), ("pixels", 4)):
-        folder = foreign(foreign.__defaults__[0].with_name(f"{autoencoder}{channels}"), autoencoder, channels)
+        folder = foreign(tmp_path / autoencoder, autoencoder, channels)
         with pytest.raises(ValueError, match="keeps no pictures beside its latents: prepare it again"):
             LatentDataset(folder, pictures=True)
     with pytest.raises(ValueError, match="has no features: python scripts/prepare_features.py dataset=.* encoder=x"):
@@ -174,11 +159,8 @@ def test_stored_features_are_what_the_live_encoder_makes(kind, prepare_latents, 
     text = features(f"encoder={name}")
     encoder = open_encoder(name, CPU)
     tokens, width = (4, 32) if kind == "dinov2" else (64, 48)
-    size = COUNT * 2 * tokens * width * 2
-    assert (
-        f"stores    float16, {encode_features.size_text(size)}" in text
-        and f"{encoder.cost(SIZE).flops / 1e9:.3g} G" in text
-    )
+    size = encode_features.size_text(COUNT * 2 * tokens * width * 2)
+    assert f"stores    float16, {size}" in text and f"{encoder.cost(SIZE).flops / 1e9:.3g} G" in text
     data = LatentDataset(tmp_path / "data", verify="full", features=name, pictures=True)
     assert (data.feature_spec.grid**2, data.feature_spec.width) == (tokens, width)
     assert data.feature_spec.fingerprint == encoder.fingerprint
@@ -205,13 +187,13 @@ def test_photos_give_the_features_of_kept_pictures(place, prepare_latents, featu
     assert "keeps     the pictures too, (3, 32, 32) uint8" in prepare_latents("heldout=4", source, "on_error=skip")
     for part in parts:
         features(f"dataset.path={tmp_path / part}")
-        kept = files(tmp_path / part)
+        kept = contents(tmp_path / part)
         shutil.copytree(tmp_path / part, tmp_path / f"{part}-photos")
         index = read_index(tmp_path / part)
         del index["features"]
         (tmp_path / f"{part}-photos" / "index.json").write_text(json.dumps(index))
         features(f"dataset.path={tmp_path / part}-photos", source, "workers=1")
-        assert files(tmp_path / f"{part}-photos") == kept
+        assert contents(tmp_path / f"{part}-photos") == kept
     assert sum(len(LatentDataset(tmp_path / part, features=FUNCTION)) for part in parts) == COUNT - 1
 
 
@@ -242,10 +224,10 @@ def test_features_that_were_stopped_are_gone_on_with(prepare_latents, features, 
     """Until all are there the dataset is as it was; in the end the bytes are those of one go. Also if it was killed
     between the shards' last move and index.json."""
     prepare_latents()
-    before, folder = files(tmp_path / "data"), tmp_path / "data"
+    before, folder = contents(tmp_path / "data"), tmp_path / "data"
     shutil.copytree(folder, tmp_path / "whole")
     features(f"dataset.path={tmp_path / 'whole'}")
-    whole = files(tmp_path / "whole")
+    whole = contents(tmp_path / "whole")
 
     write_array = store.write_array
 
@@ -258,10 +240,8 @@ def test_features_that_were_stopped_are_gone_on_with(prepare_latents, features, 
     monkeypatch.setattr(store, "write_array", stop)
     with pytest.raises(KeyboardInterrupt):
         features()
-    assert files(folder) == before
-    with pytest.raises(
-        ValueError, match="unfinished work of another kind(?s:.*)own_patches:patches there, own_patches:other here"
-    ):
+    assert contents(folder) == before
+    with pytest.raises(ValueError, match="(?s)unfinished work .*own_patches:patches there, own_patches:other here"):
         features("encoder=own_patches:other")
     monkeypatch.undo()
     write_json = section_writer.write_json
@@ -276,25 +256,25 @@ def test_features_that_were_stopped_are_gone_on_with(prepare_latents, features, 
         features()
     monkeypatch.setattr(section_writer, "write_json", write_json)
     assert "0 of 4 shards" in features()
-    assert files(folder) == whole and not list(folder.glob(".*"))
+    assert contents(folder) == whole and not list(folder.glob(".*"))
     assert features() == f"{folder} holds the same features already\n"
 
 
 def test_other_or_damaged_features_are_replaced_when_that_is_asked_for(prepare_latents, features, tmp_path):
     prepare_latents()
     features("grid=4")
-    before = files(tmp_path / "data")
+    before = contents(tmp_path / "data")
     for other in ("grid=2", "encoder=own_patches:other"):
         with pytest.raises(ValueError, match="(?s)holds other features: again=true.*(grid: 4 there, 2|:patches there)"):
             features(other)
-    assert files(tmp_path / "data") == before and not (tmp_path / "data" / ".features.unfinished").exists()
+    assert contents(tmp_path / "data") == before and not (tmp_path / "data" / ".features.unfinished").exists()
     features("encoder=own_patches:other", "again=true")
-    whole = files(tmp_path / "data")
+    whole = contents(tmp_path / "data")
     spoil(tmp_path / "data", np.nan, 0)
     with pytest.raises(ValueError, match="not finite: replace it by .*again=true"):
         features("encoder=own_patches:other")
     features("encoder=own_patches:other", "again=true")
-    assert files(tmp_path / "data") == whole
+    assert contents(tmp_path / "data") == whole
     found = LatentDataset(tmp_path / "data", verify="full", features="own_patches:other").read(np.arange(COUNT), 1)
     expected = open_encoder("own_patches:other", CPU).encode(both_views()[1])
     torch.testing.assert_close(found.features.float(), expected, rtol=2**-11, atol=1e-4)
@@ -392,7 +372,7 @@ def test_every_placement_reads_the_same_features(with_features, placement):
 
 
 def test_bad_steps_name_samples_with_bad_features(with_features, tmp_path):
-    """What explains bad steps looks at features, too; here they were spoilt behind the dataset's back."""
+    """The explanation of a bad step looks at features, too; here they were spoilt after the dataset was opened."""
     folder = shutil.copytree(with_features, tmp_path / "data")
     data = LatentDataset(folder, features=FUNCTION)
     spoil(folder, np.nan, 1)
@@ -404,15 +384,17 @@ def test_bad_steps_name_samples_with_bad_features(with_features, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_make_the_same_features(foreign, tmp_path, features):
+def test_two_processes_make_the_same_features(foreign, tmp_path, features, monkeypatch):
     """As from the command line, by the user's function in the current folder; the bytes are those of one process."""
+    (tmp_path / "mine.py").write_text("def encode(pictures):\n    return pictures.float().flatten(2).mT\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     folder = foreign(autoencoder="pixels", channels=1)
     shutil.copytree(folder, tmp_path / "alone")
     features(f"dataset.path={tmp_path / 'alone'}", "encoder=mine:encode", "grid=4")
     words = ["dataset=data", "encoder=mine:encode", "grid=4", "device=cpu", "batch_size=3"]
     done = run_python(ROOT / "scripts" / "prepare_features.py", *words, cwd=tmp_path, processes=2)
     assert "9 samples, both views" in done.stdout and "4×4 tokens of 3" in done.stdout, done.stdout + done.stderr
-    assert files(folder) == files(tmp_path / "alone")
+    assert contents(folder) == contents(tmp_path / "alone")
     data = LatentDataset(folder, verify="full", features="mine:encode", pictures=True)
     batch = data.read(np.arange(9), np.arange(9) % 2)
     expected = batch.pictures.float().unfold(2, 2, 2).unfold(3, 2, 2).mean(dim=(4, 5)).flatten(2).mT

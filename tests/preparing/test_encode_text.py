@@ -9,7 +9,7 @@ import numpy as np
 import prepare_text
 import pytest
 import torch
-from conftest import ROOT, launch_door
+from conftest import ROOT, contents, launch_door
 from forked import run_python
 from tiny_text import save_encoder
 
@@ -53,10 +53,6 @@ def prepare(here, *words: str, dataset: str = "train") -> str:
     return launch_door(prepare_text.main, "prepare_text", here, f"dataset.path={dataset}", "device=cpu", *words)
 
 
-def content(folder) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-
-
 def refused(here, message: str, *words: str, dataset: str = "train") -> None:
     with pytest.raises(SystemExit) as stopped:
         prepare(here, *words, dataset=dataset)
@@ -98,18 +94,18 @@ def test_what_is_held_out_is_encoded_alike(place, here, kind):
         assert LatentDataset(here / "held", text="words").text_spec == before
     prepare(here, f"encoder={name}", "tokens=16", "again=true")
     assert LatentDataset(here / "held", text=name).text_spec.tokens == 16
-    both, before = ("tokens=6", "again=true"), content(here / "held")
+    both, before = ("tokens=6", "again=true"), contents(here / "held")
     refused(
         here, "tokens is 6, but train, which held goes with, has text of 16", f"encoder={name}", *both, dataset="held"
     )
-    assert content(here / "held") == before
+    assert contents(here / "held") == before
 
 
 def test_work_that_was_stopped_goes_on_to_the_same_bytes(place, here, monkeypatch):
     words = [f"encoder={place / 'bert'}", "shard_size=4", "batch_size=3"]
     shutil.copytree(here / "train", here / "whole")
     prepare(here, *words, dataset="whole")
-    before, made = content(here / "train"), []
+    before, made = contents(here / "train"), []
     write = encode_text.TextWriter.write
 
     def stop(writer, number, text):
@@ -120,11 +116,11 @@ def test_work_that_was_stopped_goes_on_to_the_same_bytes(place, here, monkeypatc
 
     monkeypatch.setattr(encode_text.TextWriter, "write", stop)
     refused(here, "the machine goes down", *words)
-    assert content(here / "train") == before and len(made) == 2  # until all is there the dataset is as it was
+    assert contents(here / "train") == before and len(made) == 2  # until all is there the dataset is as it was
     monkeypatch.setattr(encode_text.TextWriter, "write", write)
     refused(here, "unfinished work of another kind", *words, "tokens=9")
     assert "5 of 7 shards" in prepare(here, *words)
-    assert content(here / "train") == content(here / "whole")
+    assert contents(here / "train") == contents(here / "whole")
 
 
 def test_captions_can_be_added_and_replaced(here):
@@ -133,7 +129,7 @@ def test_captions_can_be_added_and_replaced(here):
     del index["captions"], index["heldout"]
     (here / "train/index.json").write_text(json.dumps(index))
     refused(here, "train has no captions: python scripts/prepare_text.py dataset=train captions=", "encoder=words")
-    before = content(here / "train")
+    before = contents(here / "train")
     (here / "new.txt").write_text("red hat\n" * 10)
     for words, message in (
         (["captions=new.txt"], "captions of 10 samples, but train holds 11"),
@@ -141,7 +137,7 @@ def test_captions_can_be_added_and_replaced(here):
         (["captions=new.csv"], "must be a .jsonl file"),
     ):
         refused(here, message, "encoder=words", *words)
-        assert content(here / "train") == before
+        assert contents(here / "train") == before
     (here / "new.txt").write_text("red hat\n" * 11)
     prepare(here, "encoder=words", "captions=new.txt")
     assert LatentDataset(here / "train", text="words").captions[10] == ["red hat"]
@@ -155,14 +151,14 @@ def test_captions_can_be_added_and_replaced(here):
 
 def test_other_text_of_the_same_encoder_is_kept_unless_replaced(here):
     prepare(here, "encoder=words")
-    before = content(here / "train")
+    before = contents(here / "train")
     refused(here, "holds other text of words: again=true", "encoder=words", "tokens=4")
-    assert content(here / "train") == before
+    assert contents(here / "train") == before
     file = here / "train/text-words-00000.npy"
     file.write_bytes(file.read_bytes()[:-4])
     refused(here, "is truncated", "encoder=words")
     prepare(here, "encoder=words", "again=true")
-    assert content(here / "train") == before
+    assert contents(here / "train") == before
 
 
 @pytest.mark.slow
@@ -173,4 +169,4 @@ def test_two_processes_make_what_one_makes(place, here):
     script = [str(ROOT / "scripts/prepare_text.py"), "dataset=train", *words]
     done = run_python(*script, cwd=here, processes=2)
     assert done.returncode == 0, done.stderr
-    assert content(here / "train") == content(here / "whole")
+    assert contents(here / "train") == contents(here / "whole")

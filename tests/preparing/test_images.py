@@ -100,13 +100,11 @@ def on_white(rgb: np.ndarray, alpha: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(("mode", "kind"), [("RGBA", "PNG"), ("LA", "PNG"), ("RGBA", "WEBP"), ("RGBA", "TIFF")])
 def test_alpha_is_laid_on_white_or_dropped(mode, kind):
-    content = saved(
-        Image.fromarray(NOISE).convert(mode), kind, **({"lossless": True, "exact": True} if kind == "WEBP" else {})
-    )
-    rgb = np.asarray(Image.fromarray(NOISE).convert(mode).convert("RGB"))
+    image, options = Image.fromarray(NOISE).convert(mode), {"lossless": True, "exact": True}
+    content, rgb = saved(image, kind, **(options if kind == "WEBP" else {})), np.asarray(image.convert("RGB"))
     assert np.array_equal(pixels(content, "stored", "drop"), rgb)
-    assert np.abs(pixels(content, "stored", "white") - on_white(rgb, ALPHA)).max() <= 1
-    assert np.abs(pixels(content, "exif", "white") - on_white(rgb, ALPHA)).max() <= 1
+    for orientation in ("stored", "exif"):
+        assert np.abs(pixels(content, orientation, "white") - on_white(rgb, ALPHA)).max() <= 1
 
 
 def test_pictures_without_transparency_are_the_same_on_white():
@@ -169,9 +167,8 @@ def test_of_16_bit_colours_the_upper_bits_are_taken():
     head = (5).to_bytes(4, "big") + (4).to_bytes(4, "big") + bytes([16, 2, 0, 0, 0])
     rows = b"".join(b"\0" + row.tobytes() for row in values)
     clear = chunk(b"tRNS", values[1, 2].tobytes())
-    content = (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + clear + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-    )
+    body = chunk(b"IHDR", head) + clear + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    content = b"\x89PNG\r\n\x1a\n" + body
     for how in ((), ("exif", "white")):
         result = pixels(content, *how).copy()
         result[1, 2] = values[1, 2] >> 8  # transparent

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import import_latents
 import lmdb
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import webdataset
-from conftest import ROOT, launch_door
+from conftest import ROOT, contents, launch_door, times
 from forked import run_python
 from safetensors.torch import load_file, save_file
 
@@ -27,9 +28,8 @@ from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.latents import to_network
 from tread.encoders import autoencoder
-from tread.preparing import lightningdit, uvit
+from tread.preparing import imports
 from tread.preparing.imports import KINDS
-from tread.runtime import schema
 
 SCALE = 0.18215
 LABELS = np.array([2, 0, 1, 1, 0, 2, 1])
@@ -49,7 +49,7 @@ EMPTY, TEXTS = drawn(77, 768), [drawn(len(captions), 77, 768) for captions in CA
 
 
 def stored(kind: str) -> np.ndarray:
-    """What the files of a kind hold: (n, views, C or 2C, 4, 4) float32."""
+    """The numbers in the files of a kind: (n, views, C or 2C, 4, 4) float32."""
     views, channels = {"maskdit_lmdb": (2, 8), "tread_tar": (1, 4), "lightningdit": (2, 6)}.get(kind, (1, 8))
     numbers = 5 * drawn(COUNT, views, channels, 4, 4)
     if kind == "repa_npy":
@@ -122,15 +122,16 @@ WRITE = dict(zip(KINDS, (write_lmdb, write_tars, write_repa, write_shards, write
 
 
 @pytest.fixture
-def bring(composed, tmp_path, monkeypatch):
-    """A function from a kind and overrides to the dataset tmp_path/<out> imported from tmp_path/source."""
+def bring(run_pipeline, tmp_path, monkeypatch):
+    """A function from a kind and overrides to the dataset tmp_path/<out> imported from tmp_path/source; what it printed
+    stays in its `printed`."""
     monkeypatch.chdir(tmp_path)
 
     def run(kind, *overrides, out="data"):
         given = ["source=source", f"out={out}", "autoencoder=pixels", "decode=0", "shard_size=3"]
         given += ["scale_applied=false"] * (kind == "tread_tar") + ["captions=captions.json"] * (kind == "uvit_coco")
-        tree = composed(f"kind={kind}", *given, *overrides, name="import_latents")
-        import_latents.import_all(schema.read(tree, import_latents.ImportOptions))
+        pipeline = (import_latents.import_all, import_latents.ImportOptions, "import_latents")
+        run.printed = run_pipeline(*pipeline, f"kind={kind}", *given, *overrides)
         return LatentDataset(tmp_path / out, "full", text="clip-l" if kind == "uvit_coco" else None)
 
     return run
@@ -193,13 +194,13 @@ def test_classes_have_the_names_given(bring, tmp_path):
 
 
 @pytest.mark.parametrize("scale", [1, 0.5])
-def test_normalised_latents_are_those_of_lightningdits_own_dataset(bring, tmp_path, capsys, scale):
+def test_normalised_latents_are_those_of_lightningdits_own_dataset(bring, tmp_path, scale):
     """By the file's statistics, not by measured ones; without normalisation the latents are z·scale."""
     write_shards(tmp_path / "source")
     theirs = {"mean": torch.arange(6.0).view(1, 6, 1, 1), "std": torch.arange(1, 7.0).view(1, 6, 1, 1) / 3}
     torch.save(theirs, tmp_path / "source" / "latents_stats.pt")
     data, z = bring("lightningdit", "dtype=float32", f"scale={scale}"), torch.from_numpy(stored("lightningdit"))[:, 1]
-    assert "warning: latents_stats.pt is off by" in capsys.readouterr().out
+    assert "warning: latents_stats.pt is off by" in bring.printed
     there = data.read(ALL, 1).stored
     torch.testing.assert_close(to_network(there, data.latents), z * scale)
     data.normalize(1.0)
@@ -207,11 +208,11 @@ def test_normalised_latents_are_those_of_lightningdits_own_dataset(bring, tmp_pa
     torch.testing.assert_close(to_network(there, data.latents), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_without_statistics_measured_ones_serve_and_one_view_may_do(bring, tmp_path, capsys):
+def test_without_statistics_measured_ones_serve_and_one_view_may_do(bring, tmp_path):
     write_shards(tmp_path / "source")
     (tmp_path / "source" / "latents_stats.pt").unlink()
     data, z = bring("lightningdit", "flipped=false"), torch.from_numpy(stored("lightningdit"))[:, 0]
-    assert "warning" not in capsys.readouterr().out and "normalize_by" not in read_index(data.folder)
+    assert "warning" not in bring.printed and "normalize_by" not in read_index(data.folder)
     assert data.latents.views == 1
     data.normalize(1.0)
     expected = (z - z.mean(dim=(0, 2, 3), keepdim=True)) / z.std(dim=(0, 2, 3), keepdim=True, correction=0)
@@ -221,7 +222,7 @@ def test_without_statistics_measured_ones_serve_and_one_view_may_do(bring, tmp_p
 def test_headers_alone_are_read_before_the_work(tmp_path, monkeypatch):
     """Every tensor but the labels is taken row by row."""
     write_shards(tmp_path / "source")
-    opened, taken = lightningdit._opened, []
+    opened, taken = imports._opened, []
 
     class Watched:
         def __init__(self, file):
@@ -237,8 +238,8 @@ def test_headers_alone_are_read_before_the_work(tmp_path, monkeypatch):
             taken.append(name)
             return self.file.get_tensor(name)
 
-    monkeypatch.setattr(lightningdit, "_opened", lambda path: Watched(opened(path)))
-    samples = lightningdit.open_shards(tmp_path / "source", True)
+    monkeypatch.setattr(imports, "_opened", lambda path: Watched(opened(path)))
+    samples = KINDS["lightningdit"](tmp_path / "source", SimpleNamespace(flipped=True))
     assert np.array_equal(samples.read(5), stored("lightningdit")[5]) and taken == ["labels"] * 3
     assert samples.name(5) == f"{LAST}, row 1,"
 
@@ -260,33 +261,25 @@ def test_u_vits_text_is_the_sources(bring, tmp_path, known):
     assert not known or data.captions == CAPTIONS
 
 
-def test_the_report_warns_of_an_unlikely_scale_and_of_nobody_having_looked(bring, tmp_path, capsys, monkeypatch):
+def test_the_report_warns_of_an_unlikely_scale_and_of_nobody_having_looked(bring, tmp_path, monkeypatch):
     write_tars(tmp_path / "source")
     monkeypatch.setattr(autoencoder, "load_decoder", lambda latents, device: lambda x: autoencoder.to_uint8(x[:, :3]))
     bring("tread_tar", "decode=2")
-    assert "warning" not in capsys.readouterr().out and (tmp_path / "data" / "report.png").is_file()
+    assert "warning" not in bring.printed and (tmp_path / "data" / "report.png").is_file()
     monkeypatch.setattr(autoencoder, "load_decoder", lambda latents, device: int("no autoencoder"))  # a ValueError
     bring("tread_tar", "scale_applied=true", "decode=2", out="other")
-    shown = capsys.readouterr().out
-    assert "are scale and scale_applied right?" in shown and "nobody has seen whether the scale is right" in shown
-
-
-def kept(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def times(folder):
-    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert "are scale and scale_applied right?" in bring.printed
+    assert "nobody has seen whether the scale is right" in bring.printed
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stopped_import_goes_on_and_ends_with_the_same_bytes(bring, tmp_path, capsys, monkeypatch, kind):
+def test_a_stopped_import_goes_on_and_ends_with_the_same_bytes(bring, tmp_path, monkeypatch, kind):
     """Stopped in the latents, and where there is text, in that; and finished it is left alone."""
-    monkeypatch.setattr("tread.data.section_writer.SHARD", 4 * uvit.SPEC.caption_bytes)
+    monkeypatch.setattr("tread.data.section_writer.SHARD", 4 * imports.CLIP_TEXT.caption_bytes)
     WRITE[kind](tmp_path / "source")
     bring(kind, out="whole")
     work = tmp_path / ".data.unfinished" / "data"
-    for writer in (import_latents.DatasetWriter, uvit.TextWriter)[: 1 + (kind == "uvit_coco")]:
+    for writer in (import_latents.DatasetWriter, imports.TextWriter)[: 1 + (kind == "uvit_coco")]:
         write = writer.write
 
         def stop(self, number, *arguments, write=write):
@@ -296,17 +289,16 @@ def test_a_stopped_import_goes_on_and_ends_with_the_same_bytes(bring, tmp_path, 
             patch.setattr(writer, "write", stop)
             bring(kind)
         gc.collect()  # the stopped one's locks
-    begun = {path.name: path.stat().st_mtime_ns for path in work.rglob("*-00000*.npy")}
+    begun = times(work.rglob("*-00000*.npy"))
     with pytest.raises(ValueError, match="unfinished work of another kind"):
         bring(kind, *(["scale=2"] if kind == "lightningdit" else ["dtype=float32"]))
     gc.collect()
     bring(kind)
-    assert kept(tmp_path / "data") == kept(tmp_path / "whole") and not (tmp_path / ".data.unfinished").exists()
-    ended = times(tmp_path / "data")
-    assert begun.items() <= ended.items()
-    capsys.readouterr()
+    assert contents(tmp_path / "data") == contents(tmp_path / "whole") and not (tmp_path / ".data.unfinished").exists()
+    ended = times((tmp_path / "data").iterdir())
+    assert begun and all(ended[tmp_path / "data" / path.name] == time for path, time in begun.items())
     bring(kind)
-    assert capsys.readouterr().out == "data is finished\n" and times(tmp_path / "data") == ended
+    assert bring.printed == "data is finished\n" and times(ended) == ended
     with pytest.raises(FileExistsError, match="data exists already"):
         bring(kind, "num_classes=9")
 

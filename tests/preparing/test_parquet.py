@@ -91,7 +91,7 @@ def test_captions_that_are_not_clear_are_refused(tmp_path):
         find_photos(tmp_path, captions="prompt")
     for column in texts:
         photos = find_photos(tmp_path, captions=column)
-        assert photos.unpaired == [("train.parquet:1", "no caption: the row is blank")]
+        assert photos.faults == [("train.parquet:1", "no caption: the row is blank")]
         assert photos.captions == [["a"], ["c"], ["d"], ["e"]] and photos.labels.tolist() == [0, 0, 1, 0]
         assert same(photos.read(1), rows[2]["image"])
     photos = find_photos(tmp_path, captions="none")

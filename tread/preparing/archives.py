@@ -7,6 +7,7 @@ read     name → content; raises OSError.
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 import posixpath
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)  # of a file inside a zip
-BESIDE_TARS = (".tar", ".json", ".parquet", ".txt", ".csv", ".md", ".idx")
+BESIDE_TARS = (".json", ".parquet", ".txt", ".csv", ".md", ".idx")  # tables and statistics
 
 
 class Folder:
@@ -27,7 +28,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path, self.names, self.folders = Path(path), [], []
         for folder, inner, files in os.walk(path, followlinks=True, onerror=_raise):
-            inside = PurePosixPath(os.path.relpath(folder, path).replace(os.sep, "/"))
+            inside = PurePosixPath(os.path.relpath(folder, path))
             self.names += [str(inside / name) for name in files]
             self.folders += [str(inside / name) for name in inner]
         self.names.sort()
@@ -53,33 +54,29 @@ class Zip:
         self._spelt = {posixpath.normpath(entry.filename): entry.filename for entry in listed if not entry.is_dir()}
         self.folders = [posixpath.normpath(entry.filename) for entry in listed if entry.is_dir()]
         self.names = sorted(self._spelt)
-        self._opened: tuple[int, zipfile.ZipFile] | None = None
-
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_opened": None}
 
     def read(self, name: str) -> bytes:
-        if self._opened is None or self._opened[0] != os.getpid():  # a forked process would share the place in the file
-            self._opened = os.getpid(), zipfile.ZipFile(self.path)
         try:
-            return self._opened[1].read(self._spelt[name])
+            return _opened_zip(self.path, os.getpid()).read(self._spelt[name])
         except FAULTS as error:
             raise OSError(f"damaged in {self.path.name}: {error}") from error
 
 
+@functools.lru_cache(maxsize=4)
+def _opened_zip(path: Path, process: int) -> zipfile.ZipFile:
+    """A zip opened by this process: one that was forked would share its parent's place in the file."""
+    return zipfile.ZipFile(path)
+
+
 class Tar:
-    """The files of an uncompressed tar; opening it reads the headers of all.
+    """The files of an uncompressed tar, and the folders that have an entry of their own; names lack a leading "./".
 
-    names    of the files, sorted, without a leading "./".
-    folders  names of the folders that have an entry of their own.
-
-    Raises ValueError if it is compressed, damaged or truncated.
+    Opening it reads the headers of all. Raises ValueError if it is compressed, damaged or truncated.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = Path(path)
+        self.path, self.folders, links = Path(path), [], {}
         self._at: dict[str, tuple[int, int]] = {}
-        self.folders, links = [], {}
         try:
             with tarfile.open(self.path, "r:") as tar:
                 for member in tar:
@@ -111,7 +108,6 @@ class Tar:
         self.names = sorted(self._at)
 
     def read(self, name: str) -> bytes:
-        """The content of a file."""
         offset, size = self._at[name]
         with self.path.open("rb") as file:  # anew: there may be thousands of tars, and several threads and processes
             file.seek(offset)
@@ -135,23 +131,11 @@ class Tars:
 Store = Folder | Zip | Tar | Tars
 
 
-def open_store(source: Path) -> Store:
-    """The store of a source's files."""
-    if tars := tar_paths(source):
-        return Tars(tars)
-    if source.is_dir():
-        return Folder(source)
-    return Zip(source) if source.suffix.lower() == ".zip" else Tar(source)
-
-
 def tar_paths(source: Path) -> list[Path]:
-    """The tars of a pattern ({00..99}.tar, *.tar), or of a folder that holds nothing else but tables and statistics.
-
-    [] for another source.
-    """
+    """The tars of a pattern ({00..99}.tar, *.tar), or of a folder that holds tars and BESIDE_TARS alone; else []."""
     if source.is_dir():
         names = sorted(entry.name for entry in os.scandir(source) if entry.name[0] != ".")
-        only = all(name.lower().endswith(BESIDE_TARS) for name in names)
+        only = all(name.lower().endswith((".tar", *BESIDE_TARS)) for name in names)
         return [source / name for name in names if name.endswith(".tar") and only]
     if source.exists():
         return []

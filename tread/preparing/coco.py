@@ -22,7 +22,7 @@ CAPTIONS = re.compile(r"captions_((?:train|val)\d*)\.json")
 
 
 def open_coco(source: Path, root: str | None) -> Photos | None:
-    """MS-COCO's pictures, sorted by their names split/file, with their captions; None of another source.
+    """MS-COCO's pictures, sorted by their names split/file, with their captions; None for another source.
 
     root  the split or year to take (train2014, 2014); None: train and val, of which val is held out.
 
@@ -39,15 +39,14 @@ def open_coco(source: Path, root: str | None) -> Photos | None:
         store, prefix = _pictures(source, split)
         captions, read = read_coco(*files[split]), store.read
         there = {name.removeprefix(prefix) for name in store.names if name.startswith(prefix)}
-        there = {name for name in there if not name.startswith(".")}
+        there -= {name for name in there if name.startswith(".")}
         faults += [(f"{split}/{name}", "the picture is not there") for name in captions if name not in there]
         none = f"{files[split][1]} has none"
         pictures |= {f"{split}/{name}": (captions.get(name) or none, (read, prefix + name)) for name in there}
-    names = sorted(pictures)
-    captions, places = zip(*(pictures[name] for name in names)) if names else ((), ())
+    names, labels = sorted(pictures), np.zeros(len(pictures), dtype=np.int64)
     heldout = next((f"{split}/" for split in splits if split.startswith("val") and len(splits) == 2), None)
-    photos = Photos(str(source), names, np.zeros(len(names), dtype=np.int64), ONE_CLASS, list(places))
-    return photos.captioned(captions, faults, heldout)
+    photos = Photos(str(source), names, labels, ONE_CLASS, [pictures[name][1] for name in names], heldout=heldout)
+    return photos.captioned([pictures[name][0] for name in names], faults)
 
 
 def _year(split: str) -> str:
@@ -55,7 +54,7 @@ def _year(split: str) -> str:
 
 
 def _captions_files(source: Path) -> dict[str, tuple[Path | Zip, str]]:
-    """{split: where its captions are}, of a folder that holds MS-COCO's; {} of another source."""
+    """{split: (folder or zip, name) of its captions file} of MS-COCO; {} for another source."""
     places = [(store, name) for store in map(Zip, sorted(source.glob("annotations*.zip"))) for name in store.names]
     for folder in (source / "annotations", source):
         places += [(folder, path.name) for path in sorted(folder.glob("captions_*.json"))]

@@ -62,10 +62,7 @@ class Composition(NamedTuple):
 
 
 def all_emoji() -> dict[str, dict]:
-    """Every fully qualified emoji → the package's entry for it, in the order of code points.
-
-    Raises ValueError if the package is not installed.
-    """
+    """Every fully qualified emoji → the package's entry for it, in order. Raises ValueError without the package."""
     try:
         import emoji  # imported here because it is an extra
     except ImportError as error:
@@ -79,15 +76,15 @@ def captions_of_all(known: dict[str, dict]) -> dict[str, list[str]]:
 
     An emoji of some tone without aliases has those of the emoji without a tone.
     """
-    bare = {_bare(text): entry.get("alias") or [] for text, entry in known.items() if not tones(text)}
+    given = {text: [clean(alias) for alias in entry.get("alias") or []] for text, entry in known.items()}
+    bare = {_bare(text): aliases for text, aliases in given.items() if not tones(text)}
     captions = {}
-    for text, entry in known.items():
-        name, aliases = clean(entry["en"]), [clean(alias) for alias in entry.get("alias") or []]
+    for text, aliases in given.items():
+        name = clean(known[text]["en"])
         if "\U0001f1e6" <= text[0] <= "\U0001f1ff" or "\U000e007f" in text:  # the flag of a country, or a part of one
             aliases, name = [name], f"flag of {name}"
         elif tones(text) and not aliases:
-            named = "".join(f", {tone}" for tone in NAMED_TONE.findall(name))
-            aliases = [clean(alias) + named for alias in bare.get(_bare(text), [])]
+            aliases = [", ".join([alias, *NAMED_TONE.findall(name)]) for alias in bare.get(_bare(text), [])]
         captions[text] = distinct([name, *(alias for alias in aliases if re.search(r"[^\W\d_]{2}", alias))])
     return captions
 
@@ -96,7 +93,7 @@ def clean(name: str) -> str:
     """ ":woman_medium_skin_tone_beard:" → "woman beard, medium skin tone"."""
     words = name.strip(":").replace("_", " ")
     rest = " ".join(NAMED_TONE.sub(" ", words).split())
-    return ", ".join([*filter(None, [rest]), *NAMED_TONE.findall(words)])
+    return ", ".join(filter(None, [rest, *NAMED_TONE.findall(words)]))
 
 
 def distinct(captions: Sequence[str]) -> list[str]:
@@ -115,10 +112,7 @@ def _bare(text: str) -> str:
 
 
 def composition(text: str, known: dict[str, dict]) -> Composition | None:
-    """The parts of an emoji; None unless it is a single person of a skin tone who can be of any gender.
-
-    A person facing right does the same as one facing left.
-    """
+    """The parts of an emoji, facing left or right; None unless it is one person of a skin tone and any gender."""
     tone, rest = tones(text), _bare(text).replace(JOIN + RIGHT, "")
     if len(tone) != 1:
         return None
@@ -133,19 +127,19 @@ def composition(text: str, known: dict[str, dict]) -> Composition | None:
 
 
 def held_compositions(known: dict[str, dict]) -> set[Composition]:
-    """The compositions that are held out, see above."""
+    """The compositions that are held out: of each activity a woman and a man of other tones."""
     activities = sorted({parts.activity for text in known if (parts := composition(text, known))})
     genders = (("woman", 0), ("man", 2))
     return {Composition(what, who, TONES[(n + by) % 5]) for n, what in enumerate(activities) for who, by in genders}
 
 
 def part_of_rest(text: str) -> str:
-    """ "rest" for the 5% that are held out of emoji that are no compositions, else "train"."""
+    """The part of an emoji that is no composition: "rest", which is held out, for 5% of them, else "train"."""
     return "rest" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < REST * 2**64 else "train"
 
 
 class Emoji(NamedTuple):
-    """A sample: the first emoji with this picture, the picture (SIZE, SIZE, 3) uint8, the captions of all with it."""
+    """A sample: an emoji, its picture (SIZE, SIZE, 3) uint8, and the captions of all emoji with this picture."""
 
     text: str
     picture: np.ndarray
@@ -183,14 +177,13 @@ def draw_emoji(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
 
 @functools.lru_cache(maxsize=1)  # both parts of a run use it
 def emoji_parts() -> dict[str, list[Emoji]]:
-    """{"train", "compositions", "rest"} → samples, in ten seconds; the last two are held out. Raises as font_file."""
+    """{"train", "compositions", "rest"} → samples; the last two are held out. Takes ten seconds. Raises ValueError."""
     known = all_emoji()
-    captions, held = captions_of_all(known), held_compositions(known)
-    alike = defaultdict(list)
+    captions, held, alike = captions_of_all(known), held_compositions(known), defaultdict(list)
     pictures = {text: picture for text, picture in zip(known, draw_emoji(known, SIZE)) if picture is not None}
     for text, picture in pictures.items():
         alike[picture.tobytes()].append(text)
-    parts: dict[str, list[Emoji]] = {"train": [], "compositions": [], "rest": []}
+    parts = {"train": [], "compositions": [], "rest": []}
     for texts in alike.values():
         if len({tones(text) for text in texts}) > 1:  # it stands for tones that the font lacks
             texts = [text for text in texts if not tones(text)]
@@ -218,7 +211,12 @@ def prepare_emoji(folder: Path, part: str, encoder: str | None = None) -> None:
     once; for the text one waits for the other.
     """
     if not folder.exists():
-        _write(folder, part)
+        samples, other = emoji_of(part), "heldout" if part == "train" else "train"
+        stored = np.stack([sample.picture for sample in samples]).transpose(0, 3, 1, 2)[:, None] / 127.5 - 1
+        fields = {other: f"../{other}"} if folder.name == part else {}
+        fields |= {"compositions": len(emoji_parts()["compositions"])} if part == "heldout" else {}
+        captions, labels = [sample.captions for sample in samples], np.zeros(len(samples), dtype=np.int64)
+        write_dataset(folder, MEANING, [(stored, labels)], captions, once=True, **fields, attribution=ATTRIBUTION)
     if encoder is not None and read_spec(folder, read_index(folder), encoder) is None:
         with explain_failure(folder):
             lock = Lock(folder / ".text.lock", None)
@@ -232,30 +230,18 @@ def prepare_emoji(folder: Path, part: str, encoder: str | None = None) -> None:
 def _write_text(folder: Path, name: str) -> None:
     encoder = text_encoder(name, [caption for sample in emoji_of("train") for caption in sample.captions])
     captions = read_captions(folder, read_index(folder))
-    flat = list(itertools.chain.from_iterable(captions))
     writer = TextWriter(folder, encoder.spec, list(map(len, captions)))
     writer.begin(again=True)
-    writer.encode(16, encoding(encoder, flat), writer.missing())
+    writer.encode(16, encoding(encoder, itertools.chain(*captions)), writer.missing())
     writer.publish()
-
-
-def _write(folder: Path, part: str) -> None:
-    samples = emoji_of(part)
-    stored = np.stack([sample.picture for sample in samples]).transpose(0, 3, 1, 2)[:, None] / 127.5 - 1
-    other = "heldout" if part == "train" else "train"
-    fields = {other: f"../{other}"} if folder.name == part else {}
-    fields |= {"compositions": len(emoji_parts()["compositions"])} if part == "heldout" else {}
-    captions, labels = [sample.captions for sample in samples], np.zeros(len(samples), dtype=np.int64)
-    write_dataset(folder, MEANING, [(stored, labels)], captions, once=True, **fields, attribution=ATTRIBUTION)
 
 
 def write_pictures(folder: Path | str, size: int) -> None:
     """Write all emoji in another size, for an autoencoder: train/00000.png with its captions in train/00000.txt, a line
     each, and heldout/…, as scripts/prepare_latents.py reads them. Raises FileExistsError if they are there already."""
-    for part in ("train", "heldout"):
-        samples = emoji_of(part)
-        (Path(folder) / part).mkdir(parents=True)
+    for place in (Path(folder) / "train", Path(folder) / "heldout"):
+        samples = emoji_of(place.name)
+        place.mkdir(parents=True)
         for number, (sample, picture) in enumerate(zip(samples, draw_emoji([sample.text for sample in samples], size))):
-            file = Path(folder) / part / f"{number:05d}"
-            Image.fromarray(picture).save(file.with_suffix(".png"))
-            file.with_suffix(".txt").write_text("\n".join(sample.captions) + "\n", encoding="utf-8")
+            Image.fromarray(picture).save(place / f"{number:05d}.png")
+            (place / f"{number:05d}.txt").write_text("\n".join(sample.captions) + "\n", encoding="utf-8")

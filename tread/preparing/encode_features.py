@@ -25,14 +25,12 @@ from tread.data.section_writer import FeatureWriter
 from tread.encoders.vision import open_encoder
 from tread.preparing.encode_photos import read_crops, source_hash
 from tread.preparing.encode_text import DatasetPlace
-from tread.preparing.heldout import held_out
 from tread.preparing.images import Crop
-from tread.preparing.sources import NONE, Photos, find_photos
+from tread.preparing.photos import Photos, held_out
+from tread.preparing.sources import NONE, find_photos
 from tread.runtime.distributed import Processes
 from tread.runtime.files import size_text
 from tread.runtime.schema import Count, CountOrZero
-
-PictureReader = Callable[[Sequence[range]], Iterator[tuple[Tensor, ...]]]
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def prepare_features(options: FeatureOptions, processes: Processes) -> None:
 
 def open_source(
     options: FeatureOptions, index: dict, processes: Processes
-) -> tuple[LatentDataset, PictureReader, int, str]:
+) -> tuple[LatentDataset, Callable[[Sequence[range]], Iterator[tuple[Tensor, ...]]], int, str]:
     """The dataset, a function from batches of indices to their pictures by view, their size, and where they lie.
 
     Raises ValueError or OSError where there are none, or others than the latents were made of.
@@ -131,15 +129,13 @@ def find_again(
             "Prepare it from the photos, or take a dataset that keeps its pictures"
         )
     photos = find_photos(source, root, labels, plan.get("captions_in") if "captions" in plan else NONE)
-    if source_hash(photos.classes, photos.names, photos.labels) != plan["pictures"]:
+    if source_hash(photos) != plan["pictures"]:
         raise ValueError(
             f"{photos.where} holds other pictures than {data.folder} was made of ({len(photos):,}, by names and "
             "classes): name the same source=…, root=… and labels=… as then"
         )
-    chosen = np.ones(len(photos), dtype=bool)
-    if "heldout" in plan:
-        out = held_out(photos.names, photos.labels, len(photos.classes), plan["heldout"])
-        chosen = out if plan["part"] == "heldout" else ~out
+    out = held_out(photos.names, photos.labels, len(photos.classes), plan.get("heldout"))
+    chosen = out if plan.get("part") == "heldout" else ~out
     left_out = {name for name, _ in made.get("left_out", [])}
     chosen &= np.array([name not in left_out for name in photos.names])
     if photos.labels[chosen].tolist() != data.labels.tolist():

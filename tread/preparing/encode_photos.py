@@ -1,11 +1,8 @@
 """Photos → a dataset of latents and a report on it, written by `prepare_latents`.
 
 Everything is checked before long work starts, which processes share; after a stop, the same command goes on with the
-missing shards.
-
-Worker processes read and crop pictures while the autoencoder runs. A shard is a fixed range of pictures, and batches
-never cross it, so its content depends on the pictures, the autoencoder, the device and the batch size alone. (The last
-bits of a CPU's results also depend on its number of threads.)
+missing shards. Batches never cross a shard, so its content depends on the pictures, the autoencoder, the device and the
+batch size alone. (The last bits of a CPU's results also depend on its number of threads.)
 """
 
 from __future__ import annotations
@@ -15,11 +12,11 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -34,9 +31,8 @@ from tread.data.writer import DatasetWriter
 from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder
 from tread.encoders.autoencoder import LatentEncoder
-from tread.preparing.heldout import held_out
 from tread.preparing.images import Crop, centre_crop, read_rgb
-from tread.preparing.photos import ONE_CLASS, Photos, captions_hash, named
+from tread.preparing.photos import ONE_CLASS, Photos, captions_hash, held_out, named
 from tread.preparing.sources import find_photos
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes
@@ -67,7 +63,7 @@ class Crops(Dataset):
 
 
 def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
-    """One tensor for a batch, as each tensor that a worker hands over takes a file descriptor."""
+    """A batch as one tensor (each tensor that a worker hands over takes a file descriptor), and what is not pixels."""
     good = [pixels for pixels, *_ in crops if pixels is not None]
     batch = torch.stack(good) if good else None
     if good and get_worker_info() is not None:
@@ -93,10 +89,9 @@ def read_crops(
     photos: Photos, crop: Crop, batches: Iterable[np.ndarray], workers: int
 ) -> Iterator[tuple[Tensor | None, list[tuple]]]:
     """Each batch of indices as `collate` returns it, read by worker processes. Raises OSError if one died."""
-    sampler, start = [indices.tolist() for indices in batches], partial(end_with, os.getpid())
-    options = {"num_workers": workers, "collate_fn": collate, "worker_init_fn": start}
+    options = {"num_workers": workers, "collate_fn": collate, "worker_init_fn": partial(end_with, os.getpid())}
     try:
-        yield from DataLoader(Crops(photos, crop), batch_sampler=sampler, **options)
+        yield from DataLoader(Crops(photos, crop), batch_sampler=[rows.tolist() for rows in batches], **options)
     except RuntimeError as error:  # of PyTorch, where a worker died
         raise OSError(
             f"a reading process ended: {error}\nIt may have had too little (shared) memory, or a file size limit: try "
@@ -104,60 +99,42 @@ def read_crops(
         ) from error
 
 
-def source_hash(classes: Sequence[str], names: Sequence[str], labels: np.ndarray) -> str:
+def source_hash(photos: Photos) -> str:
     """Hex sha256 of the pictures' names, labels and classes."""
-    digest = hashlib.sha256("\0".join((*classes, *names)).encode(errors="surrogateescape"))
-    digest.update(labels.tobytes())
+    digest = hashlib.sha256("\0".join((*photos.classes, *photos.names)).encode(errors="surrogateescape"))
+    digest.update(photos.labels.tobytes())
     return digest.hexdigest()
 
 
-class Begun(NamedTuple):
-    """The pictures as they were when unfinished work was begun: those of now, and damaged ones that were removed since,
-    so that the work goes on in the same shards.
+def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
+    """The pictures that unfinished work was begun with: those of now, and damaged ones that were removed since.
 
-    names, labels  of them all.
-    at             (n,) where the pictures of now are among them.
-    removed        (place among them all, name, label, why it could not be read) of the others.
+    With them the work goes on in the same shards. Which pictures were damaged stands in the notes of the shards.
     """
-
-    names: list[str]
-    labels: np.ndarray
-    at: np.ndarray
-    removed: list[tuple[int, str, int, str]]
-
-    def cut(self, classes: int, heldout: float | int | str | None, shard_size: int) -> dict[str, list[np.ndarray]]:
-        """{"train" and, if some are held out, "heldout"} → the pictures of each shard, as indices into those of now."""
-        parts = {"train": np.ones(len(self.names), dtype=bool)}
-        if heldout is not None:
-            out = held_out(self.names, self.labels, classes, heldout)
-            parts = {"train": ~out, "heldout": out}
-        there = np.isin(np.arange(len(self.names)), self.at)
-        now = np.cumsum(there) - 1
-        return {
-            part: [now[shard[there[shard]]] for shard in pieces_of(np.flatnonzero(chosen), shard_size)]
-            for part, chosen in parts.items()
-        }
+    notes = [note for writer in writers for note in writer.notes(True)]
+    damaged = {place: (name, label) for note in notes for place, name, label, _ in note.get("damaged", ())}
+    there, captions = set(photos.names) if damaged else (), list(photos.captions or ())
+    names, labels, files = list(photos.names), photos.labels.tolist(), list(photos.files)
+    for place, (name, label) in sorted(damaged.items()):
+        if name not in there and label < len(photos.classes):
+            for values, value in ((names, name), (labels, label), (files, None), (captions, [])):
+                values.insert(place, value)
+    captions = None if photos.captions is None else captions
+    return replace(photos, names=names, labels=np.array(labels, dtype=np.int64), files=files, captions=captions)
 
 
-def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Begun:
-    """The pictures that unfinished work was begun with, by what its shards note of damaged ones."""
-    known = {tuple(picture) for writer in writers for note in writer.notes(True) for picture in note.get("damaged", ())}
-    there = set(photos.names) if known else ()
-    removed = sorted(picture for picture in known if picture[1] not in there and picture[2] < len(photos.classes))
-    names, labels = list(photos.names), photos.labels.tolist()
-    for place, name, label, _ in removed:
-        names.insert(place, name)
-        labels.insert(place, label)
-    at = np.setdiff1d(np.arange(len(names)), [place for place, *_ in removed])
-    return Begun(names, np.array(labels, dtype=np.int64), at, removed)
+def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int) -> dict[str, list[np.ndarray]]:
+    """{"train", "heldout"} → the pictures of each shard, as indices. Raises ValueError as `held_out` does."""
+    out = held_out(photos.names, photos.labels, len(photos.classes), heldout)
+    return {part: pieces_of(np.flatnonzero(mask), shard_size) for part, mask in (("train", ~out), ("heldout", out))}
 
 
 def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
     """Raise ValueError that names the pictures that could not be read."""
-    there = set(photos.names)
+    there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
-        listed = named(damaged, "can't be read as a picture ({})")
+        listed = named(damaged, " can't be read as a picture ({})")
         raise ValueError(
             f"{photos.where}: damaged pictures, {len(damaged):,} in all{listed}\nReplace or remove them and start the "
             "same command again: it goes on with what is done. Or leave such files out with on_error=skip"
@@ -167,7 +144,7 @@ def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
 def check_sizes(photos: Photos, resolution: int) -> None:
     """Raise ValueError if most of some pictures, spread over all, are smaller than the resolution asked for."""
     crops = Crops(photos, Crop(resolution))
-    looked = (crops[int(number)] for number in spread_indices(len(photos), 32))
+    looked = (crops[number] for number in spread_indices(len(photos), 32))
     sizes = [min(size) for _, why, size in looked if not why]
     if sizes and np.median(sizes) < resolution:
         raise ValueError(
@@ -177,12 +154,7 @@ def check_sizes(photos: Photos, resolution: int) -> None:
 
 
 def make_shards(
-    writer: DatasetWriter,
-    photos: Photos,
-    begun: Begun,
-    encode: LatentEncoder,
-    options: PhotoOptions,
-    processes: Processes,
+    writer: DatasetWriter, photos: Photos, encode: LatentEncoder, options: PhotoOptions, processes: Processes
 ) -> None:
     """Make the missing shards of a dataset together with other processes.
 
@@ -192,21 +164,20 @@ def make_shards(
     workers = min(16, processes.cores) if options.workers is None else options.workers
     no_latents = np.zeros((0, *writer.latents.stored_shape), np.float32)
     no_pictures = np.zeros((0, *(writer.pictures or ())), np.uint8)
-    names, labels = photos.names, photos.labels
 
     def make(numbers: list[int], done: Callable[[int], object]) -> None:
         shards = [pieces_of(writer.ranges[number], batch_size) for number in numbers]
         coming = read_crops(photos, options.crop, itertools.chain(*shards), workers)
         began, waited = time.perf_counter(), 0.0
         for number, batches in zip(numbers, shards):
-            stored, pictures, read, damaged = [no_latents], [no_pictures], {}, begun.removed.copy()
+            stored, pictures, read, damaged = [no_latents], [no_pictures], {}, []
             for indices in batches:
                 asked = time.perf_counter()
                 pixels, notes = next(coming)
                 waited += time.perf_counter() - asked
                 for index, (why, size) in zip(indices.tolist(), notes):
                     if why:
-                        damaged.append((int(begun.at[index]), names[index], int(labels[index]), why))
+                        damaged.append((index, photos.names[index], int(photos.labels[index]), why))
                     else:
                         read[index] = min(size)
                 if pixels is not None:
@@ -217,11 +188,11 @@ def make_shards(
             writer.write(
                 number,
                 np.concatenate(stored),
-                labels[np.array([*read], dtype=np.int64)],
+                photos.labels[np.array([*read], dtype=np.int64)],
                 np.concatenate(pictures),
                 damaged=damaged,
                 enlarged=sum(side < options.resolution for side in read.values()),
-                much_enlarged=[names[index] for index, side in read.items() if MUCH * side < options.resolution],
+                much_enlarged=[photos.names[index] for index, side in read.items() if MUCH * side < options.resolution],
             )
         if numbers:
             wall = time.perf_counter() - began
@@ -270,7 +241,8 @@ class PhotoOptions:
 
 def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
     """Check everything, make this process's shards, and, in the main process, the dataset of all."""
-    photos, heldout = open_photos(options)
+    photos = open_photos(options)
+    heldout = photos.heldout or options.heldout  # see `held_out`
     use_precision(options.precision, processes.device)
     stored = {"store": options.store, "dtype": options.dtype, "views": 2 if options.flip else 1}
     stored |= {"orientation": options.orientation, "alpha": options.alpha}
@@ -280,43 +252,43 @@ def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
         model = autoencoder.load_autoencoder(options.autoencoder, processes.device)
         latents = autoencoder.encoded(model, options.autoencoder, options.resolution, photos.classes, **stored)
     writers = open_writers(photos, heldout, latents, options)
-    unfinished = {part: writer for part, writer in writers.items() if not writer.is_finished()}
+    work = [writer for writer in writers.values() if not writer.is_finished()]
     for writer in writers.values():
-        if writer not in unfinished.values():
+        if writer not in work:
             processes.say(f"{writer.folder} is finished")
-    if not unfinished:
+    if not work:
         return
-    cut = (len(photos.classes), heldout, options.shard_size)
 
     def begin() -> None:
-        begun, there = begun_with(photos, unfinished.values()), set(photos.names)
-        begun.cut(*cut)  # which may be refused
-        for writer in unfinished.values():
+        begun, there = begun_with(photos, work), photos.there
+        shards_of(begun, heldout, options.shard_size)  # which may be refused
+        for writer in work:
             writer.check_free()
-        again = all(note.get("damaged") for writer in unfinished.values() for note in writer.notes())  # no whole shard
-        for writer in unfinished.values():
-            writer.begin(again, {"pictures": source_hash(photos.classes, begun.names, begun.labels)})
+        again = all(note.get("damaged") for writer in work for note in writer.notes())  # no shard is whole
+        for writer in work:
+            writer.begin(again, {"pictures": source_hash(begun)})
             writer.forget(lambda note: any(name in there for _, name, *_ in note["damaged"]))  # it may be repaired
 
     processes.from_main(begin)
-    begun = begun_with(photos, unfinished.values())
-    for part, shards in begun.cut(*cut).items():
-        writers[part].ranges = shards
-    rows = sum(writer.rows(writer.missing()) for writer in unfinished.values())
-    processes.from_main(lambda: next(iter(unfinished.values())).check_space(rows))
-    for line in describe(photos, writers, options, model is None):
+    begun = begun_with(photos, work)
+    shards = shards_of(begun, heldout, options.shard_size)
+    for part, writer in writers.items():
+        writer.ranges = shards[part]
+    rows = sum(writer.rows(writer.missing()) for writer in work)
+    processes.from_main(lambda: work[0].check_space(rows))
+    for line in describe(photos, writers, options):
         processes.say(line)
     encode = autoencoder.encoder(model, latents, options.precision)
-    for writer in unfinished.values():
-        make_shards(writer, photos, begun, encode, options, processes)
+    for writer in work:
+        make_shards(writer, begun, encode, options, processes)
     if options.on_error == "stop":
-        processes.from_main(lambda: check_damage(photos, unfinished.values()))
+        processes.from_main(lambda: check_damage(begun, work))
     if processes.main:
-        finish(photos, unfinished, writers, options, processes)
+        finish(begun, work, writers, options, processes)
 
 
-def open_photos(options: PhotoOptions) -> tuple[Photos, float | int | str | None]:
-    """The pictures, checked, and what is held out of them, see `held_out`. Raises ValueError or OSError."""
+def open_photos(options: PhotoOptions) -> Photos:
+    """The pictures, checked. Raises ValueError or OSError."""
     out, source = Path(options.out), Path(options.source)
     if source.is_dir() and source.resolve() in (out.resolve(), *out.resolve().parents):
         raise ValueError(
@@ -324,11 +296,8 @@ def open_photos(options: PhotoOptions) -> tuple[Photos, float | int | str | None
         )
     if options.autoencoder == "none" and options.keep_pictures:
         raise ValueError("keep_pictures=true would keep what autoencoder=none stores already: leave one of them out")
-    root = None if options.root is None else str(options.root)
-    photos = find_photos(source, root, options.labels, options.captions)
-    if options.on_error == "stop" and (photos.names or photos.unpaired):
-        photos.refuse()
-    photos.check_classes(options.allow_empty)
+    photos = find_photos(source, options.root, options.labels, options.captions)
+    photos.check(options.on_error == "skip", options.allow_empty)
     if photos.heldout and options.heldout is not None:
         raise ValueError(
             f"{photos.where} holds out {photos.heldout.rstrip('/')} itself: leave heldout={options.heldout} out, or "
@@ -336,7 +305,7 @@ def open_photos(options: PhotoOptions) -> tuple[Photos, float | int | str | None
         )
     if not options.enlarge:
         check_sizes(photos, options.resolution)
-    return photos, photos.heldout or options.heldout
+    return photos
 
 
 def open_writers(
@@ -345,11 +314,12 @@ def open_writers(
     """{"train" and, if some are held out, "heldout"} → the writer of that dataset."""
     out = Path(options.out)
     plan = {key: getattr(options, key) for key in ("resolution", "precision", "shard_size")}
-    plan["pictures"] = source_hash(photos.classes, photos.names, photos.labels)
+    plan["pictures"] = source_hash(photos)
     kept = (3, options.resolution, options.resolution) if options.keep_pictures else None
-    besides = {} if photos.captions is None else {"captions": captions_hash(photos.captions)}
-    besides |= {"captions_in": options.captions} if photos.captions is not None and options.captions else {}
-    besides |= {"attribution": options.attribution} if options.attribution else {}
+    besides = {"attribution": options.attribution} if options.attribution else {}
+    if photos.captions is not None:
+        besides["captions"] = captions_hash(photos.captions)
+        besides |= {"captions_in": options.captions} if options.captions else {}
     if heldout is None:
         return {"train": DatasetWriter(out, latents, plan, kept, besides)}
     folders = {"train": out, "heldout": out.with_name(f"{out.name}-heldout")}
@@ -357,18 +327,19 @@ def open_writers(
     return {part: DatasetWriter(folders[part], latents, {**plan, "part": part}, kept, besides) for part in folders}
 
 
-def describe(photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOptions, pixels: bool) -> list[str]:
+def describe(photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOptions) -> list[str]:
     """The dataset to be made, as lines to print."""
-    latents, count = writers["train"].latents, len(photos)
+    writer, count = writers["train"], len(photos)
+    latents = writer.latents
     classes = f"in {len(photos.classes):,} classes, " if photos.classes != ONE_CLASS else ""
     lines = [f"  pictures  {count:,} {classes}{photos.where}"]
     if photos.captions is not None:
         counts = sorted(map(len, photos.captions))
         each = f"{counts[0]} to {counts[-1]}" if counts[0] < counts[-1] else str(counts[0])
         lines.append(f"  captions  {sum(counts):,}, {each} a picture")
-    if writer := writers.get("heldout"):
+    if heldout := writers.get("heldout"):
         by = photos.heldout or "chosen by a hash of their names"
-        lines.append(f"  held out  {sum(map(len, writer.ranges)):,} of them, {by.rstrip('/')}: {writer.folder}")
+        lines.append(f"  held out  {sum(map(len, heldout.ranges)):,} of them, {by.rstrip('/')}: {heldout.folder}")
     lines += [
         f"  crop      {options.resolution}², {'with' if options.flip else 'without'} flipped copies; "
         f"orientation={options.orientation}, alpha={options.alpha}",
@@ -376,10 +347,10 @@ def describe(photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOp
         f"  stores    {latents.stored_shape[1:]} {latents.dtype}, {size_text(count * latents.sample_bytes)}: "
         f"{stored_meaning(latents)}",
     ]
-    if pictures := writers["train"].pictures:
-        size = size_text(count * writers["train"].picture_bytes)
-        lines.append(f"  keeps     the pictures too, {pictures} uint8, {size}")
-    if pixels and (patch := autoencoder.patch_for(options.resolution)) > 2:
+    if writer.pictures:
+        size = size_text(count * writer.picture_bytes)
+        lines.append(f"  keeps     the pictures too, {writer.pictures} uint8, {size}")
+    if latents.autoencoder == "pixels" and (patch := autoencoder.patch_for(options.resolution)) > 2:
         many, few = ((options.resolution // side) ** 2 for side in (2, patch))
         lines.append(
             f"  note      {many:,} tokens a picture with model.patch_size=2, {few} with model.patch_size={patch}"
@@ -389,20 +360,16 @@ def describe(photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOp
 
 def finish(
     photos: Photos,
-    unfinished: dict[str, DatasetWriter],
+    work: Iterable[DatasetWriter],
     writers: dict[str, DatasetWriter],
     options: PhotoOptions,
     processes: Processes,
 ) -> None:
-    """Assemble the datasets, look at them, write their reports, and give them their names."""
-    made = {}
-    for part, writer in unfinished.items():
-        other = "train" if part == "heldout" else "heldout"
-        fields = {other: os.path.relpath(writers[other].folder, writer.folder)} if other in writers else {}
-        fields |= {"attribution": options.attribution} if options.attribution else {}
-        made[part] = look_at(part, photos, writer, fields, options, processes.device)
+    """Assemble the datasets that were worked on, look at them, write their reports, and give them their names."""
+    unfinished = [part for part, writer in writers.items() if writer in work]
+    made = {part: look_at(part, photos, writers, options, processes.device) for part in unfinished}
     for part in sorted(made):  # what is held out first: the work on the rest knows what was damaged
-        unfinished[part].publish(made[part])
+        writers[part].publish(made[part])
     for part, report in made.items():
         folder = writers[part].folder
         if part == "heldout":
@@ -419,19 +386,17 @@ def finish(
 
 
 def look_at(
-    part: str,
-    photos: Photos,
-    writer: DatasetWriter,
-    fields: dict[str, str],
-    options: PhotoOptions,
-    device: torch.device,
+    part: str, photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOptions, device: torch.device
 ) -> dict:
-    """Assemble a dataset and return its report; fields are further ones of index.json."""
+    """Assemble a dataset and return its report."""
+    writer, other = writers[part], "train" if part == "heldout" else "heldout"
+    fields = {other: f"../{writers[other].folder.name}"} if other in writers else {}
+    fields |= {"attribution": options.attribution} if options.attribution else {}
     writer.assemble(**fields)
-    notes, there = list(writer.notes()), set(photos.names)
-    left_out = [(name, why) for note in notes for _, name, _, why in note["damaged"] if name in there]
-    skipped = {name for name, _ in left_out}
-    kept = [index for index in np.concatenate(writer.ranges).tolist() if photos.names[index] not in skipped]
+    notes, there = list(writer.notes()), photos.there
+    damaged = {name: why for note in notes for _, name, _, why in note["damaged"]}
+    left_out = [(name, why) for name, why in damaged.items() if name in there]
+    kept = [index for index in np.concatenate(writer.ranges).tolist() if photos.names[index] not in damaged]
     if photos.captions is not None:
         add_captions(writer.data, (photos.captions[index] for index in kept))
     data = LatentDataset(writer.data)
@@ -445,11 +410,10 @@ def look_at(
     made |= {
         "enlarged": sum(note["enlarged"] for note in notes),
         "much_enlarged": [name for note in notes for name in note["much_enlarged"]],
-        "left_out": [*photos.refused, *photos.unpaired, *left_out] if part == "train" else left_out,
+        "left_out": [*photos.faults, *left_out] if part == "train" else left_out,
     }
     if options.decode:
-        chosen = spread_indices(len(data), options.decode)
-        crops = Crops(photos, options.crop)
+        chosen, crops = spread_indices(len(data), options.decode), Crops(photos, options.crop)
         before = np.stack([crops[kept[index]][0].numpy() for index in chosen])
         after = decode_samples(data, chosen, device)
         if data.latents.autoencoder != "pixels":  # which come back as they were
@@ -463,13 +427,9 @@ def look_at(
 def dataset_numbers(data: LatentDataset) -> dict:
     """Counts by class, and each channel's mean and standard deviation of network latents."""
     mean, std = data.statistics
-    counts = np.bincount(data.labels, minlength=len(data.latents.classes))
-    return {
-        "count": len(data),
-        "class_counts": dict(zip(data.latents.classes, counts.tolist())),
-        "channel_mean": list(mean),
-        "channel_std": list(std),
-    }
+    counts = np.bincount(data.labels, minlength=len(data.latents.classes)).tolist()
+    by_class = dict(zip(data.latents.classes, counts))
+    return {"count": len(data), "class_counts": by_class, "channel_mean": list(mean), "channel_std": list(std)}
 
 
 def spread_indices(count: int, pictures: int) -> np.ndarray:
@@ -477,12 +437,11 @@ def spread_indices(count: int, pictures: int) -> np.ndarray:
     return np.unique(np.linspace(0, count - 1, pictures).round().astype(int))
 
 
-def decode_samples(data: LatentDataset, indices: np.ndarray, device: torch.device) -> np.ndarray:
+def decode_samples(data: LatentDataset, indices: np.ndarray, device: torch.device | str) -> np.ndarray:
     """Stored samples as pictures (n, 1 or 3, H, W) uint8; moments by their mean. Raises as load_decoder does."""
     decoder = autoencoder.load_decoder(data.latents, device)
     stored = data.read(indices).stored
-    parts = [decoder(to_network(part.to(device), data.latents)).cpu() for part in stored.split(4)]
-    return torch.cat(parts).numpy()
+    return torch.cat([decoder(to_network(part.to(device), data.latents)).cpu() for part in stored.split(4)]).numpy()
 
 
 def psnr(a: np.ndarray, b: np.ndarray) -> float:
@@ -493,35 +452,35 @@ def psnr(a: np.ndarray, b: np.ndarray) -> float:
 
 def report_text(report: dict) -> str:
     """The report as lines to print."""
-    counts = list(report["class_counts"].values())
-    lines = {"samples": f"{report['count']:,} in {len(counts):,} classes"}
-    if len(counts) <= 20:
-        lines["by class"] = ", ".join(f"{name} {count:,}" for name, count in report["class_counts"].items())
-    else:
-        lines["by class"] = f"{min(counts):,} to {max(counts):,}, median {int(np.median(counts)):,}"
-    lines["mean"] = "  ".join(f"{value:+.4f}" for value in report["channel_mean"]) + "  of network latents, by channel"
-    lines["std"] = "  ".join(f"{value:7.4f}" for value in report["channel_std"])
-    if report.get("psnr"):
-        values = report["psnr"]
+    by_class, counts = report["class_counts"], list(report["class_counts"].values())
+    span = f"{min(counts):,} to {max(counts):,}, median {int(np.median(counts)):,}"
+    lines = {
+        "samples": f"{report['count']:,} in {len(counts):,} classes",
+        "by class": span if len(counts) > 20 else ", ".join(f"{name} {count:,}" for name, count in by_class.items()),
+        "mean": "  ".join(f"{value:+.4f}" for value in report["channel_mean"]) + "  of network latents, by channel",
+        "std": "  ".join(f"{value:7.4f}" for value in report["channel_std"]),
+    }
+    if values := report.get("psnr"):
         span = f"mean of {len(values)} pictures ({min(values):.2f}..{max(values):.2f})"
         lines["PSNR"] = f"{np.mean(values):.2f} dB after a round trip, {span}"
-    if report.get("enlarged"):
-        lines["enlarged"] = f"{report['enlarged']:,} pictures were smaller than the resolution"
+    if enlarged := report.get("enlarged"):
+        lines["enlarged"] = f"{enlarged:,} pictures were smaller than the resolution"
     if much := report.get("much_enlarged"):
         lines["blurred"] = f"{len(much):,} of them enlarged more than 4 times, all in report.json: {listed(much)}"
     if left_out := report.get("left_out", []):
         lines["left out"] = f"{len(left_out):,} files, all listed in report.json"
     named = [f"    {name}: {why}" for name, why in left_out[:10]]
-    lines = [f"  {name:<10}{value}" for name, value in lines.items()] + named
-    return "\n".join(lines).encode(errors="backslashreplace").decode()  # file names may be of bytes that are no UTF-8
+    text = "\n".join([*(f"  {name:<10}{value}" for name, value in lines.items()), *named])
+    return text.encode(errors="backslashreplace").decode()  # file names may be of bytes that are no UTF-8
 
 
 def stored_meaning(latents: LatentSpec) -> str:
     """The meaning of stored numbers, in words."""
-    spread = {"logvar": "log-variance", "std": "standard deviation"}.get(latents.spread)
-    content = f"posterior mean and {spread}" if spread else "latents"
     if latents.autoencoder == "pixels":
         return "pixels in −1..1"
+    spread = {"logvar": "log-variance", "std": "standard deviation"}.get(latents.spread)
+    content = f"posterior mean and {spread}" if spread else "latents"
+    network = f"(z − {latents.shift:g})·{latents.scale:g}"
     if latents.scale_applied:
-        return f"{content}, on the network's scale (z − {latents.shift:g})·{latents.scale:g}"
-    return f"{content}, unscaled; network latents are (z − {latents.shift:g})·{latents.scale:g}"
+        return f"{content}, on the network's scale {network}"
+    return f"{content}, unscaled; network latents are {network}"

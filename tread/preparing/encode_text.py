@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,12 +50,11 @@ def prepare_text(options: TextOptions, processes: Processes) -> None:
     index = read_index(folder)
     if options.captions is not None:
         processes.from_main(lambda: _take_captions(options, folder, index))
-    train = index.get("train") and os.path.normpath(folder / str(index["train"]))
+    train, heldout = (index.get(key) and os.path.normpath(folder / index[key]) for key in ("train", "heldout"))
     _prepare(options, folder, options.like or train, processes)
-    heldout_folder = index.get("heldout")
-    if heldout_folder is None or options.like is not None:
+    if not heldout or options.like is not None:
         return
-    heldout = Path(os.path.normpath(folder / str(heldout_folder)))
+    heldout = Path(heldout)
     if not (heldout / "index.json").is_file():
         processes.say(f"  held out  {heldout} is not there")
     elif "captions" not in read_index(heldout):
@@ -69,15 +68,14 @@ def prepare_text(options: TextOptions, processes: Processes) -> None:
 def _take_captions(options: TextOptions, folder: Path, index: dict) -> None:
     """Put the captions of a file beside a dataset, unless they are there."""
     captions = list(parse_captions(Path(options.captions)))
-    if "captions" in index and read_captions(folder, index) == captions:
-        return
-    add_captions(folder, captions, options.again)
+    if "captions" not in index or read_captions(folder, index) != captions:
+        add_captions(folder, captions, options.again)
 
 
 def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Processes) -> None:
     """Check everything, make this process's part of the shards, and publish them in the main process."""
     captions = read_captions(folder, read_index(folder))
-    flat = list(itertools.chain.from_iterable(captions))
+    flat = list(itertools.chain(*captions))
     shape = None if like is None else _shape_of(Path(like), options.encoder)
     if shape and options.tokens not in (None, shape.tokens):
         raise ValueError(
@@ -129,7 +127,7 @@ def remarks(encoder: TextEncoder, captions: Sequence[str]) -> list[str]:
     return lines
 
 
-def encoding(encoder: TextEncoder, captions: Sequence[str]) -> Encode:
+def encoding(encoder: TextEncoder, captions: Iterable[str]) -> Encode:
     """How a TextWriter gets the text of all captions of its dataset, and of the empty one behind them."""
     captions = [*captions, ""]
     return lambda batches: (encoder.encode(captions[rows.start : rows.stop]) for rows in batches)

@@ -120,8 +120,11 @@ def centre_crop(image: Image.Image, size: int) -> np.ndarray:
 
 
 def _bicubic(length: int, enlarged: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pillow's weights to enlarge a side: for `count` of the `enlarged` pixels, from `first`, the 4 of the `length`
-    pixels that are summed, and their weights, (count, 4) int64 each; weights are in 2⁻²², and 0 beyond the edge."""
+    """Pillow's bicubic weights for enlarging a side from `length` to `enlarged` pixels.
+
+    For `count` of the enlarged pixels, from `first`: the 4 pixels that are summed, and their weights in units of 2⁻²²,
+    0 beyond the edge; (count, 4) int64 each.
+    """
     centres = (np.arange(first, first + count)[:, None] + 0.5) * (length / enlarged)
     taken = np.floor(centres - 1.5).astype(np.int64) + np.arange(4)
     x = np.abs(taken - centres + 0.5)

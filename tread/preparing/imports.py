@@ -1,46 +1,134 @@
-"""Other people's latents: what each kind of source means, and how to read it.
+"""Other people's latents: what each kind of source holds, and how to read it.
 
-    maskdit_lmdb  MaskDiT's LMDB. z-i: float32 (8, S, S), mean and log-variance of the Stable Diffusion
-                  autoencoder's posterior, unscaled; y-i: the label in decimal; length. Of 2N entries
-                  the second N are the flipped copies, i + N that of i.
-    tread_tar     webdataset tars as TREAD trains on. latent.npy: (4, S, S), samples of the posterior;
-                  cls: the label. Whether they are scaled can't be seen: whoever imports them says so.
-    repa_npy      REPA's folders. .npy files float32 (8, S, S), mean and standard deviation, unscaled;
-                  dataset.json: {"labels": [[file, label], …]}.
-    lightningdit  LightningDiT's folders. *.safetensors: latents and latents_flip float32 (n, C, S, S), samples
-                  of the posterior, unscaled, and labels (n,); latents_stats.pt: mean and std by channel,
-                  which dataset.normalize takes. The autoencoder is not said.
-    uvit_coco     U-ViT's folders of MS-COCO. {i}.npy: float32 (8, S, S), mean and log-variance, unscaled;
-                  {i}_{k}.npy: float32 (77, 768), CLIP ViT-L/14's text of its captions; empty_context.npy.
+    maskdit_lmdb  MaskDiT's LMDB. z-i: float32 (8, S, S), mean and log-variance of the Stable Diffusion autoencoder's
+                  posterior, unscaled; y-i: the label in decimal; length. Of 2N entries the second N are the flipped
+                  copies, i + N that of i.
+    tread_tar     webdataset tars as TREAD trains on. latent.npy: (4, S, S), samples of the posterior; cls: the label.
+                  Whether they are scaled can't be seen: whoever imports them says so.
+    repa_npy      REPA's folders. .npy files float32 (8, S, S), mean and standard deviation, unscaled; dataset.json:
+                  {"labels": [[file, label], …]}.
+    lightningdit  LightningDiT's folders. latents_rank00_shard000.safetensors, …, a series by each process: latents and,
+                  of the mirrored pictures, latents_flip, float32 (n, C, S, S), samples of the posterior, unscaled;
+                  labels (n,). latents_stats.pt, which may be missing: mean and std (1, C, 1, 1) by channel, which
+                  dataset.normalize takes. The autoencoder is not said.
+    uvit_coco     U-ViT's folders of MS-COCO, which SiT and REPA train on too. {i}.npy: float32 (8, S, S), mean and
+                  log-variance, unscaled; {i}_{k}.npy: float32 (77, 768), CLIP ViT-L/14's text of the picture's
+                  captions; empty_context.npy: that of the empty caption, here or in the folder above. Pictures are
+                  in the order of their ids in MS-COCO. Padding is not marked: all tokens count as words.
 
-KINDS fixes what each kind means, which goes into the dataset's index; nothing is guessed from the numbers.
+The reader of a kind says what its numbers mean, which goes into the dataset's index; nothing is guessed from them. What
+names, headers and sizes of files tell is checked before the work.
 """
 
 from __future__ import annotations
 
+import functools
+import io
 import math
-from collections.abc import Callable
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
 
+from tread.data.captions import add_captions
+from tread.data.columns import TextSpec
 from tread.data.index import check_labels
 from tread.data.latents import Dtype, LatentSpec
+from tread.data.section_writer import TextWriter
 from tread.encoders.autoencoder import UNKNOWN, located
-from tread.preparing import lightningdit, uvit
+from tread.models.conditions import Text
 from tread.preparing.archives import Folder, Tar, tar_paths
-from tread.preparing.foreign import ForeignSamples, read_npy
+from tread.preparing.coco import read_coco
 from tread.preparing.photos import ONE_CLASS
 from tread.preparing.sources import MOST_CLASSES, check_table, label_table
+from tread.runtime.distributed import Processes
 from tread.runtime.schema import Count, CountOrZero
+from tread.runtime.tensor_files import listed, read_state_dict, what_is_wrong
 
 SCALE, AUTOENCODER = 0.18215, "stabilityai/sd-vae-ft-ema"  # Stable Diffusion's
+STATISTICS = "latents_stats.pt"
+CLIP_TEXT = TextSpec("clip-l", None, 77, 768, None, padding=True)  # nobody knows the weights' hash
 _MASKDIT = (
     ". MaskDiT's own tars hold pickled objects, which run code when they are read, or moments: import the LMDB they "
     "were made from (kind=maskdit_lmdb)"
 )
+
+
+@dataclass
+class ForeignText:
+    """Encoded captions, in the order of samples.
+
+    counts    (n,) captions of each sample.
+    read      number of a caption → (T, C); the last one is the empty caption.
+    captions  of each sample, as text; None: they are not known.
+    """
+
+    spec: TextSpec
+    counts: np.ndarray
+    read: Callable[[int], np.ndarray]
+    captions: list[list[str]] | None
+
+
+@dataclass
+class ForeignSamples:
+    """Latents in the source's order.
+
+    labels              (n,) int64.
+    read                index → (views, C or 2C, S, S), as stored in the source.
+    name                index → what to call a sample in a message.
+    spread              how moments hold their spread, see LatentSpec; None: these are samples.
+    scaled              whether the stored numbers are scaled already.
+    scale, autoencoder  unless the options set others.
+    normalize           whether they are for dataset.normalize=true.
+    statistics          {"mean", "std"} of z by channel, which the source says to normalise by; None: it says none.
+    text                the encoded captions; None: there are none.
+    """
+
+    labels: Sequence[int]
+    read: Callable[[int], np.ndarray]
+    name: Callable[[int], str]
+    spread: Literal["logvar", "std"] | None = None
+    scaled: bool = False
+    scale: float = SCALE
+    autoencoder: str = AUTOENCODER
+    normalize: bool = False
+    statistics: dict[str, list[float]] | None = None
+    text: ForeignText | None = None
+
+    def __post_init__(self) -> None:
+        self.labels = np.array(self.labels, dtype=np.int64)
+
+
+def read_npy(content: bytes, where: object, shape: tuple[int, ...], hint: str = "") -> np.ndarray:
+    """A .npy file's numbers: float16 as they are, others as float32.
+
+    shape  that they must have; 0 stands for the side S of square latents.
+
+    Raises ValueError for another shape, and for what is no plain array of numbers.
+    """
+    try:
+        array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{where} is damaged or no plain array ({error}){hint}") from error
+    side = array.shape[-1] if array.ndim else 0
+    if array.shape != tuple(length or side for length in shape) or array.dtype.kind not in "fiu":
+        expected = ", ".join(str(length or "S") for length in shape)
+        raise ValueError(f"{where} has shape {array.shape} of {array.dtype}, but must be ({expected}){hint}")
+    return array if array.dtype == np.float16 else array.astype(np.float32)
+
+
+def _number(content: bytes | str | int, where: str) -> int:
+    try:
+        return int(content)
+    except ValueError as error:
+        raise ValueError(f"{where} is {content[:20]!r}, but must be a number") from error
 
 
 def _maskdit(source: Path, options: ImportOptions) -> ForeignSamples:
@@ -70,8 +158,8 @@ def _maskdit(source: Path, options: ImportOptions) -> ForeignSamples:
 
     length = number("length")
     count = length // 2 if options.flipped else length
-    labels = np.array([number(f"y-{index}") for index in range(length)], dtype=np.int64)
-    if options.flipped and not np.array_equal(labels[:count], labels[count:]):
+    labels = [number(f"y-{index}") for index in range(length)]
+    if options.flipped and labels[:count] != labels[count:]:
         raise ValueError(
             f"{source}: the labels of the first half of {length} entries are not those of the second, so that one does "
             "not hold the flipped copies; if there are none, say flipped=false"
@@ -87,10 +175,16 @@ def _maskdit(source: Path, options: ImportOptions) -> ForeignSamples:
     def read(index: int) -> np.ndarray:
         return np.stack([moments(f"z-{view}") for view in range(index, length, count)])
 
-    return ForeignSamples(labels[:count], read, lambda index: f"z-{index}")
+    return ForeignSamples(labels[:count], read, lambda index: f"z-{index}", "logvar")
 
 
 def _tread(source: Path, options: ImportOptions) -> ForeignSamples:
+    if options.scale_applied is None:
+        raise ValueError(
+            "tread_tar holds samples whose scale can't be seen: say scale_applied=true if they were multiplied by "
+            f"scale={options.scale or SCALE} before they were written (standard deviation near 1), else "
+            "scale_applied=false (near 5)"
+        )
     samples, labels = [], []
     for tar in map(Tar, tar_paths(source) or sorted(source.glob("*.tar")) or [source]):
         parts: dict[str, dict[str, str]] = {}
@@ -111,7 +205,7 @@ def _tread(source: Path, options: ImportOptions) -> ForeignSamples:
         tar, name = samples[index]
         return read_npy(tar.read(name), f"{tar.path}: {name}", (4, 0, 0), _MASKDIT)[None]
 
-    return ForeignSamples(np.array(labels, dtype=np.int64), read, lambda index: samples[index][1])
+    return ForeignSamples(labels, read, lambda index: samples[index][1], scaled=options.scale_applied)
 
 
 def _repa(source: Path, options: ImportOptions) -> ForeignSamples:
@@ -128,57 +222,162 @@ def _repa(source: Path, options: ImportOptions) -> ForeignSamples:
         return array[None]
 
     labels = [_number(table[name], f"{listing}: the label of {name}") for name in names]
-    return ForeignSamples(np.array(labels, dtype=np.int64), read, names.__getitem__)
+    return ForeignSamples(labels, read, names.__getitem__, "std")
 
 
-def _number(content: bytes | str | int, where: str) -> int:
+# --------------------------------------------------------------------------------------- LightningDiT
+
+
+def _lightningdit(source: Path, options: ImportOptions) -> ForeignSamples:
+    paths = sorted(source.glob("*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(f"{source} is not there, or holds no .safetensors file of LightningDiT's extraction")
+    _check_series(source, paths)
+    views = ("latents", "latents_flip")[: 1 + options.flipped]
+    shapes, labels, rows = [], [], []
+    for path in paths:
+        with _opened(path) as file:  # of the latents nothing but the header is read
+            shapes.append(_check_header(path, file, views))
+            labels += file.get_tensor("labels").tolist()
+        if shapes[-1] != shapes[0]:
+            raise ValueError(f"{path} has latents of shape {shapes[-1]}, but {paths[0].name} of {shapes[0]}")
+        rows += [(path, row) for row in range(len(labels) - len(rows))]
+
+    @functools.lru_cache(maxsize=1)  # samples are read in order, and a file is mapped
+    def slices(path: Path) -> list:
+        file = _opened(path)
+        return [file.get_slice(view) for view in views]
+
+    def read(index: int) -> np.ndarray:
+        path, row = rows[index]
+        sample = torch.cat([part[row : row + 1] for part in slices(path)])
+        return (sample if sample.dtype == torch.float16 else sample.float()).numpy()
+
+    def name(index: int) -> str:
+        return f"{rows[index][0].name}, row {rows[index][1]},"
+
+    file, meaning = source / STATISTICS, {"scale": 1.0, "autoencoder": UNKNOWN, "normalize": True}
+    statistics = read_statistics(file, shapes[0][0]) if file.exists() else None
+    return ForeignSamples(labels, read, name, **meaning, statistics=statistics)
+
+
+def _opened(path: Path):
     try:
-        return int(content)
-    except ValueError as error:
-        raise ValueError(f"{where} is {content[:20]!r}, but must be a number") from error
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} can't be read: {what_is_wrong(path) or error}") from error
 
 
-@dataclass(frozen=True)
-class SourceKind:
-    """What sources of a kind hold.
+def _check_series(source: Path, paths: list[Path]) -> None:
+    """Raise ValueError for a gap in the numbers of processes or of one's shards; a missing last one can't be seen."""
+    matches = [re.fullmatch(r"latents_rank(\d+)_shard(\d+)", path.stem) for path in paths]
+    there = {(int(match[1]), int(match[2])) for match in matches if match}
+    before = {(rank, shard - 1) if shard else (rank - 1, 0) for rank, shard in there} - {(-1, 0)}
+    if gaps := [f"latents_rank{rank:02d}_shard{shard:03d}" for rank, shard in sorted(before - there)]:
+        raise ValueError(f"{source} has later shards, but not {listed(gaps)}: bring all files of one extraction")
 
-    open                what reads one.
-    spread              how moments hold their spread, see LatentSpec; None: these are samples.
-    scale, autoencoder  unless the options set others.
-    scaled              whether stored numbers may be scaled already.
-    normalize           whether they are for dataset.normalize=true.
+
+def _check_header(path: Path, file: safe_open, views: Sequence[str]) -> tuple[int, ...]:
+    """The shape of a sample of an opened file. Raises ValueError unless all its tensors go together."""
+    there = sorted(file.keys())
+    if missing := [name for name in (*views, "labels") if name not in there]:
+        raise ValueError(f"{path} holds {listed(there)}, but no {listed(missing)} (flipped=false needs no flipped)")
+    shape, *others = (tuple(file.get_slice(name).get_shape()) for name in (*views, "labels"))
+    if len(shape) != 4 or shape[2] != shape[3]:
+        raise ValueError(f"{path}: latents has shape {shape}, but must be (n, C, S, S)")
+    for name, other in zip((*views[1:], "labels"), others):
+        if other != (shape[:1] if name == "labels" else shape):
+            raise ValueError(f"{path}: {name} has shape {other}, but latents {shape}")
+    return shape[1:]
+
+
+def read_statistics(path: Path, channels: int) -> dict[str, list[float]]:
+    """{"mean", "std"} of z by channel, from latents_stats.pt; no object but tensors is made of it.
+
+    Raises ValueError for other channels, or numbers that latents can't be normalised by.
     """
+    tensors = read_state_dict(path, "any")
+    statistics = {key: tensors[key].double().flatten().tolist() for key in ("mean", "std") if key in tensors}
+    if [*map(len, statistics.values())] != [channels, channels]:
+        there = listed(f"{key} {tuple(tensor.shape)}" for key, tensor in tensors.items())
+        raise ValueError(f"{path} holds {there}, but must hold mean and std of the latents' {channels} channels")
+    if not np.isfinite([*statistics.values()]).all() or min(statistics["std"]) <= 0:
+        raise ValueError(f"{path}: mean and std must be finite and std above 0, for latents are divided by it")
+    return statistics
 
-    open: Callable[[Path, ImportOptions], ForeignSamples]
-    spread: Literal["logvar", "std"] | None = None
-    scale: float = SCALE
-    autoencoder: str = AUTOENCODER
-    scaled: bool = False
-    normalize: bool = False
+
+# ---------------------------------------------------------------------------------------------- U-ViT
+
+
+def _uvit(source: Path, options: ImportOptions) -> ForeignSamples:
+    files = [entry for entry in os.scandir(source) if re.fullmatch(r"\d+(_\d+)?\.npy", entry.name)]
+    sizes = {entry.name: entry.stat().st_size for entry in files}
+    counted = Counter(int(name.partition("_")[0]) for name in sizes if "_" in name)
+    numbers = range(max(1, len(sizes) - counted.total()))
+    pictures = [f"{number}.npy" for number in numbers]
+    texts = [f"{number}_{k}.npy" for number in numbers for k in range(counted[number] or 1)]
+    if odd := sizes.keys() ^ {*pictures, *texts}:
+        raise ValueError(f"{source}: files are missing, for the names have gaps before or at {listed(sorted(odd))}")
+    for names in (pictures, texts):
+        ((usual, _),) = Counter(sizes[name] for name in names).most_common(1)
+        if damaged := [f"{name} has {sizes[name]}" for name in names if sizes[name] != usual]:
+            raise ValueError(f"{source}: damaged files, {listed(damaged)} bytes, where others have {usual}")
+    counts = np.array([counted[number] for number in numbers], dtype=np.int32)
+    captions = None
+    if options.captions is not None:
+        path = Path(options.captions)
+        captions = list(read_coco(path.parent, path.name).values())
+        if list(map(len, captions)) != counts.tolist():
+            raise ValueError(
+                f"{path} lists {len(captions):,} pictures with {sum(map(len, captions)):,} captions, but {source} "
+                f"holds {len(counts):,} with {counts.sum():,}, or others of them: name the annotations they were "
+                "extracted by"
+            )
+    empty = source / "empty_context.npy"
+    empty = empty if empty.is_file() else source.parent / empty.name
+
+    def read(index: int) -> np.ndarray:
+        path = source / pictures[index]
+        return read_npy(path.read_bytes(), path, (8, 0, 0))[None]
+
+    def read_text(number: int) -> np.ndarray:
+        path = source / texts[number] if number < len(texts) else empty
+        return read_npy(path.read_bytes(), path, CLIP_TEXT.token_shape)
+
+    read_text(len(texts))  # the empty caption is there
+    text = ForeignText(CLIP_TEXT, counts, read_text, captions)
+    return ForeignSamples(np.zeros(len(counts)), read, lambda index: f"{source}/{pictures[index]}", "logvar", text=text)
+
+
+def write_text(folder: Path, text: ForeignText, processes: Processes) -> None:
+    """Write text beside the latents of an assembled dataset, shard by shard; goes on with what is there."""
+    if text.captions is not None:
+        add_captions(folder, text.captions)
+
+    def read(batches: Sequence[range]) -> Iterator[Text]:
+        for rows in batches:
+            tokens = torch.from_numpy(np.stack([text.read(row) for row in rows]))
+            yield Text(tokens, torch.ones(tokens.shape[:2], dtype=torch.bool))  # nobody says what is padding
+
+    TextWriter(folder, text.spec, text.counts).make(processes, False, (), "caption", 64, read)
+
+
+# ------------------------------------------------------------------------------------------ all kinds
 
 
 KINDS = {
-    "maskdit_lmdb": SourceKind(_maskdit, "logvar"),
-    "tread_tar": SourceKind(_tread, scaled=True),
-    "repa_npy": SourceKind(_repa, "std"),
-    "lightningdit": SourceKind(
-        lambda source, options: lightningdit.open_shards(source, options.flipped), None, 1.0, UNKNOWN, normalize=True
-    ),
-    "uvit_coco": SourceKind(lambda source, options: uvit.open_folder(source, options.captions), "logvar"),
+    "maskdit_lmdb": _maskdit,
+    "tread_tar": _tread,
+    "repa_npy": _repa,
+    "lightningdit": _lightningdit,
+    "uvit_coco": _uvit,
 }
 ForeignKind = Annotated[Literal[tuple(KINDS)], "pictures: prepare_latents.py"]
 
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """configs/import_latents.yaml, which explains them. None:
-
-    scale, autoencoder  those of the kind.
-    scale_applied       not said, though tread_tar must.
-    num_classes         the largest label + 1.
-    classes             numbers are the names.
-    captions            of uvit_coco: the captions stay unknown as text.
-    """
+    """configs/import_latents.yaml, which says what each null stands for."""
 
     kind: ForeignKind
     source: str
@@ -197,16 +396,9 @@ class ImportOptions:
 
 def open_foreign(options: ImportOptions) -> tuple[LatentSpec, ForeignSamples]:
     """Open a source of a kind. Raises OSError, or ValueError for one that is not what its kind says."""
-    kind = KINDS[options.kind]
-    scale = kind.scale if options.scale is None else options.scale
-    if kind.scaled and options.scale_applied is None:
-        raise ValueError(
-            f"{options.kind} holds samples whose scale can't be seen: say scale_applied=true if they were multiplied "
-            f"by scale={scale} before they were written (standard deviation near 1), else scale_applied=false (near 5)"
-        )
-    if options.scale_applied and not kind.scaled:
+    samples = KINDS[options.kind](Path(options.source), options)
+    if options.scale_applied and not samples.scaled:
         raise ValueError(f"scale_applied=true, but {options.kind} holds unscaled numbers; leave scale_applied out")
-    samples = kind.open(Path(options.source), options)
     if options.captions is not None and samples.text is None:
         raise ValueError(f"captions={options.captions}, but {options.kind} has classes; leave captions out")
     if not len(samples.labels):
@@ -221,14 +413,14 @@ def open_foreign(options: ImportOptions) -> tuple[LatentSpec, ForeignSamples]:
     check_labels(samples.labels, len(classes), options.source)
     views, channels, *size = samples.read(0).shape
     latents = LatentSpec(
-        shape=(channels // 2 if kind.spread else channels, *size),
+        shape=(channels // 2 if samples.spread else channels, *size),
         classes=classes,
-        content="moments" if kind.spread else "latents",
-        spread=kind.spread,
-        scale=scale,
-        scale_applied=bool(options.scale_applied),
-        views=views,
-        autoencoder=located(options.autoencoder or kind.autoencoder),
+        autoencoder=located(options.autoencoder or samples.autoencoder),
+        content="moments" if samples.spread else "latents",
+        spread=samples.spread,
+        scale=samples.scale if options.scale is None else options.scale,
+        scale_applied=samples.scaled,
         dtype=options.dtype,
+        views=views,
     )
     return latents, samples

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -15,23 +16,18 @@ CAPTIONS = ("caption", "captions", "text")  # usual names of the column that hol
 TEXTS = ("string", "large_string", "list<item: string>", "large_list<item: string>")
 
 
-class Rows:
-    """The pictures of a column. Keeps the last row group that was read, as pictures come in order."""
+@functools.lru_cache(maxsize=1)  # pictures come in order
+def _rows(path: Path, group: int, column: str) -> list:
+    return _open(path).read_row_group(group, columns=[column])[column].to_pylist()
 
-    def __init__(self, column: str) -> None:
-        self._column = column
-        self._kept: tuple[tuple[Path, int], list[dict]] | None = None
 
-    def read(self, place: tuple[Path, int, int]) -> bytes:
-        """The picture in a row of a file's row group. Raises OSError."""
-        path, group, row = place
-        if self._kept is None or self._kept[0] != (path, group):
-            rows = _open(path).read_row_group(group, columns=[self._column])[self._column]
-            self._kept = (path, group), rows.to_pylist()
-        content = self._kept[1][row]
-        if not isinstance(content, dict) or not content.get("bytes"):
-            raise OSError("the row holds no picture, or names a file that is not in the parquet")
-        return content["bytes"]
+def _read(place: tuple[Path, int, str, int]) -> bytes:
+    """The picture in a file's row group, column and row. Raises OSError."""
+    *rows, row = place
+    content = _rows(*rows)[row]
+    if not isinstance(content, dict) or not content.get("bytes"):
+        raise OSError("the row holds no picture, or names a file that is not in the parquet")
+    return content["bytes"]
 
 
 def _open(path: Path):
@@ -53,7 +49,7 @@ def parquet_files(source: Path) -> list[Path]:
     return sorted(path for place in (source, source / "data") for path in place.glob("*.parquet"))
 
 
-def open_parquet(source: Path, paths: list[Path], split: str | None, captions: str | None = None) -> Photos:
+def open_parquet(source: Path, paths: list[Path], split: str | None, captions: str | None) -> Photos:
     """The pictures in parquet files, with their classes or captions.
 
     split     of several (train-00000-of-…, validation-…) the one to take.
@@ -62,24 +58,21 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
     Raises ValueError if the split or the columns are not clear.
     """
     splits = sorted({_split(path) for path in paths})
-    if split is None and len(splits) == 1:
-        split = splits[0]
-    paths = [path for path in paths if _split(path) == split]
-    if not paths:
+    split = splits[0] if split is None and len(splits) == 1 else split
+    if split not in splits:
         raise ValueError(f"{source} holds the splits {', '.join(splits)}; choose one by root=…")
+    paths = [path for path in paths if _split(path) == split]
     schema = _open(paths[0]).schema_arrow
-    features = _features(schema)
-    image = _column(source, schema.names, features, "Image", "image")
-    words = _captions(source, schema, captions)
-    label = _column(source, schema.names, features, "ClassLabel", "label", needed=words is None)
-    read, files, labels, names, texts = Rows(image).read, [], [], [], []
+    image, words = _column(source, schema, "Image", "image"), _captions(source, schema, captions)
+    label = _column(source, schema, "ClassLabel", "label", needed=words is None)
+    files, labels, names, texts = [], [], [], []
     for path in paths:
         opened = _open(path)
-        if not opened.schema_arrow.equals(schema) or _features(opened.schema_arrow) != features:
+        if not opened.schema_arrow.equals(schema) or _features(opened.schema_arrow) != _features(schema):
             raise ValueError(f"{path} has other columns or classes than {paths[0].name}")
         for group in range(opened.metadata.num_row_groups):
-            rows = range(opened.metadata.row_group(group).num_rows)
-            files += [(read, (path, group, row)) for row in rows]
+            rows = opened.metadata.row_group(group).num_rows
+            files += [(_read, (path, group, image, row)) for row in range(rows)]
         names += [f"{path.name}:{row}" for row in range(opened.metadata.num_rows)]
         if words is not None:
             texts += [_captions_of(row) for row in opened.read(columns=[words])[words].to_pylist()]
@@ -91,22 +84,22 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
                     "hold a class's number in each"
                 )
             labels += column.to_pylist()
-    classes, numbers = list(ONE_CLASS), np.array(labels if label else [0] * len(names), dtype=np.int64)
+    classes, numbers = ONE_CLASS, np.array(labels if label else [0] * len(names), dtype=np.int64)
     if label is not None:
-        classes = features.get(label, {}).get("names") or [str(n) for n in range(int(numbers.max(initial=-1)) + 1)]
+        classes = _features(schema).get(label, {}).get("names") or range(int(numbers.max(initial=-1)) + 1)
         check_labels(numbers, len(classes), source)
-    photos = Photos(str(source), names, numbers, tuple(classes), files)
+    photos = Photos(str(source), names, numbers, tuple(map(str, classes)), files)
     return photos if words is None else photos.captioned(texts, [])
 
 
 def _captions(source: Path, schema, wanted: str | None) -> str | None:
     """The column of captions; None if there is none."""
     texts = [name for name in schema.names if str(schema.field(name).type).replace("element", "item") in TEXTS]
-    if wanted not in (None, "none"):
-        if wanted not in texts:
-            raise ValueError(f"captions={wanted}: {source} has the columns of words {', '.join(texts) or 'none'}")
-        return wanted
-    usual = [name for name in texts if name in CAPTIONS and wanted is None]
+    if wanted not in (None, "none", *texts):
+        raise ValueError(f"captions={wanted}: {source} has the columns of words {', '.join(texts) or 'none'}")
+    if wanted is not None:
+        return None if wanted == "none" else wanted
+    usual = [name for name in texts if name in CAPTIONS]
     if len(usual) > 1:
         raise ValueError(f"{source} has the columns {', '.join(usual)}: choose one by captions=…, or captions=none")
     return usual[0] if usual else None
@@ -129,11 +122,11 @@ def _split(path: Path) -> str:
     return re.sub(r"^\d+$|-\d+-of-\d+$", "", path.stem)
 
 
-def _column(source: Path, names: list[str], features: dict, kind: str, usual: str, needed: bool = True) -> str | None:
-    columns = [name for name, feature in features.items() if isinstance(feature, dict) and feature.get("_type") == kind]
-    columns = columns if len(columns) == 1 else [name for name in names if name == usual]
-    if not columns and not needed:
-        return None
-    if not columns:
-        raise ValueError(f"{source} has the columns {', '.join(names)}, but needs one {kind} column, or {usual!r}")
-    return columns[0]
+def _column(source: Path, schema, kind: str, usual: str, needed: bool = True) -> str | None:
+    features = _features(schema).items()
+    columns = [name for name, feature in features if isinstance(feature, dict) and feature.get("_type") == kind]
+    columns = columns if len(columns) == 1 else [name for name in schema.names if name == usual]
+    if needed and not columns:
+        there = ", ".join(schema.names)
+        raise ValueError(f"{source} has the columns {there}, but needs one {kind} column, or {usual!r}")
+    return columns[0] if columns else None

@@ -1,4 +1,4 @@
-"""The pictures of a source, with their classes and captions, and what is wrong with the source.
+"""The pictures of a source, with their classes and captions, what is wrong with the source, and what is held out.
 
 Captions may lie beside pictures: a.txt with a.jpg, in folders, zips and tars. Each line that is not blank is a caption.
 Faults are collected, to be named all at once.
@@ -30,10 +30,10 @@ class Photos:
 
     names    of the pictures, for messages and the work's plan.
     labels   (n,) int64, indices into classes.
-    files    what reads each picture's file, and by which name or place; it raises OSError.
-    refused  (name, why) of files that lie among the pictures and are none.
+    files    what reads each picture's file, and by which name or place; it raises OSError. None: it was removed.
     captions of each picture, at least one; None: the source has none.
-    unpaired (name, why) of pictures without captions, and captions without a picture; neither is among the others.
+    faults   (name, why) of files that are no pictures, pictures without captions, and captions without a picture: they
+             lie beside the pictures, and are none of them.
     heldout  how the names of the pictures begin that the source itself holds out; None: none.
     """
 
@@ -41,10 +41,9 @@ class Photos:
     names: list[str]
     labels: np.ndarray
     classes: tuple[str, ...]
-    files: list[tuple[Callable[[Any], bytes], Any]]
-    refused: Faults = field(default_factory=list)
+    files: list[tuple[Callable[[Any], bytes], Any] | None]
+    faults: Faults = field(default_factory=list)
     captions: list[list[str]] | None = None
-    unpaired: Faults = field(default_factory=list)
     heldout: str | None = None
 
     def __len__(self) -> int:
@@ -52,14 +51,26 @@ class Photos:
 
     def read(self, index: int) -> bytes:
         """The content of a picture's file. Raises OSError."""
+        if self.files[index] is None:
+            raise OSError("it was removed")
         read, name = self.files[index]
         return read(name)
 
-    def check_classes(self, allow_empty: bool = False) -> None:
-        """Raise ValueError if there is no picture, or, unless allow_empty, none of some class."""
+    @property
+    def there(self) -> set[str]:
+        """The names of the pictures that were not removed."""
+        return {name for name, file in zip(self.names, self.files) if file is not None}
+
+    def check(self, skip: bool = False, allow_empty: bool = False) -> None:
+        """Raise ValueError without a picture; for faults, unless skip; for an empty class, unless allow_empty."""
+        lines = named(self.faults, ": {}")
         if not self.names:
-            other = f"; it holds {self.refused[0][0]}" if self.refused else ""
-            raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){other}")
+            raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){lines}")
+        if self.faults and not skip:
+            raise ValueError(
+                f"{self.where}: files that can't be used, {len(self.faults):,} in all{lines}\nMend or remove them, or "
+                "leave them out with on_error=skip"
+            )
         empty = [self.classes[i] for i in np.setdiff1d(range(len(self.classes)), self.labels)]
         if empty and not allow_empty:
             raise ValueError(
@@ -67,50 +78,33 @@ class Photos:
                 "Remove what is empty, or set allow_empty=true to keep the class"
             )
 
-    def refuse(self) -> None:
-        """Raise ValueError that names the files that are no pictures, or else what has no captions or no picture."""
-        if self.refused:
-            raise ValueError(
-                f"{self.where}: files that are no pictures, {len(self.refused):,} in all"
-                f"{named(self.refused, 'is no picture: {}')}\nRemove them, or leave them out with on_error=skip"
-            )
-        if self.unpaired:
-            raise ValueError(
-                f"{self.where}: pictures without captions or captions without a picture, {len(self.unpaired):,} in all"
-                f"{named(self.unpaired, ': {}', '')}\nMend or remove them, or leave them out with on_error=skip"
-            )
-
-    def captioned(self, captions: Sequence[list[str] | str], faults: Faults, heldout: str | None = None) -> Photos:
+    def captioned(self, captions: Sequence[list[str] | str], faults: Faults) -> Photos:
         """The pictures that have captions.
 
         captions  of each picture, or the reason why it has none.
         faults    captions without a picture.
         """
         kept = [index for index, given in enumerate(captions) if isinstance(given, list)]
-        unpaired = [(name, f"no caption: {why}") for name, why in zip(self.names, captions) if isinstance(why, str)]
+        without = [(name, f"no caption: {why}") for name, why in zip(self.names, captions) if isinstance(why, str)]
         return replace(
             self,
             names=[self.names[index] for index in kept],
             labels=self.labels[kept],
             files=[self.files[index] for index in kept],
             captions=[captions[index] for index in kept],
-            unpaired=[*unpaired, *((name, f"a caption: {why}") for name, why in faults)],
-            heldout=heldout,
+            faults=[*self.faults, *without, *((name, f"a caption: {why}") for name, why in faults)],
         )
 
 
-def named(files: Faults, what: str, between: str = " ") -> str:
+def named(files: Faults, line: str) -> str:
     """The first of some files and why they are refused, a line each, and how many more there are."""
     more = f"\n  and {len(files) - NAMED:,} more" if len(files) > NAMED else ""
-    return "".join(f"\n  {name}{between}{what.format(why)}" for name, why in files[:NAMED]) + more
+    return "".join(f"\n  {name}{line.format(why)}" for name, why in files[:NAMED]) + more
 
 
 def is_picture(name: str) -> bool:
     """Whether a file's name is a picture's."""
     return name.lower().endswith(SUFFIXES)
-
-
-# ------------------------------------------------------------------------- captions beside pictures
 
 
 def cleaned(captions: Sequence[str]) -> list[str]:
@@ -126,10 +120,49 @@ def captions_hash(captions: Sequence[Sequence[str]]) -> str:
     return digest.hexdigest()
 
 
-def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The names but for text files and other files of a picture's name, and {name without its suffix: text file}.
+def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: float | int | str | None) -> np.ndarray:
+    """(n,) bool, True for pictures that are held out.
 
-    If no text file has a picture's name, all names and {}.
+    wanted  a fraction of all pictures, at least one of them, divided over the classes by their sizes; or a count,
+            divided over the classes evenly; each class keeps at least one picture for training. Or the beginning of the
+            names of pictures that the source itself holds out. None: none is.
+
+    The choice within a class depends on the names alone. Raises ValueError if there are too few pictures.
+    """
+    if wanted is None or isinstance(wanted, str):
+        return np.array([wanted is not None and name.startswith(wanted) for name in names], dtype=bool)
+    sizes = np.bincount(labels, minlength=classes)
+    if isinstance(wanted, float):
+        total, shares = max(1, round(wanted * len(labels))), wanted * sizes
+    else:
+        total, shares = wanted, np.full(classes, wanted / classes)
+    counts = _whole(shares, total, np.maximum(sizes - 1, 0))
+    digests = [hashlib.sha256(name.encode(errors="surrogateescape")).digest() for name in names]
+    hashes, out = np.array([digest[:8] for digest in digests], dtype="S8"), np.zeros(len(labels), dtype=bool)
+    for label in np.flatnonzero(counts):
+        members = np.flatnonzero(labels == label)
+        out[members[np.argsort(hashes[members], kind="stable")[: counts[label]]]] = True
+    return out
+
+
+def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
+    """Integers that sum to `total`, each at most `most`: the shares rounded down, then raised where most is missing."""
+    if total > most.sum():
+        raise ValueError(
+            f"heldout takes {total:,} pictures, but {most.sum():,} can be held out: each class keeps one for training"
+        )
+    counts = np.minimum(np.floor(shares).astype(int), most)
+    while left := total - counts.sum():
+        order = np.argsort(counts - shares, kind="stable")
+        chosen = order[counts[order] < most[order]][:left]
+        counts[chosen] += 1
+    return counts
+
+
+def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The names without texts and other files beside a picture, and {name without its suffix: text file}.
+
+    All names and {}, if no text file has a picture's name.
     """
     pictures = {_stem(name) for name in names if is_picture(name)}
     texts = {_stem(name): name for name in names if name.lower().endswith(".txt")}
@@ -141,15 +174,15 @@ def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 def read_texts(store: Store, prefix: str, pictures: Sequence[str], texts: dict[str, str]) -> tuple[list, Faults]:
     """For each picture its captions, or why it has none; and the texts that belong to no picture."""
-    captions: list[list[str] | str] = []
-    for name in pictures:
-        text = texts.get(_stem(name))
-        captions.append("there is no text file of its name" if text is None else _lines(store, prefix, text))
-    stems = set(map(_stem, pictures))
-    return captions, [(text, "there is no picture of its name") for stem, text in texts.items() if stem not in stems]
+    stems = [_stem(name) for name in pictures]
+    captions = [_lines(store, prefix, texts.get(stem)) for stem in stems]
+    alone = texts.keys() - set(stems)
+    return captions, [(text, "there is no picture of its name") for stem, text in texts.items() if stem in alone]
 
 
-def _lines(store: Store, prefix: str, name: str) -> list[str] | str:
+def _lines(store: Store, prefix: str, name: str | None) -> list[str] | str:
+    if name is None:
+        return "there is no text file of its name"
     try:
         lines = cleaned(store.read(prefix + name).decode("utf-8-sig").split("\n"))
     except UnicodeDecodeError as error:

@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from tread.data.index import check_labels
-from tread.preparing.archives import Store, Tars, open_store, tar_paths
+from tread.preparing.archives import Folder, Store, Tar, Tars, Zip, tar_paths
 from tread.preparing.coco import open_coco
 from tread.preparing.parquet import open_parquet, parquet_files
 from tread.preparing.photos import ONE_CLASS, Photos, is_picture, read_texts, split_texts
@@ -34,10 +34,11 @@ LABEL_FORMATS = 'EDM\'s dataset.json, {"labels": [[file, label], …]}, or a CSV
 MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake
 NONE = "none"  # captions=none: text beside pictures is left alone
 LEFT_BY_SYSTEMS = ("__MACOSX", "Thumbs.db", "desktop.ini")
+FRACTION = re.compile(r"\d+\.\d*")
 
 
 def find_photos(
-    source: Path, root: str | None = None, labels: str | None = None, captions: str | None = None
+    source: Path, root: str | int | None = None, labels: str | None = None, captions: str | None = None
 ) -> Photos:
     """The pictures of a folder, a zip, tars, or a parquet file or folder of such.
 
@@ -49,7 +50,7 @@ def find_photos(
 
     Raises FileNotFoundError, or ValueError that says what there is instead.
     """
-    source = Path(source)
+    source, root = Path(source), None if root is None else str(root)
     if root is not None and tar_paths(source / root):
         source, root = source / root, None
     tars = tar_paths(source)
@@ -62,26 +63,30 @@ def find_photos(
         return open_parquet(source, paths, root, captions)
     if captions is None and labels is None and (photos := open_coco(source, root)):
         return photos
-    return _photos_in(source, open_store(source), root, labels, captions)
+    if tars:
+        store = Tars(tars)
+    elif source.is_dir():
+        store = Folder(source)
+    else:
+        store = Zip(source) if source.suffix.lower() == ".zip" else Tar(source)
+    return _photos_in(source, store, root, labels, captions)
 
 
 def _photos_in(source: Path, store: Store, root: str | None, labels: str | None, captions: str | None) -> Photos:
     names = [name for name in store.names if not _hidden(name)]
-    folders = set(store.folders) | {name.rpartition("/")[0] for name in names}
+    folders = {posixpath.dirname(name) for name in names} | {name for name in store.folders if not _hidden(name)}
     folders |= {str(parent) for folder in folders for parent in PurePosixPath(folder).parents}
-    folders = {folder for folder in folders if not _hidden(folder)} - {"", "."}
-    inside = "" if isinstance(store, Tars) else _inside(source, names, folders, root, labels)
-    prefix = f"{inside}/" if inside else ""
+    folders -= {"", "."}
+    prefix = "" if isinstance(store, Tars) else _prefix(source, names, folders, root, labels)
     names = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-    where = f"{source}:{inside}" if inside else str(source)
+    where = f"{source}:{prefix[:-1]}" if prefix else str(source)
 
     chosen = labels or next((name for name in LABEL_FILES if name in names), None)
     is_inside = chosen in names
     names, texts = split_texts([name for name in names if name != chosen])
-    texts = {} if captions == NONE else texts
+    if captions == NONE:
+        texts = {}
     if chosen is not None:
-        if not is_inside and not Path(chosen).is_file():
-            raise FileNotFoundError(f"labels file {chosen} is neither in {where} nor a file of that path")
         content = store.read(prefix + chosen) if is_inside else Path(chosen).read_bytes()
         names = [name for name in names if name not in LABEL_FILES]
         numbers, classes = _by_table(where, names, label_table(chosen, content))
@@ -91,13 +96,13 @@ def _photos_in(source: Path, store: Store, root: str | None, labels: str | None,
             "is needed, for a tar's name is no class"
         )
     elif texts and (isinstance(store, Tars) or any(name.count("/") != 1 for name in names if is_picture(name))):
-        numbers, classes = {name: 0 for name in names if is_picture(name)}, ONE_CLASS
+        numbers, classes = dict.fromkeys(filter(is_picture, names), 0), ONE_CLASS
     else:
         classes = sorted({f.removeprefix(prefix).split("/")[0] for f in folders if f.startswith(prefix)})
         numbers = _by_folder(where, names, classes)
-    refused = [(name, "its name is not a picture's") for name in names if name not in numbers]
+    faults = [(name, "its name is not a picture's") for name in names if name not in numbers]
     names, labels, read = list(numbers), np.array([*numbers.values()], dtype=np.int64), store.read
-    photos = Photos(where, names, labels, tuple(classes), [(read, prefix + name) for name in names], refused)
+    photos = Photos(where, names, labels, tuple(classes), [(read, prefix + name) for name in names], faults)
     return photos.captioned(*read_texts(store, prefix, names, texts)) if texts else photos
 
 
@@ -105,27 +110,25 @@ def _hidden(name: str) -> bool:
     return any(part.startswith(".") and part != "." or part in LEFT_BY_SYSTEMS for part in name.split("/"))
 
 
-def _inside(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
-    """The folder that `root` means, or the outermost that has more in it than a folder; "" for the source itself."""
-    tables = {*LABEL_FILES, labels}
+def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
+    """How names begin in the folder that `root` means, or in the outermost that has more in it than a folder."""
     if root is not None:
         root = str(PurePosixPath(root))
         outermost = sorted(folders, key=lambda f: (f.count("/"), f))
-        matches = [folder for folder in outermost if folder == root or folder.endswith(f"/{root}")]
+        matches = [folder for folder in outermost if f"/{folder}".endswith(f"/{root}")]
         if not matches:
             raise ValueError(f"{source} has no folder {root}; its folders are {', '.join(outermost[:8]) or 'none'}, …")
-        return matches[0]
-    inside = ""
+        return f"{matches[0]}/"
+    prefix = ""
     while True:
-        prefix = f"{inside}/" if inside else ""
         below = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
         tops = {name.split("/")[0] for name in below}
         if len(tops) != 1 or "/" not in below[0]:
-            return inside
+            return prefix
         lower = [name.split("/", 1)[1] for name in below]
-        if any("/" not in name for name in lower) and not set(lower) & tables:
-            return inside  # the only folder holds pictures: it is a class
-        inside = prefix + tops.pop()
+        if any("/" not in name for name in lower) and not {*LABEL_FILES, labels} & set(lower):
+            return prefix  # the only folder holds pictures: it is a class
+        prefix += f"{tops.pop()}/"
 
 
 def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, int]:
@@ -153,13 +156,12 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, in
 def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tuple[dict[str, int], list[str]]:
     """{picture: its label} and the classes, by a labels file."""
     check_table(where, table, {name for name in names if is_picture(name) or name in table})
-    classes = sorted({label for label in table.values() if isinstance(label, str)})
-    if classes:
-        index = {name: number for number, name in enumerate(classes)}
-        return {name: index[table[name]] for name in sorted(table)}, classes
-    labels = np.array([*table.values()], dtype=np.int64)
-    check_labels(labels, MOST_CLASSES, where)
-    return {name: table[name] for name in sorted(table)}, [str(n) for n in range(int(labels.max(initial=-1)) + 1)]
+    classes = sorted(set(table.values()))
+    if not any(isinstance(label, str) for label in classes):
+        check_labels(np.array(classes, dtype=np.int64), MOST_CLASSES, where)
+        classes = range(max(classes, default=-1) + 1)
+    index = {label: number for number, label in enumerate(classes)}
+    return {name: index[table[name]] for name in sorted(table)}, [*map(str, classes)]
 
 
 def check_table(where: str, table: dict[str, int | str], files: set[str]) -> None:
@@ -181,16 +183,16 @@ def label_table(name: str, content: bytes) -> dict[str, int | str]:
             rows = [(row["file" if "file" in row else "file_name"], row["label"]) for row in read]
         else:
             rows = json.loads(text)["labels"]
-        rows = [(posixpath.normpath(p), label.strip() if isinstance(label, str) else label) for p, label in rows]
-        if all(isinstance(label, str) and label.isdecimal() for _, label in rows):
-            rows = [(picture, int(label)) for picture, label in rows]
-        kinds = {type(label) for _, label in rows}
-        odd = [f"{p} is {label!r}" for p, label in rows if label is None or re.fullmatch(r"\d+\.\d*", str(label))]
+        pictures = [posixpath.normpath(picture) for picture, _ in rows]
+        labels = [label.strip() if isinstance(label, str) else label for _, label in rows]
+        if all(isinstance(label, str) and label.isdecimal() for label in labels):
+            labels = list(map(int, labels))
+        table, kinds = dict(zip(pictures, labels)), set(map(type, labels))
+        odd = [f"{p} is {label!r}" for p, label in table.items() if label is None or FRACTION.fullmatch(str(label))]
         if odd or len(kinds) > 1 or not kinds <= {int, str}:
             raise ValueError(f"labels must be whole numbers, or names{f', but that of {listed(odd)}' if odd else ''}")
-        twice = [picture for picture, count in Counter(picture for picture, _ in rows).items() if count > 1]
-        if twice:
+        if twice := [picture for picture, count in Counter(pictures).items() if count > 1]:
             raise ValueError(f"{listed(twice)} comes twice")
-        return dict(rows)
+        return table
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"labels file {name} can't be read: {error}. It must be {LABEL_FORMATS}") from error
