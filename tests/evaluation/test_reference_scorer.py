@@ -33,8 +33,7 @@ def parts_of(folder, arrays, size=7):
 
 def score(samples, reference, features, with_classes=True):
     network = Inception(with_classes, narrow=NARROW)  # says the device, and whether there are probabilities
-    scorer = ReferenceScorer(reference, network, "weights", features, 0.0, share_work(None))
-    values, unavailable, counts = scorer.score(samples)
+    values, unavailable, counts = ReferenceScorer(reference, network, share_work(None), features).score(samples)
     assert counts == {}
     return values, unavailable
 
@@ -116,7 +115,7 @@ def test_statistics_in_the_file_decide_over_its_pictures(tmp_path, pictures_of):
 def warnings(samples, reference):
     with torch.device("meta"):
         network = Inception(with_classes=False)
-    return ReferenceScorer(reference, network, "weights", None, 0.0, share_work(None)).warnings(samples)
+    return ReferenceScorer(reference, network, share_work(None)).warnings(samples)
 
 
 def test_small_counts_are_warned_of(tmp_path, pictures_of):
@@ -135,9 +134,9 @@ def test_extraction_in_parts_is_extraction_at_once(tmp_path, pictures_of, incept
     extracted = []
     monkeypatch.setattr(kept, "part_size", lambda count, batch_size: 4)
     monkeypatch.setattr(kept, "extract", lambda *given: extracted.append(len(given[1])) or extract(*given))
-    parts = kept.extract_all(opened, tmp_path / "cache", network, "weights", share_work(None))
+    parts = kept.extract_all(opened, tmp_path / "cache", network, share_work(None))
     (parts.data / "pool-00001.npy").unlink()
-    parts = kept.extract_all(opened, tmp_path / "cache", network, "weights", share_work(None))
+    parts = kept.extract_all(opened, tmp_path / "cache", network, share_work(None))
     assert extracted == [4, 4, 1, 4] and parts.missing() == []
     whole = extract(network, torch.from_numpy(pictures.transpose(0, 3, 1, 2)))
     for name in ("pool", "spatial", "probabilities"):

@@ -181,9 +181,9 @@ def test_features_are_kept_under_the_hash_of_their_pictures(tmp_path, inception_
         np.savez(tmp_path / f"{name}.npz", pictures_of(3, 16, seed))
     shutil.copy(tmp_path / "a.npz", tmp_path / "copy.npz")
     network, processes, folders = load_inception(inception_file), share_work(None), []
-    for name, weights in (("a", "one"), ("copy", "one"), ("b", "one"), ("a", "two")):
+    for name, network.sha256 in (("a", "one"), ("copy", "one"), ("b", "one"), ("a", "two")):
         pictures = open_pictures(tmp_path / f"{name}.npz")
-        folders.append(inception.extract_all(pictures, tmp_path / "cache", network, weights, processes).work)
+        folders.append(inception.extract_all(pictures, tmp_path / "cache", network, processes).work)
     assert folders[0] == folders[1] and len(set(folders)) == 3
 
 
@@ -273,8 +273,7 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
 
     def settings_of(latents=RGB, reference="r", config=found.info["config"], **changed):
         one = checkpoint.Checkpoint(found.folder, found.info | {"latents": asdict(latents), "config": config})
-        plan = plan_scoring(read(base | changed, ScoringOptions), one, "fp32")
-        return replace(plan, reference=reference, inception="i").fingerprint
+        return plan_scoring(read(base | changed, ScoringOptions), one, "fp32").fingerprint(reference, "i")
 
     usual = settings_of()
     cfg = {"kind": "cfg", "scale": 1.5, "strong": 0.0, "weak": 0.0}

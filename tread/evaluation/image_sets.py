@@ -29,7 +29,7 @@ from tread.data.shards import write_array
 from tread.encoders.inception import Pictures
 from tread.preparing.archives import Folder, Tar
 from tread.preparing.images import FORMATS, Crop, centre_crop, read_rgb
-from tread.preparing.photos import SUFFIXES
+from tread.preparing.photos import is_picture
 from tread.runtime.distributed import Processes
 from tread.runtime.files import sha256, size_text, whole_file
 
@@ -73,9 +73,9 @@ def _open_dataset(path: Path, crop: Crop | None) -> Pictures:
     def read(start: int, stop: int) -> np.ndarray:
         return data.read(np.arange(start, stop)).pictures.numpy()
 
-    size, index = data.picture_size, read_index(path)
-    shards = [[shard.get("pictures_sha256"), shard["file_sha256"]] for shard in index["shards"]]
-    return Pictures(str(path), len(data), (size, size), hashlib.sha256(json.dumps(shards).encode()).hexdigest(), read)
+    shards = [[shard.get("pictures_sha256"), shard["file_sha256"]] for shard in read_index(path)["shards"]]
+    digest = hashlib.sha256(json.dumps(shards).encode()).hexdigest()
+    return Pictures(str(path), len(data), (data.picture_size,) * 2, digest, read)
 
 
 class Npz:
@@ -143,12 +143,12 @@ def hash_of(path: Path, processes: Processes) -> str:
 
 def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes) -> Pictures:
     store = Folder(path) if path.is_dir() else Tar(path)
-    names = [name for name in store.names if name.lower().endswith(SUFFIXES) and name.startswith(inside)]
-    names = [name for name in names if not any(part.startswith(".") for part in name.split("/") if part != ".")]
+    shown = [name for name in store.names if "/." not in f"/{name}"]  # not hidden
+    names = [name for name in shown if is_picture(name) and name.startswith(inside)]
     if not names:
         folders = sorted({name.rpartition("/")[0] for name in store.names})
         raise ValueError(f"{path} has no pictures in {inside or './'}, but folders like {', '.join(folders[:3])}")
-    prepared = f"crop {crop and crop.size}"
+    how, prepared = (crop.orientation, crop.alpha) if crop else (), f"crop {crop and crop.size}"
     if crop and crop != Crop(crop.size):  # features that were kept before there was a choice are still right
         prepared += f", orientation {crop.orientation}, alpha {crop.alpha}"
 
@@ -171,7 +171,7 @@ def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes
 
     def decode(name: str) -> np.ndarray:
         try:
-            image = read_rgb(store.read(name), crop.orientation, crop.alpha) if crop else read_rgb(store.read(name))
+            image = read_rgb(store.read(name), *how)
         except (ValueError, OSError) as error:
             raise ValueError(f"{path}: {name} can't be read: {error}") from error
         return centre_crop(image, crop.size) if crop else np.asarray(image)
@@ -203,14 +203,13 @@ def save_npz(path: Path, pictures: Iterable[np.ndarray], labels: np.ndarray) -> 
 
     labels  (n,) int64, one for each picture, written as arr_1.
     """
-    pictures = iter(pictures)
-    first = next(pictures)
-    shape = (len(labels), *first.shape[2:], first.shape[1])
-    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+    parts = (part.transpose(0, 2, 3, 1) for part in pictures)
+    first = next(parts)
+    header = {"descr": "|u1", "fortran_order": False, "shape": (len(labels), *first.shape[1:])}
     with whole_file(path) as partial, zipfile.ZipFile(partial, "w") as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as file:
             np.lib.format.write_array_header_1_0(file, header)
-            for part in itertools.chain([first], pictures):
-                file.write(np.ascontiguousarray(part.transpose(0, 2, 3, 1)).data)
+            for part in itertools.chain([first], parts):
+                file.write(np.ascontiguousarray(part).data)
         with archive.open("arr_1.npy", "w") as file:
             write_array(file, labels)

@@ -6,7 +6,6 @@ Drawing numbers them: the labels of a text network are 0 to n−1, the numbers o
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tread.checkpoints.for_sampling import SavedNetwork
 from tread.data.captions import captions_of
@@ -114,20 +112,14 @@ class ScoredPrompts:
     count   of captions.
     sha256  of the dataset, its captions and what encoded them.
     read    numbers (n,) → what the network sees.
+    words   the captions as people read them, where these are asked for.
     """
 
     folder: Path
     count: int
     sha256: str
     read: Callable[[np.ndarray], Text]
-
-    def captions(self, numbers: Tensor) -> list[str]:
-        """Captions by number, as people read them. Raises ValueError where the dataset holds none."""
-        return [self._captions[number] for number in numbers.tolist()]
-
-    @functools.cached_property
-    def _captions(self) -> list[str]:
-        return list(itertools.chain.from_iterable(captions_of(self.folder, read_index(self.folder))))
+    words: Sequence[str]
 
 
 def heldout_folder(saved: SavedNetwork) -> Path:
@@ -140,10 +132,11 @@ def heldout_folder(saved: SavedNetwork) -> Path:
     return Path(name)
 
 
-def open_prompts(saved: SavedNetwork, asked: str) -> ScoredPrompts:
+def open_prompts(saved: SavedNetwork, asked: str, with_words: bool) -> ScoredPrompts:
     """Captions to score a network on: "heldout", those of its run's held-out data, or a dataset's folder.
 
-    Raises ValueError or FileNotFoundError, also if they were not encoded by the encoder of its training.
+    Raises ValueError or FileNotFoundError, also if they were not encoded by the encoder of its training, or if their
+    words are asked for and only their encodings are known.
     """
     folder = heldout_folder(saved) if asked == HELDOUT else Path(asked).expanduser()
     wanted = TextSpec(**asdict(saved.cfg.text))
@@ -157,4 +150,5 @@ def open_prompts(saved: SavedNetwork, asked: str) -> ScoredPrompts:
     count = index["text"][text_encoder_name(wanted.encoder)]["captions"]
     parts = {"latents": latents_hash(index), "captions": index.get("captions"), "text": asdict(wanted)}
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    return ScoredPrompts(folder, count, digest, data.text_of)
+    words = itertools.chain.from_iterable(captions_of(folder, index)) if with_words else ()
+    return ScoredPrompts(folder, count, digest, data.text_of, tuple(words))
