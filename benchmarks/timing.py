@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from tread.data.columns import TextSpec
 from tread.data.latents import LatentSpec
 from tread.data.section_writer import TextWriter
-from tread.encoders.words import BEGIN, UNKNOWN
+from tread.encoders.language import BEGIN, UNKNOWN
 from tread.models.conditions import Text
 from tread.runtime import schema
 from tread.runtime.cli import answer_help, explained

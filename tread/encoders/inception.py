@@ -29,11 +29,10 @@ from tread.runtime.tensor_files import read_state_dict
 URL = "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 VARIABLE = "TREAD_INCEPTION"
-
 SIZE = 299
 CPU_BATCH, GPU_BATCH = 8, 128  # pictures that `extract` takes at once
 PART = 256  # pictures of a part, where there are enough of them
-PARTS = 64  # that there are at least, where a batch allows it, for the processes to share
+PARTS = 64  # there are at least so many, where a batch allows it, for the processes to share
 Branches = dict[str, list[tuple]]
 
 
@@ -81,9 +80,9 @@ def halved(x: Tensor) -> Tensor:
 class Mixed(nn.Module):
     """An Inception block: chains of convolutions side by side, and a pool, concatenated by channel.
 
-    branches  name → its convolutions, each as (channels, size). In a longer chain they are named <name>_1, <name>_2,
+    branches  name → its convolutions, each as (channels, size). Those of a longer chain are named <name>_1, <name>_2,
               …; two sizes fork the chain into <name>_2a and <name>_2b. "branch_pool" sees the pooled input.
-    pool      the block's pool. `halved` is a branch of its own, and each chain then ends at stride 2 too.
+    pool      the block's pool; `halved` is a branch of its own, and each chain then ends at stride 2 too.
     """
 
     def __init__(self, conv: Callable[..., Conv], inputs: int, branches: Branches, pool: Callable[[Tensor], Tensor]):
@@ -179,8 +178,8 @@ class Inception(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """x (n, 3, 299, 299) in about −1..1 → pool (n, 2048), spatial (n, 2023) and, with fc, probabilities (n, 1008).
 
-        spatial is TensorFlow's mixed_6/conv, its first 7 channels, flattened as (H, W, C). The
-        probabilities are those of the logits without their bias, which is what ADM's evaluator takes.
+        spatial is TensorFlow's mixed_6/conv, its first 7 channels, flattened as (H, W, C). The probabilities are
+        those of the logits without their bias, as ADM's evaluator takes them.
         """
         x = self._until_6d(x)  # branch1x1's channels first
         spatial = x[:, : self.sizes["spatial"] // (17 * 17)].permute(0, 2, 3, 1).flatten(1)
@@ -271,10 +270,7 @@ def find_weights(path: str | None = None) -> Path:
 
 
 def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
-    """The frozen network of a file in pytorch-fid's parameter names (.pth or .safetensors), with fc or without.
-
-    Raises ValueError for other weights.
-    """
+    """The frozen network of a file in pytorch-fid's names, with fc or without. Raises ValueError for other weights."""
     state = read_state_dict(path, "any")
     channels = len(state.get("Conv2d_1a_3x3.conv.weight", ()))  # 32 of FID's network
     network = Inception("fc.weight" in state, 32 // channels if channels in (2, 4, 8, 16) else 1)
@@ -300,7 +296,7 @@ class Pictures:
     where       their file or folder, for messages.
     resolution  (H, W)
     sha256      of the file, or of a folder's names and contents.
-    read        (start, stop) → (n, 3, H, W) uint8; fastest when it goes forward. Raises ValueError.
+    read        (start, stop) → (n, 3, H, W) uint8; fastest going forward. Raises ValueError.
     """
 
     where: str
@@ -311,10 +307,8 @@ class Pictures:
 
 
 def extract_all(pictures: Pictures, folder: Path, network: Inception, processes: Processes) -> ShardStore:
-    """Features of a set of pictures, kept below a folder by the hashes of the pictures and of the network's weights.
-
-    All processes extract their share of what is missing.
-    """
+    """Features of a set of pictures, kept below a folder by the hashes of the pictures and of the network's weights;
+    each process extracts its share of what is missing."""
     plan = {"pictures": pictures.sha256, "inception": network.sha256}
     rows = pieces_of(range(pictures.count), part_size(pictures.count, batch_size=32))
     parts = ShardStore(folder / f"{pictures.sha256[:16]}-{network.sha256[:16]}", plan, rows)
