@@ -1,7 +1,5 @@
 """Prompts of a text network: read, checked, and encoded by its training's own encoder; and the captions of held-out
-pictures, which it is scored on.
-
-Drawing numbers them: the labels of a text network are 0 to n−1, the numbers of its prompts.
+pictures, which it is scored on. Its labels, 0 to n−1, are the numbers of its prompts.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompt
 def encode_prompts(
     saved: SavedNetwork, prompts: Sequence[str], device: torch.device, place: str | None = None
 ) -> tuple[Text, list[str]]:
-    """Prompts as the network sees them, and notes: words that it never met, and what is cut off.
+    """Prompts as the network sees them, and notes on words that it never met and on what is cut off.
 
     place  where the encoder lies now, a hub id or folder; None: where it lay at training.
 
@@ -91,7 +89,7 @@ def brief(prompt: str) -> str:
 
 
 def prompt_warnings(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
-    """What does not reach the network, a line a prompt for the first ones."""
+    """Notes on what does not reach the network, for the first prompts of which that holds."""
     tokens, notes = encoder.spec.tokens, []
     for prompt, length in zip(prompts, encoder.lengths(prompts)):
         shown = repr(brief(prompt))
@@ -101,7 +99,7 @@ def prompt_warnings(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
         if length > tokens:
             notes.append(f"{shown} has {length:,} tokens, of which the network sees the first {tokens}")
     more = len(notes) - NOTED
-    return notes[:NOTED] + ([f"likewise of {more:,} more"] if more > 0 else [])
+    return notes[:NOTED] + [f"likewise of {more:,} more"] * (more > 0)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What samples are scored against: ADM's reference batches, statistics, or pictures of one's own.
+"""References that samples are scored against: ADM's reference batches, statistics, or pictures of one's own.
 
     .npz with mu, sigma      mean and covariance of pool features, for FID (EDM's and TTUR's files)
     .npz with mu_s, sigma_s  of spatial features too, for sFID
@@ -32,7 +32,7 @@ from tread.runtime.distributed import Processes
 from tread.runtime.files import explain_failure, whole_file
 
 T = TypeVar("T")
-STATED = ("resolution", "count")  # what save_statistics writes beside the statistics
+STATED = ("resolution", "count")  # save_statistics writes them beside the statistics
 Statistics = tuple[np.ndarray, np.ndarray]  # mean (D,), covariance (D, D)
 KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 
@@ -112,7 +112,7 @@ def reference_statistics(features: ShardStore, kind: str, processes: Processes) 
 
 
 class Unavailable(ValueError):
-    """What keeps a metric from being computed, for people."""
+    """The reason, for people, why a metric can't be computed."""
 
 
 @dataclass(frozen=True)

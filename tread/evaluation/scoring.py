@@ -489,7 +489,7 @@ class CheckpointScoring:
 
 
 def common_record(scorer: Scorer, samples: ShardStore, count: int, processes: Processes) -> dict:
-    """What every fid.json has: each value with its count, and what it was made with."""
+    """The part that every fid.json has: each value with its count, and how it was made."""
     (values, unavailable, counts), reference = scorer.score(samples), scorer.reference
     return {
         **values,
