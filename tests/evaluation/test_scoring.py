@@ -150,7 +150,7 @@ def test_many_checkpoints_are_scored_and_the_done_ones_skipped(tmp_path, run, co
     assert text.count("scored already") == 1 and text.count("written") == 1
     lines = list(csv.DictReader((tmp_path / "results" / "a" / "fid.csv").open()))
     assert [line["step"] for line in lines] == ["3", "12"] and lines[0]["fid"] != lines[1]["fid"]
-    assert "no checkpoint matches" in refusal(tmp_path, "checkpoint='results/b/step_*'", *options)
+    assert "no checkpoint at results/b/step_*" in refusal(tmp_path, "checkpoint='results/b/step_*'", *options)
 
 
 def test_pictures_made_elsewhere_and_statistics(tmp_path, pictures_of):

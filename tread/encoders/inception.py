@@ -228,10 +228,10 @@ def check_pictures(pictures: Tensor) -> None:
 def extract(network: Inception, pictures: Tensor) -> dict[str, np.ndarray]:
     """Features of pictures (n, 3, H, W) uint8 by name, computed on the network's device, always in fp32."""
     check_pictures(pictures)
-    device, batches = next(network.parameters()).device, []
-    for part in pictures.split(CPU_BATCH if device.type == "cpu" else GPU_BATCH):
-        with exact():
-            batches.append(network(as_input(part.to(device))))
+    device = next(network.parameters()).device
+    parts = pictures.split(CPU_BATCH if device.type == "cpu" else GPU_BATCH)
+    with exact():
+        batches = [network(as_input(part.to(device))) for part in parts]
     return {name: torch.cat([batch[name] for batch in batches]).cpu().numpy() for name in batches[0]}
 
 

@@ -12,7 +12,6 @@ and KID, as in ADM's evaluator.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,8 +181,9 @@ class FeatureSets:
 def save_statistics(path: Path, pictures: Pictures, features: ShardStore, processes: Processes) -> None:
     """Write mu, sigma, mu_s, sigma_s, and the pictures' count and resolution, as open_reference reads them."""
     if processes.main:
-        moments = [array for kind in KEYS for array in reference_statistics(features, kind, processes)]
-        arrays = dict(zip(itertools.chain(*KEYS.values()), moments))
+        arrays = {}
+        for kind, keys in KEYS.items():
+            arrays |= zip(keys, reference_statistics(features, kind, processes))
         with explain_failure(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(path) as partial, partial.open("wb") as file:

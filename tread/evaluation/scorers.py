@@ -36,9 +36,9 @@ Scores = tuple[dict[str, float], dict[str, str], dict[str, int]]
 class Scorer(Protocol):
     """All that scoring asks of a scorer.
 
-    metrics    the names, as in METRICS of metric_table.py, of what it may give, the first the one to look at.
-    reference  what samples are compared with, if it was named by its path.
-    seconds    that its features took to extract.
+    metrics    names of the metrics that it may give, as in METRICS of metric_table.py, the one to look at first.
+    reference  the reference that samples are compared with, if it was named by its path.
+    seconds    how long its features took to extract.
     """
 
     metrics: Collection[str]
@@ -74,9 +74,9 @@ class Unscored(Scorer):
 class ReferenceScorer:
     """The reference, and the Inception by whose features pictures are compared with it.
 
-    processes  whose main one says what takes long.
+    processes  the main one tells of work that takes long.
     features   of the reference's pictures, see `extract_reference`; None where it has none.
-    seconds    that these took to extract.
+    seconds    how long these took to extract.
     """
 
     reference: Reference

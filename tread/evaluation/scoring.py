@@ -115,10 +115,7 @@ def read_options(config: dict) -> ScoringOptions:
 
 
 def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
-    """Check everything first, then score one thing after the other.
-
-    Returns the checkpoints' scores, in the main process.
-    """
+    """Check everything first, then score one thing after the other; the main process gets the checkpoints' scores."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
     compiled, reason = settle_compile(options.compile, processes.device)
@@ -129,6 +126,7 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     crop = settle_crop(options, plans)
     if crop:
         processes.say(f"crop={crop.size} reads photos with orientation={crop.orientation} alpha={crop.alpha}")
+    # everything that is scored, and everything that scores it
     samples = options.samples and open_pictures(Path(options.samples), crop, processes)
     against = options.reference and open_scorer(Path(options.reference), options.inception, crop, processes)
     with processes.main_first():  # one process fetches the weights
@@ -136,6 +134,7 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     scorings = [CheckpointScoring(plan, choose_scorer(plan.embedded, against), clip, processes) for plan in plans]
     records = processes.from_main(lambda: [scoring.find_score() for scoring in scorings])
     left = [scoring for scoring, record in zip(scorings, records) if record is None]
+    # checks before long work
     decoder_of = cache(partial(autoencoder.load_decoder, device=processes.device, autoencoder=options.autoencoder))
     for scoring in left:
         scoring.check(decoder_of(scoring.plan.saved.latents))
@@ -144,6 +143,7 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
         check_place(files_beside(options).folder, 0)
     if options.save_reference:
         check_target(Path(options.save_reference), against.reference)
+    # the work
     if against and (left or samples or options.save_reference):
         against.extract_reference(Path(options.cache))
     if options.save_reference:
@@ -164,10 +164,8 @@ def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
     """
     pattern, weak = options.checkpoint, options.guidance.checkpoint
     paths = [pattern] if pattern else []
-    if pattern and not Path(pattern).exists() and any(sign in pattern for sign in "*?["):
-        paths = glob.glob(pattern)
-        if not paths:
-            raise FileNotFoundError(f"no checkpoint matches {pattern}")
+    if pattern and not Path(pattern).exists():
+        paths = glob.glob(pattern) or paths
     steps = {source.folder: source.step for source in (checkpoint.find(Path(path)) for path in paths)}
     if weak is not None:
         weak = str(checkpoint.find(Path(weak)).folder)
@@ -381,8 +379,8 @@ class CheckpointScoring:
         return before and before[1]
 
     def check(self, decoder: autoencoder.Decoder) -> None:
-        """Raise ValueError unless its pictures compare with the reference's, OSError unless the disk can take what is
-        left to draw, its features, and the files of the score."""
+        """Raise ValueError unless its pictures compare with the reference's, OSError unless the disk can take the
+        samples that are left to draw, their features, and the files of the score."""
         plan, shape = self.plan, self.plan.saved.latents.shape
         picture = decoder(torch.zeros(1, *shape, device=self.processes.device)).cpu()
         if self.scorer.reference is not None:
