@@ -12,8 +12,7 @@ from conftest import open_pictures, open_reference
 from PIL import Image
 from test_reference_scorer import NARROW, parts_of
 
-from tread.encoders.inception import Pictures
-from tread.evaluation.image_sets import save_npz
+from tread.evaluation.image_sets import Pictures, save_npz
 from tread.evaluation.reference import check_size, save_statistics
 from tread.preparing.images import centre_crop
 from tread.runtime.distributed import share_work

@@ -11,7 +11,6 @@ import torch
 from conftest import open_pictures, open_reference
 
 from tread.data.store import ShardStore, pieces_of
-from tread.encoders import inception as kept
 from tread.encoders.inception import Inception, extract, load_inception
 from tread.evaluation import image_sets, metrics
 from tread.evaluation.metric_table import METRICS, feature_metrics
@@ -122,11 +121,11 @@ def test_extraction_in_parts_is_extraction_at_once(tmp_path, pictures_of, incept
     np.savez(tmp_path / "a.npz", pictures)
     network, opened = load_inception(inception_file), open_pictures(tmp_path / "a.npz")
     extracted = []
-    monkeypatch.setattr(kept, "part_size", lambda count, batch_size: 4)
-    monkeypatch.setattr(kept, "extract", lambda *given: extracted.append(len(given[1])) or extract(*given))
-    parts = kept.extract_all(opened, tmp_path / "cache", network, share_work(None))
+    monkeypatch.setattr(image_sets, "part_size", lambda count, batch_size: 4)
+    monkeypatch.setattr(image_sets, "extract", lambda *given: extracted.append(len(given[1])) or extract(*given))
+    parts = image_sets.extract_all(opened, tmp_path / "cache", network, share_work(None))
     (parts.data / "pool-00001.npy").unlink()
-    parts = kept.extract_all(opened, tmp_path / "cache", network, share_work(None))
+    parts = image_sets.extract_all(opened, tmp_path / "cache", network, share_work(None))
     assert extracted == [4, 4, 1, 4] and parts.missing() == []
     whole = extract(network, torch.from_numpy(pictures.transpose(0, 3, 1, 2)))
     for name in ("pool", "spatial", "probabilities"):

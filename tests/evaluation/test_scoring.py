@@ -26,7 +26,7 @@ from tread.diffusion.sampling import Model, Sampler, draw_pictures
 from tread.encoders import inception
 from tread.encoders.autoencoder import load_decoder
 from tread.encoders.inception import extract, load_inception
-from tread.evaluation import score_files, scorers, scoring
+from tread.evaluation import image_sets, score_files, scorers, scoring
 from tread.evaluation.metrics import Moments, frechet_distance, inception_score
 from tread.evaluation.scoring import ScoringOptions, plan_scoring, read_options, settle_crop
 from tread.preparing import digits
@@ -179,7 +179,7 @@ def test_features_are_kept_under_the_hash_of_their_pictures(tmp_path, inception_
     network, processes, folders = load_inception(inception_file), share_work(None), []
     for name, network.sha256 in (("a", "one"), ("copy", "one"), ("b", "one"), ("a", "two")):
         pictures = open_pictures(tmp_path / f"{name}.npz")
-        folders.append(inception.extract_all(pictures, tmp_path / "cache", network, processes).work)
+        folders.append(image_sets.extract_all(pictures, tmp_path / "cache", network, processes).work)
     assert folders[0] == folders[1] and len(set(folders)) == 3
 
 
@@ -319,7 +319,7 @@ def test_a_reference_is_read_as_the_training_photos_were(tmp_path, run, composed
 
 def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, pictures_of, monkeypatch):
     monkeypatch.setattr(scoring, "draw_pictures", None)
-    monkeypatch.setattr(inception, "extract", None)
+    monkeypatch.setattr(image_sets, "extract", None)
     np.savez(tmp_path / "large.npz", pictures_of(4, 32, 0))
     np.savez(tmp_path / "stats.npz", mu=np.zeros(128), sigma=np.eye(128))
     np.savez(tmp_path / "fid_stats.npz", mu=np.zeros(2048), sigma=np.eye(2048))

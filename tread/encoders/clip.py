@@ -52,6 +52,5 @@ class ClipScore:
             given = {name: words[name].to(self._device) for name in ("input_ids", "attention_mask")}
             with exact():
                 made = self._model(**given, pixel_values=x["pixel_values"].float().to(self._device))
-            cosine = F.cosine_similarity(made.image_embeds.float(), made.text_embeds.float())
-            scores.append(100 * cosine.clamp(min=0).cpu())
+            scores.append(100 * F.cosine_similarity(made.image_embeds, made.text_embeds).clamp(min=0).cpu())
         return torch.cat(scores).numpy()

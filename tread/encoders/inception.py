@@ -1,4 +1,4 @@
-"""The Inception-v3 of 2015-12-05 whose features define FID, in plain torch, and features of pictures kept in parts.
+"""The Inception-v3 of 2015-12-05 whose features define FID, in plain torch.
 
 It is the graph that the TTUR code and ADM's evaluator run in TensorFlow, and differs from later Inception-v3s:
 average pools leave the padding out, the last block's pool takes the maximum, batch norm has no scale,
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from urllib.request import Request, urlopen
@@ -19,9 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tread.data.store import ShardStore, pieces_of
 from tread.runtime.device import exact
-from tread.runtime.distributed import Processes
 from tread.runtime.files import sha256
 from tread.runtime.hub import check_answer
 from tread.runtime.tensor_files import read_state_dict
@@ -31,8 +28,6 @@ SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 VARIABLE = "TREAD_INCEPTION"
 SIZE = 299
 CPU_BATCH, GPU_BATCH = 8, 128  # pictures that `extract` takes at once
-PART = 256  # pictures of a part, where there are enough of them
-PARTS = 64  # there are at least so many, where a batch allows it, for the processes to share
 Branches = dict[str, list[tuple]]
 
 
@@ -282,45 +277,3 @@ def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
         ) from error
     network.sha256 = sha256(path)
     return network.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
-
-
-def part_size(count: int, batch_size: int) -> int:
-    """The number of pictures in a part: whole batches. It depends on the count, not on the processes."""
-    return batch_size * max(1, min(-(-PART // batch_size), count // (batch_size * PARTS)))
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """Pictures in a fixed order.
-
-    where       their file or folder, for messages.
-    resolution  (H, W)
-    sha256      of the file, or of a folder's names and contents.
-    read        (start, stop) → (n, 3, H, W) uint8; fastest going forward. Raises ValueError.
-    """
-
-    where: str
-    count: int
-    resolution: tuple[int, int]
-    sha256: str
-    read: Callable[[int, int], np.ndarray]
-
-
-def extract_all(pictures: Pictures, folder: Path, network: Inception, processes: Processes) -> ShardStore:
-    """Features of a set of pictures, kept below a folder by the hashes of the pictures and of the network's weights;
-    each process extracts its share of what is missing."""
-    plan = {"pictures": pictures.sha256, "inception": network.sha256}
-    rows = pieces_of(range(pictures.count), part_size(pictures.count, batch_size=32))
-    parts = ShardStore(folder / f"{pictures.sha256[:16]}-{network.sha256[:16]}", plan, rows)
-
-    def work(numbers: list[int], done: Callable[[int], object]) -> None:
-        for number in numbers:
-            rows = parts.ranges[number]
-            parts.keep(number, extract(network, torch.from_numpy(pictures.read(rows.start, rows.stop))))
-            done(len(rows))
-
-    with processes.lock(parts.work.with_suffix(".lock")):
-        processes.from_main(lambda: parts.begin(again=True))
-        parts.share(processes, f"features of {Path(pictures.where).name}", work, verify=True)
-        processes.from_main(lambda: parts.check_complete(processes))
-    return parts

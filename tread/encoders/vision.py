@@ -119,8 +119,7 @@ def open_encoder(
         return Encoder(recorded, run, device, grid, fingerprint(network))
     if ":" in name:
         run = _load_function(name)
-        if isinstance(run, nn.Module):
-            run = run.to(device).eval().requires_grad_(False)
+        run = run.to(device).eval().requires_grad_(False) if isinstance(run, nn.Module) else run
         return Encoder(recorded, run, device, grid, _own_fingerprint(name, run))
     known = (
         f"Encoders are inception, {', '.join(DINOV2)}, a hub id (to be downloaded once while online) or a folder of "

@@ -1,4 +1,4 @@
-"""Sets of pictures to be scored: ADM's .npz batches, folders and tars, read a part at a time.
+"""Sets of pictures to be scored: ADM's .npz batches, folders and tars, read a part at a time; and their features.
 
 batch.npz        arr_0 (n, H, W, 3) uint8, as ADM's evaluator reads and writes it
 folder or tar    JPEG, PNG, WebP or TIFF files of one size, sorted by name, subfolders included; photos.tar/val
@@ -18,15 +18,18 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.shards import write_array
-from tread.encoders.inception import Pictures
+from tread.data.store import ShardStore, pieces_of
+from tread.encoders.inception import Inception, extract
 from tread.preparing.archives import Folder, Tar
 from tread.preparing.images import FORMATS, Crop, centre_crop, read_rgb
 from tread.preparing.photos import is_picture
@@ -34,8 +37,27 @@ from tread.runtime.distributed import Processes
 from tread.runtime.files import sha256, size_text, whole_file
 
 THREADS = 8  # that decode a folder's pictures
+PART = 256  # pictures of a part, where there are enough of them
+PARTS = 64  # there are at least so many, where a batch allows it, for the processes to share
 # what the zip and NumPy readers raise for files that are damaged, encrypted or something else
 UNREADABLE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, KeyError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures in a fixed order.
+
+    where       their file or folder, for messages.
+    resolution  (H, W)
+    sha256      of the file, or of a folder's names and contents.
+    read        (start, stop) → (n, 3, H, W) uint8; fastest going forward. Raises ValueError.
+    """
+
+    where: str
+    count: int
+    resolution: tuple[int, int]
+    sha256: str
+    read: Callable[[int, int], np.ndarray]
 
 
 def open_pictures(path: Path, crop: Crop | None, processes: Processes) -> Pictures:
@@ -196,6 +218,31 @@ def _plain_size(content: bytes, where: str) -> tuple[int, int]:
             "be prepared as ADM does"
         )
     return image.height, image.width
+
+
+def part_size(count: int, batch_size: int) -> int:
+    """The number of pictures in a part: whole batches. It depends on the count, not on the processes."""
+    return batch_size * max(1, min(-(-PART // batch_size), count // (batch_size * PARTS)))
+
+
+def extract_all(pictures: Pictures, folder: Path, network: Inception, processes: Processes) -> ShardStore:
+    """Features of a set of pictures, kept below a folder by the hashes of the pictures and of the network's weights;
+    each process extracts its share of what is missing."""
+    plan = {"pictures": pictures.sha256, "inception": network.sha256}
+    pieces = pieces_of(range(pictures.count), part_size(pictures.count, batch_size=32))
+    parts = ShardStore(folder / f"{pictures.sha256[:16]}-{network.sha256[:16]}", plan, pieces)
+
+    def work(numbers: list[int], done: Callable[[int], object]) -> None:
+        for number in numbers:
+            rows = parts.ranges[number]
+            parts.keep(number, extract(network, torch.from_numpy(pictures.read(rows.start, rows.stop))))
+            done(len(rows))
+
+    with processes.lock(parts.work.with_suffix(".lock")):
+        processes.from_main(lambda: parts.begin(again=True))
+        parts.share(processes, f"features of {Path(pictures.where).name}", work, verify=True)
+        processes.from_main(lambda: parts.check_complete(processes))
+    return parts
 
 
 def save_npz(path: Path, pictures: Iterable[np.ndarray], labels: np.ndarray) -> None:

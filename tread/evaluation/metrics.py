@@ -75,7 +75,7 @@ class Moments:
 
 
 def _factor(covariance: np.ndarray) -> Tensor:
-    """A (D, rank) with A·Aᵀ = a positive semi-definite matrix: eigenvalues that are rounding are left out."""
+    """A (D, rank) with A·Aᵀ equal to a positive semi-definite matrix; eigenvalues that are rounding are left out."""
     values, vectors = torch.linalg.eigh(torch.from_numpy(np.asarray(covariance, np.float64)))
     kept = values > values[-1].clamp(min=0) * len(values) * torch.finfo(values.dtype).eps
     return vectors[:, kept] * values[kept].sqrt()

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from tread.data.store import ShardStore
-from tread.encoders.inception import Inception, Pictures
-from tread.evaluation.image_sets import Npz, hash_of, open_pictures
+from tread.encoders.inception import Inception
+from tread.evaluation.image_sets import Npz, Pictures, hash_of, open_pictures
 from tread.evaluation.metrics import Moments, Seen
 from tread.preparing.images import Crop
 from tread.runtime.device import exact

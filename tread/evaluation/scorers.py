@@ -19,7 +19,8 @@ from tread.data.store import ShardStore
 from tread.diffusion.labels import seeded_labels
 from tread.diffusion.sampling import Model, Sampler, draw_pictures
 from tread.encoders.autoencoder import Decoder
-from tread.encoders.inception import Inception, extract, extract_all, find_weights, load_inception
+from tread.encoders.inception import Inception, extract, find_weights, load_inception
+from tread.evaluation.image_sets import extract_all
 from tread.evaluation.metric_table import METRICS, feature_metrics
 from tread.evaluation.metrics import Moments, frechet_distance
 from tread.evaluation.reference import FeatureSets, Reference, Unavailable, check_size, open_reference
@@ -182,7 +183,7 @@ EMBEDDED: dict[str | None, Scorer] = {"digits": DigitsJudge()}  # of embedded da
 
 
 def choose_scorer(embedded: str | None, against: ReferenceScorer | None) -> Scorer:
-    """The one of a checkpoint of that embedded dataset, if of any; a reference that was named goes before."""
+    """A checkpoint's scorer: by the reference if one was named, else its embedded dataset's own, if it has one."""
     return against or EMBEDDED.get(embedded, Unscored())
 
 

@@ -34,8 +34,7 @@ from tread.diffusion.solvers import Solver
 from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder
 from tread.encoders.clip import ClipScore
-from tread.encoders.inception import Pictures, extract_all, part_size
-from tread.evaluation.image_sets import open_pictures, save_npz
+from tread.evaluation.image_sets import Pictures, extract_all, open_pictures, part_size, save_npz
 from tread.evaluation.prompts import HELDOUT, ScoredPrompts, heldout_folder, open_prompts
 from tread.evaluation.reference import Reference, check_size, save_statistics
 from tread.evaluation.sample_files import describe_drawing
@@ -54,6 +53,7 @@ from tread.runtime.versions import versions
 CLIP = "clip_score"  # its name in METRICS, and of its parts
 COUNT, TEXT_COUNT, EMBEDDED_COUNT = 50_000, 10_000, 1000  # samples, unless a number is asked for
 GRID = 64  # pictures of fid.png
+OPTIONAL = {"weak_network", "weak_process", "routes", "compiled", "prompts", "clip"}  # keys that only some scores have
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class ScoringPlan:
         for route in routes:
             if route["rejoin"] is None:
                 del route["rejoin"]  # as in scores from before it existed, so that they are recognised
-        return {
+        decisive = {
             "step": saved.found.step,
             "checkpoint": saved.sha256,
             "weights": saved.weights,
@@ -228,19 +228,21 @@ class ScoringPlan:
             "steps": sampler.steps,
             "nfe": sampler.nfe(saved.process),
             "guidance": sampler.guidance.describe(),
-            **({"weak_network": weak.sha256, "weak_process": _constants(weak.process)} if weak else {}),
-            **({"routes": routes} if routes else {}),
+            "weak_network": weak and weak.sha256,
+            "weak_process": weak and _constants(weak.process),
+            "routes": routes,
             "dtype": sampler.precision,
             "batch_size": sampler.batch_size,
-            **({"compiled": True} if self.compiled else {}),
+            "compiled": self.compiled,
             "decoder": self.decoder,
             "latents": {key: getattr(latents, key) for key in ("scale", "shift", "channel_shift", "channel_scale")},
             saved.cfg.objective: _constants(saved.process),
             "reference": reference,
             "inception": inception,
-            **({"prompts": self.prompts.sha256} if self.prompts else {}),
-            **({"clip": clip} if clip else {}),
+            "prompts": self.prompts and self.prompts.sha256,
+            "clip": clip,
         }
+        return {key: value for key, value in decisive.items() if value or key not in OPTIONAL}
 
 
 def _constants(process: Process) -> dict:
