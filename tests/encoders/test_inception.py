@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import random_inception
 from safetensors.torch import load_file, save_file
 
 from tread.encoders import inception
@@ -48,10 +49,8 @@ def test_the_weights_load_strictly_and_nothing_else_does(asset, inception_file, 
             load_inception(tmp_path / "other.safetensors")
 
 
-def test_features_have_adms_shapes_and_order():
-    network = Inception(with_classes=True).eval()
-    for weight in (parameter for parameter in network.parameters() if parameter.ndim == 4):
-        torch.nn.init.kaiming_normal_(weight)
+def test_features_have_adms_shapes_and_order(tmp_path):
+    network = load_inception(random_inception(tmp_path / "whole.safetensors"))
     pictures = torch.randint(0, 256, (2, 3, 40, 40), dtype=torch.uint8)
     result = extract(network, pictures)
     shapes = {name: part.shape for name, part in result.items()}
