@@ -31,7 +31,7 @@ from timing import DEVICE, begin, circumstances, composed, options_of, random_da
 
 from tread.data.columns import TextSpec
 from tread.data.section_writer import TextWriter
-from tread.encoders.words import BEGIN, UNKNOWN
+from tread.encoders.language import BEGIN, UNKNOWN
 from tread.models.architectures import CHOSEN
 from tread.models.conditions import Text
 from tread.runtime.device import peak_flops

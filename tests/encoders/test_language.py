@@ -15,8 +15,7 @@ from transformers import BertModel, CLIPTextModel, T5EncoderModel
 
 from tread.data.columns import TextSpec
 from tread.encoders import language
-from tread.encoders.language import encoder_for, settle_tokens, text_encoder
-from tread.encoders.words import MOST, make_vocabulary, split_words
+from tread.encoders.language import MOST, encoder_for, make_vocabulary, settle_tokens, split_words, text_encoder
 
 CAPTIONS = ["a red apple, cut open", "woman", "", "a man with a red hat"]
 IDS = {"clip": [2, 4, 5, 6, 1, 7, 8, 3], "bert": [2, 4, 5, 6, 1, 7, 8, 3], "t5": [4, 5, 6, 1, 7, 8, 3]}

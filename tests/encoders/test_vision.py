@@ -58,18 +58,13 @@ def by_hand(state: dict[str, torch.Tensor], pictures: torch.Tensor, side: int) -
     return norm(tokens, "layernorm")[:, 1:]  # without the class token
 
 
-@pytest.mark.parametrize(("size", "side"), [(64, 4), (32, 2), (96, 6), (8, 1)])
+@pytest.mark.parametrize(("size", "side"), [(64, 4), (32, 2), (96, 6), (8, 1), (256, 16)])
 def test_dinov2_is_its_equations_at_all_sizes(dinov2, size, side):
     """64 px are the positions' own grid; at others they are resampled. 8 px are a single patch."""
     encoder, pictures = open_encoder(str(dinov2), CPU), draw(2, size)
     expected = by_hand(load_file(dinov2 / "model.safetensors"), pictures, side)
     torch.testing.assert_close(encoder.encode(pictures), expected, rtol=1e-4, atol=1e-4)
     assert (*encoder.cost(size)[:2], encoder.name) == (side**2, 32, str(dinov2))
-
-
-def test_pictures_of_256_and_512_make_16_and_32_tokens_a_side(dinov2):
-    encoder = open_encoder(str(dinov2), CPU)
-    assert [encoder.cost(size).tokens for size in (256, 512)] == [256, 1024]
 
 
 def test_flops_are_those_of_the_products(dinov2):
@@ -240,10 +235,7 @@ def test_a_function_of_the_users_own(tmp_path, monkeypatch):
     assert network.encode(pictures).shape == (2, 4, 5) and not network.encode(pictures).requires_grad
     assert network.fingerprint != encoder.fingerprint and network.cost(8).flops == 2 * 4 * 5 * 3 * 4**2
     for name, shown in (
-        (
-            "my_encoders:flat",
-            r"my_encoders:flat makes \(2, 192\) of pictures \(2, 3, 8, 8\), but must make \(B, T, z\)",
-        ),
+        ("my_encoders:flat", r"my_encoders:flat makes \(2, 192\) of pictures \(2, 3, 8, 8\), but must"),
         ("my_encoders:three", r"makes \(2, 3, 7\).*square number"),
         ("my_encoders:nothing", "could not be imported as module:function: .*nothing"),
         ("no_such_module:mean", "could not be imported as module:function: No module named"),

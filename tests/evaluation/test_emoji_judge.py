@@ -20,7 +20,7 @@ from tread.data.dataset import LatentDataset
 from tread.data.section_writer import TextWriter
 from tread.data.writer import write_dataset
 from tread.encoders.inception import load_inception
-from tread.encoders.words import WordEncoder, make_vocabulary
+from tread.encoders.language import WordEncoder, make_vocabulary
 from tread.evaluation.emoji_judge import Asked, EmojiSet, ask, judge_emoji, real_emoji
 from tread.evaluation.metric_table import names_of, with_real
 from tread.preparing.emoji import MEANING

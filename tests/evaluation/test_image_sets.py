@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from conftest import open_pictures, open_reference
 from PIL import Image
+from test_reference_scorer import NARROW, parts_of
 
-from tread.data.store import ShardStore, pieces_of
-from tread.evaluation.image_sets import save_npz
+from tread.evaluation.image_sets import Pictures, save_npz
 from tread.evaluation.reference import check_size, save_statistics
 from tread.preparing.images import centre_crop
 from tread.runtime.distributed import share_work
@@ -151,19 +151,19 @@ def statistics(dimension, seed=0):
 
 
 def test_references_say_what_they_have(tmp_path, pictures_of):
-    mu, sigma = statistics(2048)
-    mu_s, sigma_s = statistics(2023)
+    mu, sigma = statistics(128)
+    mu_s, sigma_s = statistics(289)
     np.savez(tmp_path / "edm.npz", mu=mu, sigma=sigma)
     np.savez(tmp_path / "adm.npz", pictures_of(4, 16, 0), mu=mu, sigma=sigma, mu_s=mu_s, sigma_s=sigma_s)
     np.savez(tmp_path / "batch.npz", pictures_of(4, 16, 0))
-    edm, adm, batch = (open_reference(tmp_path / f"{name}.npz") for name in ("edm", "adm", "batch"))
-    assert np.array_equal(edm.pool[0], mu) and np.array_equal(edm.pool[1], sigma)
-    assert (edm.spatial, edm.pictures, edm.resolution, edm.count) == (None, None, None, None)
-    assert np.array_equal(adm.spatial[1], sigma_s) and adm.count == 4 and adm.resolution == (16, 16)
-    assert batch.pool is None and batch.count == 4 and batch.statistics_from == "pictures"
+    edm, adm, batch = (open_reference(tmp_path / f"{name}.npz", NARROW) for name in ("edm", "adm", "batch"))
+    assert np.array_equal(edm.stated["pool"][0], mu) and np.array_equal(edm.stated["pool"][1], sigma)
+    assert (len(edm.stated), edm.pictures, edm.resolution, edm.count) == (1, None, None, None)
+    assert np.array_equal(adm.stated["spatial"][1], sigma_s) and adm.count == 4 and adm.resolution == (16, 16)
+    assert not batch.stated and batch.count == 4 and batch.statistics_from == "pictures"
     np.savez(tmp_path / "fortran.npz", mu=mu, sigma=np.asfortranarray(sigma + mu), resolution=np.array([16]))
-    found = open_reference(tmp_path / "fortran.npz")
-    assert np.array_equal(found.pool[1], sigma + mu) and found.resolution is None
+    found = open_reference(tmp_path / "fortran.npz", NARROW)
+    assert np.array_equal(found.stated["pool"][1], sigma + mu) and found.resolution is None
     assert adm.sha256 != batch.sha256 and adm.statistics_from == "file"
 
 
@@ -171,11 +171,11 @@ def test_wrong_references_are_refused(tmp_path):
     def refused(message, **arrays):
         np.savez(tmp_path / "a.npz", **arrays)
         with pytest.raises(ValueError, match=message):
-            open_reference(tmp_path / "a.npz")
+            open_reference(tmp_path / "a.npz", NARROW)
 
     mu, sigma = statistics(64)
-    refused(r"mu \(64,\).*another network.*2048", mu=mu, sigma=sigma)
-    mu, sigma = statistics(2048)
+    refused(r"mu \(64,\).*another network.*128", mu=mu, sigma=sigma)
+    mu, sigma = statistics(128)
     refused("not finite", mu=mu * np.nan, sigma=sigma)
     refused("not real", mu=mu, sigma=sigma.astype(np.complex128))
     refused("mu, sigma or arr_0", labels=mu)
@@ -188,15 +188,13 @@ def test_wrong_references_are_refused(tmp_path):
 
 def test_statistics_that_are_saved_are_a_reference(tmp_path):
     rng = np.random.default_rng(0)
-    parts = ShardStore(tmp_path / "work", {}, pieces_of(range(6), 4))
-    parts.begin()
-    pool, spatial = rng.standard_normal((6, 2048)), rng.standard_normal((6, 2023))
-    for number, rows in enumerate(parts.ranges):
-        parts.keep(number, {"pool": pool[rows.start : rows.stop], "spatial": spatial[rows.start : rows.stop]})
-    save_statistics(tmp_path / "out" / "stats.npz", parts, 6, (16, 16), share_work(None))
-    found = open_reference(tmp_path / "out" / "stats.npz")
-    np.testing.assert_allclose(found.pool[1], np.cov(pool, rowvar=False), atol=1e-12)
-    np.testing.assert_allclose(found.spatial[0], spatial.mean(axis=0), atol=1e-12)
+    pool, spatial = rng.standard_normal((6, 128)), rng.standard_normal((6, 289))
+    parts = parts_of(tmp_path / "work", {"pool": pool, "spatial": spatial}, 4)
+    pictures = Pictures("photos", 6, (16, 16), "", None)
+    save_statistics(tmp_path / "out" / "stats.npz", pictures, parts, share_work(None))
+    found = open_reference(tmp_path / "out" / "stats.npz", NARROW)
+    np.testing.assert_allclose(found.stated["pool"][1], np.cov(pool, rowvar=False), atol=1e-12)
+    np.testing.assert_allclose(found.stated["spatial"][0], spatial.mean(axis=0), atol=1e-12)
     assert found.resolution == (16, 16) and found.count == 6 and found.statistics_from == "file"
     check_size("samples", (3, 16, 16), found)
     with pytest.raises(ValueError, match="samples has pictures of 32×16, but those of .*stats.npz are 16×16"):

@@ -12,13 +12,7 @@ import torch
 from conftest import ROOT
 
 from tread.evaluation import metrics
-from tread.evaluation.metrics import (
-    Moments,
-    frechet_distance,
-    inception_score,
-    kernel_distance,
-    precision_recall,
-)
+from tread.evaluation.metrics import Moments, frechet_distance, inception_score, kernel_distance, precision_recall
 
 
 def test_frechet_distance_of_known_gaussians():
@@ -80,9 +74,8 @@ def test_inception_score_is_the_mean_over_splits_with_the_rest_as_one():
     p = np.random.default_rng(0).dirichlet(np.ones(5) * 0.2, 25)
 
     def naive(part):
-        return np.exp(
-            np.mean([sum(x * np.log(x / q) for x, q in zip(row, part.mean(axis=0)) if x > 0) for row in part])
-        )
+        divergences = [sum(x * np.log(x / q) for x, q in zip(row, part.mean(axis=0)) if x > 0) for row in part]
+        return np.exp(np.mean(divergences))
 
     assert inception_score(p, split=10) == pytest.approx(np.mean([naive(p[:10]), naive(p[10:20]), naive(p[20:])]))
 
@@ -130,12 +123,6 @@ def test_kid_is_the_unbiased_estimate(monkeypatch):
     assert kernel_distance(*tensors) == pytest.approx(expected, rel=1e-5)
     monkeypatch.setattr(metrics, "BLOCK_NUMBERS", 5)
     assert kernel_distance(*tensors) == pytest.approx(expected, rel=1e-5)
-
-
-def test_kid_of_two_sets_of_one_distribution_is_about_zero():
-    rng = np.random.default_rng(0)
-    sets = [torch.from_numpy(rng.standard_normal((400, 16))).float() for _ in range(2)]
-    assert abs(kernel_distance(*sets)) < 0.02 < kernel_distance(sets[0], sets[1] + 1)
 
 
 @pytest.mark.slow

@@ -1,20 +1,20 @@
-"""The whole suite of metrics, against the definitions in NumPy and SciPy on the same features."""
+"""The whole suite of metrics, against the functions of metrics.py on the same features."""
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import numpy as np
 import pytest
-import scipy.linalg
 import torch
 from conftest import open_pictures, open_reference
 
 from tread.data.store import ShardStore, pieces_of
-from tread.encoders import inception as kept
 from tread.encoders.inception import Inception, extract, load_inception
-from tread.evaluation import image_sets
+from tread.evaluation import image_sets, metrics
 from tread.evaluation.metric_table import METRICS, feature_metrics
+from tread.evaluation.metrics import Moments
 from tread.evaluation.scorers import ReferenceScorer
 from tread.runtime.distributed import share_work
 
@@ -33,8 +33,7 @@ def parts_of(folder, arrays, size=7):
 
 def score(samples, reference, features, with_classes=True):
     network = Inception(with_classes, narrow=NARROW)  # says the device, and whether there are probabilities
-    scorer = ReferenceScorer(reference, network, "weights", features, 0.0, share_work(None))
-    values, unavailable, counts = scorer.score(samples)
+    values, unavailable, counts = ReferenceScorer(reference, network, share_work(None), features).score(samples)
     assert counts == {}
     return values, unavailable
 
@@ -49,30 +48,20 @@ def features(count, seed, shift, sizes=(40, 35)):
     }
 
 
-def frechet(a, b):
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    ca, cb = np.cov(a, rowvar=False), np.cov(b, rowvar=False)
-    root = scipy.linalg.sqrtm(ca @ cb).real
-    return ((a.mean(axis=0) - b.mean(axis=0)) ** 2).sum() + np.trace(ca) + np.trace(cb) - 2 * np.trace(root)
-
-
 def test_every_metric_is_its_definition(tmp_path, pictures_of):
+    """Of the right features in the right order: the functions themselves are tested in test_metrics.py."""
     ours, theirs = features(90, 1, 0.02), features(70, 2, 0.0)
     np.savez(tmp_path / "batch.npz", pictures_of(70, 8, 0))
     reference = open_reference(tmp_path / "batch.npz")
     values, unavailable = score(parts_of(tmp_path / "a", ours), reference, parts_of(tmp_path / "b", theirs, 33))
     assert tuple(sorted(values)) == tuple(sorted(NAMES)) and not unavailable
-    assert values["fid"] == pytest.approx(frechet(ours["pool"], theirs["pool"]), rel=1e-6)
-    assert values["sfid"] == pytest.approx(frechet(ours["spatial"], theirs["spatial"]), rel=1e-6)
-    p = ours["probabilities"].astype(np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        divergence = np.nan_to_num(p * (np.log(p) - np.log(p.mean(axis=0)))).sum(axis=1)
-    assert values["inception_score"] == pytest.approx(np.exp(divergence.mean()), rel=1e-5)
-    x, y = (torch.from_numpy(one["pool"]).double() for one in (ours, theirs))
-    radius_x, radius_y = (torch.cdist(z, z).sort(dim=1).values[:, 3] for z in (x, y))
-    across = torch.cdist(x, y)
-    assert values["precision"] == pytest.approx((across <= radius_y).any(dim=1).double().mean().item())
-    assert values["recall"] == pytest.approx((across.T <= radius_x).any(dim=1).double().mean().item())
+    for name, kind in (("fid", "pool"), ("sfid", "spatial")):
+        gaussians = (Moments.of(sets[kind]).gaussian for sets in (ours, theirs))
+        assert values[name] == pytest.approx(metrics.frechet_distance(*itertools.chain(*gaussians)), rel=1e-6)
+    assert values["inception_score"] == pytest.approx(metrics.inception_score(ours["probabilities"]))
+    x, y = (torch.from_numpy(one["pool"]) for one in (ours, theirs))
+    assert (values["precision"], values["recall"]) == metrics.precision_recall(y, x)
+    assert values["precision"] != values["recall"] and values["kid"] == metrics.kernel_distance(y, x)
 
 
 def test_a_set_against_itself(tmp_path, pictures_of):
@@ -92,15 +81,14 @@ def test_what_can_t_be_scored_is_said(tmp_path, pictures_of):
     del ours["probabilities"]
     mean, covariance = ours["pool"].mean(axis=0), np.cov(ours["pool"], rowvar=False)
     np.savez(tmp_path / "edm.npz", mu=mean, sigma=covariance)
-    values, unavailable = score(
-        parts_of(tmp_path / "a", ours), open_reference(tmp_path / "edm.npz", NARROW), None, False
-    )
+    parts = parts_of(tmp_path / "a", ours)
+    values, unavailable = score(parts, open_reference(tmp_path / "edm.npz", NARROW), None, False)
     assert values.keys() == {"fid"} and values["fid"] == pytest.approx(0, abs=1e-4)
     assert "mu_s" in unavailable["sfid"] and "fc" in unavailable["inception_score"] and "arr_0" in unavailable["recall"]
     assert set(values) | set(unavailable) == set(NAMES)
     np.savez(tmp_path / "three.npz", pictures_of(3, 8, 0))
     three = parts_of(tmp_path / "b", {key: array[:3] for key, array in ours.items()})
-    values, unavailable = score(parts_of(tmp_path / "a", ours), open_reference(tmp_path / "three.npz"), three, False)
+    values, unavailable = score(parts, open_reference(tmp_path / "three.npz"), three, False)
     assert "more than 3" in unavailable["precision"] and "kid" in values and "fid" in values
 
 
@@ -116,7 +104,7 @@ def test_statistics_in_the_file_decide_over_its_pictures(tmp_path, pictures_of):
 def warnings(samples, reference):
     with torch.device("meta"):
         network = Inception(with_classes=False)
-    return ReferenceScorer(reference, network, "weights", None, 0.0, share_work(None)).warnings(samples)
+    return ReferenceScorer(reference, network, share_work(None)).warnings(samples)
 
 
 def test_small_counts_are_warned_of(tmp_path, pictures_of):
@@ -133,11 +121,11 @@ def test_extraction_in_parts_is_extraction_at_once(tmp_path, pictures_of, incept
     np.savez(tmp_path / "a.npz", pictures)
     network, opened = load_inception(inception_file), open_pictures(tmp_path / "a.npz")
     extracted = []
-    monkeypatch.setattr(kept, "part_size", lambda count, batch_size: 4)
-    monkeypatch.setattr(kept, "extract", lambda *given: extracted.append(len(given[1])) or extract(*given))
-    parts = kept.extract_all(opened, tmp_path / "cache", network, "weights", share_work(None))
+    monkeypatch.setattr(image_sets, "part_size", lambda count, batch_size: 4)
+    monkeypatch.setattr(image_sets, "extract", lambda *given: extracted.append(len(given[1])) or extract(*given))
+    parts = image_sets.extract_all(opened, tmp_path / "cache", network, share_work(None))
     (parts.data / "pool-00001.npy").unlink()
-    parts = kept.extract_all(opened, tmp_path / "cache", network, "weights", share_work(None))
+    parts = image_sets.extract_all(opened, tmp_path / "cache", network, share_work(None))
     assert extracted == [4, 4, 1, 4] and parts.missing() == []
     whole = extract(network, torch.from_numpy(pictures.transpose(0, 3, 1, 2)))
     for name in ("pool", "spatial", "probabilities"):

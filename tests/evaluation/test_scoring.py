@@ -26,15 +26,16 @@ from tread.diffusion.sampling import Model, Sampler, draw_pictures
 from tread.encoders import inception
 from tread.encoders.autoencoder import load_decoder
 from tread.encoders.inception import extract, load_inception
-from tread.evaluation import score_files, scorers, scoring
-from tread.evaluation.metrics import Moments, frechet_distance
+from tread.evaluation import image_sets, score_files, scorers, scoring
+from tread.evaluation.metrics import Moments, frechet_distance, inception_score
 from tread.evaluation.scoring import ScoringOptions, plan_scoring, read_options, settle_crop
 from tread.preparing import digits
 from tread.preparing.images import Crop
 from tread.runtime.distributed import share_work
 from tread.runtime.schema import read
 
-OPTIONS = ["num_samples=10", "steps=2", "batch_size=4"]
+OPTIONS = ("num_samples=10", "steps=2", "batch_size=4")
+SCORED = ("checkpoint=results/a", "reference=reference.npz", *OPTIONS)
 
 
 def refusal(folder, *overrides: str) -> str:
@@ -47,6 +48,11 @@ def record(path):
     return json.loads(Path(path).read_text())
 
 
+@pytest.fixture(autouse=True)
+def weights(inception_file, monkeypatch):
+    monkeypatch.setenv(inception.VARIABLE, str(inception_file))
+
+
 @pytest.fixture
 def run(tmp_path, composed, pictures_of):
     """results/a with a checkpoint, and reference.npz, of 12 pictures."""
@@ -56,8 +62,7 @@ def run(tmp_path, composed, pictures_of):
 
 
 def test_a_checkpoint_is_scored_by_its_samples(tmp_path, run, inception_file, pictures_of):
-    options = ["checkpoint=results/a", "reference=reference.npz", f"inception={inception_file}", *OPTIONS]
-    text = launch(tmp_path, *options, "save_samples=true")
+    text = launch(tmp_path, *SCORED, "save_samples=true")
     folder = tmp_path / "results" / "a" / "step_0000003"
 
     sampler, labels = Sampler(steps=2, batch_size=4), seeded_labels(range(10), 5, "random")
@@ -72,9 +77,7 @@ def test_a_checkpoint_is_scored_by_its_samples(tmp_path, run, inception_file, pi
     for metric, kind in (("fid", "pool"), ("sfid", "spatial")):
         a, b = (Moments.of(features[kind]).gaussian for features in (ours, theirs))
         assert found[metric] == pytest.approx(frechet_distance(*a, *b), rel=1e-4)
-    p = ours["probabilities"].astype(np.float64)
-    score = np.exp((p * np.log(p / p.mean(axis=0))).sum(axis=1).mean())
-    assert found["inception_score"] == pytest.approx(score, rel=1e-4)
+    assert found["inception_score"] == pytest.approx(inception_score(ours["probabilities"]), rel=1e-4)
 
     assert found["counts"] == dict.fromkeys(["fid", "sfid", "inception_score", "precision", "recall", "kid"], 10)
     assert (found["step"], found["ema"], found["seeds"], found["reference_count"]) == (3, True, [0, 9], 12)
@@ -90,21 +93,20 @@ def test_a_checkpoint_is_scored_by_its_samples(tmp_path, run, inception_file, pi
     assert float(line["fid"]) == found["fid"] and line["count"] == "10" and line["nfe"] == "3"
     assert not list(folder.glob(".fid-*"))  # the parts are gone
 
-    assert "scored already" in launch(tmp_path, *options)
-    launch(tmp_path, *options, "guidance=cfg", "guidance.scale=2")
+    assert "scored already" in launch(tmp_path, *SCORED)
+    launch(tmp_path, *SCORED, "guidance=cfg", "guidance.scale=2")
     assert record(folder / "fid-1.json") == found and (folder / "samples-1.npz").exists()
     guided = record(folder / "fid.json")
     assert guided["settings"]["guidance"] == "cfg 2" and guided["settings"]["nfe"] == 6
     assert guided["fid"] != found["fid"] and not (folder / "samples.npz").exists()
-    again = launch(tmp_path, *options)
+    again = launch(tmp_path, *SCORED)
     assert "scored already" in again and "fid-1.json" in again
     assert len(list(csv.DictReader((tmp_path / "results" / "a" / "fid.csv").open()))) == 2
 
 
-def test_the_number_of_processes_changes_nothing(tmp_path, run, inception_file):
-    options = ["checkpoint=results/a", "reference=reference.npz", f"inception={inception_file}", *OPTIONS]
-    launch(tmp_path, *options, "save_samples=true", "out=one")
-    options += ["save_samples=true", "out=two", f"cache={tmp_path}/other_cache"]
+def test_the_number_of_processes_changes_nothing(tmp_path, run):
+    launch(tmp_path, *SCORED, "save_samples=true", "out=one")
+    options = (*SCORED, "save_samples=true", "out=two", f"cache={tmp_path}/other_cache")
     done = run_python(ROOT / "fid.py", *options, cwd=tmp_path, processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
     one, two = record(tmp_path / "one" / "fid.json"), record(tmp_path / "two" / "fid.json")
@@ -121,9 +123,8 @@ def test_the_number_of_processes_changes_nothing(tmp_path, run, inception_file):
         assert five[metric] == pytest.approx(one[metric], rel=1e-4, abs=1e-6)
 
 
-def test_stopped_work_goes_on_with_the_parts_that_are_missing(tmp_path, run, inception_file, monkeypatch, capsys):
-    options = ["checkpoint=results/a", "reference=reference.npz", f"inception={inception_file}", *OPTIONS]
-    launch(tmp_path, *options, "out=whole")
+def test_stopped_work_goes_on_with_the_parts_that_are_missing(tmp_path, run, monkeypatch, capsys):
+    launch(tmp_path, *SCORED, "out=whole")
     real, drawn = scoring.draw_pictures, []
 
     def drawing(*arguments, **options):
@@ -133,47 +134,42 @@ def test_stopped_work_goes_on_with_the_parts_that_are_missing(tmp_path, run, inc
         return real(*arguments, **options)
 
     monkeypatch.setattr(scoring, "draw_pictures", drawing)
-    assert refusal(tmp_path, *options) == "130" and "go on" in capsys.readouterr().err
+    assert refusal(tmp_path, *SCORED) == "130" and "go on" in capsys.readouterr().err
     next((tmp_path / "results/a/step_0000003").glob(".fid-*/data/pictures-00001.npy")).write_bytes(b"damaged")
-    launch(tmp_path, *options)
+    launch(tmp_path, *SCORED)
     assert drawn == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [4, 5, 6, 7], [8, 9]]
     found, whole = record(tmp_path / "results/a/step_0000003/fid.json"), record(tmp_path / "whole/fid.json")
     assert {key: found[key] for key in found["counts"]} == {key: whole[key] for key in whole["counts"]}
 
 
-def test_many_checkpoints_are_scored_and_the_done_ones_skipped(tmp_path, run, composed, inception_file):
-    options = ["reference=reference.npz", f"inception={inception_file}", *OPTIONS]
+def test_many_checkpoints_are_scored_and_the_done_ones_skipped(tmp_path, run, composed):
+    options = ["reference=reference.npz", *OPTIONS]
     launch(tmp_path, "checkpoint=results/a/latest", *options)
     save_checkpoint(tmp_path / "results" / "a", composed, step=12)
     text = launch(tmp_path, "checkpoint='results/a/step_*'", *options)
     assert text.count("scored already") == 1 and text.count("written") == 1
     lines = list(csv.DictReader((tmp_path / "results" / "a" / "fid.csv").open()))
     assert [line["step"] for line in lines] == ["3", "12"] and lines[0]["fid"] != lines[1]["fid"]
-    assert "no checkpoint matches" in refusal(tmp_path, "checkpoint='results/b/step_*'", *options)
+    assert "no checkpoint at results/b/step_*" in refusal(tmp_path, "checkpoint='results/b/step_*'", *options)
 
 
-def test_pictures_made_elsewhere_and_statistics(tmp_path, inception_file, pictures_of):
-    weights = f"inception={inception_file}"
+def test_pictures_made_elsewhere_and_statistics(tmp_path, pictures_of):
     for name, count, seed in (("ours", 8, 1), ("theirs", 10, 0)):
         np.savez(tmp_path / f"{name}.npz", pictures_of(count, 16, seed))
         for i, picture in enumerate(pictures_of(count, 16, seed)):
             (tmp_path / name).mkdir(exist_ok=True)
             Image.fromarray(picture).save(tmp_path / name / f"{i:03d}.png")
-    launch(tmp_path, "samples=ours.npz", "reference=theirs.npz", weights)
-    launch(tmp_path, "samples=ours", "reference=theirs", weights, "out=folders")
-    text = launch(tmp_path, "reference=theirs", "save_reference=stats/theirs.npz", weights)
+    launch(tmp_path, "samples=ours.npz", "reference=theirs.npz")
+    launch(tmp_path, "samples=ours", "reference=theirs", "out=folders")
+    text = launch(tmp_path, "reference=theirs", "save_reference=stats/theirs.npz")
     assert "statistics of 10 pictures" in text
-    launch(tmp_path, "samples=ours.npz", "reference=stats/theirs.npz", weights, "out=statistics")
-    npz, folders, statistics = (
-        record(tmp_path / name) for name in ("ours.fid.json", "folders/fid.json", "statistics/fid.json")
-    )
+    launch(tmp_path, "samples=ours.npz", "reference=stats/theirs.npz", "out=statistics")
+    names = ("ours.fid.json", "folders/fid.json", "statistics/fid.json")
+    npz, folders, statistics = (record(tmp_path / name) for name in names)
     assert npz["count"] == 8 and npz["fid"] > 0.1
     assert all(folders[metric] == npz[metric] for metric in npz["counts"])
     assert [statistics[m] for m in ("fid", "sfid")] == pytest.approx([npz[m] for m in ("fid", "sfid")], rel=1e-9)
     assert {"precision", "recall", "kid"} <= set(statistics["unavailable"])
-    launch(tmp_path, "samples=ours.npz", "reference=ours.npz", weights, "out=itself")
-    itself = record(tmp_path / "itself/fid.json")
-    assert abs(itself["fid"]) < 1e-6 and itself["precision"] == itself["recall"] == 1
 
 
 def test_features_are_kept_under_the_hash_of_their_pictures(tmp_path, inception_file, pictures_of):
@@ -181,19 +177,18 @@ def test_features_are_kept_under_the_hash_of_their_pictures(tmp_path, inception_
         np.savez(tmp_path / f"{name}.npz", pictures_of(3, 16, seed))
     shutil.copy(tmp_path / "a.npz", tmp_path / "copy.npz")
     network, processes, folders = load_inception(inception_file), share_work(None), []
-    for name, weights in (("a", "one"), ("copy", "one"), ("b", "one"), ("a", "two")):
+    for name, network.sha256 in (("a", "one"), ("copy", "one"), ("b", "one"), ("a", "two")):
         pictures = open_pictures(tmp_path / f"{name}.npz")
-        folders.append(inception.extract_all(pictures, tmp_path / "cache", network, weights, processes).work)
+        folders.append(image_sets.extract_all(pictures, tmp_path / "cache", network, processes).work)
     assert folders[0] == folders[1] and len(set(folders)) == 3
 
 
-def test_the_digits_are_judged_without_a_download(tmp_path, composed, inception_file):
+def test_the_digits_are_judged_without_a_download(tmp_path, composed):
     network, folder = save_checkpoint(tmp_path / "results/d", composed, digits.MEANING, embedded="digits")
     text = launch(tmp_path, "checkpoint=results/d/latest", "steps=2", "num_samples=40", "labels=balanced")
     labels, sampler = torch.arange(40) % 10, Sampler(steps=2, batch_size=40)
-    pictures = torch.cat(
-        list(draw_pictures(Model(EDM(), network), load_decoder(digits.MEANING), range(40), labels, sampler))
-    )
+    model, decoder = Model(EDM(), network), load_decoder(digits.MEANING)
+    pictures = torch.cat(list(draw_pictures(model, decoder, range(40), labels, sampler)))
     expected, found = scorers.judge_digits(pictures.numpy(), labels.numpy()), record(folder / "fid.json")
     assert {key: found[key] for key in expected} == pytest.approx(expected)
     counts = {"label_agreement": 40, "label_agreement_real": 355, "frechet_pixels": 40, "frechet_pixels_real": 1442}
@@ -201,8 +196,7 @@ def test_the_digits_are_judged_without_a_download(tmp_path, composed, inception_
     assert [len(labels) for _, labels in digits.digits_parts().values()] == [1442, 355]
     assert "label_agreement" in text and "FID                  unavailable" in text
     np.savez(tmp_path / "reference.npz", np.zeros((4, 8, 8, 3), np.uint8))
-    weights = f"inception={inception_file}"
-    assert "grey" in refusal(tmp_path, "checkpoint=results/d", "reference=reference.npz", weights)
+    assert "grey" in refusal(tmp_path, "checkpoint=results/d", "reference=reference.npz")
 
 
 def test_a_scorer_of_ones_own_needs_no_other_file(tmp_path, composed, monkeypatch):
@@ -239,31 +233,29 @@ def test_the_columns_of_a_table_stay():
     assert ",".join(score_files.columns()) == f"time,step,count,{metrics},{rest}"
 
 
-def test_files_that_are_there_already_are_kept(tmp_path, run, inception_file, pictures_of):
+def test_files_that_are_there_already_are_kept(tmp_path, run, pictures_of):
     """The user's own, and an older scoring's; a fid.json that is none of ours is left alone."""
-    weights = f"inception={inception_file}"
     (tmp_path / "mine").mkdir()
     own = {"samples.npz": "mine", "fid.png": "mine", "fid.json": "[1]", "fid.csv": "a,b\n1,2\n"}
     for name, content in own.items():
         (tmp_path / "mine" / name).write_text(content)
-    options = ["checkpoint=results/a", "reference=reference.npz", weights, *OPTIONS, "save_samples=true", "out=mine"]
-    launch(tmp_path, *options)
+    launch(tmp_path, *SCORED, "save_samples=true", "out=mine")
     kept = {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir() if "-1." in path.name}
     assert kept == {name.replace(".", "-1."): content.encode() for name, content in own.items()}
     assert record(tmp_path / "mine" / "fid.json")["count"] == 10
 
     before = (tmp_path / "reference.npz").read_bytes()
-    refused = refusal(tmp_path, "reference=reference.npz", "save_reference=reference.npz", weights)
+    refused = refusal(tmp_path, "reference=reference.npz", "save_reference=reference.npz")
     assert "is there already" in refused and (tmp_path / "reference.npz").read_bytes() == before
 
 
-def test_a_folder_inside_a_tar_is_scored_beside_the_tar(tmp_path, run, inception_file, pictures_of):
+def test_a_folder_inside_a_tar_is_scored_beside_the_tar(tmp_path, run, pictures_of):
     for i, picture in enumerate(pictures_of(5, 16, 1)):
         (tmp_path / "photos" / "val").mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture).save(tmp_path / "photos" / "val" / f"{i}.png")
     with tarfile.open(tmp_path / "photos.tar", "w") as tar:
         tar.add(tmp_path / "photos", arcname="photos")
-    launch(tmp_path, "samples=photos.tar/photos/val", "reference=reference.npz", f"inception={inception_file}")
+    launch(tmp_path, "samples=photos.tar/photos/val", "reference=reference.npz")
     assert record(tmp_path / "val.fid.json")["count"] == 5
 
 
@@ -273,8 +265,7 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
 
     def settings_of(latents=RGB, reference="r", config=found.info["config"], **changed):
         one = checkpoint.Checkpoint(found.folder, found.info | {"latents": asdict(latents), "config": config})
-        plan = plan_scoring(read(base | changed, ScoringOptions), one, "fp32")
-        return replace(plan, reference=reference, inception="i").fingerprint
+        return plan_scoring(read(base | changed, ScoringOptions), one, "fp32").fingerprint(reference, "i")
 
     usual = settings_of()
     cfg = {"kind": "cfg", "scale": 1.5, "strong": 0.0, "weak": 0.0}
@@ -302,13 +293,13 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
     assert settings_of(guidance=sparse, config=config)["routes"] == [own | {"rejoin": 0}]
 
 
-def test_a_reference_is_read_as_the_training_photos_were(tmp_path, run, composed, inception_file, pictures_of):
+def test_a_reference_is_read_as_the_training_photos_were(tmp_path, run, composed, pictures_of):
     """By what the checkpoint's dataset recorded, unless asked otherwise; upright and on white without a checkpoint."""
     (tmp_path / "photos").mkdir()
     for number, picture in enumerate(pictures_of(4, 32, 0)):
         Image.fromarray(picture).save(tmp_path / "photos" / f"{number}.png")
     save_checkpoint(tmp_path / "results" / "b", composed, replace(RGB, orientation="exif"))
-    given = ["reference=photos", "crop=16", f"inception={inception_file}", "num_samples=4", "steps=2"]
+    given = ["reference=photos", "crop=16", "num_samples=4", "steps=2"]
     assert "orientation=exif alpha=drop" in launch(tmp_path, "checkpoint=results/b", *given)
     settings = record(tmp_path / "results" / "b" / "step_0000003" / "fid.json")["settings"]
     assert settings["reference"] == open_pictures(tmp_path / "photos", 16, "exif", "drop").sha256
@@ -326,11 +317,9 @@ def test_a_reference_is_read_as_the_training_photos_were(tmp_path, run, composed
         assert settle_crop(options, plans) == Crop(16, *found)
 
 
-def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, inception_file, pictures_of, monkeypatch):
+def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, pictures_of, monkeypatch):
     monkeypatch.setattr(scoring, "draw_pictures", None)
-    monkeypatch.setattr(inception, "extract", None)
-    monkeypatch.setenv("TREAD_INCEPTION", str(tmp_path / "offline.pth"))
-    weights = f"inception={inception_file}"
+    monkeypatch.setattr(image_sets, "extract", None)
     np.savez(tmp_path / "large.npz", pictures_of(4, 32, 0))
     np.savez(tmp_path / "stats.npz", mu=np.zeros(128), sigma=np.eye(128))
     np.savez(tmp_path / "fid_stats.npz", mu=np.zeros(2048), sigma=np.eye(2048))
@@ -341,17 +330,16 @@ def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, inception
         ([], "name one of checkpoint"),
         (["checkpoint=results/a"], "needs reference=…"),
         (["samples=reference.npz"], "reference=… is needed"),
-        (["checkpoint=results/a", "reference=large.npz", weights], "16×16, but those of large.npz are 32×32"),
-        (["samples=large.npz", "reference=reference.npz", weights], "32×32, but those of reference.npz are 16×16"),
-        (["checkpoint=results/raw", "reference=reference.npz", weights], "holds no ema part.*weights=model"),
+        (["checkpoint=results/a", "reference=large.npz"], "16×16, but those of large.npz are 32×32"),
+        (["samples=large.npz", "reference=reference.npz"], "32×32, but those of reference.npz are 16×16"),
+        (["checkpoint=results/raw", "reference=reference.npz"], "holds no ema part.*weights=model"),
         (["checkpoint=results/a", "reference=reference.npz", "inception=nowhere"], "nowhere is not there"),
-        (["checkpoint=results/a", "reference=reference.npz"], "offline.pth is not there"),
-        (["checkpoint=results/a", "reference=reference.npz", weights, "alpha=white"], "alpha=white is for .* crop="),
-        (["reference=stats.npz", "save_reference=new.npz", weights], "holds no pictures to make statistics of"),
-        (["checkpoint=results/a", "reference=reference.npz", weights, "out=reference.npz"], "could not be written"),
-        (["samples=reference.npz", "reference=fid_stats.npz", weights], "another network: the Inception gives 128"),
-        (["checkpoint=results/cut", "reference=reference.npz", weights], "ema.safetensors is damaged"),
-        (["reference=reference.npz", "save_reference=stats.txt", weights], "must end in .npz"),
+        (["checkpoint=results/a", "reference=reference.npz", "alpha=white"], "alpha=white is for .* crop="),
+        (["reference=stats.npz", "save_reference=new.npz"], "holds no pictures to make statistics of"),
+        (["checkpoint=results/a", "reference=reference.npz", "out=reference.npz"], "could not be written"),
+        (["samples=reference.npz", "reference=fid_stats.npz"], "another network: the Inception gives 128"),
+        (["checkpoint=results/cut", "reference=reference.npz"], "ema.safetensors is damaged"),
+        (["reference=reference.npz", "save_reference=stats.txt"], "must end in .npz"),
     ):
         assert re.search(message, refusal(tmp_path, *overrides)), overrides
     assert not list((tmp_path / "results" / "a" / "step_0000003").glob("*fid*"))

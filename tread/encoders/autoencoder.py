@@ -54,27 +54,19 @@ def preview(x: Tensor) -> Tensor:
     return to_uint8(x[:, : 3 if x.shape[1] >= 3 else 1] / 3)
 
 
-# ------------------------------------------------------------------------------ loading and running
-
-
 def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module:
     """A frozen diffusers AutoencoderKL or AutoencoderTiny in fp32 and eval mode.
 
-    name  a hub id, a folder with config.json and weights, or a weight file. A file has no config: it is
-          an AutoencoderKL in LDM's parameter names (Stable Diffusion's, VA-VAE's), whose tensors say its
-          sizes, or Stable Diffusion 1's or TAESD's in diffusers' names.
+    name  a hub id, a folder with config.json and weights, or a weight file. A file has no config: it is an
+          AutoencoderKL in LDM's parameter names (Stable Diffusion's, VA-VAE's), whose tensors say its sizes, or
+          Stable Diffusion 1's or TAESD's in diffusers' names.
 
     A hub id that was fetched once is taken from its cache without asking the hub. Raises ValueError if it is none of
     these or can't be had; without a network after some seconds.
     """
     try:
         local = Path(name).exists() or is_cached(name, HUB_FILES)
-        import diffusers  # imported here because it takes seconds and "pixels" does not need it
-
-        if Path(name).is_file():
-            model = _from_file(Path(name), diffusers)
-        else:
-            model = _from_folder_or_hub(name, diffusers, local)
+        model = _from_file(Path(name)) if Path(name).is_file() else _from_folder_or_hub(name, local)
     except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError, SafetensorError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         raise ValueError(
@@ -90,7 +82,9 @@ def located(name: str) -> str:
     return str(Path(name).resolve()) if name != UNKNOWN and Path(name).exists() else name
 
 
-def _from_folder_or_hub(name: str, diffusers, local: bool) -> nn.Module:
+def _from_folder_or_hub(name: str, local: bool) -> nn.Module:
+    import diffusers  # imported here because it takes seconds and "pixels" does not need it
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks.*")  # of diffusers, about itself
         kind = diffusers.AutoencoderKL.load_config(name, local_files_only=local)["_class_name"]
@@ -99,7 +93,9 @@ def _from_folder_or_hub(name: str, diffusers, local: bool) -> nn.Module:
         return getattr(diffusers, kind).from_pretrained(name, torch_dtype=torch.float32, local_files_only=local)
 
 
-def _from_file(path: Path, diffusers) -> nn.Module:
+def _from_file(path: Path) -> nn.Module:
+    import diffusers
+
     state = read_state_dict(path, "any")
     if any(key.startswith("encoder.layers.") for key in state):
         model = diffusers.AutoencoderTiny()
@@ -109,13 +105,12 @@ def _from_file(path: Path, diffusers) -> nn.Module:
         state, aside = ldm_names.own_part(state)
         if aside:
             kinds = listed(sorted({name.partition(".")[0] for name in aside}))
-            logging.getLogger(__name__).warning(  # on stderr, where nobody set up anything else
-                "%s: %s tensors beside the autoencoder's are set aside: %s", path, len(aside), kinds
-            )
+            told = f"{path}: {len(aside)} tensors beside the autoencoder's are set aside: {kinds}"
+            logging.getLogger(__name__).warning(told)  # on stderr, where nobody set up anything else
         config, state = ldm_names.config_of(state), ldm_names.renamed(state)
         as_sd = all(config[key] == SD_CONFIG[key] for key in ("block_out_channels", "latent_channels"))
-        scaling = SD_CONFIG["scaling_factor"] if as_sd else 1.0
-        model = diffusers.AutoencoderKL.from_config({**config, "scaling_factor": scaling})
+        config["scaling_factor"] = SD_CONFIG["scaling_factor"] if as_sd else 1.0
+        model = diffusers.AutoencoderKL.from_config(config)
     model.load_state_dict(state)
     return model
 
@@ -133,9 +128,8 @@ def decoder_hash(latents: LatentSpec, autoencoder: str | None = None) -> str:
     """The fingerprint of the weights that load_decoder would decode with, or "pixels"."""
     if latents.autoencoder == "pixels":
         return "pixels"
-    if autoencoder is None and latents.fingerprint is not None:
-        return latents.fingerprint  # load_decoder takes no other
-    return fingerprint(load_autoencoder(_chosen(latents, autoencoder)))
+    known = latents.fingerprint if autoencoder is None else None  # then load_decoder takes no other
+    return known or fingerprint(load_autoencoder(_chosen(latents, autoencoder)))
 
 
 def _chosen(latents: LatentSpec, autoencoder: str | None) -> str:
@@ -150,10 +144,10 @@ def _chosen(latents: LatentSpec, autoencoder: str | None) -> str:
 def encoded(
     model: nn.Module, name: str, resolution: int, classes: tuple[str, ...], store: Content, **kept
 ) -> LatentSpec:
-    """The shape, content and scale of what `encoder` will store for pictures of this size.
+    """The shape, content and scale of the latents that `encoder` will store for pictures of this size.
 
-    store  "moments" of an AutoencoderKL's posterior, "latents" (its mean, or an AutoencoderTiny's
-           latents), or "auto": moments where there is a posterior.
+    store  "moments" of an AutoencoderKL's posterior, "latents" (its mean, or an AutoencoderTiny's latents), or "auto":
+           moments where there is a posterior.
     kept   dtype and views of the dataset.
 
     Raises ValueError if the autoencoder decodes its latents to another size.
@@ -197,7 +191,7 @@ def as_pixels(resolution: int, classes: tuple[str, ...], store: Content, **kept)
 
 
 def patch_for(side: int, tokens: int = 256) -> int:
-    """The smallest model.patch_size of at least 2 that cuts (side, side) into at most so many tokens."""
+    """The smallest model.patch_size, at least 2, that cuts (side, side) into at most so many tokens."""
     return next((p for p in range(2, side) if side % p == 0 and (side // p) ** 2 <= tokens), side)
 
 
@@ -212,6 +206,8 @@ def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32
     device = torch.device("cpu") if model is None else next(model.parameters()).device
 
     def encode_view(pixels: Tensor) -> Tensor:
+        if model is None:
+            return pixels
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
             out = model.encode(pixels)
         if latents.content == "moments":
@@ -221,9 +217,8 @@ def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32
     @torch.no_grad()
     def encode(pictures: Tensor) -> np.ndarray:
         pixels = (pictures.to(device).float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
-        views = [pixels, pixels.flip(-1)][: latents.views]
-        views = views if model is None else map(encode_view, views)
-        return torch.stack([view.float().cpu() for view in views], dim=1).contiguous().numpy()
+        views = [encode_view(view).float().cpu() for view in (pixels, pixels.flip(-1))[: latents.views]]
+        return torch.stack(views, dim=1).contiguous().numpy()
 
     return encode
 

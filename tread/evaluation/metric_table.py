@@ -17,19 +17,19 @@ from tread.evaluation.reference import FeatureSets
 
 @dataclass(frozen=True)
 class Metric:
-    """What is known of the values that fid.json and metrics.jsonl hold under a key.
+    """A number that fid.json and metrics.jsonl hold under a key.
 
-    display   how it is called in narrow tables; `long`: where there is room, "" if it is the same.
-    better    which values are; None: neither. unit: of the values, named on axes.
+    display   its name in narrow tables; `long`: where there is room, "" if it is the same.
+    better    which values are better; None: neither. unit: of the values, for axes.
     of        "samples": fid.py gives it, and maybe a training too; "demo": a training alone, at its end; "heldout": the
               loss on held-out data by which runs are compared; "training": a number of each log.
     compared  whether tables that compare runs have a column of it.
     curve     whether a training measures it again and again; log: whether its axis is logarithmic.
     alike     settings that runs must share for it to mean the same, beside those that all metrics need.
     count     the key under which a training records how many samples it is of; "" without one.
-    real      what its key ends in where the same number is of real pictures.
+    real      the endings of its key where the same number is of real pictures.
     compute   its value from features of samples and reference; None: another scorer gives it.
-    needs     what of a reference `compute` looks at: "statistics", "pictures", or None.
+    needs     the part of a reference that `compute` looks at: "statistics", "pictures", or None.
     """
 
     display: str
@@ -112,7 +112,7 @@ METRICS: dict[str, Metric] = {
 
 
 def with_real(names: Iterable[str]) -> list[str]:
-    """Keys of metrics, each followed by those of the same number of real pictures."""
+    """Keys of metrics, each followed by the keys of the same number for real pictures."""
     return [name + end for name in names for end in ("", *METRICS[name].real)]
 
 
@@ -122,10 +122,10 @@ def names_of(what: str) -> list[str]:
 
 
 def heldout_titles() -> dict[str, str]:
-    """How losses on held-out data are called, by the names that `Process.evaluation` gives them."""
+    """Titles of the losses on held-out data, by the names that `Process.evaluation` gives them."""
     return {name: METRICS[name].title for name in names_of("heldout")}
 
 
 def feature_metrics() -> list[str]:
-    """Those that are computed from Inception features."""
+    """The metrics that are computed from Inception features."""
     return [name for name, metric in METRICS.items() if metric.compute]

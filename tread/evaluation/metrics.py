@@ -18,11 +18,11 @@ from torch import Tensor
 NEIGHBOURS = 3  # k of precision and recall
 SPLIT = 5000  # pictures of an Inception Score's split
 BLOCK_NUMBERS = 2**25  # numbers in a block of distances: 128 MB in fp32, of which two live at a time
-Seen = Callable[[int], object]  # told how much of a long work was done
+Seen = Callable[[int], object]  # told how many rows of a long work are done
 
 
 def nobody(rows: int) -> None:
-    """Takes no notice."""
+    """For work that nobody watches."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Moments:
 
     @classmethod
     def unpack(cls, row: Tensor) -> Moments:
-        """What `pack` gave."""
+        """The inverse of `pack`."""
         numbers = row.cpu().numpy()
         size = (math.isqrt(4 * len(numbers) - 3) - 1) // 2  # of 1 + D + D·D
         return cls(int(numbers[0]), numbers[1 : 1 + size], numbers[1 + size :].reshape(size, size))
@@ -75,7 +75,7 @@ class Moments:
 
 
 def _factor(covariance: np.ndarray) -> Tensor:
-    """A (D, rank) with A·Aᵀ = a positive semi-definite matrix: eigenvalues that are rounding are left out."""
+    """A (D, rank) with A·Aᵀ equal to a positive semi-definite matrix; eigenvalues that are rounding are left out."""
     values, vectors = torch.linalg.eigh(torch.from_numpy(np.asarray(covariance, np.float64)))
     kept = values > values[-1].clamp(min=0) * len(values) * torch.finfo(values.dtype).eps
     return vectors[:, kept] * values[kept].sqrt()
@@ -150,22 +150,19 @@ def _inside(points: Tensor, centres: Tensor, radii: Tensor, seen: Seen) -> float
 def kernel_distance(reference: Tensor, samples: Tensor, seen: Seen = nobody) -> float:
     """KID, the unbiased squared MMD under (x·y/D + 1)³ (Bińkowski et al. 2018, arXiv 1801.01401).
 
-    Of all pairs of features (n, D), (m, D) fp32, n and m at least 2: what the customary mean over random subsets
-    estimates. seen is told rows as they are done, n + 2·m in all.
+    It takes all pairs of features (n, D), (m, D) fp32, n and m at least 2, where others estimate it by a mean over
+    random subsets. seen is told rows as they are done, n + 2·m in all.
     """
 
-    def total(rows: Tensor, columns: Tensor) -> float:
-        parts = rows.split(max(1, BLOCK_NUMBERS // len(columns)))
-        blocks = ((part @ columns.T).div_(rows.shape[1]).add_(1).pow_(3) for part in parts)
-        sums = []
-        for part, block in zip(parts, blocks):
-            sums.append(block.sum(dtype=torch.float64).item())
+    def sums(rows: Tensor, columns: Tensor) -> Iterator[float]:
+        for part in rows.split(max(1, BLOCK_NUMBERS // len(columns))):
+            block = (part @ columns.T).div_(rows.shape[1]).add_(1).pow_(3)
+            yield block.sum(dtype=torch.float64).item()
             seen(len(part))
-        return sum(sums)
 
     def within(features: Tensor) -> float:
         diagonal = ((features.square().sum(dim=1) / features.shape[1] + 1) ** 3).double().sum().item()
-        return (total(features, features) - diagonal) / (len(features) * (len(features) - 1))
+        return (sum(sums(features, features)) - diagonal) / (len(features) * (len(features) - 1))
 
-    across = total(samples, reference) / (len(samples) * len(reference))
+    across = sum(sums(samples, reference)) / (len(samples) * len(reference))
     return within(reference) + within(samples) - 2 * across

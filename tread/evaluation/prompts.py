@@ -1,12 +1,9 @@
 """Prompts of a text network: read, checked, and encoded by its training's own encoder; and the captions of held-out
-pictures, which it is scored on.
-
-Drawing numbers them: the labels of a text network are 0 to n−1, the numbers of its prompts.
+pictures, which it is scored on. Its labels, 0 to n−1, are the numbers of its prompts.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -16,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tread.checkpoints.for_sampling import SavedNetwork
 from tread.data.captions import read_captions
@@ -68,7 +64,7 @@ def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompt
 def encode_prompts(
     saved: SavedNetwork, prompts: Sequence[str], device: torch.device, place: str | None = None
 ) -> tuple[Text, list[str]]:
-    """Prompts as the network sees them, and notes: words that it never met, and what is cut off.
+    """Prompts as the network sees them, and notes on words that it never met and on what is cut off.
 
     place  where the encoder lies now, a hub id or folder; None: where it lay at training.
 
@@ -93,7 +89,7 @@ def brief(prompt: str) -> str:
 
 
 def prompt_warnings(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
-    """What does not reach the network, a line a prompt for the first ones."""
+    """Notes on what does not reach the network, for the first prompts of which that holds."""
     tokens, notes = encoder.spec.tokens, []
     for prompt, length in zip(prompts, encoder.lengths(prompts)):
         shown = repr(brief(prompt))
@@ -103,7 +99,7 @@ def prompt_warnings(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
         if length > tokens:
             notes.append(f"{shown} has {length:,} tokens, of which the network sees the first {tokens}")
     more = len(notes) - NOTED
-    return notes[:NOTED] + ([f"likewise of {more:,} more"] if more > 0 else [])
+    return notes[:NOTED] + [f"likewise of {more:,} more"] * (more > 0)
 
 
 @dataclass(frozen=True)
@@ -114,20 +110,14 @@ class ScoredPrompts:
     count   of captions.
     sha256  of the dataset, its captions and what encoded them.
     read    numbers (n,) → what the network sees.
+    words   the captions as people read them, where these are asked for.
     """
 
     folder: Path
     count: int
     sha256: str
     read: Callable[[np.ndarray], Text]
-
-    def captions(self, numbers: Tensor) -> list[str]:
-        """Captions by number, as people read them. Raises ValueError where the dataset holds none."""
-        return [self._captions[number] for number in numbers.tolist()]
-
-    @functools.cached_property
-    def _captions(self) -> list[str]:
-        return list(itertools.chain.from_iterable(read_captions(self.folder, read_index(self.folder))))
+    words: Sequence[str]
 
 
 def heldout_folder(saved: SavedNetwork) -> Path:
@@ -140,10 +130,11 @@ def heldout_folder(saved: SavedNetwork) -> Path:
     return Path(name)
 
 
-def open_prompts(saved: SavedNetwork, asked: str) -> ScoredPrompts:
+def open_prompts(saved: SavedNetwork, asked: str, with_words: bool) -> ScoredPrompts:
     """Captions to score a network on: "heldout", those of its run's held-out data, or a dataset's folder.
 
-    Raises ValueError or FileNotFoundError, also if they were not encoded by the encoder of its training.
+    Raises ValueError or FileNotFoundError, also if they were not encoded by the encoder of its training, or if their
+    words are asked for and only their encodings are known.
     """
     folder = heldout_folder(saved) if asked == HELDOUT else Path(asked).expanduser()
     wanted = TextSpec(**asdict(saved.cfg.text))
@@ -157,4 +148,5 @@ def open_prompts(saved: SavedNetwork, asked: str) -> ScoredPrompts:
     count = index["text"][text_encoder_name(wanted.encoder)]["captions"]
     parts = {"latents": latents_hash(index), "captions": index.get("captions"), "text": asdict(wanted)}
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    return ScoredPrompts(folder, count, digest, data.text_of)
+    words = itertools.chain.from_iterable(read_captions(folder, index)) if with_words else ()
+    return ScoredPrompts(folder, count, digest, data.text_of, tuple(words))

@@ -1,4 +1,4 @@
-"""What samples are scored against: ADM's reference batches, statistics, or pictures of one's own.
+"""References that samples are scored against: ADM's reference batches, statistics, or pictures of one's own.
 
     .npz with mu, sigma      mean and covariance of pool features, for FID (EDM's and TTUR's files)
     .npz with mu_s, sigma_s  of spatial features too, for sFID
@@ -12,7 +12,7 @@ and KID, as in ADM's evaluator.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from tread.data.store import ShardStore
-from tread.encoders.inception import FeatureSizes, Inception, Pictures
-from tread.evaluation.image_sets import Npz, hash_of, open_pictures
+from tread.encoders.inception import Inception
+from tread.evaluation.image_sets import Npz, Pictures, hash_of, open_pictures
 from tread.evaluation.metrics import Moments, Seen
 from tread.preparing.images import Crop
 from tread.runtime.device import exact
 from tread.runtime.distributed import Processes
-from tread.runtime.files import whole_file
+from tread.runtime.files import explain_failure, whole_file
 
 T = TypeVar("T")
-STATED = ("resolution", "count")  # what save_statistics writes beside the statistics
+STATED = ("resolution", "count")  # save_statistics writes them beside the statistics
 Statistics = tuple[np.ndarray, np.ndarray]  # mean (D,), covariance (D, D)
 KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 
@@ -40,16 +40,15 @@ KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 class Reference:
     """A reference as far as it goes.
 
-    pool, spatial  statistics of features, None where it has none.
-    pictures       whose features complete it, None where it has none.
-    resolution     (H, W), None where nobody knows.
-    count          pictures it holds, or that its statistics were made of; None where nobody knows.
+    stated      the statistics that its file states, of "pool" or "spatial" features.
+    pictures    whose features complete it, None where it has none.
+    resolution  (H, W), None where nobody knows.
+    count       pictures it holds, or that its statistics were made of; None where nobody knows.
     """
 
     where: str
     sha256: str
-    pool: Statistics | None
-    spatial: Statistics | None
+    stated: dict[str, Statistics]
     pictures: Pictures | None
     resolution: tuple[int, int] | None
     count: int | None
@@ -57,36 +56,33 @@ class Reference:
     @property
     def statistics_from(self) -> str:
         """Where its statistics for FID come from: "file", or "pictures"."""
-        return "pictures" if self.pool is None else "file"
+        return "file" if "pool" in self.stated else "pictures"
 
 
-def open_reference(path: Path, crop: Crop | None, processes: Processes, sizes: FeatureSizes | None) -> Reference:
+def open_reference(path: Path, crop: Crop | None, processes: Processes, sizes: Mapping[str, int]) -> Reference:
     """Open a reference without reading its pictures. Other arguments are those of open_pictures.
 
-    sizes  of the features that statistics in a file must be of; None: any.
+    sizes  of the features that statistics in a file must be of, by kind.
 
     Raises FileNotFoundError, or ValueError for what is damaged, of another network, or no reference.
     """
     if path.suffix in (".pkl", ".pt", ".pth"):
         raise ValueError(f"{path} may hold pickled objects, which are not read: convert it to an .npz with mu, sigma")
     npz = Npz(path) if path.suffix.lower() == ".npz" and path.is_file() else None
-    given = {kind: npz and _statistics(npz, *keys, sizes and getattr(sizes, kind)) for kind, keys in KEYS.items()}
+    there = [kind for kind, keys in KEYS.items() if npz and {*keys} <= {*npz.names}]
+    stated = {kind: _statistics(npz, *KEYS[kind], sizes[kind]) for kind in there}
     if npz is None or "arr_0" in npz.names:
         pictures = open_pictures(path, crop, processes)
-        about = (pictures, pictures.resolution, pictures.count)
-        return Reference(str(path), pictures.sha256, given["pool"], given["spatial"], *about)
-    if given["pool"] is None:
+        return Reference(str(path), pictures.sha256, stated, pictures, pictures.resolution, pictures.count)
+    if "pool" not in stated:
         raise ValueError(f"{path} holds {', '.join(npz.names) or 'nothing'}: a reference has mu, sigma or arr_0")
     resolution, count = (npz.read(name).ravel().tolist() if name in npz.names else [] for name in STATED)
-    about = (None, tuple(resolution) if len(resolution) == 2 else None, count[0] if len(count) == 1 else None)
-    return Reference(str(path), hash_of(path, processes), given["pool"], given["spatial"], *about)
+    about = (tuple(resolution) if len(resolution) == 2 else None, count[0] if len(count) == 1 else None)
+    return Reference(str(path), hash_of(path, processes), stated, None, *about)
 
 
-def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int | None) -> Statistics | None:
-    if mean_key not in npz.names or covariance_key not in npz.names:
-        return None
+def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int) -> Statistics:
     mean, covariance = npz.read(mean_key), npz.read(covariance_key)
-    dimension = dimension or mean.size
     if mean.shape != (dimension,) or covariance.shape != (dimension, dimension):
         raise ValueError(
             f"{npz.path}: {mean_key} {mean.shape} and {covariance_key} {covariance.shape} are statistics of another "
@@ -115,7 +111,7 @@ def reference_statistics(features: ShardStore, kind: str, processes: Processes) 
 
 
 class Unavailable(ValueError):
-    """What keeps a metric from being computed, for people."""
+    """The reason, for people, why a metric can't be computed."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +130,7 @@ class FeatureSets:
 
     def gaussians(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Means (D,) and covariances (D, D) of "pool" or "spatial" features: the samples', then the reference's."""
-        expected = getattr(self.reference, kind)
+        expected = self.reference.stated.get(kind)
         if expected is None and self.features is None:
             raise Unavailable("the reference has neither pictures (arr_0) nor mu_s, sigma_s")
         expected = expected or reference_statistics(self.features, kind, self.processes)
@@ -182,16 +178,17 @@ class FeatureSets:
         return self._compared.setdefault(title, value)
 
 
-def save_statistics(
-    path: Path, features: ShardStore, count: int, resolution: tuple[int, int], processes: Processes
-) -> None:
+def save_statistics(path: Path, pictures: Pictures, features: ShardStore, processes: Processes) -> None:
     """Write mu, sigma, mu_s, sigma_s, and the pictures' count and resolution, as open_reference reads them."""
-    arrays = {}
-    for kind, (mean_key, covariance_key) in KEYS.items():
-        arrays[mean_key], arrays[covariance_key] = reference_statistics(features, kind, processes)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as partial, partial.open("wb") as file:
-        np.savez(file, **arrays, count=np.array([count]), resolution=np.array(resolution))
+    if processes.main:
+        arrays = {}
+        for kind, keys in KEYS.items():
+            arrays |= zip(keys, reference_statistics(features, kind, processes))
+        with explain_failure(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(path) as partial, partial.open("wb") as file:
+                np.savez(file, **arrays, count=np.array([pictures.count]), resolution=np.array(pictures.resolution))
+        processes.say(f"{path}: statistics of {pictures.count:,} pictures of {pictures.where}")
 
 
 def check_size(where: object, size: tuple[int, ...], reference: Reference) -> None:

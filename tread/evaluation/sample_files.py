@@ -1,4 +1,4 @@
-"""What sample.py leaves: a grid, single files, a batch in ADM's format, or latents, and how they say what made them."""
+"""The files of sample.py: a grid, single files, a batch in ADM's format, or latents, and the facts beside them."""
 
 from __future__ import annotations
 
@@ -47,29 +47,26 @@ def check_name(out: str | None, latents: bool) -> None:
 
 
 def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: SavedNetwork | None) -> dict:
-    """What made the samples, for JSON.
-
-    settings  as asked for; those of the sampler replace what was left open.
-    """
+    """All that made the samples, for JSON: settings as asked for, with the sampler's in place of those left open."""
 
     def network(source: SavedNetwork) -> dict:
         return {"step": source.found.step, "weights": source.weights, "sha256": source.sha256}
 
     churn = {key: value for key, value in asdict(sampler.churn).items() if math.isfinite(value)}  # as JSON must be
     known = {"shift": saved.shift, "churn": churn if sampler.churn.amount else None}
-    asked = saved.found.info.get("attribution")
-    return {
+    facts = {
         "settings": {**settings, **asdict(sampler), **known},
         "network": network(saved),
         "weak_network": weak and network(weak),
         "nfe": sampler.nfe(saved.process),
         "versions": versions(),
-        **({"attribution": asked} if asked else {}),
     }
+    attribution = saved.found.info.get("attribution")
+    return facts | {"attribution": attribution} if attribution else facts
 
 
 def describe_drawing(network: SavedNetwork, sampler: Sampler, cost: float) -> str:
-    """What made the samples, for people; cost: over that without guidance."""
+    """How samples are drawn, for people; cost is relative to drawing without guidance."""
     shift = f" and shift {network.shift:g}" if network.shift not in (None, 1) else ""
     churn = f" and churn {sampler.churn.amount:g}" if sampler.churn.amount else ""
     relative = "" if sampler.guidance.kind == "none" else f"{cost:.3f} times the FLOPs of no guidance, "
@@ -89,8 +86,7 @@ class SampleFiles:
 
     out        None: samples.png (of latents samples.safetensors), or samples-1.png, … where that is there.
     overwrite  whether files that are there are replaced.
-    seeds      of the columns.
-    labels     of the rows.
+    seeds      of the columns; labels: of the rows.
     classes    the dataset's class names, or the prompts; a label beyond them is no class.
     latents    whether latents are written, and no pictures.
     prompts    whether labels number prompts.
@@ -136,7 +132,8 @@ class SampleFiles:
 
         Returns where they are, and whether grey ones became RGB, as single files and ADM's format are.
         """
-        grey, rows = False, [self._told(label) | {"seeds": list(self.seeds)} for label in self.labels]
+        grey, labels = False, [label for label, _ in self.pairs]
+        grid_facts = {**facts, "rows": [self._told(label) | {"seeds": list(self.seeds)} for label in self.labels]}
 
         def rgb() -> Iterator[np.ndarray]:
             nonlocal grey
@@ -144,17 +141,17 @@ class SampleFiles:
                 grey = batch.shape[1] == 1
                 yield batch.repeat(3 // batch.shape[1], axis=1)
 
-        path = self._free() if self.out is None else self.out
+        path = self.out or self._free()
         with explain_failure(path):
             if self.form == "grid":
-                save_png(path, self.grid(np.concatenate(list(batches))), {**facts, "rows": rows})
+                save_png(path, self.grid(np.concatenate(list(batches))), grid_facts)
             elif self.form == "npz":
-                save_npz(path, rgb(), np.array([label for label, _ in self.pairs]))
+                save_npz(path, rgb(), np.array(labels))
             elif self.form == "latents":
-                latents, (labels, seeds) = torch.from_numpy(np.concatenate(list(batches))), zip(*self.pairs)
-                tensors = {"latents": latents, "seeds": torch.tensor(seeds), "labels": torch.tensor(labels)}
+                tensors = {"seeds": torch.tensor([*self.seeds] * len(self.labels)), "labels": torch.tensor(labels)}
+                tensors["latents"] = torch.from_numpy(np.concatenate(list(batches)))
                 with whole_file(path) as partial:
-                    save_tensors(partial, tensors, {"meaning": MEANING, FACTS: json.dumps({**facts, "rows": rows})})
+                    save_tensors(partial, tensors, {"meaning": MEANING, FACTS: json.dumps(grid_facts)})
             else:
                 for (label, seed), picture in zip(self.pairs, itertools.chain.from_iterable(rgb())):
                     about = {"seed": seed} | self._told(label)
@@ -162,7 +159,7 @@ class SampleFiles:
         return path, grey
 
     def describe(self, path: Path, grey: bool, seeds: object) -> str:
-        """The files for people; grey: whether they became RGB; seeds: as they were asked for."""
+        """A line on the files, for people; grey: whether they became RGB; seeds: as they were asked for."""
         what = f"classes {json.dumps([None if label == len(self.classes) else label for label in self.labels])}"
         if self.prompts:
             first = json.dumps(brief(self.classes[0]), ensure_ascii=False)
@@ -173,13 +170,13 @@ class SampleFiles:
         return f"{path}: {len(self.pairs)} {'latents' if self.latents else 'pictures'} of {what}, seeds {seeds}{rgb}"
 
     def _free(self) -> Path:
-        first = Path(DEFAULTS[self.latents])
-        names = itertools.chain([first], (Path(f"{first.stem}-{n}{first.suffix}") for n in itertools.count(1)))
+        stem, _, suffix = DEFAULTS[self.latents].partition(".")
+        names = (Path(f"{stem}-{n}.{suffix}" if n else f"{stem}.{suffix}") for n in itertools.count())
         return next(path for path in names if self.overwrite or not path.exists())
 
     def _single(self, label: int, seed: int) -> Path:
-        kind = "prompt" if self.prompts else "class"
-        return self.out / f"seed{seed:06d}_{f'{kind}{label}' if label < len(self.classes) else 'noclass'}.png"
+        name = f"prompt{label}" if self.prompts else f"class{label}"
+        return self.out / f"seed{seed:06d}_{name if label < len(self.classes) else 'noclass'}.png"
 
     def _name(self, label: int) -> str:
         return self.classes[label] if label < len(self.classes) else "no class"

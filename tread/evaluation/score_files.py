@@ -1,4 +1,4 @@
-"""What scoring leaves behind: fid.json beside what was scored, and a line in the run's fid.csv.
+"""The files of a score: fid.json beside the checkpoint or the pictures, and a line in the run's fid.csv.
 
 fid.json holds the newest scoring; older ones by other settings keep their files as fid-1.json, fid-2.json, …
 """
@@ -28,9 +28,13 @@ class ScoreFiles:
         head, _, suffix = name.rpartition(".")
         return self.folder / f"{self.stem}{head}{'' if number is None else f'-{number}'}.{suffix}"
 
+    def _there(self, number: int | None = None) -> list[str]:
+        """The names of the files that are there."""
+        return [name for name in NAMES if self.path(name, number).exists()]
+
     def _free(self) -> int:
         """The first number that none of the files has."""
-        return next(n for n in itertools.count(1) if not any(self.path(name, n).exists() for name in NAMES))
+        return next(number for number in itertools.count(1) if not self._there(number))
 
     def _is(self, number: int | None, settings: dict) -> dict | None:
         """A scoring's record, if it is there and by these settings."""
@@ -45,16 +49,15 @@ class ScoreFiles:
         """fid.json and its content of a scoring by these settings; with_samples: one whose samples are there too."""
         for number in (None, *range(1, self._free())):
             record = self._is(number, settings)
-            if record and (not with_samples or self.path("samples.npz", number).exists()):
+            if record and (not with_samples or "samples.npz" in self._there(number)):
                 return self.path("fid.json", number), record
         return None
 
     def make_room(self, settings: dict) -> None:
         """Give files that are there a number, so that a new scoring can have their names; those of the same stay."""
-        there = [name for name in NAMES if self.path(name).exists()]
-        if there and not self._is(None, settings):
+        if not self._is(None, settings):
             number = self._free()
-            for name in there:
+            for name in self._there():
                 self.path(name).replace(self.path(name, number))
 
     def write(self, record: dict) -> Path:
@@ -99,10 +102,9 @@ def add_line(path: Path, record: dict) -> None:
     if path.exists() and path.read_text().partition("\n")[0].strip() != head:
         number = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}-{n}.csv").exists())
         path.replace(path.with_name(f"{path.stem}-{number}.csv"))
-    new = not path.exists()
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, columns(), extrasaction="ignore")
-        if new:
+        if not file.tell():
             writer.writeheader()
         values = record["settings"] | record
         writer.writerow(values | {"sampler": sampler_told(values)})

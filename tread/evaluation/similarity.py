@@ -1,10 +1,9 @@
 """How alike the tokens between a network's blocks are: the cosine similarity of each state with each other.
 
-A state is the whole sequence as somebody finds it who looks between two blocks: state 0 behind the embedding, state k
-behind block k − 1, where a route that ends there has put its tokens back. Within a route the sequence holds the kept
-tokens alone, so two states are compared in the tokens that both hold, matched by their place in the grid: tokens
-routed around count where they are back, as what they were before the route (or before its earlier block `rejoin`),
-and never where mask tokens take their places.
+A state is the whole sequence between two blocks: state 0 behind the embedding, state k behind block k − 1, where a
+route that ends there has put its tokens back. Within a route the sequence holds the kept tokens alone, so two states
+are compared in the tokens that both hold, matched by their place in the grid. Tokens routed around count where they are
+back, as they were before the route (or before its earlier block `rejoin`), and never where mask tokens replace them.
 
 Shapes: B samples, N tokens, K kept tokens, D channels, L blocks.
 """
@@ -44,7 +43,7 @@ class States(NamedTuple):
 
 
 def block_states(network: Backbone, x: Tensor, t: Tensor, y: Tensor, routes: Routes = ()) -> tuple[Tensor, States]:
-    """What a network returns for these inputs (see Backbone.forward), and the states that it went through."""
+    """A network's output for these inputs (see Backbone.forward), and the states that it went through."""
     embedded: list[Tensor] = []
     hook = network.x_embedder.register_forward_hook(lambda _, given, output: embedded.append(output))
     record = Record(blocks=range(len(network.blocks)))
@@ -93,14 +92,13 @@ def noised_states(
     """States of the model under its routes, a batch at a time, for evaluation points (see heldout_loss.py).
 
     The noise of a point and the tokens that its routes keep follow from the seed and the point's number, whatever the
-    batch; of a route whose ids a training batch shared, each point has its own.
+    batch, also for routes whose ids a training batch shared.
     """
     network, device = model.network, next(model.network.parameters()).device
     per_point = [RULES[route.select].for_sampling(route) for route in model.routes]
     for numbers in torch.arange(samples).split(batch_size):
-        x, y, level, noise = read_points(
-            model.process, data, numbers, samples, noise_levels, device, f"similarity {seed}"
-        )
+        asked = (data, numbers, samples, noise_levels, device, f"similarity {seed}")
+        x, y, level, noise = read_points(model.process, *asked)
         routes = []
         for place, route in enumerate(per_point):
             uniform = seeded_uniform(numbers.tolist(), (network.num_tokens,), f"similarity route {place} {seed}")
@@ -110,7 +108,7 @@ def noised_states(
 
 
 def adjacent(matrix: Tensor) -> float:
-    """The mean similarity of each state with the next: what a block leaves as it was, on average."""
+    """The mean similarity of each state with the next: how much a block leaves as it was, on average."""
     return matrix.diagonal(1).mean().item()
 
 
@@ -119,15 +117,15 @@ def settle_routes(saved: SavedNetwork, asked: Sequence[Route] | None) -> tuple[R
 
     Raises ValueError for routes that the network can't run, or that route nothing around or keep a single token.
     """
-    model, size = saved.cfg.model, saved.latents.shape[1]
+    model, grid = saved.cfg.model, (saved.latents.shape[1] // saved.cfg.model.patch_size,) * 2
+    routes = model.routes if asked is None else tuple(asked)
     try:
-        replace(model, routes=model.routes if asked is None else tuple(asked))
+        replace(model, routes=routes)
     except ValueError as error:
         raise ValueError(f"routes do not fit this network: {error}") from error
-    grid = (size // model.patch_size,) * 2
     for number, route in enumerate(asked or ()):
         check_ratio(route, grid, f"routes.{number}.selection_ratio")
-    return check_routes(model.routes if asked is None else asked, model.depth)
+    return check_routes(routes, model.depth)
 
 
 def describe_routes(routes: Sequence[Route], network: Backbone) -> str:
@@ -138,10 +136,9 @@ def describe_routes(routes: Sequence[Route], network: Backbone) -> str:
 def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDataset:
     """The held-out latents that a network was evaluated on, else those it was trained on, as it sees them.
 
-    folder  where such latents lie now, if not where the checkpoint says.
+    folder  where such latents lie; None: where the checkpoint says, and the embedded digits are written if not there.
 
-    The embedded digits are written first if they are not there. Raises FileNotFoundError, or ValueError for latents
-    that mean something else than the network's.
+    Raises FileNotFoundError, or ValueError for latents that mean something else than the network's.
     """
     dataset = saved.cfg.dataset
     place = Path(folder or dataset.heldout or dataset.path).expanduser()
@@ -154,15 +151,13 @@ def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDatase
             f"{error}; if the latents that {saved.found.folder} was trained on have moved: data=<folder>"
         ) from error
     data.steps_per_epoch(1)
-    names = ("shape", "classes", "scale", "shift")
-    known = None not in (data.latents.fingerprint, saved.latents.fingerprint)
-    for name in (*names, "fingerprint" if known else "autoencoder"):
-        there, here = getattr(saved.latents, name), getattr(data.latents, name)
+    trained, known = saved.latents, None not in (data.latents.fingerprint, saved.latents.fingerprint)
+    for name in ("shape", "classes", "scale", "shift", "fingerprint" if known else "autoencoder"):
+        there, here = getattr(trained, name), getattr(data.latents, name)
         if there != here:
             raise ValueError(
                 f"{place} holds latents of another {name} than the network was trained on: {str(here)[:100]} in the "
                 f"place of {str(there)[:100]}; data=<folder> names others"
             )
-    normalization = {name: getattr(saved.latents, name) for name in ("channel_shift", "channel_scale")}
-    data.latents = replace(data.latents, **normalization)
+    data.latents = replace(data.latents, channel_shift=trained.channel_shift, channel_scale=trained.channel_scale)
     return data

@@ -18,7 +18,7 @@ from tread.data.dataset import LatentDataset
 from tread.data.loader import Loader
 from tread.diffusion.sampling import Model
 from tread.encoders.autoencoder import Decoder
-from tread.evaluation.online_fid import OnlineFID
+from tread.evaluation.scorers import OnlineFID
 from tread.models.backbone import Backbone
 from tread.models.conditions import Text
 from tread.runtime.distributed import Processes

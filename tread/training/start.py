@@ -23,7 +23,7 @@ from tread.diffusion.labels import spread_classes
 from tread.encoders import autoencoder
 from tread.encoders.autoencoder import Decoder
 from tread.encoders.vision import encoder_name, open_encoder
-from tread.evaluation.online_fid import OnlineFID, open_online_fid
+from tread.evaluation.scorers import OnlineFID, open_online_fid
 from tread.models.backbone import Backbone
 from tread.models.conditions import Text
 from tread.runtime.compiling import compile_blocks, settle_compile
