@@ -53,12 +53,11 @@ def state_of(golden: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix("state."): value for name, value in golden.items() if name.startswith("state.")}
 
 
-def gradients_of(network: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.grad for name, parameter in network.named_parameters()}
-
-
-def assert_golden_gradients(actual: dict[str, Tensor], golden: dict[str, Tensor], prefix: str, least: int) -> None:
-    """Each within 1e-4 of its largest value, and at least so many."""
+def assert_golden_gradients(
+    network: nn.Module, golden: dict[str, Tensor], least: int, prefix: str = "grad.", **other: Tensor
+) -> None:
+    """Each within 1e-4 of its largest value, and at least so many; `other` ones take the place of the network's."""
+    actual = {name: parameter.grad for name, parameter in network.named_parameters()} | other
     names = [name for name in golden if name.startswith(prefix)]
     assert len(names) >= least
     for name in names:
@@ -102,8 +101,7 @@ def assert_compiled_as_eager(function: Callable[..., Tensor], given: Sequence[Te
     """Compiled it is one graph with the same output and gradients."""
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    for actual, expected in zip(derived(compiled, given), derived(function, given), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=atol)
+    torch.testing.assert_close(derived(compiled, given), derived(function, given), rtol=1e-5, atol=atol)
     torch._dynamo.reset()
 
 
@@ -142,7 +140,6 @@ def assert_modes_agree(network: Backbone, run: Callable[[], Sequence[Tensor]], g
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiling.compile_blocks(network.compiled(), counter)
-    for actual, expected in zip(results(), plain):
-        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(results(), plain, rtol=1e-3, atol=1e-4)
     assert counter.frame_count == graphs
     torch._dynamo.reset()

@@ -131,7 +131,7 @@ def test_gradients_are_those_of_the_equations(directions):
 @pytest.mark.parametrize("step", [-1000.0, 30.0, 1e4])
 @pytest.mark.parametrize("decay", [-1000.0, 0.0, 39.0, 1000.0])
 def test_steps_and_decays_of_any_size_break_nothing(step, decay):
-    """What a network learns: finite numbers and gradients, and A beyond the limit is the limit's."""
+    """A network may learn such numbers: all stays finite, gradients too, and A beyond the limit is the limit's."""
     m, x = mixer(4), torch.randn(1, 70, 12)
     m.dt_bias.data.fill_(step)
     actual = []
@@ -179,11 +179,7 @@ def test_parameter_count(dim, depth, mlp_ratio, directions):
 
 def test_sizes_that_the_page_lists():
     """docs/models.md, in millions; and the nearest to the 111 that TREAD lists."""
-    listed = {
-        (384, 12): (37.2, 36.1),
-        (768, 12): (146.3, 142.3),
-        (1152, 28): (756.2, 735.9),
-    }
+    listed = {(384, 12): (37.2, 36.1), (768, 12): (146.3, 142.3), (1152, 28): (756.2, 735.9)}
     alone = {12: 68.3, 24: 133.9}
 
     def millions(**sizes):

@@ -1,4 +1,4 @@
-"""What holds of each network whose routes keep whole rows, Mamba and RWKV; their tokens are a grid of 4×4 here."""
+"""Mamba and RWKV, whose routes keep whole rows: tests of both networks; their tokens are a grid of 4×4 here."""
 
 from __future__ import annotations
 

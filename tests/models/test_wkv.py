@@ -50,7 +50,7 @@ def test_keys_decays_and_bonuses_of_any_size(tokens, size):
 
 @pytest.mark.parametrize("tokens", [1, 33, 255])
 def test_decays_and_bonuses_beyond_the_limits_count_as_the_limits(tokens):
-    """What a network learns can't break it."""
+    """A network may learn such numbers without harm."""
     k, v, w, u = inputs(tokens, 60.0, (200.0, -1e4, 61.0, -60.0), (-95.0, -1e4, -21.0, 0.0))
     clamped = wkv(k, v, torch.tensor([60.0, -60.0, 60.0, -60.0]), torch.tensor([-20.0, -20.0, -20.0, 0.0]))
     assert torch.equal(wkv(k, v, w, u), clamped)
