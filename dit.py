@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tread.models.backbone import Backbone, modulate
+from tread.models.backbone import Backbone, linear_products, modulate
 
 
 class Attention(nn.Module):
@@ -67,17 +67,12 @@ class DiTBlock(nn.Module):
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
         """Multiply-adds of a forward pass for one sample of so many tokens; attention false: linear layers only."""
-        layers = [layer for part in (self.attn, self.mlp) for layer in part.children() if isinstance(layer, nn.Linear)]
         products = 2 * tokens * tokens * self.attn.proj.out_features if attention else 0
-        linear = tokens * sum(layer.weight.numel() for layer in layers)
-        return linear + products + self.adaLN_modulation[1].weight.numel()
+        return linear_products(self, tokens) + products
 
 
 class DiT(Backbone):
-    """The network F(x; t, y) of transformer blocks; for the arguments see Backbone.
-
-    Raises ValueError for sizes that do not fit together.
-    """
+    """The network F(x; t, y) of transformer blocks. Arguments and errors are Backbone's."""
 
     def __init__(
         self,

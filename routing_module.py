@@ -1,17 +1,16 @@
 """Token routing for efficient diffusion training (TREAD; Krause et al., ICCV 2025, arXiv 2501.04765).
 
-A route r(i→j) takes a random subset of the tokens out of the sequence before block i and puts them
-back, unchanged, after block j; blocks i..j, both included, run on the other tokens only. Routes add no
-parameters, and without them the network is unchanged.
+A route r(i→j) takes a random subset of the tokens out of the sequence before block i and puts them back, unchanged,
+after block j; blocks i..j, both included, run on the other tokens only. Routes add no parameters, and without them the
+network is unchanged.
 
 This file needs only torch. A network uses it in one line,
 
     x = run_blocks(self.blocks, x, c, routes=routes)
 
-where `routes` is a sequence of pairs (Route, ids_keep). The caller draws the ids,
-`draw_ids(torch.rand(B, N), ratio)`: nothing in the network is random, and tests, recomputation and
-per-image seeds can pass their own ids. Other rules that choose ids are in tread/routing/ids.py, routes
-for networks that can't be edited in tread/routing/hooks.py.
+where `routes` is a sequence of pairs (Route, ids_keep). The caller draws the ids, `draw_ids(torch.rand(B, N), ratio)`:
+nothing in the network is random, and tests, recomputation and per-image seeds can pass their own ids. Other rules that
+choose ids are in tread/routing/ids.py, routes for networks that can't be edited in tread/routing/hooks.py.
 
 Shapes: B samples, N tokens, K kept tokens, D channels.
 """
@@ -79,10 +78,8 @@ class Route:
         return cls(2, depth - 4, selection_ratio, fp32, select)
 
     def resolve(self, depth: int) -> Route:
-        """The same route with non-negative ends, rejoin and fp32 resolved, for a network of `depth` blocks.
-
-        Raises ValueError for an end outside the network, a start after the end or a rejoin after the start.
-        """
+        """The same route with non-negative ends, rejoin and fp32 resolved, for a network of `depth` blocks. Raises
+        ValueError for an end outside the network, a start after the end or a rejoin after the start."""
         rejoin = self.rejoin if isinstance(self.rejoin, int) else self.start
         given = {"start": self.start, "end": self.end, "rejoin": rejoin}
         for name, index in given.items():
@@ -133,10 +130,8 @@ Routes = Sequence[tuple[Route, Tensor]]  # with the ids_keep (B, K) of each
 
 
 def check_routes(routes: Sequence[Route], depth: int) -> tuple[Route, ...]:
-    """Resolve routes against a depth, sorted by start.
-
-    Raises ValueError for routes that share a block, and for one that rejoins inside another, where tokens are missing.
-    """
+    """Resolve routes against a depth, sorted by start. Raises ValueError for routes that share a block, and for one
+    that rejoins inside another, where tokens are missing."""
     resolved = tuple(sorted((r.resolve(depth) for r in routes), key=lambda r: r.start))
     for first, second in zip(resolved, resolved[1:]):
         if second.start <= first.end:
@@ -179,9 +174,7 @@ def draw_ids(noise: Tensor, selection_ratio: float, sort: bool = True) -> Tensor
 def check_ids(ids_keep: Tensor, batch: int, tokens: int | None) -> None:
     """Raise ValueError unless ids are (B, K) int64, K > 0, and name different tokens of each sample, in any order.
 
-    tokens  N; None: unknown.
-
-    Values are checked on a CPU only, so that no GPU waits.
+    tokens  N; None: unknown. Values are checked on a CPU only, so that no GPU waits.
     """
     shape, most = tuple(ids_keep.shape), "" if tokens is None else f", K at most {tokens} tokens"
     fits = ids_keep.ndim == 2 and shape[0] == batch and 0 < shape[1] <= (tokens or shape[1])
@@ -285,7 +278,7 @@ def run_in_fp32(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 @dataclass
 class Record:
-    """What a forward pass reports beside its output.
+    """Facts that a forward pass reports beside its output.
 
     blocks   the blocks whose outputs are wanted.
     outputs  by block, (output (B, K, D), ids_keep (B, K)) on a route, (output (B, N, D), None) elsewhere.
@@ -361,9 +354,8 @@ def run_blocks(
                 tokens = gather_tokens(tokens, ids_keep)
         call = block if shape is None else partial(block, grid=shape)
         if autocast and index in in_fp32:
-            tokens = run_in_fp32(call, tokens, *seen, *shared)
-        else:
-            tokens = call(tokens, *seen, *shared)
+            call = partial(run_in_fp32, call)
+        tokens = call(tokens, *seen, *shared)
         if index in record.blocks:
             record.outputs[index] = tokens, ids_here
         if route := ending.get(index):

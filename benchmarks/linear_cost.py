@@ -31,10 +31,9 @@ from timing import DEVICE, begin, circumstances, options_of, take_turns, write
 from torch import Tensor, nn
 
 from dit import DiTBlock
-from tread.models.causal_conv import causal_conv
 from tread.models.mamba import Mamba
 from tread.models.rwkv import RWKVBlock
-from tread.models.ssd import ssd
+from tread.models.ssd import causal_conv, ssd
 from tread.models.wkv import wkv
 from tread.runtime.compiling import compile_blocks
 from tread.runtime.device import autocast, use_precision

@@ -122,7 +122,7 @@ def test_an_interval_that_holds_no_level_is_refused():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_of_kinds(kind):
-    """What each kind's branches see, as arXiv 2207.12598, 2406.02507, 2601.01608 and 2510.21986 define them."""
+    """Each kind's branches are as arXiv 2207.12598, 2406.02507, 2601.01608 and 2510.21986 define them."""
     row = KINDS[kind]
     assert (row.weak_class is None) == (kind == "none")
     assert row.routed == kind.startswith("sparse")

@@ -14,12 +14,8 @@ from tread.diffusion.solvers import Solver, call_order, euler, heun
 
 
 def test_loss_equals_the_definition_sample_by_sample(tiny):
-    x, noise, y, t = (
-        torch.randn(3, 4, 8, 8),
-        torch.randn(3, 4, 8, 8),
-        torch.tensor([0, 4, 10]),
-        torch.tensor([0.1, 0.5, 0.9]),
-    )
+    x, noise = torch.randn(3, 4, 8, 8), torch.randn(3, 4, 8, 8)
+    y, t = torch.tensor([0, 4, 10]), torch.tensor([0.1, 0.5, 0.9])
     with torch.no_grad():
         losses = RF().loss(tiny, x, y, t, noise)
         for i, s in enumerate(t.tolist()):
@@ -121,7 +117,7 @@ def test_orders_of_the_solvers(solver, order):
 
 
 def test_levels_of_the_calls():
-    """What the solvers ask for, in order, against the order that schedules of guidance go by."""
+    """The levels that the solvers ask for, against the order by which schedules of guidance go."""
     for solver, function in (("euler", euler), ("heun", heun)):
         levels, seen = RF().schedule(4), []
         function(lambda x, t, seen=seen: seen.append(float(t)) or x, torch.zeros(1, 1, 1, 1), levels)

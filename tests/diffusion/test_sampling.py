@@ -117,11 +117,7 @@ def test_churn_adds_noise_that_the_seed_gives(tiny):
 def test_route_ids_follow_from_the_seed_and_change_from_pass_to_pass(tiny):
     """Ids are those of addressed draws, one for each pass and branch."""
     seen = []
-
-    def spy(module, args, kwargs):
-        seen.extend(kwargs["routes"])
-
-    tiny.register_forward_pre_hook(spy, with_kwargs=True)
+    tiny.register_forward_pre_hook(lambda _, args, kwargs: seen.extend(kwargs["routes"]), with_kwargs=True)
     latents_of(tiny, [5, 8], torch.tensor([0, 1]), batch_size=2, steps=2, guidance=SPARSE)
     assert [route.selection_ratio for route, _ in seen] == [0.25, 0.5] * 3  # 2N − 1 calls of two branches
     for row, seed in enumerate((5, 8)):
@@ -138,23 +134,16 @@ def test_what_guidance_comes_to_at_its_ends(tiny, smaller, process):
     seeds, labels = [3, 4], torch.tensor([3, 4])
     options = {"batch_size": 2, "process": process, "solver": process.default_solver}
     plain = latents_of(tiny, seeds, labels, **options)
-    for guidance in (
-        Guidance("cfg", 1.0),
-        Guidance("sparse", 1.0, 0.0, 0.5),
-        Guidance("autoguidance", 1.0, checkpoint="a"),
-    ):
+    strong = [Guidance("cfg", 1.0), Guidance("sparse", 1.0, 0.0, 0.5), Guidance("autoguidance", 1.0, checkpoint="a")]
+    for guidance in strong:
         assert torch.equal(latents_of(tiny, seeds, labels, guidance=guidance, **options), plain)
     dense = latents_of(tiny, seeds, labels, guidance=Guidance("sparse", 3.0), **options)
     torch.testing.assert_close(dense, plain, rtol=1e-3, atol=1e-4)
     weak = Model(process, smaller, (Route(0, 2),))
-    other = latents_of(
-        tiny, seeds, labels, guidance=Guidance("sparse", 0.0, weak=0.5, checkpoint="a"), weak=weak, **options
-    )
-    alone = latents_of(
-        smaller, seeds, labels, guidance=Guidance("autoguidance", 0.0, checkpoint="a"), weak=weak, **options
-    )
+    routed, dense = Guidance("sparse", 0.0, weak=0.5, checkpoint="a"), Guidance("autoguidance", 0.0, checkpoint="a")
     mine = latents_of(smaller, seeds, labels, **options)
-    torch.testing.assert_close(alone, mine)
+    other = latents_of(tiny, seeds, labels, guidance=routed, weak=weak, **options)
+    torch.testing.assert_close(latents_of(smaller, seeds, labels, guidance=dense, weak=weak, **options), mine)
     assert not torch.isclose(other, mine).all()  # scale 0 is the weak network, here under its route
 
 
@@ -167,6 +156,9 @@ class Gaussians(torch.nn.Module):
     def __init__(self, process, factor=1.0):
         super().__init__()
         self.process, self.nothing, self.factor = process, torch.nn.Parameter(torch.zeros(())), factor
+
+    def null(self, count):
+        return torch.full((count,), 10)
 
     def std(self, labelled, ratio):
         return self.factor * (0.6 if labelled else 0.9) * (1 + ratio)

@@ -1,18 +1,74 @@
-"""What holds of each network however it is run: FLOPs as torch counts them, bf16, recomputation, compiled blocks."""
+"""Weights and inputs for tests of networks, and what holds of each network however it is run: FLOPs as torch counts
+them, bf16, recomputation, compiled blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from routing_module import Route
 from tread.models.backbone import Backbone
+from tread.routing.ids import choose_ids, row_ids
 from tread.runtime import compiling
 from tread.runtime.device import autocast
+
+
+def hot(module: nn.Module, std: float = 0.3, seed: int = 0, **stds: float) -> nn.Module:
+    """All weights N(0, std), or of the std given for the last part of their name, and those of norms around 1: nothing
+    starts at zero, and mistakes show."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = stds.get(name.rpartition(".")[2], std) * noise + ("norm" in name)
+    return module
+
+
+def batch(size: int = 3, side: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    """Latents (size, 4, side, side), times and labels."""
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(size, 4, side, side, generator=g), torch.rand(size, generator=g), torch.arange(size)
+
+
+def drawn(route: Route, size: int = 3, seed: int = 2) -> list[tuple[Route, Tensor]]:
+    """The route with ids for a grid of 4×4 tokens."""
+    return [(route, choose_ids(route, torch.rand(size, 16, generator=torch.Generator().manual_seed(seed)), (4, 4)))]
+
+
+def rows(count: int, ratio: float = 0.5, grid: tuple[int, int] = (4, 4)) -> Tensor:
+    """ids of whole rows, (count, K)"""
+    return row_ids(torch.rand(count, grid[0] * grid[1], generator=torch.Generator().manual_seed(0)), ratio, grid)
+
+
+def assert_near(actual: Tensor, expected: Tensor, limit: float = 1e-4, share: float = 1e-6) -> None:
+    """Within a limit and a share of the largest value: the rounding of its sums differs between processors."""
+    assert actual.shape == expected.shape and (actual - expected).abs().max() <= limit + share * expected.abs().max()
+
+
+def state_of(golden: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("state."): value for name, value in golden.items() if name.startswith("state.")}
+
+
+def assert_golden_gradients(
+    network: nn.Module, golden: dict[str, Tensor], least: int, prefix: str = "grad.", **other: Tensor
+) -> None:
+    """Each within 1e-4 of its largest value, and at least so many; `other` ones take the place of the network's."""
+    actual = {name: parameter.grad for name, parameter in network.named_parameters()} | other
+    names = [name for name in golden if name.startswith(prefix)]
+    assert len(names) >= least
+    for name in names:
+        assert_near(actual[name.removeprefix(prefix)], golden[name], 0, 1e-4)
+
+
+def assert_starts_at_zero(network: Callable[..., Backbone], side: int = 8, **sizes: int) -> None:
+    """An untrained network outputs zero, and one that begins with xavier does not."""
+    for init in ("adaln_zero", "xavier"):
+        out = network(input_size=side, depth=2, num_classes=10, init=init, **sizes)(*batch(3, side))
+        assert out.isfinite().all() and (out.abs().max() == 0) == (init == "adaln_zero")
 
 
 def counted_flops(call: Callable[..., Tensor], *given: object, **more: object) -> int:
@@ -41,6 +97,29 @@ def assert_as(
         assert (actual - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1.0)
 
 
+def assert_compiled_as_eager(function: Callable[..., Tensor], given: Sequence[Tensor], atol: float = 1e-5) -> None:
+    """Compiled it is one graph with the same output and gradients."""
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(derived(compiled, given), derived(function, given), rtol=1e-5, atol=atol)
+    torch._dynamo.reset()
+
+
+def assert_rounds_inputs_alone(
+    twin: Callable[..., Tensor], function: Callable[..., Tensor], given: Sequence[Tensor], rounded: Sequence[Tensor]
+) -> None:
+    """Autocast changes nothing; rounded inputs give the twin's fp32 output and gradients, each rounded as its input."""
+    under = torch.autocast("cpu", dtype=torch.bfloat16)
+    assert torch.equal(under(function)(*given), function(*given))
+    expected = derived(twin, [item.float() for item in rounded])
+    for each in (function, under(function)):
+        actual = derived(each, rounded)
+        assert [item.dtype for item in actual] == [torch.float32, *(item.dtype for item in rounded)]
+        for ours, theirs in zip(actual, expected, strict=True):
+            tolerance = 2**-8 if ours.dtype == torch.bfloat16 else 2e-5
+            assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max().clamp(min=1.0)
+
+
 def assert_modes_agree(network: Backbone, run: Callable[[], Sequence[Tensor]], graphs: int) -> None:
     """Outputs and gradients are the plain network's, bit for bit or to rounding; compiled, its blocks have so many
     graphs."""
@@ -61,7 +140,6 @@ def assert_modes_agree(network: Backbone, run: Callable[[], Sequence[Tensor]], g
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiling.compile_blocks(network.compiled(), counter)
-    for actual, expected in zip(results(), plain):
-        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(results(), plain, rtol=1e-3, atol=1e-4)
     assert counter.frame_count == graphs
     torch._dynamo.reset()

@@ -7,36 +7,21 @@ import sys
 
 import pytest
 import torch
-from modes import counted_flops
-from row_routes import (
-    assert_compiled_as_eager,
-    assert_routed_as_it_should_be,
-    assert_smaller_image,
-    assert_trains_on_a_gpu,
-    batch,
-    rows,
-)
-from test_causal_conv import by_conv1d
+from modes import batch, hot, rows
 
 from dit import DiT
 from routing_module import Route, gather_tokens, run_blocks
-from tread.models import mamba
 from tread.models.mamba import DECAYS, STEPS, AttentionBlock, Mamba, Mamba2Mixer, MambaBlock
 from tread.models.ssd import ssd
 from tread.routing.hooks import attach_routes
 from tread.routing.ids import choose_ids
 
-CPU = torch.device("cpu")
 SIZES = {"input_size": 8, "hidden_size": 32, "num_classes": 10, "state": 8, "head_dim": 16}
 
 
 def scramble(module):
     """Every parameter matters: weights N(0, 0.1), and Δ's bias, decays and D numbers of their kind."""
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in module.named_parameters():
-        scale = 1.0 if name.split(".")[-1] in ("dt_bias", "A_log", "D") else 0.1
-        parameter.data = scale * torch.randn(parameter.shape, generator=generator) + (name.endswith("norm.weight"))
-    return module
+    return hot(module, 0.1, dt_bias=1.0, A_log=1.0, D=1.0)
 
 
 def network(depth=6, **sizes):
@@ -146,7 +131,7 @@ def test_gradients_are_those_of_the_equations(directions):
 @pytest.mark.parametrize("step", [-1000.0, 30.0, 1e4])
 @pytest.mark.parametrize("decay", [-1000.0, 0.0, 39.0, 1000.0])
 def test_steps_and_decays_of_any_size_break_nothing(step, decay):
-    """What a network learns: finite numbers and gradients, and A beyond the limit is the limit's."""
+    """A network may learn such numbers: all stays finite, gradients too, and A beyond the limit is the limit's."""
     m, x = mixer(4), torch.randn(1, 70, 12)
     m.dt_bias.data.fill_(step)
     actual = []
@@ -169,15 +154,12 @@ def test_block_equals_its_equations(mlp_ratio):
 
 
 def test_where_it_starts():
-    """Mamba-2's: Δ of 0.001 to 0.1, A of −16 to −1, D of 1; and a network that outputs zero, but not with xavier."""
+    """As Mamba-2's: Δ of 0.001 to 0.1, A of −16 to −1, D of 1."""
     m = Mamba2Mixer(64, 8, 4, 2, 4, 2)
     step = torch.nn.functional.softplus(m.dt_bias)
     assert (step > 0.99 * STEPS[0]).all() and (step < 1.01 * STEPS[1]).all() and step.std() > 0.01
     assert (m.A_log.exp() >= DECAYS[0]).all() and (m.A_log.exp() <= DECAYS[1]).all() and m.A_log.exp().std() > 3
     assert (m.D == 1).all()
-    for init, zero in (("adaln_zero", True), ("xavier", False)):
-        out = Mamba(depth=2, init=init, **SIZES)(*batch())
-        assert out.isfinite().all() and (out.abs().max() == 0) == zero
 
 
 @pytest.mark.parametrize("directions", [1, 2, 4])
@@ -193,17 +175,11 @@ def test_parameter_count(dim, depth, mlp_ratio, directions):
     modulation = (6 if mlp_ratio else 3) * (dim**2 + dim)
     count = depth * (mixing + mlp + modulation) + sum(p.numel() for p in frame.parameters())
     assert sum(p.numel() for p in ours.parameters()) == count
-    mine = {name: value.shape for name, value in ours.state_dict().items() if not name.startswith("blocks.")}
-    assert mine == {name: value.shape for name, value in frame.state_dict().items()}
 
 
 def test_sizes_that_the_page_lists():
     """docs/models.md, in millions; and the nearest to the 111 that TREAD lists."""
-    listed = {
-        (384, 12): (37.2, 36.1),
-        (768, 12): (146.3, 142.3),
-        (1152, 28): (756.2, 735.9),
-    }
+    listed = {(384, 12): (37.2, 36.1), (768, 12): (146.3, 142.3), (1152, 28): (756.2, 735.9)}
     alone = {12: 68.3, 24: 133.9}
 
     def millions(**sizes):
@@ -214,35 +190,6 @@ def test_sizes_that_the_page_lists():
         assert millions(hidden_size=dim, depth=depth) == plain
         assert millions(hidden_size=dim, depth=depth, attention_every=4) == hybrid
     assert {depth: millions(depth=depth, mlp_ratio=0) for depth in alone} == alone
-
-
-@pytest.fixture
-def counted_conv(monkeypatch):
-    """The convolution by torch's own, whose products its counter knows."""
-    monkeypatch.setattr(mamba, "causal_conv", by_conv1d)
-
-
-@pytest.mark.parametrize("sizes", [{}, {"directions": 4}, {"directions": 1, "mlp_ratio": 0}, {"attention_every": 3}])
-@pytest.mark.parametrize("routes", [(), (Route(1, 4, 0.5),), (Route(0, 1, 0.25), Route(3, 5, 0.7))])
-def test_flops_agree_with_torchs_counter(routes, sizes, counted_conv):
-    """All products, those of scan and convolution among them. Of attention torch counts twice: see test_dit.py."""
-    routes = [Route(r.start, r.end, r.selection_ratio, select="row") for r in routes]
-    drawn = [(route, rows(2, route.selection_ratio)) for route in routes]
-    model = network(num_heads=2, **sizes)
-    assert 2 * model.forward_flops(routes) == pytest.approx(counted_flops(model, *batch(2), routes=drawn), rel=0.01)
-
-
-def test_flops_of_a_large_grid_are_those_that_torch_counts(counted_conv):
-    block = scramble(MambaBlock(16, 4.0, mixer(4, dim=16)))
-    for grid in ((8, 8), (16, 8), (16, 16), (32, 33)):
-        n = grid[0] * grid[1]
-        assert counted_flops(block, torch.randn(1, n, 16), torch.randn(1, 16), grid) == 2 * block.multiply_adds(n)
-
-
-@pytest.mark.parametrize("directions", [2, 4])
-def test_a_row_route_is_the_smaller_image_and_leaves_the_rest(directions):
-    blocks = [scramble(MambaBlock(12, 2.0, mixer(directions))) for _ in range(3)]
-    assert_smaller_image(blocks, naive_block, 12)
 
 
 @pytest.mark.parametrize("directions", [2, 4])
@@ -267,17 +214,12 @@ def test_hooks_route_rows_as_run_blocks_does(directions):
     torch.testing.assert_close(x, actual)
 
 
-def test_routes():
-    for sizes in ({"directions": 4}, {"attention_every": 2, "num_heads": 2}):
-        assert_routed_as_it_should_be(network(**sizes))
-
-
 def test_routes_of_single_tokens_where_they_are_allowed():
     """The blocks on the route are those of the kept tokens as a line; rows are the same with and without."""
     route = Route(1, 4, 0.5)
     ids = choose_ids(route, torch.rand(4, 16, generator=torch.Generator().manual_seed(3)), (4, 4))
     free = network(allow_token_routes=True)
-    x, c = free.embed(*batch())
+    x, c = free.embed(*batch(4, 8))
     tokens = free.blocks[0](x, c)
     kept = torch.stack([tokens[sample, ids[sample]] for sample in range(4)])
     for block in free.blocks[1:5]:
@@ -285,9 +227,9 @@ def test_routes_of_single_tokens_where_they_are_allowed():
     for sample in range(4):
         tokens[sample, ids[sample]] = kept[sample]
     expected = free.unpatchify(free.final_layer(free.blocks[5](tokens, c), c))
-    torch.testing.assert_close(free(*batch(), routes=[(route, ids)]), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(free(*batch(4, 8), routes=[(route, ids)]), expected, rtol=1e-5, atol=1e-6)
     by_rows = [(Route(1, 4, 0.5, select="row"), rows(4))]
-    assert torch.equal(free(*batch(), routes=by_rows), network()(*batch(), routes=by_rows))
+    assert torch.equal(free(*batch(4, 8), routes=by_rows), network()(*batch(4, 8), routes=by_rows))
 
 
 def test_every_kth_block_of_a_hybrid_is_dits():
@@ -300,15 +242,8 @@ def test_every_kth_block_of_a_hybrid_is_dits():
     assert torch.equal(model.blocks[2](x, c, grid=(2, 4)), twin(x, c))
 
 
-@pytest.mark.slow
-def test_compiled_blocks_have_a_graph_for_each_kind_of_call(monkeypatch):
-    """Kinds: all tokens and half of the rows, in fp32 and bf16, of a hybrid's two blocks, but for the route's last one,
-    which runs in fp32."""
-    assert_compiled_as_eager(network(depth=4, attention_every=2, num_heads=2), monkeypatch, fp32=4, bf16=7)
-
-
-def test_half_precision_is_close_and_the_state_stays_fp32():
-    """The twin is the network in fp32; the scan gets and gives fp32 wherever a number is summed up."""
+def test_the_scan_adds_up_in_fp32():
+    """It gets and gives fp32 wherever a number is summed up."""
     model, dtypes = network(), []
 
     def watched(x, dt, A, B, C):
@@ -318,16 +253,10 @@ def test_half_precision_is_close_and_the_state_stays_fp32():
 
     for block in model.blocks:
         block.mixer.scan = watched
-    routes = [(Route(1, 3, 0.5, "end", "row"), rows(4))]
-    exact = model(*batch(), routes=routes)
-    dtypes.clear()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = model(*batch(), routes=routes)
+        model(*batch(4, 8), routes=[(Route(1, 3, 0.5, "end", "row"), rows(4))])
     full, half = torch.float32, torch.bfloat16
     assert dtypes == [(full if i == 3 else half, full, full, full) for i in range(6)]
-    out.float().square().sum().backward()
-    assert out.isfinite().all() and all(p.grad.isfinite().all() for p in model.parameters())
-    assert (out - exact).abs().max() <= 0.02 * exact.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -375,9 +304,3 @@ def test_the_fused_kernel_is_the_scan(directions):
         actual.append([out.detach(), *(parameter.grad for parameter in item.parameters())])
     for a, b in zip(*actual, strict=True):
         assert (a - b).abs().max() <= 2e-2 * a.abs().max()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_routed_training_on_a_gpu():
-    assert_trains_on_a_gpu(network(directions=4, attention_every=3, num_heads=2))

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from modes import assert_modes_agree, counted_flops
+from modes import (
+    assert_golden_gradients,
+    assert_modes_agree,
+    assert_near,
+    assert_starts_at_zero,
+    batch,
+    counted_flops,
+    drawn,
+    hot,
+    state_of,
+)
 from safetensors.torch import load_file
 
 from routing_module import Record, Route
 from tread.diffusion.edm import EDM
 from tread.models.maskdit import MaskDiT
-from tread.routing.ids import choose_ids
 from tread.runtime.tensor_files import plain_names
 from tread.training.token_losses import kept_error, reconstruction_error
 
@@ -25,23 +34,11 @@ ENCODERS = {
 }
 
 
-def hot(network, std=0.2):
-    """All weights N(0, std), but for the null class's: nothing starts at zero."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in network.parameters():
-        parameter.data = std * torch.randn(parameter.shape, generator=generator)
+def tiny():
+    """Nothing is zero but the null class."""
+    network = hot(MaskDiT(**TINY), 0.2)
     network.y_embedder.embedding_table.weight.data[-1] = 0
     return network
-
-
-def batch(size=3):
-    generator = torch.Generator().manual_seed(1)
-    x, t = torch.randn(size, 4, 8, 8, generator=generator), torch.rand(size, generator=generator)
-    return x, t, torch.arange(size)
-
-
-def drawn(route=HALF, size=3):
-    return [(route, choose_ids(route, torch.rand(size, 16, generator=torch.Generator().manual_seed(2)), (4, 4)))]
 
 
 @pytest.fixture
@@ -49,14 +46,9 @@ def golden(asset):
     """(numbers, network with their weights, labels, routes)."""
     g = load_file(asset("golden/maskdit_tiny_hot.safetensors"))
     network = MaskDiT(**TINY)
-    state = {name.removeprefix("state."): value for name, value in g.items() if name.startswith("state.")}
-    network.load_state_dict(plain_names(state), strict=True)
+    network.load_state_dict(plain_names(state_of(g)), strict=True)
     labels = torch.where(g["in.labels_onehot"].any(dim=1), g["in.labels_onehot"].argmax(dim=1), 10)
     return g, network, labels, [(HALF, g["in.ids_keep"])]
-
-
-def assert_near(actual, expected, limit=1e-4):
-    assert (actual - expected).abs().max() <= limit
 
 
 def test_golden_forward_and_losses(golden):
@@ -87,15 +79,9 @@ def test_golden_losses_and_gradients(golden):
     total = denoising + g["meta.mae_coef"] * masked
     torch.testing.assert_close(total, g["out.total_per_sample"], rtol=1e-5, atol=1e-5)
     total.mean().backward()
-    gradients = {f"model.{name}": parameter.grad for name, parameter in network.named_parameters()}
-    table = gradients["model.y_embedder.embedding_table.weight"]
+    table = network.y_embedder.embedding_table.weight.grad
     assert not table[-1].any()  # of the null class, though a sample has it
-    gradients["model.y_embedder.embedding_table.weight"] = table[:-1].T
-    names = [name.removeprefix("grad.") for name in g if name.startswith("grad.")]
-    assert len(names) == 9
-    for name in names:
-        expected = g[f"grad.{name}"]
-        assert_near(gradients[name] / expected.abs().max(), expected / expected.abs().max())
+    assert_golden_gradients(network, g, 9, "grad.model.", **{"y_embedder.embedding_table.weight": table[:-1].T})
 
 
 @pytest.mark.parametrize("size", ENCODERS)
@@ -112,8 +98,8 @@ def test_published_parameter_counts(size):
 def test_flops_agree_with_torchs_counter(more, routes):
     network = MaskDiT(**{**TINY, **more})
     pairs = drawn(routes[0]) if routes else ()
-    assert 3 * network.forward_flops(routes) == counted_flops(network, *batch(), pairs)
-    assert network.forward_flops(upto=1) == counted_flops(network.output_of, 1, *batch(1))
+    assert 3 * network.forward_flops(routes) == counted_flops(network, *batch(3, 8), pairs)
+    assert network.forward_flops(upto=1) == counted_flops(network.output_of, 1, *batch(1, 8))
 
 
 def test_a_decoder_of_fixed_size_costs_a_small_encoder_more_than_it_saves():
@@ -129,16 +115,16 @@ def test_a_decoder_of_fixed_size_costs_a_small_encoder_more_than_it_saves():
 
 
 def test_dropping_nothing_is_the_dense_forward_bit_for_bit():
-    network, inputs = hot(MaskDiT(**TINY)), batch()
+    network, inputs = tiny(), batch(3, 8)
     with torch.no_grad():
         dense = network(*inputs)
         assert torch.equal(network(*inputs, drawn(Route(0, 3, 0.0, "off"))), dense)
-        assert not torch.isclose(network(*inputs, drawn()), dense).all()
+        assert not torch.isclose(network(*inputs, drawn(HALF)), dense).all()
 
 
 def test_a_masked_place_knows_its_own_pixels_from_nowhere():
-    """What is dropped changes nothing that comes out, at any place."""
-    network, (x, t, y), ((route, ids),) = hot(MaskDiT(**TINY)), batch(), drawn()
+    """The dropped pixels change the output nowhere."""
+    network, (x, t, y), ((route, ids),) = tiny(), batch(3, 8), drawn(HALF)
     around = torch.ones(3, 16).scatter(1, ids, 0).view(3, 1, 4, 4)
     other = x + around.repeat_interleave(2, 2).repeat_interleave(2, 3) * torch.randn(3, 4, 8, 8)
     with torch.no_grad():
@@ -147,9 +133,9 @@ def test_a_masked_place_knows_its_own_pixels_from_nowhere():
 
 def test_gradients_reach_the_mask_token_and_all_but_the_null_class():
     """Without a route the mask token's is zero, not absent: processes that share gradients wait for each."""
-    network = hot(MaskDiT(**TINY))
-    x, t, _ = batch()
-    for routes in (drawn(), ()):
+    network = tiny()
+    x, t, _ = batch(3, 8)
+    for routes in (drawn(HALF), ()):
         network.zero_grad(set_to_none=True)
         network(x, t, torch.tensor([0, 1, 10]), routes).square().mean().backward()
         assert all(item.grad is not None for item in network.parameters())
@@ -159,17 +145,17 @@ def test_gradients_reach_the_mask_token_and_all_but_the_null_class():
 
 
 def test_untrained_network_outputs_zero_and_its_null_class_is_zero():
-    for init, zero in (("adaln_zero", True), ("xavier", False)):
+    assert_starts_at_zero(MaskDiT, hidden_size=64, num_heads=4, **DECODER)
+    for init in ("adaln_zero", "xavier"):
         network = MaskDiT(init=init, **TINY)
         table = network.y_embedder.embedding_table.weight
-        assert (network(*batch()).abs().max() == 0) == zero
         assert not table[10].any() and table[:10].all() and network.mask_token.all()
 
 
 @pytest.mark.slow
 def test_bf16_recomputation_and_compiled_blocks_agree_with_the_plain_network():
     """One graph for the encoder's blocks with all tokens, one with kept ones, and one for the decoder's."""
-    network, inputs, routes = hot(MaskDiT(**TINY)), batch(), drawn()
+    network, inputs, routes = tiny(), batch(3, 8), drawn(HALF)
     assert_modes_agree(network, lambda: [network(*inputs, which) for which in ((), routes)], graphs=3)
 
 
@@ -184,7 +170,7 @@ def test_bf16_recomputation_and_compiled_blocks_agree_with_the_plain_network():
 )
 def test_other_routes_are_refused(routes, shown):
     with pytest.raises(ValueError, match=shown):
-        MaskDiT(**TINY)(*batch(), [drawn(route)[0] for route in routes])
+        MaskDiT(**TINY)(*batch(3, 8), [drawn(route)[0] for route in routes])
 
 
 @pytest.mark.parametrize("sizes", [{"decoder_hidden_size": 30}, {"decoder_heads": 5}, {"num_heads": 5}], ids=str)

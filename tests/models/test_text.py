@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+import modes
 import pytest
 import torch
-from modes import assert_modes_agree, counted_flops
+from modes import assert_modes_agree, counted_flops, drawn, hot
 
 from dit import DiT
 from rf import RF
@@ -18,7 +19,6 @@ from tread.models import conditions
 from tread.models.conditions import Text
 from tread.models.lightning import LightningDiT
 from tread.models.text_dit import TextDiT
-from tread.routing.ids import choose_ids
 from tread.runtime.device import autocast
 
 SIZES = {"input_size": 4, "patch_size": 1, "hidden_size": 16, "depth": 4, "num_heads": 2}
@@ -36,13 +36,7 @@ def of_text(name: str) -> bool:
 
 
 def tiny(std=0.3, seed=0, **more):
-    """All weights N(0, std), norms' 1 + N(0, std)."""
-    network, generator = TextDiT(**{**SIZES, **(more or ENCODER)}), torch.Generator().manual_seed(seed)
-    for name, parameter in network.named_parameters():
-        parameter.data = std * torch.randn(parameter.shape, generator=generator) + (
-            parameter.ndim == 1 and "norm" in name
-        )
-    return network
+    return hot(TextDiT(**{**SIZES, **(more or ENCODER)}), std, seed)
 
 
 def texts(network, seed=1, lengths=LENGTHS):
@@ -56,15 +50,13 @@ def texts(network, seed=1, lengths=LENGTHS):
 
 
 def batch(size=3):
-    generator = torch.Generator().manual_seed(2)
-    return torch.randn(size, 4, 4, 4, generator=generator), torch.rand(size, generator=generator)
+    return modes.batch(size)[:2]
 
 
-def drawn(size=3, route=ROUTE):
-    return [(route, choose_ids(route, torch.rand(size, 16, generator=torch.Generator().manual_seed(3)), (4, 4)))]
+every_encoder = pytest.mark.parametrize("encoder", [ENCODER, UNPOOLED, WORDS], ids=["encoder", "unpooled", "words"])
 
 
-@pytest.mark.parametrize("encoder", [ENCODER, UNPOOLED, WORDS], ids=["encoder", "unpooled", "words"])
+@every_encoder
 @pytest.mark.parametrize(("choices", "other"), [({}, DiT), (LIGHTNING, LightningDiT)], ids=["dit", "lightning"])
 def test_at_the_start_it_is_the_network_without_text(encoder, choices, other):
     """With its label rows zero, of weights that are not: bit for bit, whatever the text, routed or not, in bf16 too.
@@ -79,7 +71,7 @@ def test_at_the_start_it_is_the_network_without_text(encoder, choices, other):
     assert shared.keys() == {name for name in network.state_dict() if not of_text(name)}
     network.load_state_dict(shared, strict=False)
     for precision in ("fp32", "bf16"):
-        for routes in ((), drawn()):
+        for routes in ((), drawn(ROUTE)):
             with autocast(torch.device("cpu"), precision), torch.no_grad():
                 actual = network(*batch(), texts(network), routes)
                 assert torch.equal(actual, plain(*batch(), torch.arange(3), routes)) and actual.abs().max() > 0.1
@@ -97,11 +89,11 @@ def test_what_brings_text_in_starts_at_zero_and_learns(init):
     assert all(value.grad.any() for name, value in network.named_parameters())
 
 
-@pytest.mark.parametrize("encoder", [ENCODER, UNPOOLED, WORDS], ids=["encoder", "unpooled", "words"])
+@every_encoder
 @pytest.mark.parametrize("choices", [{}, LIGHTNING], ids=["dit", "lightning"])
 def test_padding_counts_for_nothing_and_a_word_does(encoder, choices):
     network, (x, t) = tiny(**encoder, **choices), batch()
-    y, routes = texts(network), drawn()
+    y, routes = texts(network), drawn(ROUTE)
     padding = torch.full_like(y.tokens, 10**6 if network.y_embedder.vocabulary else math.nan)
     masked = y.mask if network.y_embedder.vocabulary else y.mask.unsqueeze(2)
     with torch.no_grad():
@@ -177,8 +169,8 @@ def naive(network, x, t, y, routes):
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize("encoder", [ENCODER, UNPOOLED, WORDS], ids=["encoder", "unpooled", "words"])
-@pytest.mark.parametrize("routes", [(), drawn(2, ROUTE)], ids=["dense", "routed"])
+@every_encoder
+@pytest.mark.parametrize("routes", [(), drawn(ROUTE, 2)], ids=["dense", "routed"])
 def test_it_is_its_twin_written_token_by_token(encoder, routes):
     network, (x, t) = tiny(0.2, **encoder), batch(2)
     y = texts(network, lengths=(3, 1))
@@ -187,7 +179,7 @@ def test_it_is_its_twin_written_token_by_token(encoder, routes):
         torch.testing.assert_close(actual.double(), naive(network, x, t, y, routes), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("encoder", [ENCODER, UNPOOLED, WORDS], ids=["encoder", "unpooled", "words"])
+@every_encoder
 @pytest.mark.parametrize("process", [EDM(), RF()], ids=["edm", "rf"])
 def test_no_text_in_guidance_is_the_empty_caption(encoder, process):
     """The weak branch of cfg is a run on the empty caption's own encoding, bit for bit; so is what number len(prompts)
@@ -270,7 +262,7 @@ def test_labels_and_texts_share_their_functions():
 @pytest.mark.parametrize("routes", [(), (ROUTE,)], ids=["dense", "routed"])
 def test_flops_are_those_that_torch_counts(encoder, routes):
     network = tiny(**encoder)
-    given = *batch(2), texts(network, lengths=(5, 2)), drawn(2) if routes else ()
+    given = *batch(2), texts(network, lengths=(5, 2)), drawn(ROUTE, 2) if routes else ()
     assert 2 * network.forward_flops(routes) == counted_flops(network, *given)
     products = [2 * 16 * (tokens**2 + tokens * 5) for tokens in ((16, 8, 8, 16) if routes else (16,) * 4)]
     assert network.forward_flops(routes) - network.forward_flops(routes, attention=False) == 2 * sum(products)
@@ -281,7 +273,7 @@ def test_flops_are_those_that_torch_counts(encoder, routes):
 def test_bf16_recomputation_and_compiled_blocks_agree_with_the_plain_network(choices):
     """One graph for all tokens and one for kept ones, whatever the lengths of the captions."""
     network, (x, t) = tiny(**ENCODER, **choices), batch()
-    captions, routes = (texts(network), texts(network, lengths=(1, 1, 4))), drawn(route=Route(1, 2, 0.5, "end"))
+    captions, routes = (texts(network), texts(network, lengths=(1, 1, 4))), drawn(Route(1, 2, 0.5, "end"))
     assert_modes_agree(network, lambda: [network(x, t, y, which) for y in captions for which in ((), routes)], graphs=2)
 
 

@@ -98,64 +98,46 @@ def build(kind: type, **sizes) -> torch.nn.Module:
 
 def case(name: str) -> Case:
     g = torch.Generator().manual_seed(1)
+    x, text = torch.randn(B, 4, 8, 8, generator=g), torch.randn(B, TEXT, 12, generator=g)
+    noise = torch.rand(B, 16, generator=g)
+    heads = {"num_attention_heads": 2, "attention_head_dim": 16}
+    sizes = {"in_channels": 4, "sample_size": 8, **heads}
+    inputs = {"hidden_states": x, "timestep": torch.tensor([3, 0, 900]), "encoder_hidden_states": text}
+    mask = (torch.arange(TEXT) < LENGTHS[:, None]).long()
     if name == "dit":
-        sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 6, "sample_size": 8}
-        model = build(DiTTransformer2DModel, in_channels=4, num_embeds_ada_norm=10, **sizes)
-        x = torch.randn(B, 4, 8, 8, generator=g)
-        inputs = {"hidden_states": x, "timestep": torch.tensor([3, 0, 9]), "class_labels": torch.tensor([1, 2, 10])}
-        return Case(model, inputs, x, model.transformer_blocks, torch.rand(B, 16, generator=g))
-    if name.startswith("lumina"):
-        sizes = {"hidden_size": 48, "num_layers": 5, "num_refiner_layers": 1, "num_attention_heads": 2}
-        rope = {"axes_dim_rope": (8, 8, 8), "axes_lens": (32, 16, 16), "num_kv_heads": 1, "multiple_of": 16}
-        model = build(Lumina2Transformer2DModel, in_channels=4, cap_feat_dim=16, **sizes, **rope)
-        x = torch.randn(B, 4, 8, 8, generator=g)
-        lengths = LENGTHS if name == "lumina captions" else torch.tensor([TEXT] * B)
-        inputs = {
-            "hidden_states": x,
-            "timestep": torch.rand(B, generator=g),
-            "encoder_hidden_states": torch.randn(B, TEXT, 16, generator=g),
-            "encoder_attention_mask": (torch.arange(TEXT) < lengths[:, None]).long(),
-        }
-        if name == "lumina captions":  # of different lengths: a mask, and text that is forced
-            is_text = torch.arange(TEXT + 16) < lengths[:, None]
-            noise = torch.rand(B, TEXT + 16, generator=g)
-            return Case(model, inputs, x, model.layers, noise, select_lumina, force_keep=is_text)
-        return Case(model, inputs, x, model.layers, torch.rand(B, 16, generator=g), select_lumina, prefix=TEXT)
-    if name in ("pixart", "sd3"):
-        sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 5, "sample_size": 8}
-        x = torch.randn(B, 4, 8, 8, generator=g)
-        inputs = {
-            "hidden_states": x,
-            "timestep": torch.tensor([3, 0, 900]),
-            "encoder_hidden_states": torch.randn(B, TEXT, 12, generator=g),
-        }
-        noise = torch.rand(B, 16, generator=g)
+        model = build(DiTTransformer2DModel, num_embeds_ada_norm=10, num_layers=6, **sizes)
+        del inputs["encoder_hidden_states"]
+        return Case(model, inputs | {"class_labels": torch.tensor([1, 2, 10])}, x, model.transformer_blocks, noise)
     if name == "pixart":
-        texts = {"cross_attention_dim": 32, "caption_channels": 12}
-        model = build(PixArtTransformer2DModel, in_channels=4, out_channels=4, **sizes, **texts)
-        inputs["encoder_attention_mask"] = (torch.arange(TEXT) < LENGTHS[:, None]).long()
-        return Case(model, inputs, x, model.transformer_blocks, noise)
-    if name == "sd3":  # as 3.5 has them, some blocks attend to the picture alone besides; and the last returns no text
-        texts = {"joint_attention_dim": 12, "caption_projection_dim": 32, "pooled_projection_dim": 12}
-        more = {"dual_attention_layers": (1, 2, 3), "qk_norm": "rms_norm", "pos_embed_max_size": 4}
-        model = build(SD3Transformer2DModel, in_channels=4, out_channels=4, **sizes, **texts, **more)
-        inputs["pooled_projections"] = torch.randn(B, 12, generator=g)
-        places = {"tokens": "hidden_states", "output": 1}
-        return Case(model, inputs, x, model.transformer_blocks, noise, places=places)
-    sizes = {"num_layers": 3, "num_single_layers": 4, "attention_head_dim": 16, "num_attention_heads": 2}
+        texts = {"cross_attention_dim": 32, "caption_channels": 12, "out_channels": 4}
+        model = build(PixArtTransformer2DModel, num_layers=5, **sizes, **texts)
+        return Case(model, inputs | {"encoder_attention_mask": mask}, x, model.transformer_blocks, noise)
     texts = {"joint_attention_dim": 12, "pooled_projection_dim": 12}
-    model = build(FluxTransformer2DModel, in_channels=4, axes_dims_rope=(4, 6, 6), **sizes, **texts)
+    pooled = {"pooled_projections": torch.randn(B, 12, generator=g)}
+    if name == "sd3":  # as 3.5 has them, some blocks attend to the picture alone besides; and the last returns no text
+        more = {"dual_attention_layers": (1, 2, 3), "qk_norm": "rms_norm", "pos_embed_max_size": 4, "out_channels": 4}
+        model = build(SD3Transformer2DModel, num_layers=5, caption_projection_dim=32, **sizes, **texts, **more)
+        places = {"tokens": "hidden_states", "output": 1}
+        return Case(model, inputs | pooled, x, model.transformer_blocks, noise, places=places)
+    inputs["timestep"] = torch.rand(B, generator=g)
+    if name.startswith("lumina"):
+        layers = {"hidden_size": 48, "num_layers": 5, "num_refiner_layers": 1, "num_attention_heads": 2}
+        rope = {"axes_dim_rope": (8, 8, 8), "axes_lens": (32, 16, 16), "num_kv_heads": 1, "multiple_of": 16}
+        model = build(Lumina2Transformer2DModel, in_channels=4, cap_feat_dim=12, **layers, **rope)
+        if name == "lumina":
+            inputs["encoder_attention_mask"] = torch.ones_like(mask)
+            return Case(model, inputs, x, model.layers, noise, select_lumina, prefix=TEXT)
+        is_text = torch.arange(TEXT + 16) < LENGTHS[:, None]  # of different lengths: a mask, and text that is forced
+        noise = torch.rand(B, TEXT + 16, generator=g)
+        inputs["encoder_attention_mask"] = mask
+        return Case(model, inputs, x, model.layers, noise, select_lumina, force_keep=is_text)
+    layers = {"num_layers": 3, "num_single_layers": 4, "axes_dims_rope": (4, 6, 6)}
+    model = build(FluxTransformer2DModel, in_channels=4, **layers, **heads, **texts)
     x = torch.randn(B, 16, 4, generator=g)
-    inputs = {
-        "hidden_states": x,
-        "encoder_hidden_states": torch.randn(B, TEXT, 12, generator=g),
-        "pooled_projections": torch.randn(B, 12, generator=g),
-        "timestep": torch.rand(B, generator=g),
-        "img_ids": torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0)),
-        "txt_ids": torch.zeros(TEXT, 3),
-    }
+    places = torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0))
+    inputs |= {"hidden_states": x, "img_ids": places, "txt_ids": torch.zeros(TEXT, 3), **pooled}
     blocks = model.transformer_blocks if name == "flux" else model.single_transformer_blocks
-    return Case(model, inputs, x, blocks, torch.rand(B, 16, generator=g), select_flux, join_flux, how="shared")
+    return Case(model, inputs, x, blocks, noise, select_flux, join_flux, how="shared")
 
 
 NAMES = ("dit", "lumina", "lumina captions", "flux", "flux single", "pixart", "sd3")
@@ -317,8 +299,7 @@ def test_activation_checkpointing_gives_the_same_gradients(name):
         item.loss().backward()
     actual = gradients(item)
     assert len(actual) == len(expected) > 0 and sum(g.abs().sum() > 0 for g in actual) > len(actual) // 2
-    for one_found, one_expected in zip(actual, expected):
-        torch.testing.assert_close(one_found, one_expected)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_activation_checkpointing_needs_the_context_in_the_backward_pass_and_no_earlier_rejoin():
@@ -560,7 +541,7 @@ class Plain(torch.nn.Module):
         return x
 
     def results(self, x: torch.Tensor, routing: Routing, *ids: torch.Tensor) -> list[torch.Tensor]:
-        """What it returns, and all gradients."""
+        """Its output and all gradients."""
         self.zero_grad()
         with routing.on_ids(*ids):
             out = self(x)
@@ -594,8 +575,7 @@ def test_recomputation_is_refused_where_tokens_rejoin_earlier(reentrant):
     routing = attach_routes(model.blocks, Route(3, 4, rejoin=1))
     expected = model.results(X, routing, IDS)
     for model.again in ((1, 2), (3,), (5,)):
-        for item, other in zip(model.results(X, routing, IDS), expected):
-            torch.testing.assert_close(item, other)
+        torch.testing.assert_close(model.results(X, routing, IDS), expected)
     for model.again in (range(6), (4,)):
         with pytest.raises(RuntimeError, match="block 4 .*leave rejoin out, or use run_blocks"):
             model.results(X, routing, IDS)
@@ -605,8 +585,7 @@ def test_recomputation_is_refused_where_tokens_rejoin_earlier(reentrant):
         whole = checkpoint(model, X.clone().requires_grad_(), use_reentrant=reentrant)
         model.zero_grad()
         whole.square().sum().backward()
-    for parameter, gradient in zip(model.parameters(), expected[1:]):
-        torch.testing.assert_close(parameter.grad, gradient)
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected[1:])
     with torch.no_grad(), routing.on_ids(IDS):  # nothing to compute again
         assert torch.equal(model(X), expected[0])
 

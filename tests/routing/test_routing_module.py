@@ -7,16 +7,7 @@ import weakref
 import pytest
 import torch
 
-from routing_module import (
-    Route,
-    check_routes,
-    draw_ids,
-    gather_tokens,
-    kept_grid,
-    num_keep,
-    run_blocks,
-    scatter_tokens,
-)
+from routing_module import Route, check_routes, draw_ids, gather_tokens, kept_grid, num_keep, run_blocks, scatter_tokens
 from tread.routing.ids import row_ids
 
 
@@ -273,15 +264,15 @@ def twin(blocks, x, routes):
         for number, block in enumerate(blocks):
             states.append(dict(here))
             for route, ids in routes:
-                if number == route.start:
+                if number == route.start and route.rejoin != "stale":
                     here = {int(place): here[int(place)] for place in ids[sample]}
             places = list(here)
             done = block(torch.stack([here[place] for place in places])[None])[0]
             here = {place: done[position] for position, place in enumerate(places)}
-            for route, _ in routes:
+            for route, ids in routes:
                 if number == route.end:
-                    for place in range(x.shape[1]):
-                        here.setdefault(place, states[route.rejoin][place])
+                    left_out = set(range(x.shape[1])) - set(ids[sample].tolist())
+                    here |= {place: states[route.saved_before][place] for place in left_out}
         samples.append(torch.stack([here[place] for place in range(x.shape[1])]))
     return torch.stack(samples)
 
@@ -293,7 +284,15 @@ REJOINING = {
     "one state for two": [Route(5, 5, rejoin=1), Route(2, 3, 0.75, rejoin=1)],
     "another's first block": [Route(1, 2, 0.25), Route(5, 6, rejoin=1)],
     "behind another's end": [Route(1, 2), Route(5, 5, 0.75, rejoin=3)],
+    "stale": [Route(2, 4, rejoin="stale")],
+    "stale throughout": [Route(0, 6, rejoin="stale")],
+    "stale for one block, and at the end": [Route(3, 3, rejoin="stale"), Route(5, -1, rejoin="stale")],
 }
+
+
+def assert_same_gradients(actual, expected, inputs) -> None:
+    weight = torch.randn_like(actual)
+    torch.testing.assert_close(*(torch.autograd.grad((out * weight).sum(), inputs) for out in (actual, expected)))
 
 
 @pytest.mark.parametrize("kind", REJOINING)
@@ -306,10 +305,7 @@ def test_a_route_that_rejoins_equals_loops_over_samples_and_tokens(kind):
     torch.testing.assert_close(actual, expected)
     earlier = run_blocks(blocks, x, routes=[(Route(r.start, r.end, r.selection_ratio), ids) for r, ids in routes])
     assert (actual - earlier).abs().max() > 0.01
-    weight, inputs = torch.randn_like(x), [x, *(p for block in blocks for p in block.parameters())]
-    ours, theirs = (torch.autograd.grad((out * weight).sum(), inputs) for out in (actual, expected))
-    for item, other in zip(ours, theirs):
-        torch.testing.assert_close(item, other)
+    assert_same_gradients(actual, expected, [x, *(p for block in blocks for p in block.parameters())])
 
 
 def test_to_rejoin_at_the_start_is_what_a_route_was():

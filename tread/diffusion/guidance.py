@@ -191,10 +191,8 @@ class Guidance:
         return " ".join(parts)
 
     def plan(self, levels: Sequence[float], progress: Sequence[float]) -> list[Call]:
-        """What each call of the denoiser does, given its noise level and its progress u from 0 to 1.
-
-        Raises ValueError if no level lies in the interval.
-        """
+        """The denoiser's calls, by the noise level and the progress u from 0 to 1 of each. Raises ValueError if no
+        level lies in the interval."""
         low, high = self.interval or (-math.inf, math.inf)
         if not any(low <= level <= high for level in levels):
             raise ValueError(
@@ -254,7 +252,7 @@ def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -
 
 
 def _shapes(routes: Routes) -> list[tuple]:
-    """What must agree for two branches' routes to run as one; if a rule scores tokens, the whole route."""
+    """The facts in which two branches' routes must agree to run as one; if a rule scores tokens, the whole route."""
     return [
         (ids.shape, route)
         if ids.is_floating_point()

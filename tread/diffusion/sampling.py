@@ -49,12 +49,7 @@ class Model:
         if self.prompts is None:
             return labels.to(device)
         known = to(rows(self.prompts, labels.clamp(max=self.num_labels - 1)), device)
-        return replaced(known, labels.to(device) == self.num_labels, self.null(1, device))
-
-    def null(self, total: int, device: torch.device) -> Condition:
-        """No class, or the empty caption, so many times."""
-        takes_text = self.network.num_classes is None
-        return self.network.null(total) if takes_text else torch.full((total,), self.network.num_classes, device=device)
+        return replaced(known, labels.to(device) == self.num_labels, self.network.null(1))
 
 
 @dataclass(frozen=True)
@@ -85,12 +80,12 @@ class Sampler:
         guidance: Guidance = NO_GUIDANCE,
         churn: Churn | None = None,
     ) -> Sampler:
-        """With the process's default steps and solver where these are None, and without churn."""
+        """The process's default steps and solver serve where these are None, and no churn."""
         steps = process.default_steps if steps is None else steps
         return cls(steps, batch_size, precision, guidance, solver or process.default_solver, churn or Churn())
 
     def plan(self, process: Process) -> list[Call]:
-        """What each call of the denoiser does. Raises ValueError for impossible steps, solver or churn."""
+        """The denoiser's calls. Raises ValueError for impossible steps, solver or churn."""
         if self.churn.amount > 0 and not (self.solver == "heun" and process.variance_exploding):
             raise ValueError(
                 f"churn={self.churn.amount:g} needs EDM and solver=heun: only these can add noise between steps"
@@ -170,7 +165,7 @@ def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tens
     y, weaker = model.condition(labels, device), weak or model
     denoise = _denoiser(model, sampler.precision)
     routes = _routes(model, seeds, [call.strong for call in plan], "strong", device)
-    strong, other = Branch(denoise, y if row.strong_class else model.null(len(seeds), device), routes), None
+    strong, other = Branch(denoise, y if row.strong_class else network.null(len(seeds)), routes), None
     if row.weak_class is not None:
         if weak is not None:  # else one function, so that branches of one shape run as one batch
             denoise = _denoiser(weak, sampler.precision)
@@ -178,7 +173,7 @@ def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tens
             denoise = _denoiser(model, sampler.precision, path_drop=True)
         stream = "strong" if sampler.guidance.same_ids else "weak"
         routes = _routes(weaker, seeds, [call.weak or 0.0 for call in plan], stream, device)
-        other = Branch(denoise, y if row.weak_class else weaker.null(len(seeds), device), routes)
+        other = Branch(denoise, y if row.weak_class else weaker.network.null(len(seeds)), routes)
     denoiser = guided(strong, other, lambda call: plan[call].scale)
     shape = (network.in_channels, network.input_size, network.input_size)
 
@@ -190,11 +185,9 @@ def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tens
 
 
 def _denoiser(model: Model, precision: str, **more: bool) -> Callable[[Tensor, Tensor, Condition, Routes], Tensor]:
-    network = partial(model.network, **more) if more else model.network
-
     def denoise(x: Tensor, level: Tensor, y: Condition, routes: Routes) -> Tensor:
         with autocast(x.device, precision):
-            return model.process.denoise(network, x, level, y, routes)
+            return model.process.denoise(partial(model.network, **more), x, level, y, routes)
 
     return denoise
 
@@ -202,10 +195,8 @@ def _denoiser(model: Model, precision: str, **more: bool) -> Callable[[Tensor, T
 def _routes(
     model: Model, seeds: list[int], ratios: Sequence[float], stream: str, device: torch.device
 ) -> Callable[[int], Routes]:
-    """Number of a call → the model's routes under that call's ratio, with ids drawn for each call and route.
-
-    A sample's ids follow from its seed. Routes trained with ids that a batch shares draw them for each sample here.
-    """
+    """Number of a call → the model's routes under that call's ratio, with ids drawn for each call and route. A sample's
+    ids follow from its seed. Routes trained with ids that a batch shares draw them for each sample here."""
     tokens, grid = model.network.num_tokens, model.network.grid
     by_sample = [RULES[route.select].for_sampling(route) for route in model.routes]
     uniform = [

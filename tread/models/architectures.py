@@ -1,4 +1,4 @@
-"""The architectures: the options of each, how its network is built, and everything else that depends on which it is.
+"""The architectures: each one's options, how its network is built, and everything else that depends on the choice.
 
 ARCHITECTURES is the table: its keys are what model.architecture accepts, its entries the dataclasses that the section
 `model` is read into. Fields without a default are required; attributes without a type are not settings.
@@ -6,7 +6,6 @@ ARCHITECTURES is the table: its keys are what model.architecture accepts, its en
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -28,6 +27,7 @@ from tread.runtime.tensor_files import MASKDIT
 
 Shapes = Mapping[str, tuple[int, ...]]  # of a state dict's tensors, by name
 BLOCK = "blocks.0."
+CROSS = f"{BLOCK}cross_attn.q.weight"
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class NetworkOptions:
     needs_mlp     mlp_ratio can't be 0.
     constants     attributes that are options in other architectures and decide what weights mean.
     undecisive    options that do not decide what weights mean.
+    marks         names of tensors: a state dict that has one of them is of this architecture.
     """
 
     name: str
@@ -84,7 +85,7 @@ class NetworkOptions:
     network = Backbone
     takes_text = has_path = masks = along_grid = allow_token_routes = False
     needs_mlp = True
-    constants = undecisive = ()
+    constants = undecisive = marks = ()
 
     def __post_init__(self) -> None:
         if not self.mlp_ratio and self.needs_mlp:
@@ -112,7 +113,7 @@ class NetworkOptions:
             return in_grid
         return tuple(dict.fromkeys((*(in_grid if self.along_grid else ()), *RULES)))
 
-    @functools.cached_property
+    @property
     def resolved_routes(self) -> tuple[Route, ...]:
         """The routes, resolved, in the given order."""
         return tuple(route.resolve(self.depth) for route in self.routes)
@@ -157,11 +158,11 @@ class NetworkOptions:
     @classmethod
     def knows(cls, shapes: Shapes) -> bool:
         """Whether a state dict has this architecture; if several entries say so, the table's last one counts."""
-        return False
+        return any(name in shapes for name in cls.marks)
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
-        """Options that follow from the names and shapes of its state dict, beside those read for every network."""
+        """The options that its state dict's names and shapes tell, beside those read for every network."""
         width = shapes.get(f"{BLOCK}mlp.fc1.weight")
         return {"mlp_ratio": width[0] / hidden_size} if width else {}
 
@@ -173,10 +174,6 @@ class DiTOptions(NetworkOptions):
     network = DiT
     norm, mlp, positions, qk_norm = "layer", "gelu", "sincos", False
     constants = ("norm", "mlp", "positions", "qk_norm")
-
-    @classmethod
-    def knows(cls, shapes: Shapes) -> bool:
-        return True
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
@@ -206,15 +203,11 @@ class LightningOptions(DiTOptions):
     qk_norm: bool = False
 
     network = LightningDiT
-
-    @classmethod
-    def knows(cls, shapes: Shapes) -> bool:
-        marks = {f"{BLOCK}{name}.weight" for name in ("norm1", "mlp.w12", "attn.q_norm")} | set(TABLES)
-        return bool(marks & shapes.keys())
+    marks = (*(f"{BLOCK}{name}.weight" for name in ("norm1", "mlp.w12", "attn.q_norm")), *TABLES)
 
 
 class TakesText:
-    """What taking texts changes about the class that it is combined with."""
+    """Options for a network that takes texts instead of labels, mixed into those of its blocks."""
 
     network, takes_text = TextDiT, True
 
@@ -228,19 +221,17 @@ class TakesText:
         words = text.vocabulary and len(text.vocabulary)
         return TextDiT(input_size=size, in_channels=channels, vocabulary=words, **shape, **self.arguments())
 
-    @classmethod
-    def knows(cls, shapes: Shapes) -> bool:
-        return f"{BLOCK}cross_attn.q.weight" in shapes and super().knows(shapes)
-
 
 @dataclass(frozen=True)
 class DiTTextOptions(TakesText, DiTOptions):
-    pass
+    marks = (CROSS,)
 
 
 @dataclass(frozen=True)
 class LightningTextOptions(TakesText, LightningOptions):
-    pass
+    @classmethod
+    def knows(cls, shapes: Shapes) -> bool:
+        return CROSS in shapes and super().knows(shapes)
 
 
 @dataclass(frozen=True)
@@ -257,6 +248,7 @@ class MambaOptions(NetworkOptions):
 
     network, along_grid, needs_mlp = Mamba, True, False
     undecisive = ("kernel", "allow_token_routes")
+    marks = (f"{BLOCK}mixer.conv1d.weight",)
 
     @property
     def blocks(self) -> str:
@@ -269,13 +261,10 @@ class MambaOptions(NetworkOptions):
 
     @property
     def decisive(self) -> dict[str, object]:
-        return {
-            key: value for key, value in super().decisive.items() if self.attention_every or key != "model.num_heads"
-        }
-
-    @classmethod
-    def knows(cls, shapes: Shapes) -> bool:
-        return len(shapes.get(f"{BLOCK}mixer.conv1d.weight", ())) == 3
+        told = super().decisive
+        if not self.attention_every:
+            del told["model.num_heads"]
+        return told
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
@@ -302,15 +291,10 @@ class MaskDiTOptions(DiTOptions):
     decoder_depth: Count = 8
     decoder_heads: Count = 16
 
-    network, masks = MaskDiT, True
+    network, masks, marks = MaskDiT, True, (MASKDIT,)
 
     def check_routes(self) -> None:
-        super().check_routes()
         check_spans(self.routes, self.depth)
-
-    @classmethod
-    def knows(cls, shapes: Shapes) -> bool:
-        return len(shapes.get(MASKDIT, ())) == 2
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
@@ -321,11 +305,7 @@ class MaskDiTOptions(DiTOptions):
 
 @dataclass(frozen=True)
 class RWKVOptions(NetworkOptions):
-    network, along_grid = RWKV, True
-
-    @classmethod
-    def knows(cls, shapes: Shapes) -> bool:
-        return f"{BLOCK}channel_mix.key.weight" in shapes
+    network, along_grid, marks = RWKV, True, (f"{BLOCK}channel_mix.key.weight",)
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
@@ -334,20 +314,15 @@ class RWKVOptions(NetworkOptions):
 
 @dataclass(frozen=True)
 class SprintOptions(LightningOptions):
-    network, has_path = Sprint, True
+    network, has_path, marks = Sprint, True, ("fusion_proj.weight",)
 
     def check_routes(self) -> None:
         check_sparse_part(self.routes, self.depth)
-        super().check_routes()
 
     @property
     def usual_route(self) -> Route:
         """SPRINT's, over its sparse part."""
         return Route(2, -3, 0.75, "off")
-
-    @classmethod
-    def knows(cls, shapes: Shapes) -> bool:
-        return "fusion_proj.weight" in shapes
 
 
 ARCHITECTURES: dict[str, type[NetworkOptions]] = {
@@ -366,4 +341,4 @@ AnyOptions = Annotated[NetworkOptions, CHOSEN]  # the type of a section `model`
 
 def recognize(shapes: Shapes) -> str:
     """The name of a state dict's architecture; DiT's if no other entry knows it."""
-    return next(name for name, kind in reversed(ARCHITECTURES.items()) if kind.knows(shapes))
+    return next((name for name, kind in reversed(ARCHITECTURES.items()) if kind.knows(shapes)), "dit")

@@ -1,4 +1,4 @@
-"""What all networks share: latents → tokens → blocks under routes → latents.
+"""The parts that all networks share: latents → tokens → blocks under routes → latents.
 
 Embedders and last layer, their names and initialisation are public DiT's (Peebles & Xie, ICCV 2023, arXiv 2212.09748);
 the blocks are dit.py's (also MaskDiT's), lightning.py's (also SPRINT's), rwkv.py's and mamba.py's. Nothing is drawn
@@ -24,6 +24,7 @@ from tread.routing.ids import count_run
 from tread.runtime.schema import check
 
 Init = Literal["adaln_zero", "xavier"]
+WAVES = 256  # cosines and sines of the noise input
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -58,17 +59,15 @@ class PatchEmbed(nn.Module):
 
 
 class TimestepEmbedder(nn.Module):
-    """Scalar noise input → vector: 256 cosines and sines, then a two-layer MLP. (B,) → (B, D)."""
+    """Scalar noise input → vector: cosines and sines, then a two-layer MLP. (B,) → (B, D)."""
 
-    def __init__(self, hidden_size: int, frequency_size: int = 256) -> None:
+    def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.frequency_size = frequency_size
-        self.mlp = nn.Sequential(nn.Linear(frequency_size, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size))
+        self.mlp = nn.Sequential(nn.Linear(WAVES, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size))
 
     def frequencies(self, t: Tensor) -> Tensor:
-        """(B,) → (B, 256) fp32: cosines first, then sines."""
-        half = self.frequency_size // 2
-        exponent = torch.arange(half, dtype=torch.float32, device=t.device) / half
+        """(B,) → (B, WAVES) fp32: cosines first, then sines."""
+        exponent = torch.arange(WAVES // 2, dtype=torch.float32, device=t.device) / (WAVES // 2)
         angle = t.float()[:, None] * torch.exp(-math.log(10000.0) * exponent)
         return torch.cat([angle.cos(), angle.sin()], dim=1)
 
@@ -102,6 +101,13 @@ class FinalLayer(nn.Module):
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
         return self.linear(modulate(self.norm_final(x), shift, scale))
+
+
+def linear_products(block: nn.Module, tokens: int) -> int:
+    """Multiply-adds of a block's linear layers for one sample of so many tokens; its modulation runs once for all."""
+    modulation = block.adaLN_modulation[1].weight.numel()
+    layers = sum(layer.weight.numel() for layer in block.modules() if isinstance(layer, nn.Linear))
+    return tokens * (layers - modulation) + modulation
 
 
 class Backbone(nn.Module):
@@ -221,17 +227,10 @@ class Backbone(nn.Module):
         last = depth if upto is None else upto + 1
         blocks = sum(block.multiply_adds(K, attention) for block, K in zip(self.blocks[:last], tokens))
         values = self.patch_size**2 * (self.in_channels + (self.out_channels if upto is None else 0))
-        time, final = (self.t_embedder.frequency_size + D) * D, 2 * D * D if upto is None else 0
+        time, final = (WAVES + D) * D, 2 * D * D if upto is None else 0
         return int(2 * (blocks + self.num_tokens * D * values + final + time))
 
-    def forward(
-        self,
-        x: Tensor,
-        t: Tensor,
-        y: Tensor,
-        routes: Routes = (),
-        record: Record | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None) -> Tensor:
         """x (B, C, S, S), t (B,) noise input, y (B,) int64 labels → (B, out_channels, S, S).
 
         routes   pairs (Route, ids_keep (B, K)), see routing_module.run_blocks; () runs all tokens.

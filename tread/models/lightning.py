@@ -101,7 +101,7 @@ def make_norm(norm: Norm, dim: int) -> nn.Module:
 
 
 class LightningDiT(Backbone):
-    """The network F(x; t, y) of LightningDiT's blocks; for the other arguments see Backbone.
+    """The network F(x; t, y) of LightningDiT's blocks. Other arguments and errors are Backbone's.
 
     norm       "rms": RMSNorm with weights, in the last layer too; "layer": LayerNorm without, as DiT's.
     mlp        "swiglu", with 2/3 of the width mlp_ratio·D; "gelu", as DiT's.
@@ -109,9 +109,6 @@ class LightningDiT(Backbone):
                token's position, as in public checkpoints.
     qk_norm    True: RMSNorm of each head's queries and keys, before they rotate.
     block      makes a block, with LightningBlock's arguments.
-    embedder   see Backbone.
-
-    Raises ValueError for sizes that do not fit together.
     """
 
     def __init__(

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from dit import DiTBlock, Mlp
 from routing_module import Grid
-from tread.models.backbone import Backbone, Init, modulate
-from tread.models.causal_conv import causal_conv
-from tread.models.ssd import fused_ssd, products, ssd
+from tread.models.backbone import Backbone, Init, linear_products, modulate
+from tread.models.ssd import causal_conv, fused_ssd, products, ssd
 from tread.runtime.schema import check
 
 Directions = Literal[1, 2, 4]
@@ -96,13 +95,10 @@ class Mamba2Mixer(nn.Module):
         y = sum(in_raster_order(y[:, :, way], way, grid) for way in ways)
         return self.out_proj(self.norm(y * F.silu(z.float())))
 
-    def multiply_adds(self, tokens: int, mixing: bool = True) -> int:
-        """Multiply-adds of a forward pass for one sample of so many tokens; mixing false: linear layers only."""
-        total = tokens * (self.in_proj.weight.numel() + self.out_proj.weight.numel())
-        if mixing:
-            total += tokens * self.conv1d.weight.numel()
-            total += products(tokens, self.directions, len(self.A_log), self.head_dim, self.state)
-        return total
+    def mixing(self, tokens: int) -> int:
+        """Multiply-adds of convolution and scan for one sample of so many tokens."""
+        scan = products(tokens, self.directions, len(self.A_log), self.head_dim, self.state)
+        return tokens * self.conv1d.weight.numel() + scan
 
 
 class MambaBlock(nn.Module):
@@ -127,9 +123,8 @@ class MambaBlock(nn.Module):
         return x
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
-        """Multiply-adds of a forward pass for one sample of so many tokens; attention false: linear layers only."""
-        mlp = sum(layer.weight.numel() for layer in self.mlp.children()) if hasattr(self, "mlp") else 0
-        return self.mixer.multiply_adds(tokens, attention) + tokens * mlp + self.adaLN_modulation[1].weight.numel()
+        """As DiTBlock's; attention false: without convolution and scan."""
+        return linear_products(self, tokens) + (self.mixer.mixing(tokens) if attention else 0)
 
 
 class AttentionBlock(DiTBlock):

@@ -21,13 +21,12 @@ from tread.routing.ids import count_kept
 
 
 class MaskDiT(DiT):
-    """The network F(x; t, y) of encoder and decoder. The other arguments are DiT's.
+    """The network F(x; t, y) of encoder and decoder. Other arguments and errors are DiT's.
 
     decoder_hidden_size, decoder_depth, decoder_heads  sizes of the decoder's blocks, which the encoder's conditioning
                                                        (B, D) modulates; all published networks have the defaults.
 
-    The null class's row of the label table is zero and gets no gradient. Raises ValueError for sizes that do not fit
-    together.
+    The null class's row of the label table is zero and gets no gradient.
     """
 
     skipped_return = False
@@ -84,11 +83,8 @@ class MaskDiT(DiT):
         return encoder + int(2 * (decoder + N * W * self.patch_size**2 * self.out_channels))
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None) -> Tensor:
-        """As Backbone's. `routes` is () or one pair, whose route spans the encoder: mask tokens stand behind it for
-        what it left out, and the decoder sees all. `record` names blocks of the encoder.
-
-        Raises ValueError for other routes.
-        """
+        """As Backbone's. `routes` is () or one pair, whose route spans the encoder: behind it mask tokens stand for the
+        tokens left out, and the decoder sees all. `record` names blocks of the encoder."""
         x, c = self.embed(x, t, y)
         (batch, tokens), ids_keep = x.shape[:2], None
         check_spans([route for route, _ in routes], len(self.blocks))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from routing_module import Grid
-from tread.models.backbone import Backbone, Init, modulate
+from tread.models.backbone import Backbone, Init, linear_products, modulate
 from tread.models.wkv import products, wkv
 
 DECAY_RANGE = 8.0  # channels start with decays w = 0 .. 8 over the whole sequence
@@ -90,19 +90,15 @@ class RWKVBlock(nn.Module):
         return x
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
-        """Multiply-adds of a forward pass for one sample of so many tokens; attention false: linear layers only."""
-        D, hidden = self.channel_mix.value.out_features, self.channel_mix.value.in_features
-        linear = tokens * D * (5 * D + 2 * hidden)  # r, k, v, output, r; key and value of the channel mix
-        return linear + (products(tokens, D) if attention else 0) + 6 * D * D
+        """As DiTBlock's; attention false: without WKV."""
+        return linear_products(self, tokens) + (products(tokens, len(self.spatial_mix.decay)) if attention else 0)
 
 
 class RWKV(Backbone):
-    """The network F(x; t, y) of RWKV blocks. The other arguments are Backbone's.
+    """The network F(x; t, y) of RWKV blocks. Other arguments and errors are Backbone's.
 
     Its blocks look at neighbours, so routes take whole rows: Route(…, select="row").
     mlp_ratio  width of the channel mix over hidden_size.
-
-    Raises ValueError for sizes that do not fit together.
     """
 
     needs_grid = True

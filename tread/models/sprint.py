@@ -24,9 +24,7 @@ DENSE = 2  # blocks of f, and of h
 
 class Sprint(LightningDiT):
     """The network F(x; t, y) of parts f, g and h. Arguments are LightningDiT's; the choices are DiT's by default.
-
-    Raises ValueError for sizes that do not fit together, and for a depth that leaves g no block.
-    """
+    Raises ValueError for sizes that do not fit together, and for a depth that leaves g no block."""
 
     skipped_return, drops_path = False, True
 
@@ -51,12 +49,11 @@ class Sprint(LightningDiT):
         sizes = (input_size, patch_size, in_channels, hidden_size, depth)
         choices = {"norm": norm, "mlp": mlp, "positions": positions, "qk_norm": qk_norm}
         super().__init__(*sizes, num_heads, mlp_ratio, num_classes, learn_sigma, init, **choices)
-        check_sparse_part((), len(self.blocks))
-        D = self.hidden_size
-        self.fusion_proj = nn.Linear(2 * D, D)
+        check_sparse_part((), depth)
+        self.fusion_proj = nn.Linear(2 * hidden_size, hidden_size)
         nn.init.xavier_uniform_(self.fusion_proj.weight)
         nn.init.zeros_(self.fusion_proj.bias)
-        self.mask_token = nn.Parameter(0.02 * torch.randn(1, 1, D))
+        self.mask_token = nn.Parameter(0.02 * torch.randn(1, 1, hidden_size))
 
     def forward(
         self,
@@ -77,19 +74,26 @@ class Sprint(LightningDiT):
         check_sparse_part([route for route, _ in routes], len(self.blocks))
         x, c = self.embed(x, t, y)
         record = record or Record()
-        from_g = torch.ones((*x.shape[:2], 1), dtype=torch.bool, device=x.device)
-        if path_drop is not None:
-            from_g = from_g & ~self._dropped(path_drop, x)
-        blocks = self.fusing(self.called(self.blocks), from_g, record)
+        blocks = self.fusing(self.called(self.blocks), self.from_g(x, path_drop), record)
         if path_drop is True:
             blocks, routes, record = blocks[:DENSE] + blocks[-DENSE:], (), None
         x = run_blocks(blocks, x, c, routes=routes, along=self.along(len(x)), record=record)
         return self.unpatchify(self.final_layer(x, c))
 
+    def from_g(self, x: Tensor, path_drop: Tensor | bool | None = None) -> Tensor:
+        """Where g's output counts, (B, N, 1) bool; false: a mask token replaces it. x (B, N, D)."""
+        if path_drop is None or isinstance(path_drop, bool):
+            return torch.full((*x.shape[:2], 1), not path_drop, device=x.device)
+        if path_drop.shape != x.shape[:1] or path_drop.dtype != torch.bool:
+            raise ValueError(
+                f"path_drop is {tuple(path_drop.shape)} {path_drop.dtype}, but must be ({len(x)},) torch.bool, or True"
+            )
+        return ~path_drop[:, None, None].repeat(1, x.shape[1], 1)
+
     def fusing(
         self, blocks: Sequence[Callable[..., Tensor]], from_g: Tensor, record: Record
     ) -> list[Callable[..., Tensor]]:
-        """The blocks, with f's and g's outputs fused before h's first; from_g (B, N, 1) bool, false: mask tokens.
+        """The blocks, with f's and g's outputs fused before h's first; from_g (B, N, 1) as above.
 
         run_blocks puts f's output in the places of the tokens that skipped g; by the ids in the record, mask tokens
         replace it here.
@@ -113,32 +117,22 @@ class Sprint(LightningDiT):
 
     def output_of(self, block: int, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         x, c = self.embed(x, t, y)
-        from_g = torch.ones((*x.shape[:2], 1), dtype=torch.bool, device=x.device)
-        blocks = self.fusing(list(self.blocks), from_g, Record())[: block + 1]
+        blocks = self.fusing(self.blocks, self.from_g(x), Record())[: block + 1]
         return run_blocks(blocks, x, c, along=self.along(len(x)))
 
     def forward_flops(
         self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None, path_drop: bool = False
     ) -> int:
         """As Backbone's, with the fusion; path_drop: g is not computed, whatever the route."""
-        check_sparse_part(routes, len(self.blocks))
-        flops, N = super().forward_flops(() if path_drop else routes, attention, upto), self.num_tokens
-        last = len(self.blocks) if upto is None else upto + 1
-        if last > len(self.blocks) - DENSE:
+        depth, N = len(self.blocks), self.num_tokens
+        check_sparse_part(routes, depth)
+        flops = super().forward_flops(() if path_drop else routes, attention, upto)
+        last, begin_h = depth if upto is None else upto + 1, depth - DENSE
+        if last > begin_h:
             flops += 2 * N * self.fusion_proj.weight.numel()
         if path_drop:
-            skipped = self.blocks[DENSE : min(last, len(self.blocks) - DENSE)]
-            flops -= 2 * sum(block.multiply_adds(N, attention) for block in skipped)
-        return int(flops)
-
-    def _dropped(self, path_drop: Tensor | bool, x: Tensor) -> Tensor:
-        if isinstance(path_drop, bool):
-            return torch.tensor(path_drop, device=x.device)
-        if path_drop.shape != x.shape[:1] or path_drop.dtype != torch.bool:
-            raise ValueError(
-                f"path_drop is {tuple(path_drop.shape)} {path_drop.dtype}, but must be ({len(x)},) torch.bool, or True"
-            )
-        return path_drop[:, None, None]
+            flops -= 2 * sum(block.multiply_adds(N, attention) for block in self.blocks[DENSE : min(last, begin_h)])
+        return flops
 
 
 def check_sparse_part(routes: Sequence[Route], depth: int) -> None:

@@ -1,4 +1,5 @@
-"""The scan of Mamba-2 (state-space duality, Dao & Gu 2024, arXiv 2405.21060) by matrix products, in linear time.
+"""How Mamba-2 mixes tokens, in linear time: its scan by matrix products (state-space duality, Dao & Gu 2024, arXiv
+2405.21060), and the convolution before it, as a sum of shifted products.
 
 Each head holds a state h of P × N numbers, which every token shrinks, adds to and reads:
 
@@ -9,12 +10,14 @@ chunk adds to the state, and the states between chunks follow the same recurrenc
 LEVEL times fewer steps than the one below it, so time and memory are linear in the tokens.
 
 Shapes: S samples, T tokens, G groups of R heads each, which share B and C; P channels a head, N numbers of B and C.
+In the convolution: C channels, K taps.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,12 +53,10 @@ def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
         return y.movedim(4, 2).flatten(3, 4).flatten(1, 2)[:, :T]
 
 
-def _chunks(x: Tensor, most: int | None = None) -> Tensor:
-    """(S, T, …) → (S, c, L, …), in chunks of one length, at most CHUNK or that; zeros behind the last token.
-
-    Zeros are tokens that neither shrink the state nor add to it.
-    """
-    chunks = -(-x.shape[1] // (most or CHUNK))
+def _chunks(x: Tensor, most: int = CHUNK) -> Tensor:
+    """(S, T, …) → (S, c, L, …), in chunks of one length, at most `most`; zeros behind the last token. Zeros are tokens
+    that neither shrink the state nor add to it."""
+    chunks = -(-x.shape[1] // most)
     length = -(-x.shape[1] // chunks)
     if padding := chunks * length - x.shape[1]:
         x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, padding))
@@ -99,9 +100,7 @@ def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) 
 
 def fused_ssd() -> Callable[..., Tensor]:
     """The fused scan of the package mamba_ssm, with ssd's arguments on a CUDA device; x, B and C keep their precision.
-
-    Raises ValueError if the package or CUDA is absent.
-    """
+    Raises ValueError if the package or CUDA is absent."""
     if not torch.cuda.is_available():
         raise ValueError("kernel mamba_ssm needs a CUDA device, and there is none: kernel torch runs anywhere")
     try:
@@ -116,3 +115,45 @@ def fused_ssd() -> Callable[..., Tensor]:
         return mamba_chunk_scan_combined(*(part.contiguous() for part in (x, dt, A, B, C)), chunk_size=256).float()
 
     return scan
+
+
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """y_t = bias + Σ_k weight_k·x_{t−K+1+k}, x before the first token being 0: x (S, T, C) → (S, T, C), of x's dtype.
+
+    weight (C, 1, K) and bias (C,) of nn.Conv1d(C, C, K, groups=C), whose result this is; it wants the tokens last, and
+    takes about twice as long on a CPU from 1,024 tokens on (docs/measurements.md). Summed in the wider of their dtype
+    and x's. Compilers get the plain sum, which they fuse: torch 2.11 traces `_Shifted` to wrong gradients.
+    """
+    if torch.compiler.is_compiling():
+        taps, tokens = weight.shape[2], x.shape[1]
+        padded = F.pad(x, (0, 0, taps - 1, 0))
+        return (bias + sum(padded[:, k : k + tokens] * weight[:, 0, k] for k in range(taps))).to(x.dtype)
+    return _Shifted.apply(x, weight.squeeze(1), bias)
+
+
+class _Shifted(torch.autograd.Function):
+    """x (S, T, C), weight (C, K), bias (C,), with its own gradients: autograd's fill all tokens for each tap."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        y = torch.addcmul(bias, x, weight[:, -1])
+        for shift in _shifts(x, weight):
+            y[:, shift:].addcmul_(x[:, :-shift], weight[:, -1 - shift])
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        g = g.to(torch.promote_types(x.dtype, weight.dtype))
+        of_x, of_weight = g * weight[:, -1], torch.zeros_like(weight)
+        of_weight[:, -1] = (g * x).sum(dim=(0, 1))
+        for shift in _shifts(x, weight):
+            of_x[:, :-shift].addcmul_(g[:, shift:], weight[:, -1 - shift])
+            of_weight[:, -1 - shift] = (g[:, shift:] * x[:, :-shift]).sum(dim=(0, 1))
+        return of_x.to(x.dtype), of_weight, g.sum(dim=(0, 1))
+
+
+def _shifts(x: Tensor, weight: Tensor) -> range:
+    """How far back each tap reaches, without the last, which is the token itself."""
+    return range(1, min(weight.shape[1], x.shape[1]))

@@ -59,9 +59,9 @@ class TextBlock(LightningBlock):
         return x
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
-        D, T = self.attn.proj.out_features, self.text_tokens
-        products = 2 * tokens * T * D if attention else 0
-        return super().multiply_adds(tokens, attention) + 2 * D * D * (tokens + T) + products
+        kv, T = self.cross_attn.kv, self.text_tokens  # which runs on the text instead of the tokens
+        products = tokens * T * kv.out_features if attention else 0
+        return super().multiply_adds(tokens, attention) + (T - tokens) * kv.weight.numel() + products
 
 
 class TextEmbedder(nn.Module):
@@ -127,11 +127,11 @@ class TextEmbedder(nn.Module):
 
 
 class TextDiT(LightningDiT):
-    """The network F(x; t, y), y a Text. Arguments are LightningDiT's without num_classes; choices are DiT's by default.
+    """The network F(x; t, y), y a Text. Arguments and errors are LightningDiT's; choices are DiT's by default.
 
     text_tokens, text_width, text_pooled, vocabulary  T, C, P and the number of words, see TextEmbedder.
 
-    Its buffers hold the empty caption's encoding (`take_null`). Raises ValueError for sizes that do not fit together.
+    Its buffers hold the empty caption's encoding (`take_null`).
     """
 
     def __init__(

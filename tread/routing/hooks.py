@@ -5,9 +5,9 @@
         loss = criterion(model(...))
         loss.backward()                     # inside too, where activations are computed again
 
-Every block on a route gets the kept tokens, and its output is put back among the skipped ones right
-behind it, so whatever a model does between two blocks sees all tokens. The result is that of gathering
-once and scattering once (run_blocks), for two more copies of the tokens per block.
+Every block on a route gets the kept tokens, and its output is put back among the skipped ones right behind it, so
+whatever a model does between two blocks sees all tokens. The result is that of gathering and scattering once, as
+run_blocks does, for two more copies of the tokens per block.
 
 Blocks may take the tokens by keyword and return them in a tuple. For joint blocks of text and picture tokens,
 attach_routes(…, tokens="hidden_states", output=1) routes the picture tokens and leaves the text whole.
@@ -61,8 +61,8 @@ def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
 def select_only(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
     """select_first with a check, attach_routes' default.
 
-    Raises ValueError for another tensor, in lists and dicts too, with an axis as long as the tokens': nothing tells
-    whether it travels with them. The first axis does not count where there are as many samples as tokens.
+    Raises ValueError for another tensor, in lists and dicts too, with an axis as long as the tokens', since it may
+    travel with them. The first axis does not count where there are as many samples as tokens.
     """
     selected = select_first(args, kwargs, ids_keep)
     samples, count = args[0].shape[:2]
@@ -133,8 +133,8 @@ class Routing:
                 ]
 
     def _tokens_first(self, index: int, args: tuple, kwargs: dict) -> Inputs:
-        """The same call with the tokens by position: they are the block's first input. Raises ValueError for a number
-        of tokens that is not the ids'."""
+        """The same call with the tokens by position: they are the block's first input. Raises ValueError for another
+        number of tokens than the ids are for."""
         if self._keyword in kwargs:
             args = (kwargs[self._keyword],)
             kwargs = {name: given for name, given in kwargs.items() if name != self._keyword}
@@ -150,8 +150,7 @@ class Routing:
             self._rejoins[number] = saved, _written(*saved)
 
     def _saved(self, number: int, index: int, args: tuple) -> Inputs:
-        """The saved inputs of the block before which a route rejoins, handed out once; args are those of block `index`,
-        the route's end."""
+        """The inputs saved before block `rejoin`, handed out once; args are those of block `index`, the route's end."""
         rejoin = self.routes[number].rejoin
         no_graph = not torch.is_grad_enabled() and args and isinstance(args[0], Tensor) and args[0].grad_fn is not None
         if number not in self._rejoins or no_graph:  # the second: use_reentrant=True

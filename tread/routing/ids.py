@@ -2,8 +2,7 @@
 
 Each returns ids_keep (B, K) int64 in raster order, for run_blocks or attach_routes. K is the same for all samples.
 None of them draws: the caller draws `torch.rand(B, N, generator=…)` for the whole batch, from a generator seeded by
-(seed, step), and passes the rows of its part of the batch. The ids are then a function of (seed, step, position in the
-global batch), whatever the number of processes.
+(seed, step), and passes the rows of its part of the batch. So the ids do not depend on the number of processes.
 
 A rule is an object in RULES, under the name that Route.select and `model.routes.<n>.select` take: derive it from Token
 and override what differs. A rule that looks at the tokens themselves has `scores`, which run_blocks calls.
@@ -28,12 +27,8 @@ Some = Tensor | None
 
 
 def force(noise: Tensor, keep: Tensor, selection_ratio: float) -> Tensor:
-    """Noise (B, N) changed so that some tokens are kept for certain, and the others by chance.
-
-    keep  (B, N) bool, true where a token must stay. The number of kept tokens does not change.
-
-    Raises ValueError if a sample forces more tokens than are kept; if the mask is on a GPU, the check waits for it.
-    """
+    """Noise (B, N) by which tokens stay where keep (B, N) is true, and the others by chance; their number is the same.
+    Raises ValueError if a sample forces more tokens than are kept; if the mask is on a GPU, the check waits for it."""
     _check_mask(noise, keep)
     most, kept = int(keep.sum(dim=1).max()) if len(keep) else 0, num_keep(noise.shape[1], selection_ratio)
     if most > kept:
@@ -97,7 +92,7 @@ def _by_groups(values: Tensor, grid: Grid) -> Tensor:
 
 
 def shared_ids(noise: Tensor, selection_ratio: float, force_keep: Tensor | None = None) -> Tensor:
-    """Keep the same tokens in all samples, chosen by the first sample's numbers.
+    """Keep the same tokens in all samples, chosen by the first sample's numbers: (B, K).
 
     For models whose positions or masks have no batch axis. If a batch is split over processes or accumulation steps,
     pass every part the same first row (and the same forced tokens), or the parts choose differently.
@@ -196,7 +191,7 @@ class Group(Token):
 
     def check_grid(self, grid: Grid) -> tuple[str, int]:
         check_groups(grid)
-        return "token", math.prod(grid)
+        return super().check_grid(grid)
 
     def with_ratio(self, route: Route, ratio: float) -> Route:
         return replace(route, selection_ratio=ratio, select=route.select if ratio == self.ratio else "token")
@@ -227,19 +222,14 @@ RULES |= {"token": Token(), "row": Row(), "shared": Shared(), "group": Group(), 
 
 
 def choose_ids(
-    route: Route,
-    noise: Tensor,
-    grid: Grid | None = None,
-    force_keep: Tensor | None = None,
-    prefix: int = 0,
+    route: Route, noise: Tensor, grid: Grid | None = None, force_keep: Tensor | None = None, prefix: int = 0
 ) -> Tensor:
-    """The ids of a route, by its `select` and its ratio.
+    """The ids of a route, by its `select` and its ratio: (B, prefix + K).
 
     noise       (B, N) uniform numbers for the tokens that may be skipped.
     grid        (H, W) of those tokens, for select="row" and "group".
     force_keep  (B, N) bool, tokens that stay; the number of kept tokens does not change.
-    prefix      number of tokens before the N (class, register or text tokens), which always stay;
-                the ids are then those of the whole sequence, (B, prefix + K).
+    prefix      number of tokens before the N (class, register or text tokens), which always stay.
 
     Raises ValueError for a missing grid or one of another number of tokens, for more forced tokens than are
     kept, and for a rule that scores the tokens, which only run_blocks can call.
@@ -281,7 +271,7 @@ def count_run(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
 
 
 def describe_route(route: Route, num_tokens: int, grid: Grid) -> str:
-    """A resolved route in words: "r(2→8) keeps 8 of 16 tokens", "r(4→8), rejoins as before block 2, keeps 8 …"."""
+    """A resolved route in words, like "r(2→8) keeps 8 of 16 tokens"."""
     comma = "" if str(route).endswith(")") else ","
     return f"{route}{comma} keeps {count_kept(route, num_tokens, grid)} of {num_tokens} tokens"
 
@@ -337,9 +327,9 @@ class RatioSchedule:
     levels: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("start", "end"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must lie in [0, 1): a selection_ratio")
+        for name, ratio in (("start", self.start), ("end", self.end)):
+            if not 0 <= ratio < 1:
+                raise ValueError(f"{name} is {ratio}, but must lie in [0, 1): a selection_ratio")
         if not 0 <= self.first < self.last:
             raise ValueError(f"first {self.first} and last {self.last} must be steps, 0 <= first < last")
         if self.shape not in ("linear", "cosine"):
