@@ -2,8 +2,7 @@
 
 As in SiT (Ma et al. 2024, arXiv 2401.08740), but t is logit-normal (Esser et al. 2024, arXiv 2403.03206) as in the
 released TREAD code; SiT's is uniform. Everything random comes in as a tensor. RF and EDM (tread/diffusion/edm.py) are
-both a Process, so training, guidance and sampling work for either. The loss, the mean of `errors`, and `denoise` are
-there (tread/diffusion/process.py).
+both a Process (tread/diffusion/process.py), so training, guidance and sampling work for either.
 
 Shapes: x (B, C, S, S); t (B,) or a scalar, in [0, 1]; y (B,) int64.
 """
@@ -106,14 +105,21 @@ class RF(Process):
     def errors(
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Squared errors of the velocity, D = x_t − t·v, and x_t, each (B, C, S, S) fp32. With `direction`, its term at
-        each position is added to the squared errors of all channels."""
+        """Squared errors of the velocity, D = x_t − t·v, and x_t, each (B, C, S, S) fp32.
+
+        With `direction`, its term at each position is added to the squared errors of all channels.
+        """
         noisy = self.noised(x, t, noise)
         v, target = self.velocity(network, noisy, t, y, routes), noise - x
         squared = (v - target).square()
         if self.direction:
             squared = squared + self.direction * (1 - F.cosine_similarity(v, target, dim=1, eps=SHORTEST))[:, None]
         return squared, noisy - t.float().view(-1, 1, 1, 1) * v, noisy
+
+    def loss(self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()) -> Tensor:
+        """The mean error of each sample: (B,) fp32. x clean latents, noise standard normal, t (B,)."""
+        squared = self.errors(network, x, y, t, noise, routes)[0]
+        return squared.mean(dim=(1, 2, 3))
 
     def evaluation_levels(self, count: int) -> Tensor:
         """(count,) mid-quantiles of uniform times, whatever the density in training: fp64, rising."""

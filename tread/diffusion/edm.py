@@ -1,7 +1,7 @@
 """EDM: preconditioning, loss and noise schedule (Karras et al. 2022, arXiv 2206.00364).
 
-Equation numbers are that paper's. Everything random comes in as a tensor. The noise level is σ. What EDM shares with
-rf.py, such as the loss λ(σ)·mean (D − x)² (Eq. 2), is in process.py; solvers.py draws samples.
+Equation numbers are that paper's. Everything random comes in as a tensor. Its noise level is σ,
+that of rf.py is t; both are a Process (process.py). Samples are drawn by solvers.py.
 
 Shapes: x (B, C, S, S); sigma (B,) or a scalar; y (B,) int64.
 """
@@ -73,6 +73,10 @@ class EDM(Process):
     def _norm(self, sigma: Tensor) -> Tensor:
         return (sigma.view(-1, 1, 1, 1) ** 2 + self.sigma_data**2).sqrt()
 
+    def denoise(self, network: Network, x: Tensor, sigma: Tensor, y: Condition, routes: Routes = ()) -> Tensor:
+        """D(x; σ, y), the predicted data, in fp32."""
+        return self.combine(network(*self.precondition(x, sigma), y, routes=routes), x, sigma)
+
     def noised(self, x: Tensor, sigma: Tensor, noise: Tensor) -> Tensor:
         """x + σ·noise."""
         return x + sigma.float().view(-1, 1, 1, 1) * noise
@@ -84,6 +88,13 @@ class EDM(Process):
         noisy = self.noised(x, sigma, noise)
         D = self.denoise(network, noisy, sigma, y, routes)
         return (D - x).square(), D, noisy
+
+    def loss(
+        self, network: Network, x: Tensor, y: Condition, sigma: Tensor, noise: Tensor, routes: Routes = ()
+    ) -> Tensor:
+        """λ(σ)·mean (D − x)² of each sample: (B,) fp32. x clean latents, noise standard normal, sigma (B,)."""
+        squared = self.errors(network, x, y, sigma, noise, routes)[0]
+        return self.weight(sigma.float()) * squared.mean(dim=(1, 2, 3))
 
     def schedule(self, num_steps: int = 40) -> Tensor:
         """Noise levels σ_0 = sigma_max .. σ_{N−1} = sigma_min, σ_N = 0 (Eq. 5): (N+1,) fp64."""

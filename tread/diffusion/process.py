@@ -85,8 +85,6 @@ class Process(Protocol):
         self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
         """Weighted mean error of each sample: (B,) fp32. x clean latents, noise standard normal, level (B,)."""
-        squared = self.errors(network, x, y, level, noise, routes)[0]
-        return self.weight(level.float()) * squared.mean(dim=(1, 2, 3))
 
     def evaluation_levels(self, count: int) -> Tensor:
         """(count,) noise levels of the loss on held-out data, fp64, rising."""
