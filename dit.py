@@ -6,8 +6,6 @@ network around the blocks is in tread/models/backbone.py.
 Shapes: B samples, N tokens, D hidden size.
 """
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 

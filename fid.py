@@ -4,8 +4,6 @@ FID, sFID, Inception Score, precision and recall as ADM's evaluator has them, an
 configs/fid.yaml. What happens: tread/evaluation/scoring.py.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":
     from tread.runtime.import_guard import guard_imports
 

@@ -7,8 +7,6 @@ both a Process (tread/diffusion/process.py), so training, guidance and sampling 
 Shapes: x (B, C, S, S); t (B,) or a scalar, in [0, 1]; y (B,) int64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

@@ -15,8 +15,6 @@ choose ids are in tread/routing/ids.py, routes for networks that can't be edited
 Shapes: B samples, N tokens, K kept tokens, D channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -68,7 +66,7 @@ class Route:
             RULES[self.select].check_route(self)
 
     @classmethod
-    def for_depth(cls, depth: int, selection_ratio: float = 0.5, fp32: str = "auto", select: str = "token") -> Route:
+    def for_depth(cls, depth: int, selection_ratio: float = 0.5, fp32: str = "auto", select: str = "token") -> "Route":
         """The paper's rule, r(2→depth−4): e.g. 2→8 of 12 blocks, 2→20 of 24, 2→24 of 28."""
         if depth - 4 < 2:
             raise ValueError(
@@ -77,7 +75,7 @@ class Route:
             )
         return cls(2, depth - 4, selection_ratio, fp32, select)
 
-    def resolve(self, depth: int) -> Route:
+    def resolve(self, depth: int) -> "Route":
         """The same route with non-negative ends, rejoin and fp32 resolved, for a network of `depth` blocks. Raises
         ValueError for an end outside the network, a start after the end or a rejoin after the start."""
         rejoin = self.rejoin if isinstance(self.rejoin, int) else self.start
@@ -110,7 +108,7 @@ class Route:
         return {"end": self.end, "next": self.end + 1}.get(self.fp32)
 
     @property
-    def rejoins(self) -> Rejoin:
+    def rejoins(self) -> "Rejoin":
         """How the skipped tokens return."""
         return REJOINS[self.rejoin if isinstance(self.rejoin, str) else None]
 

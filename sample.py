@@ -3,8 +3,6 @@
 All options: configs/sample.yaml. How samples are drawn: tread/diffusion/sampling.py.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":
     from tread.runtime.import_guard import guard_imports
 

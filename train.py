@@ -7,8 +7,6 @@ All options: configs/defaults.yaml. The same command goes on where a run of that
 # training, with what is due between the steps (periodic.py there) → outcome. A step is step.py there: all
 # that is random in it follows from (seed, step, position in the global batch).
 
-from __future__ import annotations
-
 if __name__ == "__main__":
     from tread.runtime.import_guard import guard_imports
 

@@ -3,8 +3,6 @@
 GMAC: billions of multiply-adds (half the FLOPs) of a network's forward pass of one image, by arithmetic alone.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

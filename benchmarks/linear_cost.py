@@ -19,8 +19,6 @@ python benchmarks/linear_cost.py                       # GPU
 python benchmarks/linear_cost.py rounds=3 most=4096    # CPU
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

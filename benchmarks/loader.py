@@ -11,8 +11,6 @@ Needs requirements-test.txt. Files are in the page cache. Tar and .npy files are
 from them. Prints the median of the rounds, and its ratio to memcpy and to the faster one of webdataset's two.
 """
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from collections.abc import Callable, Iterable

@@ -23,8 +23,6 @@ python benchmarks/long_sequences.py rounds=3                                    
 python benchmarks/long_sequences.py from=long.json figure=long.png
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -14,8 +14,6 @@ python benchmarks/step_time.py experiment=imagenet256_lightning_b2 model=tread_l
 python benchmarks/step_time.py experiment=imagenet256_s2 model=tread beside=maskdit,sprint train.batch_size=16
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence

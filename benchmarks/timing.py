@@ -1,7 +1,5 @@
 """Shared by the benchmarks: options, random data, calls timed in turns, peak memory, and the facts of a measurement."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os
@@ -98,7 +96,7 @@ class Turns(NamedTuple):
     def median(self) -> float:
         return statistics.median(self.seconds)
 
-    def over(self, other: Turns) -> list[float]:
+    def over(self, other: "Turns") -> list[float]:
         """The ratios of its times to another call's, turn by turn, sorted."""
         return sorted(own / others for own, others in zip(self.seconds, other.seconds))
 

@@ -11,8 +11,6 @@ comparable to one without. images/s is the median over the run; measure speed by
 alternates.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -7,8 +7,6 @@ checkpoint itself: sample.py, fid.py and init_from take it. To give away: dtype=
 leaves no path of this machine in the record. All options: configs/export_checkpoint.yaml.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ routes sweep.png, a heat map of one metric over both ratios for each ω and inte
 and ratios are those of sweep.…, not of guidance.…. All options: configs/guidance_sweep.yaml.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -8,8 +8,6 @@ are wrong. A file of our own checkpoints has its record beside it, and the optio
 All options: configs/import_checkpoint.yaml; which files are understood: tread/runtime/tensor_files.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ All options: configs/import_latents.yaml; what each kind means: tread/preparing/
 was stopped, and it goes on with the shards that are missing.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":
     import checkout  # noqa: F401
 

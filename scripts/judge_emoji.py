@@ -6,8 +6,6 @@ judge_emoji.png: rows of captions with the real emoji, then those drawn; files o
 replaced. All options: configs/judge_emoji.yaml.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ tread/encoders/vision.py. Start it again after it was stopped, with any number o
 shards that are missing.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":
     import checkout  # noqa: F401
 

@@ -4,8 +4,6 @@ All options: configs/prepare_latents.yaml. Start it again after it was stopped, 
 processes, and it goes on with the shards that are missing.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":
     import checkout  # noqa: F401
 

@@ -4,8 +4,6 @@ For training a text model. All options: configs/prepare_text.yaml; encoders: tre
 after it was stopped, with any number of processes, and it goes on with the shards that are missing.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":
     import checkout  # noqa: F401
 

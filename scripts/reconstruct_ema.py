@@ -6,8 +6,6 @@ It is made of the averages that a run stored by ema.power (tread/training/postho
 configs/reconstruct_ema.yaml.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ Patterns such as 'results/seeds-*' are taken too; runs that differ by their seed
 killed runs are reported with what is there. A sweep in a run's folder or beside it is found; others can be named.
 """
 
-from __future__ import annotations
-
 import sys
 
 if __name__ == "__main__":

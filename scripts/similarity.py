@@ -6,8 +6,6 @@ are there are replaced. What is compared within a route: tread/evaluation/simila
 configs/similarity.yaml.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 if __name__ == "__main__":

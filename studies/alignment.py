@@ -1,7 +1,5 @@
 """An encoder for the demo of the study of alignment, which needs no weights."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

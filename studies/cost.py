@@ -1,7 +1,5 @@
 """The cost of a study before it is run: images, samples and training FLOPs, by arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A study's table and figure, and publishing them."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

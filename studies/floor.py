@@ -4,8 +4,6 @@ Scores the held-out photos themselves, data/imagenette/photos/val, and what the 
 data/imagenette/val, against the same reference. Writes studies/floor.json.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

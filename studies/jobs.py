@@ -1,7 +1,5 @@
 """Making a study's runs: train.py, then a script for each score, as processes that go on where they were stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -123,7 +121,7 @@ def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None
     return [*filter(None, problems)]
 
 
-def make_one(job: Job, data: Path, cores: int, children: Children) -> str | None:
+def make_one(job: Job, data: Path, cores: int, children: "Children") -> str | None:
     """Train, score and write the result; what is there is kept. Returns what went wrong."""
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / "log.txt"

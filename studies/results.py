@@ -1,7 +1,5 @@
 """The results of a study's runs, found by their keys: below a folder of results, or published beside the studies."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

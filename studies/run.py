@@ -12,8 +12,6 @@ start it again after whatever stopped it, and it goes on. An interrupted one dra
 listed.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

@@ -5,8 +5,6 @@ Folders do not matter: studies that ask for the same run share it, and a publish
 folder is gone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """A tiny dataset of captioned RGB pictures with text of some encoders, and a text network on it with random weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 default ../shared beside the repository; tests that need them skip with a reason when they are absent."""
 
 # ruff: noqa: E402
-from __future__ import annotations
-
 import importlib
 import os
 import sys

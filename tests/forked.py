@@ -5,8 +5,6 @@ output and exit code. runtime/test_signals.py and doors/test_launches.py start l
 interpreters.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -9,8 +9,6 @@ TESTS names for it run until the first one fails. Those that none fails for are 
 docstrings are left alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

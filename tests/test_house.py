@@ -1,7 +1,5 @@
 """The rule of the house: which package may import which, who may know which library, and what should not exist."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ TREAD_RECORD=1 writes them anew (not the run), which a change does that means to
 so in LOG.md.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

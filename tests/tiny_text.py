@@ -1,7 +1,5 @@
 """Tiny random text encoders on disk, as transformers saves them: CLIP's, T5's, and a sentence encoder."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

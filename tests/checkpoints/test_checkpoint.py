@@ -1,7 +1,5 @@
 """Checkpoints, whole files and the EMA: what is saved comes back bit for bit, and damage is named."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

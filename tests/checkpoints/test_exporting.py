@@ -1,7 +1,5 @@
 """Exports to give away: numpy's fp16 is the reference for the numbers, hashlib and the file system for the record."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

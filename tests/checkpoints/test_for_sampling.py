@@ -1,7 +1,5 @@
 """Two checkpoints that guide one another, and those that can't; the sweep over ratios against fid.py by hand."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Weights from elsewhere to a checkpoint, and one kind of a checkpoint's weights alone: the same bits at both ends."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Other people's files: each is built here as the code that it comes from saves it, by the wrappers themselves."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections import OrderedDict

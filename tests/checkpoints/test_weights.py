@@ -1,7 +1,5 @@
 """What weights meant where they were trained, by their own record: each thing that shapes hide, changed alone."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import asdict, dataclass, replace
 

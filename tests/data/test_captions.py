@@ -1,7 +1,5 @@
 """Captions beside latents and their text, against arrays that were written by hand; draws against a naive count."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

@@ -1,8 +1,6 @@
 """The latent format: what is written is read, batches are the same for all readers, damage is found. The loader against
 the dataset's own batches, whatever the placement and however far it reads ahead."""
 
-from __future__ import annotations
-
 import gc
 import json
 import mmap

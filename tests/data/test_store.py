@@ -1,7 +1,5 @@
 """The store of shards: what is kept, what is checked; the reference is the arrays that were written."""
 
-from __future__ import annotations
-
 import resource
 import signal
 

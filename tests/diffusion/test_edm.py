@@ -1,7 +1,5 @@
 """EDM against golden numbers, the paper's formulas, and a Gaussian whose denoiser and ODE are known."""
 
-from __future__ import annotations
-
 import math
 from statistics import NormalDist
 

@@ -1,7 +1,5 @@
 """Guidance against its formula on denoisers that are known, and against the closed form on Gaussian data."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

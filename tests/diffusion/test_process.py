@@ -1,7 +1,5 @@
 """Both processes are what the protocol asks for: the reference is the protocol's own list of members."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """Rectified flow against its definition, straight flows that Euler solves exactly, and Gaussian data."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

@@ -3,8 +3,6 @@
 There t runs from noise (0) to data (1), as with rf.reverse=true; x1 is the data and x0 the noise.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

@@ -1,7 +1,5 @@
 """Sampling: order, seeds and labels, against drawing each sample alone and a known network."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -2,8 +2,6 @@
 cross, against powers of the tokens; and the rest of a measurement where a part fails.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -3,8 +3,6 @@
 References: the scripts' own keys, the config files as YAML and as Hydra composes them, and Python's exit codes.
 """
 
-from __future__ import annotations
-
 import re
 import runpy
 import shlex

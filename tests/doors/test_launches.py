@@ -2,8 +2,6 @@
 
 Slurm is a stand-in that starts processes with its variables; signals and exit codes are real."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ The references are the page itself, whose commands run here on 60 pictures with 
 what PIL says of the pictures that went in and came out.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The package: what a wheel holds, and that it trains and samples where there is no checkout."""
 
-from __future__ import annotations
-
 import configparser
 import os
 import subprocess

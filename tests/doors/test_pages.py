@@ -4,8 +4,6 @@ The reference is the code that people meet: the doors' own exit codes and folder
 the checkout. What a page says in words is checked for keys, files and links that do not exist.
 """
 
-from __future__ import annotations
-
 import re
 import runpy
 import shlex

@@ -4,8 +4,6 @@ References: the stored pictures, made by sample.py with the settings in their ow
 another batch, or by other kernels, sums have another order; a picture is then the same within TOLERANCE.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict

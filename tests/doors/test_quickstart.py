@@ -1,7 +1,5 @@
 """What a newcomer does, in a fresh copy and a fresh environment. The judge knows real digits: 0.989."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

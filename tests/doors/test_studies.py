@@ -3,8 +3,6 @@
 References: FLOPs that training itself counts, arithmetic by hand, and a run that nobody disturbed.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 The reference for the pictures is the autoencoder run by hand on latents drawn from the checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

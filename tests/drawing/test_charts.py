@@ -1,8 +1,6 @@
 """Curves and heat maps for people, as matplotlib holds them: which numbers stand at ticks and in cells, and what a
 single point looks like."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import matplotlib.figure

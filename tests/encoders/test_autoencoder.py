@@ -1,7 +1,5 @@
 """Stored numbers → network latents → pixels, against the formulas and diffusers' own decoding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

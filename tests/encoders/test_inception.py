@@ -1,7 +1,5 @@
 """The Inception against published numbers, TensorFlow's documented resize, and itself in other batches."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

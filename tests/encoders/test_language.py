@@ -1,7 +1,5 @@
 """Text encoders against transformers' models run by hand on one caption alone; words against a naive split."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -4,8 +4,6 @@ The reference is written here from the layout as described: residual blocks of G
 and convolutions, attention of one head by 1×1 convolutions, halving after zeros below and right, nearest doubling.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Encoders against their equations written out, on the real loading code: a tiny random DINOv2 saved to disk."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -3,8 +3,6 @@
 The emoji here are colours in quarters, with captions: no package is needed.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 

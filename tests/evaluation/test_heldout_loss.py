@@ -1,7 +1,5 @@
 """The evaluation loss: which points it takes, and its sum against the loss computed point by point."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import launch, records

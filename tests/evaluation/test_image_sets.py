@@ -1,7 +1,5 @@
 """Reading sets of pictures and references; the reference is NumPy's and Pillow's own reading of the same files."""
 
-from __future__ import annotations
-
 import hashlib
 import tarfile
 import zipfile

@@ -1,7 +1,5 @@
 """A metric that a file of somebody else's adds, seen wherever metrics are shown; its values are worked out by hand."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import json

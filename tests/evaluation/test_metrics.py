@@ -1,7 +1,5 @@
 """Metrics against closed forms, sqrtm, and naive twins that follow the papers' definitions literally."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

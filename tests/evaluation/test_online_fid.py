@@ -1,7 +1,5 @@
 """FID in training. The reference for its value is fid.py, for what it must not disturb a run without it."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Prompts at the doors. The references: what the network draws of the encoder's own text, the dataset's stored text and
 pictures, and transformers' CLIP called by hand."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """FID of real photos: what it must say of pictures whose order of quality is known."""
 
-from __future__ import annotations
-
 import io
 import json
 

@@ -1,7 +1,5 @@
 """The whole suite of metrics, against the functions of metrics.py on the same features."""
 
-from __future__ import annotations
-
 import itertools
 import os
 

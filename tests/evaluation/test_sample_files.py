@@ -1,7 +1,5 @@
 """What sample.py leaves. The references: the pictures drawn by hand, what Pillow and NumPy read, info.json's hashes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

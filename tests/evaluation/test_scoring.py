@@ -1,7 +1,5 @@
 """The command python fid.py. The references are the same steps taken by hand, and other ways to the same numbers."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -3,8 +3,6 @@
 The references are the blocks called one after the other by hand, and the cosine by its formula.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,8 +1,6 @@
 """Weights and inputs for tests of networks, and what holds of each network however it is run: FLOPs as torch counts
 them, bf16, recomputation, compiled blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The network against golden numbers of the reference implementation and published counts."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """LightningDiT against golden numbers of its own code, published counts, dit.py, and a twin written token by token."""
 
-from __future__ import annotations
-
 import copy
 import re
 

@@ -1,7 +1,5 @@
 """Mamba against transformers' Mamba-2, naive twins written with loops, closed forms, and torch's counter of FLOPs."""
 
-from __future__ import annotations
-
 import copy
 import sys
 

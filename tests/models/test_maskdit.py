@@ -1,7 +1,5 @@
 """MaskDiT against golden numbers of its own code, published counts, torch's counter, and its own dense forward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from modes import (

@@ -1,7 +1,5 @@
 """Mamba and RWKV, whose routes keep whole rows: tests of both networks; their tokens are a grid of 4×4 here."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

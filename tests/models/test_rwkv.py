@@ -1,7 +1,5 @@
 """Diffusion-RWKV against naive twins written with loops, closed forms, and torch's counter of FLOPs."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """SPRINT against golden numbers, a twin written part by part, closed-form counts and torch's FLOPs counter."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,8 +1,6 @@
 """The scan of Mamba-2 against its recurrence, one token a step in float64, and closed forms; the convolution against
 torch's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Text networks against dit.py and lightning.py, a twin written token by token, and torch's FLOPs counter."""
 
-from __future__ import annotations
-
 import math
 
 import modes

@@ -1,7 +1,5 @@
 """Bidirectional WKV against its formula written out: all pairs of tokens, a softmax over exponents, in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from modes import assert_as, assert_compiled_as_eager, assert_rounds_inputs_alone, counted_flops, derived

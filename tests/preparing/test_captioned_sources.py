@@ -3,8 +3,6 @@
 Pictures are of one colour, which says which they are; so what a sample shows must go with its captions.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

@@ -1,7 +1,5 @@
 """The embedded dataset and its judge, against the scans themselves."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from conftest import ROOT

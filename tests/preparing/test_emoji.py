@@ -1,8 +1,6 @@
 """The embedded emoji: pictures against Pillow's own drawing, captions as people would say them, and the rule of what is
 held out against all names, counted naively."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

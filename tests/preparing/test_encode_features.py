@@ -4,8 +4,6 @@ The encoders are real loading code: a tiny random DINOv2 on disk, and a function
 Pillow's own, of photos that have the resolution already.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

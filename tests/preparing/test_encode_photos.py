@@ -3,8 +3,6 @@
 What goes wrong on the way must end in a clear error, and in nothing half-written that looks whole.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """scripts/prepare_text.py against its encoders run by hand on each caption, and the same work done in one go."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Which pictures are held out, against sorting each class by sha256 in plain Python."""
 
-from __future__ import annotations
-
 from hashlib import sha256
 
 import numpy as np

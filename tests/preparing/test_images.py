@@ -1,7 +1,5 @@
 """Pictures of every kind, against what Pillow and NumPy make of them, and ADM's crop in the plain way."""
 
-from __future__ import annotations
-
 import io
 import resource
 import tarfile

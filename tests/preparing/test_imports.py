@@ -5,8 +5,6 @@ the formulas of each kind's own loader: MaskDiT's and U-ViT's mean + exp(logvar 
 0.18215, and LightningDiT's (z − mean) / std by channel.
 """
 
-from __future__ import annotations
-
 import gc
 import io
 import json

@@ -1,7 +1,5 @@
 """Pictures in parquet files, against the rows that Hugging Face's `datasets` wrote into them."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Where pictures and their classes lie: against what was written there, equal sources, and `datasets`."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Runs side by side, from records made by hand: what they come to is worked out beside them, or by numpy."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import json

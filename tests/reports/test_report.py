@@ -1,8 +1,6 @@
 """A run's report. References: the records, files and pictures that lie in the folder, read here by hand; sums worked
 out beside the numbers. What a browser makes of the page: test_report_browser.py."""
 
-from __future__ import annotations
-
 import base64
 import html.parser
 import io

@@ -1,8 +1,6 @@
 """A report in a real browser, Chromium, without a network. References: the pictures' files, the records, the window's
 own measures; for text what WCAG 2 asks: 4.5 times the luminance of its ground."""
 
-from __future__ import annotations
-
 import base64
 import shutil
 

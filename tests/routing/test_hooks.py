@@ -1,8 +1,6 @@
 """Hooks on transformers of diffusers, which know nothing of routes, against a twin that runs their blocks sample by
 sample on tokens picked by plain indexing."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect

@@ -1,7 +1,5 @@
 """Ways to choose ids against loops over samples, rows and tokens, counting, and closed forms of the schedule."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

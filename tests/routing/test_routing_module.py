@@ -1,7 +1,5 @@
 """The router against its definition in the paper and naive twins written with loops."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

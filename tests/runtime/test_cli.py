@@ -1,7 +1,5 @@
 """How entry points end at Ctrl-C and at a closed pipe. The reference is a shell's: 128 and the signal's number."""
 
-from __future__ import annotations
-
 import ast
 import os
 import signal

@@ -2,8 +2,6 @@
 
 The reference is the network that is not compiled."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -5,8 +5,6 @@ counts here; anything else is passed over), accelerate's own environment of what
 torchrun's documented one (OMP_NUM_THREADS=1 beside RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE).
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Sizes for people, and names of files. The references are division by powers of 1,000, and pathlib's own joining."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A server that does not answer is found out soon: against sockets that refuse, keep silent, or answer."""
 
-from __future__ import annotations
-
 import socket
 import time
 from urllib.request import urlopen

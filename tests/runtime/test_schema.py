@@ -1,7 +1,5 @@
 """What annotations say of a setting. The reference is typing's own reading of them: get_args, and arithmetic's."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import asdict, dataclass

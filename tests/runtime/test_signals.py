@@ -1,7 +1,5 @@
 """Being asked to stop: what is left is what an undisturbed run has at that step, and says so."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Alignment against golden numbers of REPA's own code, loops over samples and tokens, and other ways to make a run."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

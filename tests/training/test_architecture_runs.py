@@ -4,8 +4,6 @@ The references are the same run made another way, the ids that the network is ca
 paper's settings.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import asdict

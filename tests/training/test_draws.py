@@ -1,7 +1,5 @@
 """Draws are functions of (seed, step, stream, position): checked against drawing them again."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

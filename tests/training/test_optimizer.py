@@ -1,8 +1,6 @@
 """The optimizer step against PyTorch's own, and what it leaves alone when numbers are bad; of any optimizer, also one
 that no file of the project knows."""
 
-from __future__ import annotations
-
 import copy
 import math
 import shutil

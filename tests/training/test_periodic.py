@@ -3,8 +3,6 @@
 References: steps spoilt by hand, closed forms of the FLOPs, a clock set by hand, and the run in one go.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -2,8 +2,6 @@
 
 The reference is DiT's run of the same seed: a network of DiT's blocks must train to the same weights, bit for bit."""
 
-from __future__ import annotations
-
 import os
 import textwrap
 

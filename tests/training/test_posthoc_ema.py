@@ -1,7 +1,5 @@
 """Post-hoc averages against averages tracked in training; their coefficients against integrals and fits on a grid."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

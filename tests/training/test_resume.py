@@ -2,8 +2,6 @@
 
 The reference is the run's own record, its run.json, and what was typed, by hand."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

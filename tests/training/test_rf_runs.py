@@ -1,7 +1,5 @@
 """Training by rectified flow: the same loop, a checkpoint that knows its objective, doors that go by it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import asdict, replace

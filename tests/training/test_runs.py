@@ -2,8 +2,6 @@
 
 The reference is always another way to make the same run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

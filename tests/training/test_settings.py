@@ -1,7 +1,5 @@
 """configs/ and what it means: everything composes, everything is read, nothing unknown passes."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil

@@ -2,8 +2,6 @@
 
 The reference is the undisturbed run, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,8 +2,6 @@
 
 The references are the same run made another way, what the network is called with, and the dataset's own text."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import asdict, replace

@@ -2,8 +2,6 @@
 
 The references are formulas written out here, the plain loss, and another way to make the same run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Trackers beside metrics.jsonl, by TensorBoard's own reader and by what W&B's client is told and writes."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from types import SimpleNamespace

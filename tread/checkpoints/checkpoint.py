@@ -9,8 +9,6 @@ results/<run>/step_0001000/
 results/<run>/latest       link to the newest one
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What an export changes if asked: weights in half precision, public names, a record without this machine's paths."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Literal

@@ -1,7 +1,5 @@
 """A checkpoint as sampling sees it: what it says of its network, checked before any weights are read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The settings that a network depends on, read from a checkpoint's config; its process; and building it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 

@@ -5,8 +5,6 @@ Shapes don't tell how many heads a network has, which way its time runs or which
 record it in info.json beside their files; other people's files do not.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

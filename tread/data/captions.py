@@ -6,8 +6,6 @@
 columns.py reads their encodings.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Sequence

@@ -20,8 +20,6 @@ Captions lie one behind the other in the order of samples, whatever shards those
 each encoder, text[<name>], see TextSpec. section_writer.py writes all this.
 """
 
-from __future__ import annotations
-
 import bisect
 import hashlib
 import json

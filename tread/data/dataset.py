@@ -11,8 +11,6 @@ A second view, where stored, is the horizontally flipped picture. writer.py writ
 may lie beside the shards, see columns.py; they are read where they are asked for.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,7 +50,7 @@ class Batch(NamedTuple):
         """The network's condition: the text where the dataset was opened with it, else the labels."""
         return self.labels if self.text is None else self.text
 
-    def rows(self, rows: slice) -> Batch:
+    def rows(self, rows: slice) -> "Batch":
         """Some of the samples."""
         return Batch(*(None if part is None else conditions.rows(part, rows) for part in self))
 

@@ -1,7 +1,5 @@
 """A dataset's index.json."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -7,8 +7,6 @@ Network latents are (z − shift)·scale of the autoencoder's z, and then (x −
 where a run normalises channels. This is the only file that knows how the two relate.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Literal
@@ -77,7 +75,7 @@ class LatentSpec:
         return {name: getattr(self, name) for name in names}
 
     @classmethod
-    def from_json(cls, tree: dict) -> LatentSpec:
+    def from_json(cls, tree: dict) -> "LatentSpec":
         """From a parsed index.json or a checkpoint's info.json. Raises KeyError for a missing key."""
         # not yet in the first files of version 1
         later = ("fingerprint", "channel_shift", "channel_scale", "orientation", "alpha")

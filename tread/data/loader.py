@@ -4,8 +4,6 @@ Threads read the coming steps' samples while the device computes, and copy them 
 separate stream. A step's samples follow from (seed, step) alone, so reading ahead only changes the time.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

@@ -5,8 +5,6 @@
 When all shards are there they move beside the latents and index.json names them: until then the dataset is as it was.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Memory-mapped .npy files: written, checked, and read as one matrix of rows."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from collections.abc import Iterable, Mapping, Sequence

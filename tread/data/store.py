@@ -8,8 +8,6 @@ Work that was stopped goes on with the missing shards. A shard's content follows
 it does not matter which process made it, or when.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -4,8 +4,6 @@
     data/              becomes the dataset's folder when all shards are done
 """
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

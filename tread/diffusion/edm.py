@@ -6,8 +6,6 @@ that of rf.py is t; both are a Process (process.py). Samples are drawn by solver
 Shapes: x (B, C, S, S); sigma (B,) or a scalar; y (B,) int64.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

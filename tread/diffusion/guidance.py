@@ -18,8 +18,6 @@ A ratio is the fraction of tokens that skip the routes which the network was tra
 texts, "class" means the caption, and "no class" the empty caption.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

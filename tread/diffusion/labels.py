@@ -1,7 +1,5 @@
 """Labels for samples: drawn by seeds, given as class numbers, or spread over all classes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

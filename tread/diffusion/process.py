@@ -1,7 +1,5 @@
 """The interface of a diffusion process, and what EDM (edm.py) and RF (rf.py) share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Protocol

@@ -5,8 +5,6 @@ A sample depends on its seed and label only: the seed gives its noise and its ro
 Shapes: B samples, N tokens; latents (B, C, S, S).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -79,7 +77,7 @@ class Sampler:
         precision: str,
         guidance: Guidance = NO_GUIDANCE,
         churn: Churn | None = None,
-    ) -> Sampler:
+    ) -> "Sampler":
         """The process's default steps and solver serve where these are None, and no churn."""
         steps = process.default_steps if steps is None else steps
         return cls(steps, batch_size, precision, guidance, solver or process.default_solver, churn or Churn())

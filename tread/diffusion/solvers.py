@@ -6,8 +6,6 @@ A denoiser is a function (x, level) → D, with x (B, C, S, S) and level a 0-d t
 The state is float64 (float32 on devices without it), and so are the samples.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

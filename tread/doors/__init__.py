@@ -1,7 +1,5 @@
 """What tread-train, tread-sample and tread-fid call: the doors, here in a wheel, at the root of a checkout."""
 
-from __future__ import annotations
-
 import runpy
 from functools import partial
 from pathlib import Path

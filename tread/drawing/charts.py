@@ -1,7 +1,5 @@
 """Curves and heat maps for people to compare: panels side by side, one colour a name, ticks that can be read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pictures for people: grids, with names beside their rows, and PNGs that know how they were made."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ The autoencoder "pixels" is the identity: its z is the picture itself, with 0..2
 chooses it. Imported latents whose source does not name their autoencoder have "unknown".
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import warnings

@@ -4,8 +4,6 @@ Its authors multiply by 2.5; with 100 it is the number that text-to-image papers
 different scores, so fid.json records the hash of the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ average pools leave the padding out, the last block's pool takes the maximum, ba
 and there are 1,008 classes. Parameter names are those of pytorch-fid's weight file, which `find_weights` fetches once.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

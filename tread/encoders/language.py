@@ -11,8 +11,6 @@ All but words run frozen, in fp32, and give float16, as it is stored, so a promp
 Every caption is padded to T tokens; a longer one is cut off.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

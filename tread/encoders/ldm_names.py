@@ -7,8 +7,6 @@
 diffusers' own conversion leaves out attention within the levels, as VA-VAE's lowest has it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Models of transformers by hub id or from a folder: loaded quietly, from the cache if there, whole or refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import warnings

@@ -8,8 +8,6 @@
 All run frozen, in fp32, whatever the training's precision.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib

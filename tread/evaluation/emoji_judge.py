@@ -4,8 +4,6 @@ The real emoji nearest to a drawn one are looked up among all of them, training 
 and by the FID Inception's features where its weights are at hand.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +42,7 @@ class Asked(NamedTuple):
     parts: np.ndarray
     texts: Text
 
-    def repeated(self, times: int) -> Asked:
+    def repeated(self, times: int) -> "Asked":
         """Each so many times, one behind the other."""
         each = np.repeat(np.arange(len(self.numbers)), times)
         return Asked(self.numbers[each], self.parts[each], rows(self.texts, torch.from_numpy(each)))

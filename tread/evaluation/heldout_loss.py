@@ -5,8 +5,6 @@ says nothing about what it does with all tokens. EDM's is the loss weighted as i
 rectified flow's the velocity error at uniform times.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -6,8 +6,6 @@ folder or tar    JPEG, PNG, WebP or TIFF files of one size, sorted by name, subf
 dataset's folder the pictures that were kept with its latents, or the latents where they are pixels
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -4,8 +4,6 @@ A metric is added by one line, `METRICS["mine"] = Metric("my metric", "lower")`,
 scores, records, draws, compares or tabulates metrics looks them up here when it runs. The order is that of columns.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

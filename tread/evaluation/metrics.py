@@ -4,8 +4,6 @@ The numbers are those of ADM's evaluator (Dhariwal & Nichol 2021, arXiv 2105.052
 `frechet_distance` of two kinds of features, then Inception Score, precision and recall; KID is an extra.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -39,7 +37,7 @@ class Moments:
     scatter: np.ndarray
 
     @classmethod
-    def of(cls, features: np.ndarray) -> Moments:
+    def of(cls, features: np.ndarray) -> "Moments":
         """The moments of features (n, D), n at least 1."""
         features = features.astype(np.float64)
         mean = features.mean(axis=0)
@@ -47,11 +45,11 @@ class Moments:
         return cls(len(features), mean, (centred.T @ centred).numpy())
 
     @classmethod
-    def of_parts(cls, parts: Iterable[np.ndarray]) -> Moments:
+    def of_parts(cls, parts: Iterable[np.ndarray]) -> "Moments":
         """The moments of at least one part (n, D), taken together; holds one part at a time."""
         return functools.reduce(cls.merge, map(cls.of, parts))
 
-    def merge(self, other: Moments) -> Moments:
+    def merge(self, other: "Moments") -> "Moments":
         """The moments of both sets together; their order changes rounding alone (Chan, Golub & LeVeque 1983)."""
         count, offset = self.count + other.count, other.mean - self.mean
         scatter = self.scatter + other.scatter + np.outer(offset, offset) * (self.count * other.count / count)
@@ -62,7 +60,7 @@ class Moments:
         return torch.from_numpy(np.concatenate([[self.count], self.mean, self.scatter.ravel()]))
 
     @classmethod
-    def unpack(cls, row: Tensor) -> Moments:
+    def unpack(cls, row: Tensor) -> "Moments":
         """The inverse of `pack`."""
         numbers = row.cpu().numpy()
         size = (math.isqrt(4 * len(numbers) - 3) - 1) // 2  # of 1 + D + D·D

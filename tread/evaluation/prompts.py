@@ -2,8 +2,6 @@
 pictures, which it is scored on. Its labels, 0 to n−1, are the numbers of its prompts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

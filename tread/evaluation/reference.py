@@ -9,8 +9,6 @@ Where a file has both, its statistics decide about FID and sFID and its pictures
 and KID, as in ADM's evaluator.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The files of sample.py: a grid, single files, a batch in ADM's format, or latents, and the facts beside them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -3,8 +3,6 @@
 fid.json holds the newest scoring; older ones by other settings keep their files as fid-1.json, fid-2.json, …
 """
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

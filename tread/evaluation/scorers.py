@@ -3,8 +3,6 @@
 Pictures are scored by their Inception features against a reference; the demo's digits by their raw pixels.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Everything is settled and checked before long work starts. Processes share the w
 command goes on with the missing parts.
 """
 
-from __future__ import annotations
-
 import datetime
 import glob
 import hashlib

@@ -8,8 +8,6 @@ back, as they were before the route (or before its earlier block `rejoin`), and 
 Shapes: B samples, N tokens, K kept tokens, D channels, L blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

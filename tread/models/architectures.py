@@ -4,8 +4,6 @@ ARCHITECTURES is the table: its keys are what model.architecture accepts, its en
 `model` is read into. Fields without a default are required; attributes without a type are not settings.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -129,7 +127,7 @@ class NetworkOptions:
         return f"{self.depth} blocks"
 
     @property
-    def anywhere(self) -> NetworkOptions:
+    def anywhere(self) -> "NetworkOptions":
         """The same network with options that work on any machine."""
         return self
 

@@ -4,8 +4,6 @@ move and drop the rows of either.
 Shapes: B samples, T text tokens, C and P channels of an encoder's tokens and of its pooled text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

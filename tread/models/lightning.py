@@ -7,8 +7,6 @@ route changes which tokens meet in attention, not where they are.
 Shapes: B samples, N tokens of a grid in raster order, D hidden size, H heads of d = D/H channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 

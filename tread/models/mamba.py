@@ -10,8 +10,6 @@ Widths, the default of two directions and what they share were chosen here: no p
 Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size, E = expand·D.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import count

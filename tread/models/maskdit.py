@@ -7,8 +7,6 @@ without their prefix `model.`; only the label table is DiT's, with a null row of
 Shapes: B samples, N tokens, D hidden size, W the decoder's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

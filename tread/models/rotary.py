@@ -3,8 +3,6 @@
 Shapes: B samples, N tokens of a square grid in raster order, H heads of d channels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -8,8 +8,6 @@ blocks are left out, as in TREAD. All costs are linear in the number of tokens.
 Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -8,8 +8,6 @@ on the route.
 Shapes: B samples, N tokens of a grid in raster order, D hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

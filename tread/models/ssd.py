@@ -13,8 +13,6 @@ Shapes: S samples, T tokens, G groups of R heads each, which share B and C; P ch
 In the convolution: C channels, K taps.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -10,8 +10,6 @@ Shapes: B samples, N picture tokens, T text tokens, D hidden size, C and P chann
 text.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import Tensor, nn

@@ -12,8 +12,6 @@ sums. Each level has CHUNK times fewer sums than the one below it, so time and m
 Shapes: B samples, T tokens, D channels.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 

@@ -5,8 +5,6 @@ folders  names of the folders that are known.
 read     name → content; raises OSError.
 """
 
-from __future__ import annotations
-
 import functools
 import glob
 import os

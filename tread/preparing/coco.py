@@ -6,8 +6,6 @@
 and val2014 alike; other years too. Nothing is unpacked.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path, PurePosixPath

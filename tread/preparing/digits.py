@@ -3,8 +3,6 @@
 They ship inside the scikit-learn wheel; `prepare_digits` turns them into the project's latent format, for the demo.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

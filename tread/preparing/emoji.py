@@ -9,8 +9,6 @@ each activity, the woman of one tone and the man of another are held out: traini
 sees each two of activity, gender and tone together. Of all other emoji 5% are held out, by their hash.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.util

@@ -4,8 +4,6 @@ Everything is checked before long work starts, which processes share; after a st
 missing shards.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence

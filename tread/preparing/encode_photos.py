@@ -5,8 +5,6 @@ missing shards. Batches never cross a shard, so its content depends on the pictu
 batch size alone. (The last bits of a CPU's results also depend on its number of threads.)
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os
@@ -154,7 +152,7 @@ def check_sizes(photos: Photos, resolution: int) -> None:
 
 
 def make_shards(
-    writer: DatasetWriter, photos: Photos, encode: LatentEncoder, options: PhotoOptions, processes: Processes
+    writer: DatasetWriter, photos: Photos, encode: LatentEncoder, options: "PhotoOptions", processes: Processes
 ) -> None:
     """Make the missing shards of a dataset together with other processes.
 

@@ -4,8 +4,6 @@ Everything is checked before long work starts, which processes share; after a st
 missing shards. Batches never cross a shard, so its content does not depend on who makes it.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,6 @@
 Dhariwal & Nichol 2021 prepare ImageNet so, and their reference batches consist of such pictures.
 """
 
-from __future__ import annotations
-
 import io
 import struct
 import warnings

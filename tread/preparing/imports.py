@@ -20,8 +20,6 @@ The reader of a kind says what its numbers mean, which goes into the dataset's i
 names, headers and sizes of files tell is checked before the work.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import math
@@ -131,7 +129,7 @@ def _number(content: bytes | str | int, where: str) -> int:
         raise ValueError(f"{where} is {content[:20]!r}, but must be a number") from error
 
 
-def _maskdit(source: Path, options: ImportOptions) -> ForeignSamples:
+def _maskdit(source: Path, options: "ImportOptions") -> ForeignSamples:
     try:
         import lmdb  # imported here because it is asked for by this kind alone
     except ImportError as error:
@@ -178,7 +176,7 @@ def _maskdit(source: Path, options: ImportOptions) -> ForeignSamples:
     return ForeignSamples(labels[:count], read, lambda index: f"z-{index}", "logvar")
 
 
-def _tread(source: Path, options: ImportOptions) -> ForeignSamples:
+def _tread(source: Path, options: "ImportOptions") -> ForeignSamples:
     if options.scale_applied is None:
         raise ValueError(
             "tread_tar holds samples whose scale can't be seen: say scale_applied=true if they were multiplied by "
@@ -208,7 +206,7 @@ def _tread(source: Path, options: ImportOptions) -> ForeignSamples:
     return ForeignSamples(labels, read, lambda index: samples[index][1], scaled=options.scale_applied)
 
 
-def _repa(source: Path, options: ImportOptions) -> ForeignSamples:
+def _repa(source: Path, options: "ImportOptions") -> ForeignSamples:
     listing = source / "dataset.json"
     table = label_table(str(listing), listing.read_bytes())
     check_table(str(source), table, {name for name in Folder(source).names if name.endswith(".npy")})
@@ -228,7 +226,7 @@ def _repa(source: Path, options: ImportOptions) -> ForeignSamples:
 # --------------------------------------------------------------------------------------- LightningDiT
 
 
-def _lightningdit(source: Path, options: ImportOptions) -> ForeignSamples:
+def _lightningdit(source: Path, options: "ImportOptions") -> ForeignSamples:
     paths = sorted(source.glob("*.safetensors"))
     if not paths:
         raise FileNotFoundError(f"{source} is not there, or holds no .safetensors file of LightningDiT's extraction")
@@ -309,7 +307,7 @@ def read_statistics(path: Path, channels: int) -> dict[str, list[float]]:
 # ---------------------------------------------------------------------------------------------- U-ViT
 
 
-def _uvit(source: Path, options: ImportOptions) -> ForeignSamples:
+def _uvit(source: Path, options: "ImportOptions") -> ForeignSamples:
     files = [entry for entry in os.scandir(source) if re.fullmatch(r"\d+(_\d+)?\.npy", entry.name)]
     sizes = {entry.name: entry.stat().st_size for entry in files}
     counted = Counter(int(name.partition("_")[0]) for name in sizes if "_" in name)

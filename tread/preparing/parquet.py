@@ -1,7 +1,5 @@
 """Pictures in parquet files, as Hugging Face's `datasets` writes them: an Image column, and classes or captions."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

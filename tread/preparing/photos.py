@@ -4,8 +4,6 @@ Captions may lie beside pictures: a.txt with a.jpg, in folders, zips and tars. E
 Faults are collected, to be named all at once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import posixpath
@@ -78,7 +76,7 @@ class Photos:
                 "Remove what is empty, or set allow_empty=true to keep the class"
             )
 
-    def captioned(self, captions: Sequence[list[str] | str], faults: Faults) -> Photos:
+    def captioned(self, captions: Sequence[list[str] | str], faults: Faults) -> "Photos":
         """The pictures that have captions.
 
         captions  of each picture, or the reason why it has none.

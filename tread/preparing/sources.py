@@ -10,8 +10,6 @@
 Nothing is decoded here; images.py does.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Runs side by side: seeds averaged, curves against steps, FLOPs and time, and what one run needs to match another."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

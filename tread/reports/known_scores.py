@@ -1,7 +1,5 @@
 """Scores and sweeps in and around a run's folder, for people. What can't be read is named, and passed over."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -4,8 +4,6 @@ All text that is not in page.html, page.css or page.js is escaped here. The page
 Content-Security-Policy), so it shows the same without a network, in years.
 """
 
-from __future__ import annotations
-
 import base64
 import html
 import io

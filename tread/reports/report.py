@@ -1,7 +1,5 @@
 """A page on one run or several: their results, samples, curves, scores, costs, settings and troubles."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import shlex

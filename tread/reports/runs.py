@@ -1,7 +1,5 @@
 """A run's folder as it was left: finished, running, killed or damaged. What can't be read is named, and left out."""
 
-from __future__ import annotations
-
 import glob
 import math
 import os

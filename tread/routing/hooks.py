@@ -27,8 +27,6 @@ This file needs only torch, routing_module.py and ids.py.
 Shapes: B samples, N tokens, K kept tokens.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence

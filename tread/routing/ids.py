@@ -12,8 +12,6 @@ This file needs only torch and routing_module.py.
 Shapes: B samples, N = H·W tokens of an H×W grid in raster order, K kept tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

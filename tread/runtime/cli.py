@@ -2,8 +2,6 @@
 says in a line how it ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

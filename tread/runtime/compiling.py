@@ -4,8 +4,6 @@ A kind of call is a batch shape, a number of tokens, a precision, and whether th
 run has a handful of graphs, however deep its network is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Literal
 

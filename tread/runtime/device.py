@@ -1,7 +1,5 @@
 """How a device computes: its precision, and a CPU's threads."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

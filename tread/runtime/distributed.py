@@ -1,7 +1,5 @@
 """The processes of a launch, by accelerate: they train one network, or share work in independent parts."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os
@@ -23,7 +21,7 @@ from tread.runtime.signals import PATIENCE
 T = TypeVar("T")
 
 
-def open_training(precision: str, cpu_threads: int | None, processes: int | None = None) -> tuple[Processes, str]:
+def open_training(precision: str, cpu_threads: int | None, processes: int | None = None) -> "tuple[Processes, str]":
     """The processes that train one network together, and the precision, settled.
 
     Raises ValueError for a launch that is not supported, and for another number of processes than was asked for.
@@ -53,7 +51,7 @@ def open_training(precision: str, cpu_threads: int | None, processes: int | None
     return group, precision
 
 
-def share_work(device: str | None, cpu_threads: int | None = None) -> Processes:
+def share_work(device: str | None, cpu_threads: int | None = None) -> "Processes":
     """The processes that share work in independent parts: those that accelerate or torchrun launched, or the only one.
 
     They talk through gloo, whatever the device: they only say when they are done, and others may take hours.

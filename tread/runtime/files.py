@@ -1,7 +1,5 @@
 """Files that take their name only once they are whole, and locks."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
@@ -142,7 +140,7 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+_locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
 def _forget_inherited_locks() -> None:

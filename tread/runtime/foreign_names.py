@@ -3,8 +3,6 @@
 A foreign name is never taken, for it may mean something else there: the error names ours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 # Our keys, of which a script has one or none | names elsewhere | what to know beside the name.

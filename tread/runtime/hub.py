@@ -2,8 +2,6 @@
 where libraries that fetch files would try for minutes.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Ctrl-C while a script still imports, which takes seconds: a line in place of a traceback. Standard library alone."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Mapping

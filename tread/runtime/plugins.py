@@ -4,8 +4,6 @@ schema.read imports what a config names before it looks at any other key. The co
 them, so training, resuming, sampling and scoring know the same entries.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

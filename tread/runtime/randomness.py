@@ -7,8 +7,6 @@ needs no generator state. On one kind of device the numbers repeat bit for bit; 
 different ones.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

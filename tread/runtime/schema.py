@@ -4,8 +4,6 @@ Choices are Literals. Annotated[…] adds a Range that a number must lie in; a n
 or Chosen, for a section whose dataclass is an entry of a table. Numbers without a Range must be finite.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

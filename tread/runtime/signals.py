@@ -1,7 +1,5 @@
 """Being asked to stop: the step that runs is finished, and all processes stop after the same one."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import signal

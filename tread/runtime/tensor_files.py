@@ -6,8 +6,6 @@ Prefixes that wrappers put before the names are taken off: "module." (DDP), "mod
 "_orig_mod." (torch.compile, also within a name). Released MaskDiT's matrix of labels becomes a table.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import zipfile

@@ -1,7 +1,5 @@
 """What ran: versions of Python, of the packages that matter, and of this code."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import subprocess

@@ -10,8 +10,6 @@ same ids; elsewhere it holds all. Sampling needs neither projector nor targets.
 Shapes: B samples, N tokens, K of them in the aligned block, D hidden size, z channels of the targets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

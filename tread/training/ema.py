@@ -4,8 +4,6 @@
 arXiv 2312.02696, "EDM2", Section 3.1); posthoc_ema.py makes averages of other widths from stored ones.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Annotated

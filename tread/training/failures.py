@@ -1,7 +1,5 @@
 """How a launch of train.py fails: what is printed, recorded and tried out."""
 
-from __future__ import annotations
-
 import math
 import sys
 import traceback
@@ -25,7 +23,7 @@ class Launch:
         self.finished = False  # whether all steps are done; if not, the exit code is INTERRUPTED
         self.run: Run | None = None  # once it has begun
 
-    def __enter__(self) -> Launch:
+    def __enter__(self) -> "Launch":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType) -> None:

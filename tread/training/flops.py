@@ -1,7 +1,5 @@
 """FLOPs of training: forward and backward pass by the routes of each step, and what alignment adds."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

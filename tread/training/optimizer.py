@@ -5,8 +5,6 @@ processes; a loss that is not finite spoils its gradients on purpose (`backward`
 the device: fused AdamW takes it as `found_inf`, averages as `skip`, `step_unless` does it for other optimizers.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The optimizers that optim.name chooses from, their settings, and how any of them skips a bad step."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass

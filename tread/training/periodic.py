@@ -1,7 +1,5 @@
 """The work between training steps and after the last: logs, evaluation, FID, grids, checkpoints, judges."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

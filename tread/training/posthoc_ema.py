@@ -8,8 +8,6 @@ results/<run>/ema_snapshots/step_0001000.safetensors
     <sigma_rel>/<parameter>  fp16, or fp32 for a tensor with values that fp16 does not reach
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Going on with a run: by its own settings, except for what was typed on the command line."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

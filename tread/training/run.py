@@ -1,7 +1,5 @@
 """What a run carries from step to step, and how it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A run's folder: what was started there, and its metrics, one JSON object a line."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

@@ -1,7 +1,5 @@
 """The run's settings: configs/config.yaml, typed, checked and completed from the dataset."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path

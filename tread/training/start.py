@@ -1,7 +1,5 @@
 """The first stage of training: start or continue a run, with every check before any long work."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """One training step: what it draws, the loss of each sample, and the update of weights and averages."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable
@@ -38,7 +36,7 @@ class Draws:
     back: Tensor | None = None  # (B,) uniform, the fraction of alignment.gap by which self's teacher sees less noise
     path: Tensor | None = None  # (B,) uniform, to drop SPRINT's sparse path; None without train.path_drop
 
-    def rows(self, rows: slice) -> Draws:
+    def rows(self, rows: slice) -> "Draws":
         """The draws of some samples of the batch."""
         routes = tuple((route, chosen[rows]) for route, chosen in self.routes)
         drawn = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}

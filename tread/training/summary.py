@@ -1,7 +1,5 @@
 """The text that a run prints before its first step and after its last."""
 
-from __future__ import annotations
-
 from routing_module import RULES, check_routes
 from tread.checkpoints.network import process_of
 from tread.evaluation.metric_table import METRICS, with_real

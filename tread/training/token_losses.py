@@ -13,8 +13,6 @@ v − (ε − x) = (x − D)/t: so 1/t² stands in the place of λ(σ), and the 
 Shapes: B samples, C channels, S×S latents, N = (S/p)² patches in raster order, K of them kept by a route.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

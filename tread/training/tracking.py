@@ -1,7 +1,5 @@
 """Metrics beside metrics.jsonl: Weights & Biases or TensorBoard."""
 
-from __future__ import annotations
-
 import importlib.util
 import uuid
 from collections.abc import Mapping
