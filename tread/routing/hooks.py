@@ -22,7 +22,10 @@ them, any input that might have one is an error:
 With `tokens`, both see the tokens first in args, however the model called the block; with `output`, join gets and
 returns the tokens alone.
 
-This file needs only torch, routing_module.py and ids.py.
+At the first call of each class of blocks on a route, two more forwards check that the order of its tokens does not
+matter: see positions.py.
+
+This file needs only torch, routing_module.py, ids.py and positions.py.
 
 Shapes: B samples, N tokens, K kept tokens.
 """
@@ -40,6 +43,7 @@ from torch import Tensor, nn
 from routing_module import RULES, Grid, Route, check_ids, check_routes, gather_tokens, scatter_tokens, times_written
 
 from .ids import choose_ids, with_ratio
+from .positions import order_matters, refusal
 
 Inputs = tuple[tuple, dict]
 Select = Callable[[tuple, dict, Tensor], Inputs]
@@ -110,8 +114,11 @@ class Routing:
         join: Join,
         keyword: str | None,
         place: int | None,
+        verify: bool,
     ) -> None:
         self.routes = routes
+        on_routes = {index for route in routes for index in range(route.start, route.end + 1)}
+        self._unverified = {type(blocks[index]) for index in on_routes} if verify else set()
         self._select, self._join, self._keyword, self._place = select, join, keyword, place
         self._ids: tuple[Tensor, ...] | None = None
         self._tokens: int | None = None
@@ -170,6 +177,8 @@ class Routing:
             return None
         args, kwargs = self._tokens_first(index, args, kwargs)
         ids_keep, route = self._ids[number], self.routes[number]
+        if type(module) in self._unverified and not torch.compiler.is_compiling():
+            self._verify(number, index, module, args, kwargs)
         rejoins = index == route.end and route.rejoin < route.start
         saved = self._saved(number, index, args) if rejoins else (args, kwargs)
         picked = self._select(args, kwargs, ids_keep)
@@ -179,14 +188,32 @@ class Routing:
     def _behind(self, index: int, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if index not in self._running:
             return output
-        call = self._running.pop(index)
+        return self._joined(index, output, *self._running.pop(index))
+
+    def _joined(self, index: int, output: Any, saved: Inputs, ids_keep: Tensor) -> Any:
         if self._place is None:
-            return self._join(output, *call)
+            return self._join(output, saved, ids_keep)
         if not isinstance(output, tuple):
             raise ValueError(f"output is {self._place}, but block {index} returned a {type(output).__name__}, no tuple")
         parts = list(output)
-        parts[self._place] = self._join(parts[self._place], *call)
+        parts[self._place] = self._join(parts[self._place], saved, ids_keep)
         return tuple(parts)
+
+    def _verify(self, number: int, index: int, block: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Raise ValueError if the order of a block's tokens matters: of all, or, if their number is not known, of the
+        kept ones."""
+        ids, self._ids = self._ids, None  # off, for the block's own hooks
+        every, count = ids[number], args[0].shape[1] if args and isinstance(args[0], Tensor) else self._tokens
+        if count is not None:
+            every = torch.arange(count, device=every.device).expand(len(every), -1)
+        shared, joined = self.routes[number].select == "shared", partial(self._joined, index)
+        try:
+            difference = order_matters(block, args, kwargs, every, shared, self._select, joined)
+        finally:
+            self._ids = ids
+        if difference:
+            raise ValueError(refusal(index, block, difference, "select=", "pass verify=False to attach_routes"))
+        self._unverified.discard(type(block))
 
     @contextlib.contextmanager
     def on_ids(self, *ids_keep: Tensor, tokens: int | None = None) -> Iterator[None]:
@@ -244,6 +271,7 @@ def attach_routes(
     join: Join = join_first,
     tokens: str | None = None,
     output: int | None = None,
+    verify: bool = True,
 ) -> Routing:
     """Run a model's blocks under routes, by hooks; no weight, name or line of the model changes.
 
@@ -254,6 +282,9 @@ def attach_routes(
                   select=select_first tells the default's check that nothing else has a token axis.
     tokens        the name of the blocks' first input, the tokens, if the model passes it by keyword.
     output        the tokens' index in the tuple that the blocks return; None: they return the tokens alone.
+    verify        check once that the order of a block's tokens does not matter, at its class's first call on a route
+                  outside a compiled graph (ValueError in the pass): two more forwards. False: for blocks that mix by
+                  order on purpose, such as scans.
 
     Raises ValueError for routes that do not fit the blocks or ask for a block in fp32, for a block that is in the list
     twice, and without a select for blocks that hold a module with batch_first=False.
@@ -284,4 +315,6 @@ def attach_routes(
             raise ValueError(f"tokens is {tokens!r}, but must name the first input of the blocks")
     resolved = [route.resolve(len(blocks)) for route in routes]
     check_routes(resolved, len(blocks))
-    return Routing(blocks, tuple(replace(route, fp32="off") for route in resolved), select, join, tokens, output)
+    return Routing(
+        blocks, tuple(replace(route, fp32="off") for route in resolved), select, join, tokens, output, verify
+    )

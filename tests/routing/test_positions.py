@@ -1,0 +1,155 @@
+"""Blocks that make their own positions are refused: the hook families of test_hooks.py pass, blocks written here by
+rotary angles from arange, a learned table and a running sum do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_hooks import case, every_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from routing_module import Route, run_blocks
+from tread.routing.hooks import attach_routes, select_first
+from tread.routing.positions import check_positions
+
+WIDTH, TOKENS = 32, 16
+
+
+class Block(nn.Module):
+    """Pre-norm attention behind a gate that is zero at first, as adaLN-Zero's: a fresh block is the identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Parameter(torch.zeros(WIDTH))
+        self.drop, self.calls = nn.Dropout(0.5), []
+        self.register_buffer("seen", torch.zeros(()))
+
+    def turn(self, x: Tensor, angles: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        rotated = first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()
+        return torch.cat(rotated, dim=-1).to(x.dtype)
+
+    def forward(self, x: Tensor, places: Tensor | None = None) -> Tensor:
+        self.calls.append(x.shape[1])
+        self.seen += 1
+        if places is None:
+            places = self.places(x)
+        angles = places[..., None] / 100 ** torch.linspace(0, 1, WIDTH // 2)
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        mixed = F.scaled_dot_product_attention(self.turn(q, angles), self.turn(k, angles), v)
+        return x + self.gate * self.drop(self.out(mixed))
+
+    def places(self, x: Tensor) -> Tensor:
+        return torch.arange(x.shape[1], dtype=torch.float32)
+
+
+class Handed(Block):
+    """Positions (B, N) come from outside."""
+
+    def places(self, x: Tensor) -> Tensor:
+        raise AssertionError("positions are handed along")
+
+
+class Scan(nn.Module):
+    """Mixes its tokens by their order on purpose."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.cumsum(dim=1)
+
+
+class Table(nn.Module):
+    """Adds a learned position, zero at first, to whatever stands there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(TOKENS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.positions[: x.shape[1]]
+
+
+class Network(nn.Module):
+    def __init__(self, kind: type, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def tokens() -> Tensor:
+    return torch.randn(3, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def snapshot(model: nn.Module) -> list:
+    modes = [module.training for module in model.modules()]
+    tensors = [*model.parameters(), *model.buffers()]
+    return [modes, torch.get_rng_state(), *(tensor.clone() for tensor in tensors), *(t._version for t in tensors)]
+
+
+def equal(first: list, second: list) -> bool:
+    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(first, second, strict=True))
+
+
+@every_model
+def test_the_families_of_diffusers_pass_and_are_left_as_they_were(name):
+    """In training mode, with weights that ask for gradients; two more forwards for each class of blocks, once."""
+    item = case(name)
+    item.model.train()
+    calls, routing = [], item.attach()
+    for block in item.blocks:
+        block.register_forward_pre_hook(lambda module, args: calls.append(type(module)))
+    kinds = {type(block) for block in list(item.blocks)[1:-1]}
+    outputs, states = [], []
+    for extra in (2 * len(kinds), 0):
+        calls.clear()
+        torch.manual_seed(0)  # models that drop labels draw
+        with routing.on_ids(item.ids()):
+            outputs.append(item.run())
+        assert len(calls) == len(item.blocks) + extra
+        states.append(snapshot(item.model))
+    assert torch.equal(*outputs) and equal(*states)
+
+
+@pytest.mark.parametrize("kind", [Block, Table, Scan])
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+def test_blocks_whose_order_matters_are_refused_fresh_from_their_constructor(kind, half):
+    model, noise = Network(kind), torch.rand(3, TOKENS)
+    routing, before = attach_routes(model.blocks, Route(0, 2)), snapshot(model)
+    fails = pytest.raises(ValueError, match=rf"block 0 \({kind.__name__}\).*order.*select=.*verify=False")
+    with torch.autocast("cpu", torch.bfloat16, enabled=half), fails, routing.on(noise):
+        model(tokens())
+    assert equal(before, snapshot(model)) and not routing._running
+    with attach_routes(model.blocks, Route(0, 2), verify=False).on(noise):
+        model(tokens())
+
+
+def test_blocks_of_run_blocks_are_checked_by_a_function():
+    """The same attention is refused where it makes its positions, and passes where they are handed along."""
+    places = torch.rand(3, TOKENS, generator=torch.Generator().manual_seed(1)) * 16
+    handed, alone = Network(Handed), Network(Block)
+    before = snapshot(handed)
+    check_positions(handed.blocks, tokens(), along=[places])
+    assert equal(before, snapshot(handed)) and sum(len(block.calls) for block in handed.blocks) == 2
+    with pytest.raises(ValueError, match=r"block 0 \(Block\).*along="):
+        check_positions(alone.blocks, tokens())
+    with pytest.raises(ValueError, match="block 1"):
+        check_positions([nn.Identity(), lambda x: x + x.cumsum(1)], tokens())
+    ids = torch.arange(8).expand(3, -1)
+    assert run_blocks(handed.blocks, tokens(), routes=[(Route(1, 2), ids)], along=[places]).shape == (3, TOKENS, WIDTH)
+
+
+@pytest.mark.parametrize("kind", [Scan, Table])
+def test_a_compiled_graph_is_not_checked(kind):
+    """Nothing is checked inside it, and it has no break."""
+    model = Network(kind)
+    routing, noise = attach_routes(model.blocks, Route(1, 2)), torch.rand(3, TOKENS)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with routing.on(noise):
+        graph = compiled(tokens())
+    with attach_routes(model.blocks, Route(1, 2), select_first, verify=False).on(noise):
+        torch.testing.assert_close(graph, model(tokens()))

@@ -1,0 +1,128 @@
+"""Blocks that make their own positions: what a route would get silently wrong, and a check that refuses it.
+
+A block that takes rotary angles from arange(x.shape[1]), say, gives the K kept tokens the positions 0..K−1. Nothing
+fails and nothing looks wrong. Attention with positions handed along is equivariant instead: permuted tokens give
+permuted outputs. The check permutes all tokens and compares.
+
+This file needs only torch and routing_module.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from routing_module import gather_tokens, scatter_tokens
+
+GAIN = 2.0  # of the random matrices: attention that looks at few tokens, where positions weigh as much as contents
+TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.02}  # of a relative difference; half precision leaves 0.002
+FULL_TOLERANCE = 1e-3  # fp32 leaves 3e-7; angles by arange make 0.4
+
+
+def check_positions(
+    blocks: Sequence[Callable[..., Tensor]], tokens: Tensor, *shared: Tensor, along: Sequence[Tensor] = ()
+) -> None:
+    """Check blocks that are called by run_blocks(blocks, tokens, *shared, along=along), one of each class.
+
+    tokens  (B, N, D), N > 1; along (B, N, …) each.
+
+    Two forwards a class, in eval and without gradient, on random parameters, since a fresh adaLN-Zero block adds
+    nothing. Parameters, buffers, mode and the global generators stay as they were. Raises ValueError for a block whose
+    output depends on the order of its tokens.
+    """
+
+    def select(args: tuple, kwargs: dict, ids: Tensor) -> tuple[tuple, dict]:
+        count = 1 + len(along)
+        return (*(gather_tokens(given, ids) for given in args[:count]), *args[count:]), kwargs
+
+    def join(output: Tensor, saved: tuple[tuple, dict], ids: Tensor) -> Tensor:
+        return scatter_tokens(saved[0][0], output, ids)
+
+    firsts = {type(block): (index, block) for index, block in reversed(list(enumerate(blocks)))}
+    ids = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
+    for index, block in firsts.values():
+        difference = order_matters(block, (tokens, *along, *shared), {}, ids, False, select, join)
+        if difference:
+            raise ValueError(refusal(index, block, difference, "along=", "leave this check out"))
+
+
+def refusal(index: int, block: Any, difference: float, how: str, otherwise: str) -> str:
+    """What is wrong with a block, and the two things to do about it."""
+    return (
+        f"block {index} ({type(block).__name__}) depends on the order of its tokens: when they are permuted, what it "
+        f"adds to them changes by {difference:.0%}. If it makes positions by itself, such as rotary angles from "
+        f"arange(x.shape[1]), kept tokens would get positions 0 to K−1: hand the positions to the block as an input "
+        f"that travels with the tokens ({how}). If it mixes tokens by their order on purpose, as a scan over rows "
+        f"does, {otherwise}"
+    )
+
+
+def permuted(ids: Tensor, shared: bool = False) -> Tensor:
+    """Ids (B, K) in a fixed random order, another one for each sample unless `shared`."""
+    noise = torch.rand(1 if shared else len(ids), ids.shape[1], generator=torch.Generator().manual_seed(0))
+    return ids.gather(1, noise.argsort(dim=1).expand(ids.shape).to(ids.device))
+
+
+def order_matters(
+    block: Callable, args: tuple, kwargs: dict, ids: Tensor, shared: bool, select: Callable, join: Callable
+) -> float:
+    """By how much a block's output changes when it gets the tokens `ids` (B, K) in another order.
+
+    Relative to what the block adds to its tokens, args[0]; 0 within rounding. select, join: see hooks.py.
+    """
+    outputs = []
+    with _sandbox(block) as call:
+        for order in (ids, permuted(ids, shared)):
+            chosen, named = select(args, kwargs, order)
+            outputs.append(join(call(*chosen, **named), (args, kwargs), order))
+    worst = 0.0
+    for first, second in zip(*map(_tensors, outputs)):
+        before = args[0].float() if args and first.shape == args[0].shape else 0.0
+        added, again = first.float() - before, second.float() - before
+        finite = added.isfinite() & again.isfinite()
+        size = added[finite].norm()
+        if size > 0:
+            autocast = torch.is_autocast_enabled(first.device.type)
+            kind = torch.get_autocast_dtype(first.device.type) if autocast else first.dtype
+            difference = ((added - again)[finite].norm() / size).item()
+            worst = max(worst, difference * (difference > TOLERANCE.get(kind, FULL_TOLERANCE)))
+    return worst
+
+
+@contextlib.contextmanager
+def _sandbox(block: Callable) -> Iterator[Callable]:
+    """The block with random parameters, in eval, without gradient, on copies of its buffers, in a forked generator."""
+    if not isinstance(block, nn.Module):
+        with torch.no_grad():
+            yield block
+        return
+    generator = torch.Generator().manual_seed(0)
+    state = {name: buffer.clone() for name, buffer in block.named_buffers()}
+    for name, given in block.named_parameters():
+        if given.is_floating_point():
+            width = given[0].numel() if given.ndim > 1 else 1
+            drawn = torch.randn(given.shape, generator=generator) * (GAIN / width**0.5 if given.ndim > 1 else 1.0)
+            state[name] = drawn.to(given)
+    training = [module for module in block.modules() if module.training]
+    devices = {tensor.device for tensor in state.values() if tensor.device.type == "cuda"}
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        block.eval()
+        try:
+            yield lambda *args, **kwargs: functional_call(block, state, args, kwargs)
+        finally:
+            for module in training:
+                module.training = True
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    """The tensors of an output, which may be a tuple."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, (list, tuple)):
+        for value in given:
+            yield from _tensors(value)
