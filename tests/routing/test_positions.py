@@ -1,8 +1,6 @@
 """Blocks that make their own positions are refused: the hook families of test_hooks.py pass, blocks written here by
 rotary angles from arange, a learned table and a running sum do not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from test_hooks import case, every_model

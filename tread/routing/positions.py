@@ -7,8 +7,6 @@ permuted outputs. The check permutes all tokens and compares.
 This file needs only torch and routing_module.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
