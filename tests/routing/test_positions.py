@@ -141,6 +141,19 @@ def test_blocks_of_run_blocks_are_checked_by_a_function():
     assert run_blocks(handed.blocks, tokens(), routes=[(Route(1, 2), ids)], along=[places]).shape == (3, TOKENS, WIDTH)
 
 
+def test_blocks_with_parameters_of_another_kind_are_left_unchecked_with_a_warning():
+    """As sharded and quantized ones are."""
+
+    class Sharded(nn.Parameter):
+        pass
+
+    model = Network(Block)
+    for block in model.blocks:
+        block.gate = Sharded(torch.zeros(WIDTH))
+    with pytest.warns(UserWarning, match="Block has sharded or quantized parameters"):
+        check_positions(model.blocks, tokens())
+
+
 @pytest.mark.parametrize("kind", [Scan, Table])
 def test_a_compiled_graph_is_not_checked(kind):
     """Nothing is checked inside it, and it has no break."""

@@ -8,6 +8,7 @@ This file needs only torch and routing_module.py.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -71,8 +72,13 @@ def order_matters(
 ) -> float:
     """By how much a block's output changes when it gets the tokens `ids` (B, K) in another order.
 
-    Relative to what the block adds to its tokens, args[0]; 0 within rounding. select, join: see hooks.py.
+    Relative to what the block adds to its tokens, args[0]; 0 within rounding. select, join: see hooks.py. Blocks whose
+    parameters can't be replaced, sharded or quantized ones, are not checked, with a warning.
     """
+    if any(type(given) is not nn.Parameter or given.is_meta for given in getattr(block, "parameters", list)()):
+        what = f"{type(block).__name__} has sharded or quantized parameters: its positions are not checked"
+        warnings.warn(what, stacklevel=2)
+        return 0.0
     outputs = []
     with _sandbox(block) as call:
         for order in (ids, permuted(ids, shared)):
@@ -102,10 +108,8 @@ def _sandbox(block: Callable) -> Iterator[Callable]:
     generator = torch.Generator().manual_seed(0)
     state = {name: buffer.clone() for name, buffer in block.named_buffers()}
     for name, given in block.named_parameters():
-        if given.is_floating_point():
-            width = given[0].numel() if given.ndim > 1 else 1
-            drawn = torch.randn(given.shape, generator=generator) * (GAIN / width**0.5 if given.ndim > 1 else 1.0)
-            state[name] = drawn.to(given)
+        scale = GAIN / given[0].numel() ** 0.5 if given.ndim > 1 else 1.0
+        state[name] = (scale * torch.randn(given.shape, generator=generator)).to(given)
     training = [module for module in block.modules() if module.training]
     devices = {tensor.device for tensor in state.values() if tensor.device.type == "cuda"}
     with torch.no_grad(), torch.random.fork_rng(devices):
