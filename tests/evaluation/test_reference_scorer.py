@@ -47,7 +47,7 @@ def features(count, seed, shift, sizes=(40, 35)):
 
 
 def test_every_metric_is_its_definition(tmp_path, pictures_of):
-    """Of the right features in the right order: the functions themselves are tested in test_metrics.py."""
+    """They get the right features in the right order; the functions themselves are tested in test_metrics.py."""
     ours, theirs = features(90, 1, 0.02), features(70, 2, 0.0)
     np.savez(tmp_path / "batch.npz", pictures_of(70, 8, 0))
     reference = open_reference(tmp_path / "batch.npz")

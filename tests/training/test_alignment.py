@@ -296,7 +296,7 @@ def test_cleaner_levels_hold_less_noise(process, expected):
 
 @pytest.mark.parametrize(("block", "doubted"), [(2, False), (3, True), (-1, True)])
 def test_a_teacher_that_is_not_deeper_is_doubted(read_config, block, doubted):
-    """Of 6 blocks it is number 3."""
+    """Block number 3 of 6."""
     cfg = read_config("model.depth=6", "alignment=self", f"alignment.block={block}")
     assert bool(settings_warnings(cfg)) == doubted
 

@@ -186,7 +186,7 @@ class StoredWeights:
     def fit(
         self, expected: Mapping[str, Tensor], model: NetworkOptions | None = None, text: TextSettings | None = None
     ) -> dict[str, Tensor]:
-        """What a network with the state dict `expected`, built by `model` (for text's encoder), is to load.
+        """The tensors that a network with the state dict `expected`, built by `model` and `text`, is to load.
 
         Raises ValueError unless names, shapes and recorded settings are the network's.
         """
@@ -195,7 +195,7 @@ class StoredWeights:
         return fit(state, expected, self.where, model and model.decisive | texts, model and self.recorded())
 
     def warnings(self, cfg: Network, latents: LatentSpec, predicts: str = "objective") -> list[str]:
-        """What fitting weights meant differently where they were trained, and what nobody recorded; a line each.
+        """A line for each setting that differed where these weights were trained, and for what nobody recorded.
 
         latents   what the network is to see.
         predicts  "objective", or "noise", see scripts/import_checkpoint.py.
@@ -223,7 +223,7 @@ class StoredWeights:
         return lines
 
     def _meanings(self, cfg: Network, latents: LatentSpec, predicts: str) -> dict[str, tuple[object, object]]:
-        """What decides what weights mean, beside a network's options: (as recorded, as now) by name."""
+        """The settings, beside a network's options, on which the weights' meaning depends: (as recorded, as now)."""
         config, recorded = self.source.info.get("config", {}), self.source.info.get("predicts", "objective")
         theirs = config.get("objective", cfg.objective)
         told = {"noise": "noise on timesteps 0..999", "objective": f"what objective={cfg.objective} trains"}
