@@ -341,7 +341,7 @@ def test_a_page_is_whole_or_not_there(run, monkeypatch):
 
 
 def test_training_ends_with_its_page(tmp_path, monkeypatch):
-    text = launch(tmp_path, "report=true", "eval.demo_samples=4")
+    text = launch(tmp_path, "report=true", "eval.demo_samples=4", "every.sample=3")
     run = tmp_path / "results" / "digits-tread"
     assert text.splitlines()[-1].split() == ["report", "results/digits-tread/report.html"]
     found = Reader((run / "report.html").read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ from tread.runtime.plugins import import_plugins
 MODULE = '''
     """Blocks of DiT's with as many heads as a block has channels over `head_width`."""
 
-        from dataclasses import dataclass
+    from dataclasses import dataclass
 
     from dit import DiTBlock
     from tread.models.architectures import ARCHITECTURES, NetworkOptions

@@ -26,10 +26,7 @@ def guard_imports(script: Mapping) -> None:
             sys.__excepthook__(kind, error, traceback)
             return
         needed = Path(__file__).resolve().parents[2] / "requirements.txt"
-        print(
-            f"the package {error.name} is not installed here ({sys.executable}): pip install -r {needed}",
-            file=sys.stderr,
-        )
+        os.write(2, f"the package {error.name} is not installed here: pip install -r {needed}\n".encode())
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupted)
