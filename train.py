@@ -67,11 +67,7 @@ def train(run: Run) -> bool:
             if not (postponed or periodic.interrupts(run)):
                 continue
             with clock.paused():
-                on = periodic.evaluate_and_draw(run)
-                if cfg.ema.power and run.due(cfg.ema.snapshot_every or cfg.every.save):
-                    periodic.save_snapshot(run)
-                if run.due(cfg.every.save) or postponed:
-                    postponed = not periodic.save(run)
+                on, postponed = periodic.evaluate_and_save(run, postponed)
     if run.step != (run.saved or 0):
         with clock.paused():
             periodic.save(run)

@@ -5,9 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import RGB, launch, launch_processes, records, score, state
+from conftest import RGB, launch, launch_processes, records, same, score, state
 
+from tread.checkpoints import checkpoint
 from tread.data.writer import write_dataset
+from tread.evaluation import scorers
 
 DATA = ["dataset=folder", "dataset.path=data", "train.steps=4", "every.save=4", "every.sample=4", "name=rgb"]
 
@@ -57,6 +59,21 @@ def test_it_disturbs_nothing(place, probed):
 def test_processes_share_it(place, probed):
     launch_processes(place, *DATA, *probed[0], "results=two", "train.steps=2", processes=2)
     assert fids(place / "two" / "rgb") == [pytest.approx(fids(place / "with" / "rgb")[0], rel=1e-4)]
+
+
+def test_one_that_fails_costs_no_step(place, probed, monkeypatch):
+    """Saved out of turn, the run goes on there, as the undisturbed one."""
+
+    def failing(*_):
+        raise np.linalg.LinAlgError("did not converge")
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="did not converge"):
+        patch.setattr(scorers, "frechet_distance", failing)
+        launch(place, *DATA, *probed[0], "results=failing")
+    run = place / "failing" / "rgb"
+    assert checkpoint.find(run).step == 2 and not fids(run)
+    launch(place, *DATA, *probed[0], "results=failing")
+    assert fids(run) == fids(place / "with" / "rgb") and same(run, place / "with" / "rgb")
 
 
 def test_what_it_needs_is_asked_for_before_the_first_step(place, probed):

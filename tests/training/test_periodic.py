@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import launch
+from conftest import launch, same
 from test_survival import RUN, spoil, status
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -119,6 +119,36 @@ def test_samples_that_are_not_finite_are_named(tmp_path):
     first, second = (tmp_path / "many" / f"shard-0000{number}.npy" for number in (0, 1))
     named = f"Look at the data first: these samples hold such numbers: 3 ({first}, row 3), 10 ({second}, row 0), "
     assert named + f"13 ({second}, row 3) and 2 more; nothing was saved yet" in str(error.value)
+
+
+def test_held_out_samples_that_are_not_finite_are_named_and_cost_no_step(tmp_path):
+    """The run then goes on without them, as one that never had them; a run that diverges on good ones saves nothing."""
+    options = [*latents(tmp_path / "train", []), "every.save=6"]
+    latents(tmp_path / "heldout", [(12, np.nan), (14, np.inf)])
+    with pytest.raises(SystemExit) as error:
+        launch(tmp_path, *options, f"dataset.heldout={tmp_path}/heldout")
+    shard = tmp_path / "heldout" / "shard-00001.npy"
+    said = "the evaluation loss after step 3 is nan by the held-out data: samples 12 "
+    assert f"{said}({shard}, row 2), 14 ({shard}, row 4) hold numbers that are not finite" in str(error.value)
+    assert checkpoint.find(tmp_path / RUN).step == 3 and status(tmp_path)["state"] == "failed"
+    launch(tmp_path, *options)
+    launch(tmp_path, *options, "name=whole")
+    assert same(tmp_path / RUN, tmp_path / "results" / "whole")
+
+
+@pytest.mark.parametrize(
+    ("options", "saved"),
+    [
+        ((), "1.09"),  # r(2→2) of 6 blocks
+        (("model.depth=8",), None),
+        (("model.depth=8", "model.routes.0.selection_ratio=0.25"), "1.11"),
+        (("model.routes.0.rejoin=stale",), None),  # which is to save nothing
+    ],
+)
+def test_routes_that_save_little_are_doubted(tmp_path, options, saved):
+    text = launch(tmp_path, *options, "train.steps=1", "dataset.heldout=null")
+    found = re.findall(r"warning: the routes save little: a training step takes (\S+) times", text)
+    assert found == [saved] * bool(saved)
 
 
 def build_network_of(folder):

@@ -23,6 +23,8 @@ from tread.checkpoints import checkpoint
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
+from tread.reports.report import troubles_of
+from tread.reports.runs import find_run
 from tread.runtime.signals import Stop
 from tread.training import failures
 from tread.training.run_folder import Claim, RunLog, claim, differences
@@ -301,6 +303,26 @@ def folder_of_latents(path, seed=0, **meaning):
     latents = LatentSpec(shape=(2, 8, 8), classes=("ant", "bee"), autoencoder="pixels", scale_applied=True, **meaning)
     write_dataset(path, latents, [(3 * rng.standard_normal((20, latents.views, 2, 8, 8)) + 1, np.arange(20) % 2)])
     return path
+
+
+@pytest.mark.parametrize("how", ["same", "link", "copy", "other"])
+def test_an_evaluation_on_the_training_data_is_doubted(tmp_path, how):
+    """Also in the report, which takes a run's warnings from its record."""
+    folder_of_latents(tmp_path / "latents")
+    heldout = tmp_path / ("latents" if how == "same" else how)
+    if how == "link":
+        heldout.symlink_to(tmp_path / "latents")
+    elif how == "copy":
+        shutil.copytree(tmp_path / "latents", heldout)
+    elif how == "other":
+        folder_of_latents(heldout, seed=1)
+    data = ["dataset=folder", f"dataset.path={tmp_path}/latents", f"dataset.heldout={heldout}", "sampling.decode=false"]
+    text = launch(tmp_path, *data, "train.steps=1", "name=run")
+    said = (
+        f"1 of 1 files of latents in {heldout} are those of {tmp_path}/latents: the evaluation is of the training data"
+    )
+    found = [said in place for place in (text, *troubles_of(find_run(tmp_path / "results" / "run")))]
+    assert (found[0], sum(found)) == ((False, 0) if how == "other" else (True, 2))
 
 
 def test_a_folder_brings_its_own_shape(tmp_path):

@@ -333,6 +333,44 @@ def test_an_evaluation_that_was_interrupted_is_done_on_resumption(whole, tmp_pat
     assert ours == theirs and same(tmp_path / RUN, whole / RUN)
 
 
+@pytest.mark.parametrize("place", ["heldout_loss", "save_grid"])
+def test_what_fails_beside_training_costs_no_step(whole, tmp_path, monkeypatch, place):
+    """Its step is saved out of turn, with a snapshot that is due; then the run goes on as the undisturbed one."""
+
+    def failing(*_):
+        raise OSError("the disk was pulled out")
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="the disk was pulled out"):
+        patch.setattr(periodic, place, failing)
+        launch(tmp_path, *OPTIONS, "every.sample=3", "every.save=8", "ema.snapshot_every=3")
+    assert checkpoint.find_whole(tmp_path / RUN)[0].step == status(tmp_path)["step"] == 3
+    assert (tmp_path / RUN / "ema_snapshots" / "step_0000003.safetensors").exists()
+    launch(tmp_path, *OPTIONS)
+    assert same(tmp_path / RUN, whole / RUN) and len(records(tmp_path / RUN)) == len(records(whole / RUN))
+
+
+FAILING_RANK = """
+import os, sys
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
+from conftest import launch
+from tread.training import periodic
+heldout_loss = periodic.heldout_loss
+def failing(*arguments):
+    if os.environ["RANK"] == "1":
+        raise IndexError("no such row")
+    return heldout_loss(*arguments)
+periodic.heldout_loss = failing
+launch(".", *sys.argv[2:])
+"""
+
+
+def test_an_evaluation_that_fails_in_one_process_costs_no_step(tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING_RANK)
+    done = run_python("failing.py", ROOT, "every.save=6", cwd=tmp_path, processes=2)
+    assert done.returncode and status(tmp_path)["reason"].endswith("process 1 failed: IndexError: no such row")
+    assert checkpoint.find_whole(tmp_path / RUN)[0].step == 3
+
+
 def test_the_first_reason_of_a_failure_stays(tmp_path):
     log = RunLog(tmp_path)
     log.status("running", 1)

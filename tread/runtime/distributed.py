@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs, PartialState
-from accelerate.utils import broadcast_object_list, gather, reduce
+from accelerate.utils import broadcast_object_list, gather, gather_object, reduce
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -122,25 +122,29 @@ class Processes:
         except RuntimeError as error:  # torch.distributed's
             raise OSError("another process stopped; see its message") from error
 
-    def from_main(self, decide: Callable[[], T]) -> T:
-        """What the main process decides, for all: others do not look at files that may change meanwhile.
+    def together(self, work: Callable[[], T]) -> T:
+        """What this process does, while each of the others does its own part.
 
-        All raise its errors, unexpected ones as RuntimeError; OSError if another process has ended.
+        If one fails, all raise its error, an unexpected one as RuntimeError; OSError if another process has ended.
         """
-        decided, error, told = None, None, None
+        done, error, told = None, None, None
         try:
-            decided = decide() if self.main else None
+            done = work()
         except Exception as raised:  # nobody must wait for a process that has failed
             error = told = raised
             if not isinstance(error, (ValueError, OSError)):
-                told = RuntimeError(f"the main process failed: {type(error).__name__}: {error}")
+                told = RuntimeError(f"process {self.rank} failed: {type(error).__name__}: {error}")
         try:
-            decided, told = broadcast_object_list([decided, told])
+            failed = [one for one in gather_object([told]) if one is not None]
         except RuntimeError as lost:  # torch.distributed's
             raise error or OSError("another process stopped; see its message") from lost
-        if told is not None:
-            raise error or told
-        return decided
+        if failed:
+            raise error or failed[0]
+        return done
+
+    def from_main(self, decide: Callable[[], T]) -> T:
+        """What the main process decides, for all: others do not look at files that may change meanwhile."""
+        return broadcast_object_list([self.together(lambda: decide() if self.main else None)])[0]
 
     def say(self, text: str) -> None:
         """Print a line from the main process; where nobody reads it any more, the work goes on without output."""

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
@@ -14,13 +14,14 @@ from torch import Tensor
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import process_of
+from tread.data.dataset import Batch, LatentDataset
 from tread.diffusion.labels import spread_classes
 from tread.diffusion.sampling import Sampler, draw_pictures
 from tread.drawing.charts import save_curve
 from tread.drawing.grids import save_grid
 from tread.encoders.inception import at_hand, find_weights, load_inception
 from tread.evaluation.emoji_judge import ask, judge_emoji, real_emoji
-from tread.evaluation.heldout_loss import heldout_loss
+from tread.evaluation.heldout_loss import heldout_loss, point
 from tread.evaluation.metric_table import METRICS, heldout_titles
 from tread.evaluation.metrics import Moments
 from tread.evaluation.scorers import judge_digits
@@ -159,20 +160,24 @@ def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
 
     The samples are read again, for no more steps than take a few seconds.
     """
-    size, spoilt = run.cfg.train.batch_size, set()
+    size = run.cfg.train.batch_size
     looked = steps[: min(100, max(1, 25_600 // size))]
-    for step in looked:
-        batch = run.data.batch(run.cfg.seed, step, size)
-        for read in (batch.stored, batch.features):
+    spoilt = name_spoilt(run.data, (run.data.batch(run.cfg.seed, step, size) for step in looked))
+    nothing = f"no sample of the {len(looked)} steps looked at holds such numbers"
+    return bool(spoilt), f"these samples hold such numbers: {spoilt}" if spoilt else nothing
+
+
+def name_spoilt(data: LatentDataset, batches: Iterable[Batch]) -> str:
+    """The samples that hold numbers that are not finite, the first three by number, file and row; "" without any."""
+    spoilt = set()
+    for batch in batches:
+        for read in (batch.stored, batch.features, *(batch.text or ())):
             if read is not None:
                 broken = ~read.flatten(1).isfinite().all(dim=1)
                 spoilt.update(batch.indices[broken.cpu().numpy()].tolist())
-    if not spoilt:
-        return False, f"no sample of the {len(looked)} steps looked at holds such numbers"
-    places = [(index, *run.data.locate(index)) for index in sorted(spoilt)[:3]]
+    places = [(index, *data.locate(index)) for index in sorted(spoilt)[:3]]
     named = ", ".join(f"{index} ({file}, row {row})" for index, file, row in places)
-    more = f" and {len(spoilt) - len(places)} more" if len(spoilt) > len(places) else ""
-    return True, f"these samples hold such numbers: {named}{more}"
+    return named + (f" and {len(spoilt) - len(places)} more" if len(spoilt) > len(places) else "")
 
 
 # an untrained network's loss is about 1, its velocity error 1 + the data's variance, which is about 1, too
@@ -185,6 +190,30 @@ def interrupts(run: Run) -> bool:
     every, cfg = run.cfg.every, run.cfg
     intervals = (every.evaluate, every.sample, every.save, cfg.eval.fid_every, cfg.ema.snapshot_every)
     return any(map(run.due, intervals))
+
+
+def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
+    """Do all that is due after run.step steps; returns whether to go on, and whether saving waits for a good step.
+
+    If anything but the training fails, as a file that can't be read, the step is saved before that is raised.
+    """
+    try:
+        on = evaluate_and_draw(run)
+    except Failure:
+        raise
+    except Exception:
+        with contextlib.suppress(OSError, RuntimeError, Failure):  # the first error is the one to tell
+            save_due(run, True)
+        raise
+    return on, save_due(run, postponed)
+
+
+def save_due(run: Run, asked: bool) -> bool:
+    """Store what is due: averages for scripts/reconstruct_ema.py, and a checkpoint, or if asked; whether that waits."""
+    powers, every = run.trained.power_tensors, run.cfg.every.save
+    if powers and run.due(run.cfg.ema.snapshot_every or every):
+        run.processes.from_main(lambda: posthoc_ema.save_snapshot(run.folder, run.step, powers))
+    return (asked or run.due(every)) and not save(run)
 
 
 def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
@@ -200,6 +229,10 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
             return False
         doubt = f"the {METRICS[metric].title} after step {run.step} is {loss:.3g}: {DIVERGED}"
         if not math.isfinite(loss):
+            if spoilt := run.processes.from_main(lambda: name_spoilt(run.heldout, evaluated(run))):
+                found = f"the {METRICS[metric].title} after step {run.step} is {loss:.3g} by the held-out data: samples"
+                advice = "prepare them again, or set dataset.heldout=null, and the run goes on"
+                raise ValueError(f"{found} {spoilt} hold numbers that are not finite: {advice}")
             raise Failure(doubt)
         run.record(**{metric: loss})
         if loss > ABSURD:
@@ -227,28 +260,39 @@ def evaluate(run: Run) -> float:
     total = torch.zeros((), device=processes.device)
     mine = torch.arange(options.points)[processes.rank :: processes.count]
     size = max(1, min(options.batch_size, options.points) // processes.count)
-    for numbers in mine.split(size) if len(mine) else ():
-        padded = torch.cat([numbers, numbers[-1:].expand(size - len(numbers))])  # one shape, one graph
-        with autocast(processes.device, run.precision):
-            losses = heldout_loss(process, network, run.heldout, padded, options.points, options.noise_levels)
-        total += losses[: len(numbers)].sum()
-        if run.stop.reason:
-            break
+
+    def add_mine() -> None:
+        for numbers in mine.split(size) if len(mine) else ():
+            padded = torch.cat([numbers, numbers[-1:].expand(size - len(numbers))])  # one shape, one graph
+            with autocast(processes.device, run.precision):
+                losses = heldout_loss(process, network, run.heldout, padded, options.points, options.noise_levels)
+            total.add_(losses[: len(numbers)].sum())
+            if run.stop.reason:
+                break
+
+    processes.together(add_mine)
     return processes.sum(total).item() / options.points
+
+
+def evaluated(run: Run) -> Iterator[Batch]:
+    """The held-out samples that `evaluate` takes."""
+    options, data = run.cfg.eval, run.heldout
+    samples, _ = point(torch.arange(options.points), options.points, len(data), options.noise_levels)
+    return (data.read(some.numpy()) for some in samples.unique().split(options.batch_size))
 
 
 def log_fid(run: Run) -> bool:
     """Record the FID of a few EMA samples, always of the same seeds, split over processes. False if stopped."""
     began, processes = time.perf_counter(), run.processes
     seeds = range(run.cfg.eval.fid_samples)[processes.rank :: processes.count]
-    drawn_by = sampler(run, len(seeds))
-    total = run.online_fid.moments(run.model, seeds, drawn_by, stopped=lambda: run.stop.reason is not None)
+    drawn_by, stopped = sampler(run, len(seeds)), lambda: run.stop.reason is not None
+    total = processes.together(lambda: run.online_fid.moments(run.model, seeds, drawn_by, stopped=stopped))
     if run.stop.agreed():
         return False
     if processes.count > 1:
         rows = processes.gather(total.pack().to(run.processes.device)[None])
         total = functools.reduce(Moments.merge, map(Moments.unpack, rows))
-    value = run.online_fid.fid(total, run.cfg.train.cpu_threads) if run.processes.main else math.nan
+    value = processes.from_main(lambda: run.online_fid.fid(total, run.cfg.train.cpu_threads))
     seconds = time.perf_counter() - began
     run.record(fid=value, fid_samples=total.count, fid_seconds=round(seconds, 1))
     run.processes.say(f"  FID      {value:.2f} of {total.count:,} samples at step {run.step}, took {seconds:.0f} s")
@@ -317,11 +361,6 @@ def save(run: Run) -> bool:
         run.processes.from_main(write)
     run.saved = run.step
     return True
-
-
-def save_snapshot(run: Run) -> None:
-    """Store the averages by power functions, for scripts/reconstruct_ema.py."""
-    run.processes.from_main(lambda: posthoc_ema.save_snapshot(run.folder, run.step, run.trained.power_tensors))
 
 
 def judge_demo(run: Run) -> None:

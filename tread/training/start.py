@@ -1,5 +1,6 @@
 """The first stage of training: start or continue a run, with every check before any long work."""
 
+import datetime
 import math
 import time
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ from tread.training.ema import EMA, exponential, power
 from tread.training.flops import training_flops
 from tread.training.optimizer import learning_rate
 from tread.training.run import Run
-from tread.training.run_folder import Claim, claim
+from tread.training.run_folder import Claim, claim, differences
 from tread.training.settings import Settings, prepare_embedded
 from tread.training.tracking import check_tracker, open_tracker
 
@@ -112,6 +113,10 @@ def take_folder(run: Run, claimed: Claim) -> None:
     say, optim = run.processes.say, run.cfg.optim
     check_place(run.folder, run.checkpoint_bytes() if run.step < run.cfg.train.steps else 0)
     facts = {"processes": run.processes.count, "device": str(run.processes.device), "precision": run.precision}
+    if claimed.checkpoint and (begun := [start["files"] for start in run.log.starts() if "files" in start]):
+        run.warnings += file_warnings(run.data, begun[-1])
+    else:
+        facts["files"] = files_of(run.data)
     run.log.start(run.step, run.config, **facts, weights=run.weights, warnings=run.warnings)
     try:
         with explain_failure(run.folder):
@@ -193,9 +198,36 @@ def settings_warnings(cfg: Settings) -> list[str]:
     return warnings
 
 
+def files_of(data: LatentDataset) -> dict[str, str]:
+    """Each file of a dataset's latents, with its sha256 as index.json states it, its size and its last change."""
+    files = {}
+    for shard in read_index(data.folder)["shards"]:
+        found = (data.folder / shard["file"]).stat()
+        changed = datetime.datetime.fromtimestamp(int(found.st_mtime), datetime.timezone.utc)
+        files[shard["file"]] = f"sha256 {shard['file_sha256']}, {found.st_size} bytes of {changed}"
+    return files
+
+
+def file_warnings(data: LatentDataset, before: dict[str, str]) -> list[str]:
+    """A warning of files that are not as `files_of` had them; the same hash suffices where the dataset was checked."""
+    changed = differences(before, files_of(data), nothing="not there")
+    if data.verify == "full":
+        changed = {name: both for name, both in changed.items() if len({text.partition(",")[0] for text in both}) > 1}
+    for name, (then, now) in [*changed.items()][:1]:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        said = f"{data.folder / name}{more} changed since the run began: was {then}, is {now}"
+        return [f"{said}. Its latents may be others: dataset.verify=full checks the hashes"]
+    return []
+
+
 def data_warnings(run: Run) -> list[str]:
-    """Warnings of held-out photos read differently from the training's, and of an encoder that has changed."""
+    """Warnings of held-out photos that are the training's or read differently, and of an encoder that has changed."""
     warnings, dataset, aligner = [], run.cfg.dataset, run.aligner
+    ours, theirs = str(files_of(run.data)), files_of(run.heldout) if run.heldout else {}
+    if same := [name for name, text in theirs.items() if text.partition(",")[0] in ours]:
+        which = f"{len(same)} of {len(theirs)} files of latents in {dataset.heldout} are those of {dataset.path}"
+        said = "the evaluation is of the training data, and says nothing about other pictures"
+        warnings.append(f"{which}: {said}; prepare_latents.py heldout=0.02 keeps 2% of the pictures for it")
     for key in ("orientation", "alpha") if run.heldout else ():
         here, there = getattr(run.data.latents, key), getattr(run.heldout.latents, key)
         if here != there:

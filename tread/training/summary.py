@@ -55,6 +55,10 @@ def describe(run: Run) -> str:
         every, size = cfg.ema.snapshot_every or cfg.every.save, 2 * len(cfg.ema.power) * parameters
         lines["disk"] += f"; {size_text(size)} of averages stored every {every:,} steps"
     warnings = [f"warning: {text}" for text in run.warnings]
+    if dense != routed and dense / routed < 1.15 and not train.ratio_schedule:
+        said = f"the routes save little: a training step takes {dense / routed:.3g} times fewer FLOPs than without"
+        advice = "more blocks in a route, a higher selection_ratio or a deeper network (12 blocks: 1.4) save more"
+        warnings.append(f"warning: {said}; {advice}")
     if run.heldout is None:
         warnings.append(
             f"warning: there is no held-out data (dataset.heldout), so no {METRICS[process_of(cfg).evaluation].title}, "
