@@ -148,7 +148,7 @@ def test_a_misspelt_override_names_the_nearest_key(override, nearest):
         ("train.batchsize", 3, "'train.batchsize'.*'train.batch_size'"),
         ("train.steps", "many", "train.steps is 'many', but must be int"),
         ("train.steps", True, "train.steps is True"),
-        ("train.steps", 0, "train.steps is 0, but must lie in 1 to 10^12"),
+        ("train.steps", 0, "train.steps is 0, but must lie in 1 to 10"),
         ("train.precision", "fp16", "train.precision is 'fp16'.*fp16 is refused: without loss scaling"),
         ("train.label_drop", 1.5, "1.5.*\\[0, 1\\]"),
         ("train", 3, "train is 3"),
