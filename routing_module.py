@@ -50,6 +50,8 @@ class Route:
     rejoin: int | str | None = None
 
     def __post_init__(self) -> None:
+        if not (hasattr(self.start, "__index__") and hasattr(self.end, "__index__")):
+            raise ValueError(f"start is {self.start!r} and end {self.end!r}, but both must be block numbers (int)")
         if not 0.0 <= self.selection_ratio < 1.0:
             raise ValueError(
                 f"selection_ratio is {self.selection_ratio}, but must lie in [0, 1): "
@@ -331,6 +333,8 @@ def run_blocks(
             raise ValueError(
                 f"what travels along has shape {tuple(tensor.shape)}, but tokens begin with {tuple(tokens.shape[:2])}"
             )
+    if routes and isinstance(routes[0], Route):
+        raise ValueError("routes is (route, ids), but must be a sequence of such pairs: routes=[(route, ids)]")
     resolved = check_routes([route for route, _ in routes], len(blocks))
     given = {route.resolve(len(blocks)).start: ids for route, ids in routes}
     starting, ending = {route.start: route for route in resolved}, {route.end: route for route in resolved}

@@ -55,7 +55,8 @@ def train(run: Run) -> bool:
     done = run.processes.from_main(lambda: periodic.done_before(run))
     on = periodic.evaluate_and_draw(run, done)  # what an interruption left undone
     clock, postponed = periodic.Clock(run), False
-    hidden, pace = not run.processes.main, 0.5 if sys.stderr.isatty() else 20  # seconds between updates of the bar
+    hidden = not run.processes.main or run.step >= cfg.train.steps
+    pace = 0.5 if sys.stderr.isatty() else 20  # seconds between updates of the bar
     with tqdm(total=cfg.train.steps, initial=run.step, disable=hidden, unit="step", mininterval=pace) as bar:
         while on and run.step < cfg.train.steps and not run.stop.poll():
             guarded_step(run)

@@ -24,6 +24,7 @@ from tread.data.writer import write_dataset
 from tread.runtime import schema
 from tread.runtime.cli import answer_help, explained
 from tread.runtime.device import device_name, wait_for
+from tread.runtime.files import check_file
 from tread.runtime.versions import git_revision
 from tread.training import settings
 
@@ -44,14 +45,15 @@ def options_of(kind: type, others: bool = True) -> tuple[Any, list[str]]:
     if unknown := [word for word in rest if "=" not in word and not word.startswith("~")]:
         raise ValueError(f"{unknown[0]!r} is no option; --help has them")
     schema.check_overrides(rest, [*names, *([*settings.known_keys(), "experiment"] if others else [])])
+    for word in [word for word in own if word.startswith(("out=", "figure="))]:
+        check_file(word.partition("=")[2])
     return schema.read(OmegaConf.to_container(OmegaConf.from_dotlist(own)), kind), rest
 
 
 def write(path: str | None, result: dict) -> None:
     """Write a result as JSON, if a path is given."""
     if path:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(result, indent=1) + "\n")
+        check_file(path).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def begin(main: Callable[[], None]) -> None:

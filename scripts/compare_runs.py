@@ -1,9 +1,9 @@
 """Runs side by side: python scripts/compare_runs.py results/a 'results/b-*' … [out=comparison]
 
 Prints a table, and how many steps and FLOPs each needs to come as far as the others; writes comparison.png, the
-curves against steps, FLOPs and time, and comparison.csv, their numbers (out= names them without the ending; files of
-that name are replaced). Runs that differ by their seed alone are put together: mean ± standard deviation over the
-seeds. Without seeds to average, differences of a few percent are chance.
+curves against steps, FLOPs and time, and comparison.csv, their numbers, beside the first run (out= names them without
+the ending; files of that name are replaced). Runs that differ by their seed alone are put together: mean ± standard
+deviation over the seeds. Without seeds to average, differences of a few percent are chance.
 
 The evaluation loss of edm and the velocity error of rf are different things, with a column and a curve each; so is an
 evaluation loss that older code wrote for rf. The training loss is left out on purpose: with routes it is not
@@ -11,6 +11,7 @@ comparable to one without. images/s is the median over the run; measure speed by
 alternates.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -22,22 +23,22 @@ from collections.abc import Sequence
 from tread.drawing.charts import save_panels
 from tread.reports import comparison
 from tread.runtime.cli import answer_help, explained
-from tread.runtime.files import check_place
+from tread.runtime.files import check_file
 
 
 def main() -> None:
     answer_help(__doc__)
     named = [word.removeprefix("out=") for word in sys.argv[1:] if word.startswith("out=")]
-    out = Path([*named, "comparison"][0])
     with explained("stopped"):
         groups = comparison.open_groups([word for word in sys.argv[1:] if not word.startswith("out=")])
-        check_place(out.parent, 0)
+        out = [*named, os.path.normpath(groups[0].runs[0].folder / "../comparison")][0]
+        check_file(out if out.endswith("/") else f"{out}.png")
         show(groups)
         if shown := comparison.curve_metrics(groups):
-            comparison.write_table(out.with_name(out.name + ".csv"), groups, shown)
+            comparison.write_table(Path(f"{out}.csv"), groups, shown)
             charts = comparison.charts(groups, shown)
             panels = [panel for chart in charts for panel in chart.values()]
-            save_panels(out.with_name(out.name + ".png"), panels, len(charts[0]))
+            save_panels(Path(f"{out}.png"), panels, len(charts[0]))
             print(f"written: {out}.png, {out}.csv")
 
 

@@ -22,7 +22,7 @@ from tread.runtime import foreign_names, schema
 
 SCRIPTS = sorted(
     str(path.relative_to(ROOT))
-    for folder in ("scripts", "benchmarks")
+    for folder in ("scripts", "benchmarks", "studies")
     for path in (ROOT / folder).glob("*.py")
     if '__name__ == "__main__"' in path.read_text()
 )
@@ -53,6 +53,7 @@ def test_help_says_what_a_script_does_with_its_keys_and_five_usual_overrides(ask
         text, code = ask(script, "some=thing", "-h")
         first = (ROOT / script).read_text().removeprefix('"""').partition("\n")[0]
         assert code == 0 and text.startswith(first) and len(first) > 20, script
+        assert text.count("\n") <= 65, script
         if script not in DOORS:
             continue
         config, known, _ = DOORS[script]
@@ -116,6 +117,9 @@ def test_help_of_shell_scripts_is_their_head(tmp_path, script):
         ("wandb=true", "wandb is True, but must be a section with keys: project"),
         ("model=tred", "Could not find 'model/tred'"),
         ("foo", "foo"),
+        ("train.steps=1.5", "train.steps is 1.5, but must be int"),
+        ("train.steps=1e21", "train.steps is 1000000000000000000000, but must lie in 1 to 10^12: more take decades"),
+        ("model.hidden_size=1e8", "make 4.8e+17 parameters or more, with gradients, optimizer and averages 9.6e+06 TB"),
         ("name=a=b=c", "name=a=b=c"),
         ("train.steps=1,2", "Ambiguous value for argument 'train.steps=1,2'"),
         ("model.routes.5.end=3", "model.routes.5.end=3"),

@@ -1,6 +1,7 @@
 """Curves and heat maps for people, as matplotlib holds them: which numbers stand at ticks and in cells, and what a
 single point looks like."""
 
+import logging
 from pathlib import Path
 
 import matplotlib.figure
@@ -80,3 +81,8 @@ def test_heat_maps_have_numbers_where_they_can_be_read_else_a_colour_bar(figures
         shown = [label.get_text() for label in axis.get_yticklabels()]
         assert shown[:2] == ["in", "0" if size == 3 else "1"] and len(shown) <= 16
     assert [path.name for path in Path().iterdir()] == ["map.png"]
+
+
+def test_matplotlibs_font_cache_does_not_speak_into_a_progress_bar(caplog):
+    logging.getLogger("matplotlib.font_manager").warning("Matplotlib is building the font cache")
+    assert not caplog.records

@@ -80,7 +80,7 @@ def test_it_is_compared_drawn_and_reported(added, tmp_path, capsys):
     score = {"gap": 2.5, "counts": {"gap": 30}, "count": 30, "time": "2026-01-02", "step": 200}
     (fast / "step_0000200" / "fid.json").write_text(json.dumps(score))
     groups = open_groups([str(fast), str(slow)])
-    assert "fast reaches the my taste 0.5 of slow by step 100 (of 200)" in reach(*groups, "taste")
+    assert "fast reaches the my taste 0.5 of slow by step 100, 0.50 times the other's 200" in reach(*groups, "taste")
     assert "slow does not reach the my taste 0.75 of fast: its best is 0.5" in reach(*groups[::-1], "taste")
     assert panel(groups, "taste", "step").y_label == "my taste"
     compare_runs.show(groups)

@@ -93,7 +93,7 @@ def test_when_one_run_is_as_far_as_another(tmp_path):
     assert (point.step, point.flops, point.seconds) == (200, 1000.0, 400.0) and reached(one, "eval_loss", 1.0) is None
     text = reach(one, other, "eval_loss")
     assert text == (
-        "tread reaches the evaluation loss 2 of dit by step 200 (of 300), with 1e+03 FLOPs, "
+        "tread reaches the evaluation loss 2 of dit by step 200, 0.67 times the other's 300, with 1e+03 FLOPs, "
         "0.33 times the other's 3e+03, in 6.67 minutes, 0.67 times the other's 10"
     )
     assert reach(other, one, "eval_loss") == ("dit does not reach the evaluation loss 1.8 of tread: its best is 2")
@@ -155,6 +155,29 @@ def test_a_fid_under_another_shift_means_something_else(tmp_path, shown):
     text = shown(f"{tmp_path}/1.0", f"{tmp_path}/0.3")
     assert "rf.shift differs: 1.0 (" in text and "the FID of runs that differ so does not mean the same" in text
     assert "reaches the velocity error" in text and "reaches the FID" not in text
+
+
+def test_two_of_three_runs_compare_and_a_shorter_goal_is_no_part_of_more_steps(tmp_path, shown):
+    short = write_run(tmp_path / "short", [1.0], model__name="dit")
+    plain, flow = (write_run(tmp_path / name, [3.0, 2.0, 0.9], objective=name) for name in ("edm", "rf"))
+    text = shown(short, plain, flow)
+    assert "reaches the evaluation loss 1 of dit by step 300, 3.00 times the other's 100" in text
+    assert "not mean the same: no two such runs are said to reach each other's" in text and "none of" not in text
+
+
+def test_files_lie_beside_the_first_run_and_not_where_the_command_was_given(tmp_path, monkeypatch):
+    run, here = write_run(tmp_path / "results" / "run", [2.0, 1.0]), tmp_path / "here"
+    here.mkdir()
+    for folder, words in ((here, (run,)), (tmp_path / "results" / "run", (".",))):
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr("sys.argv", ["compare_runs.py", *words])
+        compare_runs.main()
+        for ending in ("csv", "png"):
+            (tmp_path / "results" / f"comparison.{ending}").unlink()
+    monkeypatch.setattr("sys.argv", ["compare_runs.py", ".", "out=there/"])
+    with pytest.raises(SystemExit, match="there/ could not be written: it names a folder"):
+        compare_runs.main()
+    assert not list(here.iterdir()) and {path.name for path in here.parent.iterdir()} == {"results", "here"}
 
 
 def test_axes_have_units_that_leave_readable_numbers():

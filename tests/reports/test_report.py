@@ -99,10 +99,12 @@ def test_two_runs_and_what_tells_them_apart(tmp_path):
     versions = {"git": "0123456789abcdef0123456789abcdef01234567+changes", "torch": "2.9"}
     where = {"device": "cuda:0", "precision": "bf16", "processes": 8, "time": "2026-01-01T21:30:00+00:00"}
     write_start(routed, versions=versions, command=["train.py", "a b"], **where)
-    found = read(routed, dense)
-    assert (routed / "report.html").is_file() and not (dense / "report.html").exists()
+    write_report([routed])
+    own, found = (routed / "report.html").read_bytes(), read(routed, dense)
+    assert (routed / "comparison.html").is_file() and not list(dense.glob("*.html"))
+    assert (routed / "report.html").read_bytes() == own
     assert ["tread", "1", "300", "1.800", "52.00", "10.00", "1500"] in found.rows
-    assert found.says("tread reaches the evaluation loss 2 of dit by step 200 (of 300)")
+    assert found.says("tread reaches the evaluation loss 2 of dit by step 200, 0.67 times the other's 300")
     facts = {row[0]: row[1:] for row in found.rows if len(row) == 3}
     assert facts["commit"] == ["0123456789ab+changes", "–"] and facts["device"][0] == "8 processes on cuda:0, bf16"
     assert facts["command"][0] == "python train.py 'a b'" and facts["state"] == ["finished", "not known"]

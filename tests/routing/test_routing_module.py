@@ -91,6 +91,15 @@ def test_blocks_get_the_shape_of_the_kept_rows():
     assert torch.equal(run_blocks([lambda x, c: x], x, c, routes=routes[:0]), x)
 
 
+def test_a_pair_for_a_list_of_pairs_and_ends_that_are_no_numbers_are_explained():
+    ids = drawn(2, 16, 0.5)
+    with pytest.raises(ValueError, match=r"routes=\[\(route, ids\)\]"):
+        run_blocks([lambda x: x] * 12, torch.zeros(2, 16, 4), routes=(Route(2, 8), ids))
+    for start, end in (("2", 8), (2, "8"), (2.0, 8), (None, 8)):
+        with pytest.raises(ValueError, match=rf"start is {start!r} and end {end!r}, but both must be block numbers"):
+            Route(start, end)
+
+
 def test_ids_that_are_no_rows_of_the_grid_are_refused():
     route, rows = Route(0, 0, 0.5, select="row"), torch.tensor([[4, 5, 6, 7, 12, 13, 14, 15], [0, 1, 2, 3, 4, 5, 6, 7]])
     assert kept_grid(route, rows, (4, 4)) == (2, 4)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tread.runtime.files import plain_name, size_text
+from tread.runtime.files import check_file, plain_name, size_text
 
 UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
@@ -30,6 +30,15 @@ def test_no_size_reads_as_nothing():
     for power in range(49):
         number, unit = size_text(2**power).replace(",", "").split()
         assert math.isclose(float(number) * UNITS[unit], 2**power, rel_tol=0.005), power
+
+
+def test_where_no_file_can_be_is_said_in_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    assert check_file("new/folder/a.json") == Path("new/folder/a.json") and not list(Path("new/folder").iterdir())
+    for name, said in (("new", "names a folder"), ("x/", "names a folder"), ("file/x", "file is a file, but")):
+        with pytest.raises(OSError, match=f"^{name.replace('/x', '')} could not be written.*{said}"):
+            check_file(name)
 
 
 def test_a_name_that_leaves_the_folder_is_refused():

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 
 import pytest
 
-from tread.runtime.schema import Count, CountOrZero, Positive, Range, Share, TwoOrMore, fill, read
+from tread.runtime.schema import Count, CountOrZero, Positive, Range, Share, TwoOrMore, as_read, fill, read
 
 Kind = Annotated[Literal["a", "b", "c"], "d is elsewhere"]
 When = Literal["auto", True, False]
@@ -72,7 +72,7 @@ def test_ranges_are_those_of_arithmetic(key, kind, numbers, holds):
     [
         ("kind", "d", "part.kind is 'd', but must be a, b, c or null (d is elsewhere)"),
         ("when", 1, "part.when is 1, but must be auto, true or false"),
-        ("count", 1.0, "part.count is 1.0, but must be int or null"),
+        ("count", 1.5, "part.count is 1.5, but must be int or null"),
         ("count", True, "part.count is True, but must be int or null"),
         ("shift", 10**400, f"part.shift is {10**400}, but must be a finite number"),
         ("share", "half", "part.share is 'half', but must be float"),
@@ -82,6 +82,14 @@ def test_ranges_are_those_of_arithmetic(key, kind, numbers, holds):
 def test_errors_name_the_key_what_was_given_and_what_is_needed(key, value, shown):
     with pytest.raises(ValueError, match=f"^{re.escape(shown)}$"):
         of(key, value)
+
+
+def test_whole_floats_are_counts_in_the_settings_and_in_their_record():
+    """As Hydra reads train.steps=1e3; a float stays one."""
+    tree = {"count": 1e3, "share": 1.0, "shares": [1.0]}
+    part = read(tree, Part)
+    assert part.count == 1000 and type(part.count) is int
+    assert repr(as_read(tree, part)) == repr({**tree, "count": 1000})
 
 
 @dataclass(frozen=True)

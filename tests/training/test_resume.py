@@ -63,15 +63,17 @@ def test_a_folder_alone_goes_on_by_the_runs_own_settings(begun):
     """Then for longer; then moved, with no more of the old place than its name."""
     before = own(begun)
     text = resume(begun, f"run={RUN}/")
-    assert f"{RUN} goes on at step 3\n" in text and "is finished" in text and warnings(text) == []
+    assert text.startswith(f"{RUN} is finished: train.steps above 3") and warnings(text) == []
     assert own(begun) == before and {path.name for path in begun.iterdir()} == {"data", "results"}
+    text = resume(begun, f"run={RUN}", "train.steps=2")
+    assert text.count("steps") == 1 and "goes on" not in text and "step/s" not in text
     text = resume(begun, f"run={RUN}", "train.steps=4")
     assert warnings(text) == ["warning: train.steps was 3, is 4"]
     assert own(begun) == {**before, "train": {**before["train"], "steps": 4}}
     assert [record["step"] for record in records(begun / RUN) if "loss" in record] == [1, 2, 3, 4]
     (begun / RUN).rename(begun / "moved")
     text = resume(begun, "run=moved")
-    assert "moved goes on at step 4" in text and warnings(text) == []
+    assert "moved is finished: train.steps above 4" in text and warnings(text) == []
     again = RunLog(begun / "moved").starts()[-1]["config"]
     assert (again["name"], again["results"], again["train"]["steps"]) == ("moved", ".", 4)
 

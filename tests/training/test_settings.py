@@ -19,6 +19,7 @@ from tread.routing.ids import choose_ids
 from tread.runtime import schema
 from tread.training import settings
 from tread.training.optimizers import OPTIMIZERS
+from tread.training.start import check_memory
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
 DATASETS = sorted(path.stem for path in (ROOT / "configs" / "dataset").glob("*.yaml"))
@@ -147,7 +148,7 @@ def test_a_misspelt_override_names_the_nearest_key(override, nearest):
         ("train.batchsize", 3, "'train.batchsize'.*'train.batch_size'"),
         ("train.steps", "many", "train.steps is 'many', but must be int"),
         ("train.steps", True, "train.steps is True"),
-        ("train.steps", 0, "train.steps is 0, but must be positive"),
+        ("train.steps", 0, "train.steps is 0, but must lie in 1 to 10"),
         ("train.precision", "fp16", "train.precision is 'fp16'.*fp16 is refused: without loss scaling"),
         ("train.label_drop", 1.5, "1.5.*\\[0, 1\\]"),
         ("train", 3, "train is 3"),
@@ -204,6 +205,20 @@ def commented_keys() -> dict[str, str]:
         elif match := re.match(r"#( {1,3})(\w+): (\S+)", line):
             actual[(section if len(match[1]) == 3 else "") + match[2]] = match[3]
     return actual
+
+
+def test_memory_is_asked_for_before_a_network_is_built_and_never_too_much(composed, monkeypatch):
+    """What the check counts is less than torch counts in the built network, of each architecture."""
+    for architecture in ("dit", "lightning", "rwkv", "mamba", "maskdit", "sprint"):
+        cfg, _ = settings.complete(composed(f"model={architecture}", "optim.name=sgd"))
+        network = build_network(cfg)
+        exact = 4 * (3 + cfg.optim.copies) * sum(parameter.numel() for parameter in network.parameters())
+        monkeypatch.setattr("os.sysconf", lambda name, exact=exact: {"SC_PHYS_PAGES": exact, "SC_PAGE_SIZE": 1}[name])
+        check_memory(cfg, torch.device("cpu"))
+        monkeypatch.setattr("os.sysconf", lambda name, exact=exact: exact // 10 if name == "SC_PHYS_PAGES" else 1)
+        if architecture != "maskdit":  # whose decoder is most of it
+            with pytest.raises(ValueError, match="parameters or more"):
+                check_memory(cfg, torch.device("cpu"))
 
 
 def test_what_groups_set_stands_commented_out_in_config_yaml_with_its_default(composed):

@@ -1,5 +1,6 @@
 """Curves and heat maps for people to compare: panels side by side, one colour a name, ticks that can be read."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 
 from tread.runtime.files import explain_failure, whole_file
 
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # its first use is no news in a progress bar
 NUMBERED = 14  # rows or columns: in a heat map of more, the numbers could not be read
 
 

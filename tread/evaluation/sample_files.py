@@ -40,7 +40,8 @@ def check_name(out: str | None, latents: bool) -> None:
     suffix = ".safetensors" if out is None and latents else Path(out or "").suffix.lower()
     if latents != (suffix == ".safetensors"):
         raise ValueError(f"out is {out!r}, but save_latents=true writes a .safetensors file, and nothing else does")
-    if out == "" or suffix in (".jpg", ".jpeg", ".webp", ".gif", ".npy"):
+    file_in_folder = str(out).endswith("/") and suffix in (".png", ".npz", ".safetensors")
+    if out == "" or file_in_folder or suffix in (".jpg", ".jpeg", ".webp", ".gif", ".npy"):
         raise ValueError(f"out is {out!r}, but must be a grid's name in .png, a batch's in .npz, or a folder")
 
 

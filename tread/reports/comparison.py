@@ -168,7 +168,7 @@ def cautions(groups: Sequence[SeedGroup]) -> list[str]:
             each = [f"{written(value)} ({group.name})" for value, group in zip(values, groups)]
             warnings.append(f"{key} differs: {', '.join(each)}")
         if apart and follows:
-            warnings.append(f"{follows} not mean the same: none of them is said to reach another")
+            warnings.append(f"{follows} not mean the same: no two such runs are said to reach each other's")
 
     tell(groups, COMPARABLE, "numbers of runs that differ so do")
     for metric in curve_metrics(groups):
@@ -203,7 +203,8 @@ def reach(run: SeedGroup, other: SeedGroup, metric: str) -> str:
         return f"{run.name} is level with {other.name} in {called}: {both}, within their spread"
     if point is None:
         return f"{run.name} does not reach the {called} {goal.value:.4g} of {other.name}: its best is {best:.4g}"
-    text = f"{run.name} reaches the {called} {goal.value:.4g} of {other.name} by step {point.step:,} (of {goal.step:,})"
+    text = f"{run.name} reaches the {called} {goal.value:.4g} of {other.name} by step {point.step:,}"
+    text += f", {point.step / goal.step:.2f} times the other's {goal.step:,}"
     if point.flops and goal.flops:
         text += f", with {point.flops:.3g} FLOPs, {point.flops / goal.flops:.2f} times the other's {goal.flops:.3g}"
     if point.seconds and goal.seconds:

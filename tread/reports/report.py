@@ -18,7 +18,6 @@ from tread.runtime.files import check_place
 from tread.runtime.schema import written
 from tread.training.run_folder import LAUNCH, differences, value_at
 
-NAME = "report.html"
 ABSENT = "–"
 SPENT = {  # keys of metrics.jsonl → what took those seconds, beside the training steps
     "eval_seconds": "evaluation loss",
@@ -64,7 +63,7 @@ class Subject:
 
 
 def write_report(folders: Sequence[Path | str]) -> Path:
-    """Write report.html into the first folder, on the runs in all of them; returns its path.
+    """Write report.html, of several runs comparison.html, into the first folder, on the runs in all; returns its path.
 
     folders  of runs; behind the first, those of guidance sweeps may stand too.
 
@@ -81,8 +80,9 @@ def write_report(folders: Sequence[Path | str]) -> Path:
     subject = subject_of(runs, sweeps)
     for section in (add_results, add_troubles, add_samples, add_curves, add_scores, add_sweeps, add_time, add_settings):
         section(page, subject)
-    page.write(first / NAME)
-    return first / NAME
+    path = first / ("comparison.html" if len(runs) > 1 else "report.html")
+    page.write(path)
+    return path
 
 
 def subject_of(runs: Sequence[Found], sweeps: Sequence[Path]) -> Subject:

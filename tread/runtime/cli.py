@@ -138,8 +138,10 @@ def answer_help(doc: str, config: Path | None = None) -> None:
         if "all" in sys.argv:
             names = re.findall(r"^  - (\w+) *(?:#.*)?$", parts[-1], re.M)
             files += [path.with_name(f"{name}.yaml") for name in names if name != "_self_"]
+        else:
+            parts[-1] = parts[-1].partition("\n\n# Below are ")[0]  # the keys that people may set there
     if config:
-        parts.append(f"Every key has its comment in {config.parent}; --cfg job prints a command's values.")
+        parts.append(f"--help all prints all keys; they are in {config.parent}. --cfg job prints a command's values.")
     text = "\n\n".join(parts) + "\n"
     if config and config.parent.parent.name == "doors":  # a wheel's, whose scripts are commands
         text = re.sub(r"(accelerate launch|python) (train|sample|fid)\.py", r"tread-\2", text)

@@ -110,6 +110,8 @@ def point_to(link: Path, target: str) -> None:
 
 def check_place(folder: Path, needed: int) -> None:
     """Raise OSError unless a folder, which is made if need be, can take files of so many bytes."""
+    if files := [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]:
+        raise Unwritable(f"{folder} could not be written ({files[0]} is a file, but must be a folder)")
     with explain_failure(folder):
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"
@@ -117,6 +119,14 @@ def check_place(folder: Path, needed: int) -> None:
         probe.unlink()
     if needed > free_bytes(folder):
         raise OSError(f"{folder} has {size_text(free_bytes(folder))} free, but {size_text(needed)} are needed")
+
+
+def check_file(name: str) -> Path:
+    """The path of a file to be written. Raises OSError unless its folder, which is made if need be, can take it."""
+    if name.endswith("/") or Path(name).is_dir():
+        raise Unwritable(f"{name} could not be written: it names a folder, but must name a file")
+    check_place(Path(name).parent, 0)
+    return Path(name)
 
 
 def size_text(count: float) -> str:

@@ -161,6 +161,15 @@ def read(tree: dict, kind: type, prefix: str = "") -> Any:
     return _build(kind, tree, prefix, known_keys(kind, prefix))
 
 
+def as_read(tree: Any, built: Any) -> Any:
+    """A tree with the whole floats that stand for counts, such as 1e3, as ints, as in the dataclass built of it."""
+    if isinstance(tree, dict):
+        return {key: as_read(value, getattr(built, key, value)) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)) and isinstance(built, (list, tuple)):
+        return [as_read(*pair) for pair in zip(tree, built)]
+    return built if type(tree) is float and type(built) is int else tree
+
+
 def check(name: str, value: Any, kind: Any) -> None:
     """Raise ValueError unless a value is of an annotated type; for functions that settings and people call."""
     _convert(kind, value, name, [])
@@ -186,7 +195,7 @@ def _build(kind: type, tree: Any, prefix: str, known: list[str]) -> Any:
 
 
 def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
-    """Check a value against a type annotation; whole numbers pass as floats."""
+    """Check a value against a type annotation; whole numbers pass as floats, and whole floats as counts."""
     for choice in _choices(hint):
         hint, value = choice.settle(value, key)
     if is_dataclass(hint):
@@ -206,6 +215,8 @@ def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
             return float(value) if kind is float else value
         expected += _names(kind)
         notes += [f" ({note})" for note in said if isinstance(note, str)]
+    if "int" in expected and type(value) is float and value.is_integer():
+        return _convert(hint, int(value), key, known)
     *first, last = expected
     listed = f"{', '.join(first)} or {last}" if first else last
     raise ValueError(f"{key} is {value!r}, but must be {listed}{''.join(notes)}")

@@ -27,7 +27,7 @@ from tread.training.optimizers import Optim
 
 @dataclass(frozen=True)
 class Train:
-    steps: Count
+    steps: Annotated[int, Range("lie in 1 to 10^12: more take decades", lambda number: 0 < number <= 10**12)]
     batch_size: Count
     micro_batch_size: Count | None
     precision: Precision
@@ -202,6 +202,7 @@ def complete(config: dict) -> tuple[Settings, dict]:
     Raises ValueError or FileNotFoundError.
     """
     cfg = read(config)
+    config = schema.as_read(config, cfg)
     dataset, text = cfg.dataset, cfg.text
     if dataset.heldout == "auto":
         prepared = prepared_heldout(dataset.path)

@@ -2,6 +2,7 @@
 
 import datetime
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from tread.models.backbone import Backbone
 from tread.models.conditions import Text
 from tread.runtime.compiling import compile_blocks, settle_compile
 from tread.runtime.distributed import Processes, open_training, split_batch
-from tread.runtime.files import check_place, explain_failure, point_to, write_whole
+from tread.runtime.files import check_place, explain_failure, point_to, size_text, write_whole
 from tread.runtime.randomness import generator
 from tread.runtime.schema import written
 from tread.runtime.signals import Stop
@@ -49,6 +50,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     processes, precision = open_training(cfg.train.precision, cfg.train.cpu_threads, cfg.train.processes)
     stop.connect(processes.count)
     micro_batches = split_batch(cfg.train.batch_size, processes.count, processes.rank, cfg.train.micro_batch_size)
+    check_memory(cfg, processes.device)
     claimed = processes.from_main(lambda: claim(Path(cfg.results) / cfg.name, cfg.resume, config))
     earlier = claimed.checkpoint
     if earlier and not (earlier.folder / "info.json").is_file():
@@ -94,6 +96,20 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     return run
 
 
+def check_memory(cfg: Settings, device: torch.device) -> None:
+    """Raise ValueError, before it is built, for a network that the device's memory can't hold by its blocks alone."""
+    model, copies = cfg.model, 3 + cfg.optim.copies + len(cfg.ema.power)
+    least = int(model.depth * model.hidden_size**2 * (2 + model.mlp_ratio))  # of any architecture; most have more
+    needed = int(4 * copies * least)
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+    if needed > room:
+        asked = f"model.hidden_size={model.hidden_size}, depth={model.depth} and mlp_ratio={model.mlp_ratio:g}"
+        takes = f"with gradients, optimizer and averages {size_text(needed)}"
+        raise ValueError(f"{asked} make {least:.1e} parameters or more, {takes}; {device} has {size_text(room)}")
+
+
 def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tuple[Decoder, OnlineFID | None]:
     """The decoder that makes the grids' pictures, and the scoring while training, if any."""
     pictures, online_fid = None, None
@@ -129,14 +145,16 @@ def take_folder(run: Run, claimed: Claim) -> None:
         )
         for problem in claimed.damaged:
             say(f"warning: {problem}")
-        if claimed.checkpoint:
+        finished = run.step >= run.cfg.train.steps
+        if claimed.checkpoint and not finished:
             before = ", from the checkpoint before" if claimed.damaged else ""
             say(f"{run.folder} goes on at step {run.step}{before}")
         for key, (before, now) in claimed.changed.items():
-            say(f"warning: {key} was {written(before)}, is {written(now)}")
+            if not (finished and key == "train.steps"):  # train.py says that it is finished
+                say(f"warning: {key} was {written(before)}, is {written(now)}")
         if claimed.checkpoint and not optim.keeps_state(claimed.changed):
             say("warning: the optimizer is another one: its state begins anew, weights and averages go on")
-        if optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
+        if not finished and optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
             rate = learning_rate(run.cfg, run.step)
             say(f"warning: the learning rate falls until train.steps, so it now goes on at {rate:.3g}")
         run.tracker = open_tracker(run.cfg, run.config, run.folder, run.step)
