@@ -1,12 +1,14 @@
-"""The text that a run prints before its first step and after its last."""
+"""The text that a run prints before and behind its first steps and after its last."""
 
 from routing_module import RULES, check_routes
 from tread.checkpoints.network import process_of
+from tread.diffusion.sampling import Sampler
 from tread.evaluation.metric_table import METRICS, with_real
 from tread.routing.ids import describe_route
 from tread.runtime.files import size_text
 from tread.runtime.schema import written
 from tread.training.alignment import tokens_at
+from tread.training.flops import sample_flops
 from tread.training.run import Run
 from tread.training.step import active_routes
 
@@ -76,13 +78,41 @@ def describe_alignment(run: Run) -> str:
     return f"{aligned}; the projector has {parameters:,} parameters"
 
 
+def forecast(run: Run, seconds: float) -> str:
+    """An estimate of the time that is left, by the seconds of a training step and the FLOPs of what comes besides."""
+    cfg, model, every, sampling = run.cfg, run.model, run.cfg.every, run.cfg.sampling
+    each = Sampler.of(model.process, sampling.steps, sampling.solver, 1, run.precision).flops(model)
+    flops = sample_flops(run.network, active_routes(cfg, run.step - 1), run.aligner) * cfg.train.batch_size
+    speed = flops / run.processes.count / seconds  # of a process
+
+    def times(interval: int | None) -> int:
+        return 0 if interval is None else -(-cfg.train.steps // interval) - (run.step - 1) // interval
+
+    def drawn(samples: int) -> float:
+        batch = min(64, max(1, samples))  # the last batch is padded
+        return -(-samples // batch) * batch * each / speed
+
+    points = cfg.eval.points * run.network.forward_flops() / run.processes.count
+    parts = {
+        "training": (cfg.train.steps - run.step) * seconds,
+        "evaluation": times(every.evaluate) * points / speed if run.heldout else 0.0,
+        "FID": times(cfg.eval.fid_every) * drawn(cfg.eval.fid_samples // run.processes.count),
+        "grids": times(every.sample) * drawn(min(sampling.classes, run.model.num_labels) * sampling.per_class),
+        "judging": drawn(run.demo_samples),
+    }
+    total = sum(parts.values())
+    unit, size = next((unit for unit in (("s", 1), ("min", 60)) if total < 120 * unit[1]), ("h", 3600))
+    listed = ", ".join(f"{name} {part / size:,.1f}" for name, part in parts.items() if part)
+    return f"  time      about {total / size:,.1f} {unit} more, estimated by the first steps: {listed}"
+
+
 def describe_outcome(run: Run) -> str:
     """The last evaluation and demo metrics, and where everything is: one line each."""
     lines, records = [], run.log.records() if run.processes.main else []
     for name in with_real(name for name, metric in METRICS.items() if metric.of != "training"):
         last, metric = next((record for record in reversed(records) if name in record), None), METRICS.get(name)
         if last:
-            count = f" of {last[metric.count]:,} samples" if metric and metric.curve and metric.count else ""
+            count = f" of {last[metric.count]:,} samples" if metric and metric.count else ""
             earlier = "" if last["step"] == run.step else f", at step {last['step']:,}"
             lines.append(f"  {name:<21} {last[name]:.4f}{count}{earlier}")
         elif name == run.model.process.evaluation and run.heldout is None:
