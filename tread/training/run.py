@@ -133,8 +133,8 @@ class Run:
     @property
     def demo_samples(self) -> int:
         """How many are judged at the end: eval.demo_samples, but of a run below so many steps one a step, or 40."""
-        data, cfg = self.cfg.dataset.embedded, self.cfg
-        judged = data == "digits" or (data == "emoji" and cfg.model.takes_text)
+        cfg = self.cfg
+        judged = cfg.dataset.embedded == "digits" or (cfg.dataset.embedded == "emoji" and cfg.model.takes_text)
         return min(cfg.eval.demo_samples, max(40, cfg.train.steps)) if judged else 0
 
     def checkpoint_bytes(self) -> int:

@@ -80,10 +80,10 @@ def describe_alignment(run: Run) -> str:
 
 def forecast(run: Run, seconds: float) -> str:
     """An estimate of the time that is left, by the seconds of a training step and the FLOPs of what comes besides."""
-    cfg, model, every, sampling = run.cfg, run.model, run.cfg.every, run.cfg.sampling
+    cfg, model, sampling, count = run.cfg, run.model, run.cfg.sampling, run.processes.count
     each = Sampler.of(model.process, sampling.steps, sampling.solver, 1, run.precision).flops(model)
     flops = sample_flops(run.network, active_routes(cfg, run.step - 1), run.aligner) * cfg.train.batch_size
-    speed = flops / run.processes.count / seconds  # of a process
+    speed = flops / count / seconds  # of a process
 
     def times(interval: int | None) -> int:
         return 0 if interval is None else -(-cfg.train.steps // interval) - (run.step - 1) // interval
@@ -92,18 +92,18 @@ def forecast(run: Run, seconds: float) -> str:
         batch = min(64, max(1, samples))  # the last batch is padded
         return -(-samples // batch) * batch * each / speed
 
-    points = cfg.eval.points * run.network.forward_flops() / run.processes.count
+    evaluation = cfg.eval.points * run.network.forward_flops() / count / speed if run.heldout else 0.0
     parts = {
         "training": (cfg.train.steps - run.step) * seconds,
-        "evaluation": times(every.evaluate) * points / speed if run.heldout else 0.0,
-        "FID": times(cfg.eval.fid_every) * drawn(cfg.eval.fid_samples // run.processes.count),
-        "grids": times(every.sample) * drawn(min(sampling.classes, run.model.num_labels) * sampling.per_class),
+        "evaluation": times(cfg.every.evaluate) * evaluation,
+        "FID": times(cfg.eval.fid_every) * drawn(cfg.eval.fid_samples // count),
+        "grids": times(cfg.every.sample) * drawn(min(sampling.classes, model.num_labels) * sampling.per_class),
         "judging": drawn(run.demo_samples),
     }
-    total = sum(parts.values())
-    unit, size = next((unit for unit in (("s", 1), ("min", 60)) if total < 120 * unit[1]), ("h", 3600))
+    unit, size = ("s", 1) if sum(parts.values()) < 120 else ("min", 60)
     listed = ", ".join(f"{name} {part / size:,.1f}" for name, part in parts.items() if part)
-    return f"  time      about {total / size:,.1f} {unit} more, estimated by the first steps: {listed}"
+    total = sum(parts.values()) / size
+    return f"  time      about {total:,.1f} {unit} more, estimated by the first steps: {listed}"
 
 
 def describe_outcome(run: Run) -> str:
