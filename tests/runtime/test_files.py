@@ -1,10 +1,15 @@
-"""Sizes for people, and names of files. The references are division by powers of 1,000, and pathlib's own joining."""
+"""Sizes for people, and names and modes of files. The references are division by powers of 1,000, pathlib's own
+joining, and the mode of a file that is opened plainly."""
 
 import math
+import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from tread.runtime import tensor_files
 from tread.runtime.files import check_file, plain_name, size_text
 
 UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
@@ -50,3 +55,23 @@ def test_a_name_that_leaves_the_folder_is_refused():
 def test_a_plain_name_is_a_file_of_the_folder():
     for name in ("a", "shard-00000.npy", "..a", "a..b", ".hidden", "a b", "ä"):
         assert (Path("here") / plain_name(name, "x")).parent == Path("here")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_tensors_are_readable_as_the_umask_says(tmp_path, monkeypatch, umask):
+    """Also where the writer leaves a new file of mode 0600, as safetensors 0.8 does."""
+
+    def private(tensors, path, metadata):
+        save_file(tensors, tmp_path / "new", metadata)
+        (tmp_path / "new").chmod(0o600)
+        os.replace(tmp_path / "new", path)
+
+    monkeypatch.setattr(tensor_files, "save_file", private)
+    before = os.umask(umask)
+    try:
+        (tmp_path / "plain").write_text("")
+        tensor_files.save_tensors(tmp_path / "weights.safetensors", {"a": torch.zeros(1)})
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir()}
+    assert modes["weights.safetensors"] == modes["plain"]

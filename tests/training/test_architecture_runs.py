@@ -23,9 +23,11 @@ from tread.checkpoints.exporting import public_names
 from tread.checkpoints.for_sampling import open_network
 from tread.checkpoints.network import build_network, read_network
 from tread.checkpoints.weights import describe, fit, load_weights, sizes
+from tread.models.architectures import MaskDiTOptions
 from tread.models.mamba import Mamba
 from tread.preparing import digits
 from tread.runtime.tensor_files import LABELS
+from tread.training.settings import complete
 from tread.training.step import active_routes
 
 SMALL = ["model.head_dim=8", "model.state=4"]
@@ -229,6 +231,28 @@ def test_a_run_trains_resumes_is_sampled_exported_in_their_names_and_imported_ag
     ):
         with pytest.raises(SystemExit, match=shown):
             launch(tmp_path, "model=maskdit", *MASKED, *overrides, "name=other")
+
+
+def test_a_decoder_left_to_the_encoder_is_the_published_one_or_a_small_one(tmp_path, composed):
+    """Below hidden_size 384 half the width, two blocks and the encoder's heads; a run records and keeps the numbers."""
+    names = ("decoder_hidden_size", "decoder_depth", "decoder_heads")
+
+    def decoder(*overrides):
+        cfg, config = complete(composed("model=maskdit", *overrides))
+        sizes = tuple(getattr(cfg.model, name) for name in names)
+        assert sizes == tuple(config["model"][name] for name in names)
+        return sizes
+
+    assert decoder("model.hidden_size=384", "model.num_heads=6") == (512, 8, 16)
+    assert decoder() == (48, 2, 4) and decoder("model.decoder_depth=3") == (48, 3, 4)
+    small = build_network(complete(composed("model=maskdit"))[0])  # on the quickstart's digits
+    assert sum(parameter.numel() for parameter in small.parameters()) < 2e6
+    assert MaskDiTOptions.decoder_hidden_size == 512  # what a record without it means
+    few = [*MASKED[:3], "model=maskdit", "name=run"]
+    launch(tmp_path, *few, "train.steps=1")
+    assert state(tmp_path / "results/run")["model/decoder_blocks.1.mlp.fc1.weight"].shape == (32, 8)
+    again = launch(tmp_path, *few, "train.steps=2")
+    assert "goes on at step 1" in again and "stay" not in again
 
 
 def test_the_unmasking_stage_is_the_papers(read_config):

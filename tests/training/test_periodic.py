@@ -15,6 +15,7 @@ from test_survival import RUN, spoil, status
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from dit import DiT
 from routing_module import Route, draw_ids
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, read_network
@@ -210,6 +211,28 @@ def test_seconds_count_training_alone_and_all_launches(tmp_path, monkeypatch):
     assert [beside(record) for record in log.records()] == [{}, evaluated, drawn, evaluated] * 2
     assert log.read_status()["spent"] == drawn
     assert [r["first_step_seconds"] for r in log.records() if "first_step_seconds" in r] == [10.0, 1.0]
+
+
+def test_the_time_foretold_counts_evaluation_grids_and_judging(tmp_path, monkeypatch):
+    """By a clock that each step of 8 images puts 2.4 s on, thus 0.1 s a pass; reference: the passes that follow."""
+    now, passes, forward, training_step = [0.0], [], DiT.forward, failures.training_step
+    monkeypatch.setattr(periodic.time, "perf_counter", lambda: now[0])
+
+    def counted(self, x, *arguments, **more):
+        passes.extend([] if torch.is_grad_enabled() else x)
+        return forward(self, x, *arguments, **more)
+
+    def slow(run):
+        now[0] += 2.4
+        return training_step(run)
+
+    monkeypatch.setattr(DiT, "forward", counted)
+    monkeypatch.setattr(failures, "training_step", slow)
+    every = ("every.evaluate=3", "every.sample=8", "every.save=8")
+    text = launch(tmp_path, "model=dit", "train.steps=8", *every, "eval.demo_samples=20")
+    assert len(passes) == 192 + 30 + 60
+    listed = "training 12.0, evaluation 19.2, grids 3.0, judging 6.0"
+    assert f"  time      about 40.2 s more, estimated by the first steps: {listed}\n" in text
 
 
 def test_a_run_without_held_out_data_or_routes_says_so(tmp_path):

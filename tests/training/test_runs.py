@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import diffusers
 import numpy as np
@@ -27,6 +28,7 @@ from tread.reports.report import troubles_of
 from tread.reports.runs import find_run
 from tread.runtime.signals import Stop
 from tread.training import failures
+from tread.training.run import Run
 from tread.training.run_folder import Claim, RunLog, claim, differences
 from tread.training.start import start
 
@@ -192,6 +194,16 @@ def test_the_demo_is_judged_once(tmp_path):
     judged = [r for r in RunLog(tmp_path / "results" / "digits-tread").records() if "label_agreement" in r]
     assert len(judged) == 1 and judged[0]["demo_samples"] == 20 and judged[0]["step"] == 1
     assert f"label_agreement       {judged[0]['label_agreement']:.4f}" in text and "frechet_pixels_real" in text
+
+
+def test_a_short_run_judges_few_samples_and_says_how_many(tmp_path, read_config):
+    """20 steps judged 1,000, minutes by Mamba; the quickstart's 2,500 still do, and other data none."""
+    text = launch(tmp_path, "train.steps=1", "eval.demo_samples=1000")
+    judged = RunLog(tmp_path / "results/digits-tread").records()[-1]
+    assert judged["demo_samples"] == 40
+    assert f"label_agreement       {judged['label_agreement']:.4f} of 40 samples\n" in text
+    for overrides, count in (((), 1000), (("train.steps=500",), 500), (("dataset.embedded=null",), 0)):
+        assert Run.demo_samples.fget(SimpleNamespace(cfg=read_config(*overrides))) == count
 
 
 def test_moments_with_flipped_views_and_an_autoencoder(tmp_path):

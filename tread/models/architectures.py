@@ -285,11 +285,20 @@ class MambaOptions(NetworkOptions):
 
 @dataclass(frozen=True)
 class MaskDiTOptions(DiTOptions):
-    decoder_hidden_size: Count = 512
-    decoder_depth: Count = 8
-    decoder_heads: Count = 16
+    """decoder_…  None becomes the published size, or behind an encoder below the published widths a small one."""
+
+    decoder_hidden_size: Count | None = 512
+    decoder_depth: Count | None = 8
+    decoder_heads: Count | None = 16
 
     network, masks, marks = MaskDiT, True, (MASKDIT,)
+
+    def __post_init__(self) -> None:
+        sizes = (512, 8, 16) if self.hidden_size >= 384 else (self.hidden_size // 2, 2, self.num_heads)
+        for name, size in zip(("decoder_hidden_size", "decoder_depth", "decoder_heads"), sizes):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, size)
+        super().__post_init__()
 
     def check_routes(self) -> None:
         check_spans(self.routes, self.depth)

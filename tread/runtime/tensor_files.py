@@ -8,6 +8,7 @@ Prefixes that wrappers put before the names are taken off: "module." (DDP), "mod
 
 import argparse
 import re
+import stat
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -167,8 +168,12 @@ def listed(names: Iterable[str], most: int = 4) -> str:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a .safetensors file. Raises OSError where safetensors wraps the operating system's error."""
+    """Write a .safetensors file, readable as the umask says. Raises OSError, where safetensors wraps one too."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
     try:
         save_file(dict(tensors), path, metadata and dict(metadata))
     except SafetensorError as error:
         raise OSError(str(error)) from error
+    if stat.S_IMODE(path.stat().st_mode) != mode:  # safetensors 0.8 leaves 0600
+        path.chmod(mode)

@@ -33,6 +33,7 @@ from tread.training.flops import sample_flops, training_flops
 from tread.training.optimizer import learning_rate
 from tread.training.run import Failure, Run, StepStatistics
 from tread.training.step import active_routes, step_draws
+from tread.training.summary import forecast
 
 
 class Clock:
@@ -52,7 +53,7 @@ class Clock:
         self.first = self.run.step
 
     def tick(self, due: bool) -> None:
-        """After each step, before a log that is due: say how long the start and its first step took."""
+        """After each step, before a log that is due: say how long the start took, and what the next steps foretell."""
         if self.run.step - self.start_step == 1:
             wait_for(self.run.processes.device)
             self.advance()
@@ -61,6 +62,10 @@ class Clock:
             self.run.processes.say(f"  start     {start:.1f} s, of which the first step took {first:.1f} s")
             if not due:
                 self.restart()
+        elif self.run.step - self.start_step == 3 and self.run.step < self.run.cfg.train.steps:
+            wait_for(self.run.processes.device)
+            seconds = (time.perf_counter() - self.counted[1]) / (self.run.step - self.counted[0])
+            self.run.processes.say(forecast(self.run, seconds))
 
     def advance(self) -> None:
         """Count the training up to here. The device must have done what it was given."""
@@ -364,27 +369,24 @@ def save(run: Run) -> bool:
 
 
 def judge_demo(run: Run) -> None:
-    """Record an embedded dataset's judgement of eval.demo_samples EMA samples, unless that is done.
+    """Record an embedded dataset's judgement of run.demo_samples EMA samples, unless that is done.
 
     Raises ValueError or OSError for weights of Inception that are named and can't be read.
     """
-    count = run.cfg.eval.demo_samples
+    count = run.demo_samples
     judged = any(record["step"] == run.step and "demo_samples" in record for record in run.log.records())
     if run.processes.main and count and not judged:
         with run.timed("judge"):
-            values = judged_samples(run)
-        if values:
-            run.record(**values, demo_samples=count)
+            values = judged_samples(run, count)
+        run.record(**values, demo_samples=count)
 
 
-def judged_samples(run: Run) -> dict[str, float]:
-    """The judge's values for eval.demo_samples EMA samples, by name; none for other data, or emoji by class."""
-    count, cfg = run.cfg.eval.demo_samples, run.cfg
+def judged_samples(run: Run, count: int) -> dict[str, float]:
+    """The judge's values for so many EMA samples of digits, or of emoji by captions, by name."""
+    cfg = run.cfg
     if cfg.dataset.embedded == "digits":
         labels = torch.arange(count) % cfg.dataset.num_classes
         return judge_digits(draw_samples(run, labels).numpy(), labels.numpy())
-    if cfg.dataset.embedded != "emoji" or not cfg.model.takes_text:
-        return {}
     asked = ask(run.data, run.heldout, count)
     pictures = draw_samples(run, torch.arange(count), asked.texts)
     weights = find_weights(cfg.eval.inception) if at_hand(cfg.eval.inception) else None

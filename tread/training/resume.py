@@ -123,5 +123,5 @@ def take_typed(recorded: object, composed: object, typed: Collection[str], key: 
 
 
 def _left_open(key: str, value: object) -> bool:
-    """Whether a key of section dataset is left to the dataset's folder, or must be typed."""
-    return key.startswith("dataset.") and value in (None, "auto")
+    """Whether a key is left to the dataset's folder or, of MaskDiT's decoder, to the encoder; or must be typed."""
+    return key.startswith(("dataset.", "model.decoder_")) and value in (None, "auto")

@@ -130,6 +130,13 @@ class Run:
         last = self.step == self.cfg.train.steps
         return interval is not None and self.step > 0 and (last or self.step % interval == 0)
 
+    @property
+    def demo_samples(self) -> int:
+        """How many are judged at the end: eval.demo_samples, but of a run below so many steps one a step, or 40."""
+        cfg = self.cfg
+        judged = cfg.dataset.embedded == "digits" or (cfg.dataset.embedded == "emoji" and cfg.model.takes_text)
+        return min(cfg.eval.demo_samples, max(40, cfg.train.steps)) if judged else 0
+
     def checkpoint_bytes(self) -> int:
         """The size of a checkpoint: weights and the optimizer's state, and the averages of the network."""
         copies = 1 + self.cfg.optim.copies

@@ -197,7 +197,7 @@ def complete(config: dict) -> tuple[Settings, dict]:
 
     The dataset fills in dataset.channels, size and num_classes where these are null, a text network's encoder, and
     dataset.heldout=auto: the held-out data that was prepared with it, or null. The config has all keys of its
-    architecture, and none of others.
+    architecture, none of others, and numbers for sizes that were left to it.
 
     Raises ValueError or FileNotFoundError.
     """
@@ -218,6 +218,7 @@ def complete(config: dict) -> tuple[Settings, dict]:
     plugins = tuple(absolute(name) for name in cfg.plugins)
     stated = {**config["dataset"], **{key: getattr(dataset, key) for key in (*MEASURES, "heldout")}}
     model = CHOSEN.settle(config["model"], "model")[1]
+    model = {key: getattr(cfg.model, key) if value is None else value for key, value in model.items()}
     config = {**config, "plugins": list(plugins), "model": model, "dataset": stated}
     return replace(cfg, dataset=dataset, text=text, plugins=plugins), config
 

@@ -1,12 +1,14 @@
-"""The text that a run prints before its first step and after its last."""
+"""The text that a run prints before and behind its first steps and after its last."""
 
 from routing_module import RULES, check_routes
 from tread.checkpoints.network import process_of
+from tread.diffusion.sampling import Sampler
 from tread.evaluation.metric_table import METRICS, with_real
 from tread.routing.ids import describe_route
 from tread.runtime.files import size_text
 from tread.runtime.schema import written
 from tread.training.alignment import tokens_at
+from tread.training.flops import sample_flops
 from tread.training.run import Run
 from tread.training.step import active_routes
 
@@ -80,13 +82,41 @@ def describe_alignment(run: Run) -> str:
     return f"{aligned}; the projector has {parameters:,} parameters"
 
 
+def forecast(run: Run, seconds: float) -> str:
+    """An estimate of the time that is left, by the seconds of a training step and the FLOPs of what comes besides."""
+    cfg, model, sampling, count = run.cfg, run.model, run.cfg.sampling, run.processes.count
+    each = Sampler.of(model.process, sampling.steps, sampling.solver, 1, run.precision).flops(model)
+    flops = sample_flops(run.network, active_routes(cfg, run.step - 1), run.aligner) * cfg.train.batch_size
+    speed = flops / count / seconds  # of a process
+
+    def times(interval: int | None) -> int:
+        return 0 if interval is None else -(-cfg.train.steps // interval) - (run.step - 1) // interval
+
+    def drawn(samples: int) -> float:
+        batch = min(64, max(1, samples))  # the last batch is padded
+        return -(-samples // batch) * batch * each / speed
+
+    evaluation = cfg.eval.points * run.network.forward_flops() / count / speed if run.heldout else 0.0
+    parts = {
+        "training": (cfg.train.steps - run.step) * seconds,
+        "evaluation": times(cfg.every.evaluate) * evaluation,
+        "FID": times(cfg.eval.fid_every) * drawn(cfg.eval.fid_samples // count),
+        "grids": times(cfg.every.sample) * drawn(min(sampling.classes, model.num_labels) * sampling.per_class),
+        "judging": drawn(run.demo_samples),
+    }
+    unit, size = ("s", 1) if sum(parts.values()) < 120 else ("min", 60)
+    listed = ", ".join(f"{name} {part / size:,.1f}" for name, part in parts.items() if part)
+    total = sum(parts.values()) / size
+    return f"  time      about {total:,.1f} {unit} more, estimated by the first steps: {listed}"
+
+
 def describe_outcome(run: Run) -> str:
     """The last evaluation and demo metrics, and where everything is: one line each."""
     lines, records = [], run.log.records() if run.processes.main else []
     for name in with_real(name for name, metric in METRICS.items() if metric.of != "training"):
         last, metric = next((record for record in reversed(records) if name in record), None), METRICS.get(name)
         if last:
-            count = f" of {last[metric.count]:,} samples" if metric and metric.curve and metric.count else ""
+            count = f" of {last[metric.count]:,} samples" if metric and metric.count else ""
             earlier = "" if last["step"] == run.step else f", at step {last['step']:,}"
             lines.append(f"  {name:<21} {last[name]:.4f}{count}{earlier}")
         elif name == run.model.process.evaluation and run.heldout is None:
