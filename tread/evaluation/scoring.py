@@ -492,10 +492,7 @@ class CheckpointScoring:
 def common_record(
     scorer: Scorer, samples: ShardStore, count: int, processes: Processes, pictures: Pictures | None = None
 ) -> dict:
-    """The part that every fid.json has: each value with its count, and how it was made.
-
-    pictures  the samples, where they were made elsewhere.
-    """
+    """The part that every fid.json has: each value with its count, and how it was made; pictures: samples as files."""
     (values, unavailable, counts), reference = scorer.score(samples), scorer.reference
     sets = {"skipped": pictures, "reference_skipped": reference and reference.pictures}
     return {
