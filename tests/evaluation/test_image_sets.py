@@ -1,6 +1,7 @@
 """Reading sets of pictures and references; the reference is NumPy's and Pillow's own reading of the same files."""
 
 import hashlib
+import os
 import tarfile
 import zipfile
 
@@ -66,7 +67,7 @@ def test_photos_of_any_size_are_cropped_as_adm_does(tmp_path, pictures_of):
     photos = [pictures_of(1, size, size)[0] for size in (40, 64, 100)]
     folder = write_folder(tmp_path / "photos", photos)
     Image.fromarray(photos[0][..., 0]).save(folder / "class0" / "grey.png")
-    with pytest.raises(ValueError, match=r"grey\.png is of mode L.*crop=256"):
+    with pytest.raises(ValueError, match=r"(?s)not RGB, 1 in all.*grey\.png is of mode L.*crop=256"):
         open_pictures(folder)
     found = open_pictures(folder, crop=32)
     expected = [centre_crop(Image.fromarray(photo), 32) for photo in (photos[0], photos[2])]
@@ -136,8 +137,27 @@ def test_damaged_files_are_named(tmp_path, pictures_of):
     with pytest.raises(ValueError, match="002.png can't be read"):
         open_pictures(folder).read(0, 4)
     (folder / "class0" / "002.png").write_text("no picture")
-    with pytest.raises(ValueError, match="002.png is no JPEG"):
+    with pytest.raises(ValueError, match=r"002.png .*\(it is no JPEG"):
         open_pictures(folder)
+
+
+def test_all_damaged_files_are_named_at_once_whatever_bytes_their_names_have(tmp_path, pictures_of):
+    """In a folder and a tar: empty, cut short, nowhere, and a name of latin-1 bytes, that came as a codec's error."""
+    folder = write_folder(tmp_path / "photos", pictures_of(6, 16, 0))
+    names = [folder / "class0" / os.fsdecode(b"\xe9.png"), folder / "class0" / "004.png", folder / "class1" / "001.png"]
+    (folder / "class0" / "000.png").rename(names[0])
+    assert open_pictures(folder).count == 6
+    names[0].write_bytes(b"")
+    names[1].write_bytes(names[1].read_bytes()[:-200])  # its head is whole
+    with tarfile.open(tmp_path / "photos.tar", "w") as tar:
+        tar.add(folder, arcname=".")
+    names[2].unlink()
+    names[2].symlink_to("nowhere")
+    for path, count in ((folder, 3), (tmp_path / "photos.tar", 2)):
+        with pytest.raises(ValueError, match=f"damaged pictures, {count} in all") as refused:
+            open_pictures(path)
+        for name, why in list(zip((r"class0/\udce9.png", "004.png", "001.png"), ("it is empty", "", "")))[:count]:
+            assert f"{name} can't be read as a picture ({why}" in str(refused.value)
 
 
 # ------------------------------------------------------------------------------------- references

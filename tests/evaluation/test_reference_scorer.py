@@ -121,9 +121,9 @@ def test_extraction_in_parts_is_extraction_at_once(tmp_path, pictures_of, incept
     extracted = []
     monkeypatch.setattr(image_sets, "part_size", lambda count, batch_size: 4)
     monkeypatch.setattr(image_sets, "extract", lambda *given: extracted.append(len(given[1])) or extract(*given))
-    parts = image_sets.extract_all(opened, tmp_path / "cache", network, share_work(None))
+    _, parts = image_sets.extract_all(opened, tmp_path / "cache", network, share_work(None))
     (parts.data / "pool-00001.npy").unlink()
-    parts = image_sets.extract_all(opened, tmp_path / "cache", network, share_work(None))
+    _, parts = image_sets.extract_all(opened, tmp_path / "cache", network, share_work(None))
     assert extracted == [4, 4, 1, 4] and parts.missing() == []
     whole = extract(network, torch.from_numpy(pictures.transpose(0, 3, 1, 2)))
     for name in ("pool", "spatial", "probabilities"):

@@ -170,6 +170,35 @@ def test_pictures_made_elsewhere_and_statistics(tmp_path, pictures_of):
     assert {"precision", "recall", "kid"} <= set(statistics["unavailable"])
 
 
+def test_damaged_pictures_stop_a_score_or_are_left_out_and_counted(tmp_path, pictures_of, monkeypatch):
+    """Those whose heads are whole are found beside the work, a whole part of them too: the score is as without them."""
+    monkeypatch.setattr(image_sets, "part_size", lambda count, batch_size: 2)
+    for name, seed in (("ours", 1), ("theirs", 0), ("whole", 0)):
+        (tmp_path / name).mkdir()
+        for i, picture in enumerate(pictures_of(9, 16, seed)):
+            if name != "whole" or i not in (2, 3, 6):
+                Image.fromarray(picture).save(tmp_path / name / f"{i}.png")
+    for i in (2, 3, 6):
+        path = tmp_path / "theirs" / f"{i}.png"
+        path.write_bytes(path.read_bytes()[:-200])
+    given = ["samples=ours", "reference=theirs"]
+    stopped = refusal(tmp_path, *given)
+    assert "theirs: damaged pictures, 3 in all" in stopped and all(
+        f"{i}.png can't be read" in stopped for i in (2, 3, 6)
+    )
+    (tmp_path / "ours" / "7.png").write_bytes(b"")
+    text = launch(tmp_path, *given, "on_error=skip", "out=skipped")
+    assert "theirs: damaged pictures that are left out, 3 in all" in text and "7.png: it is empty" in text
+    assert "note: 1 damaged pictures of samples were left out" in text and "3 damaged pictures of the ref" in text
+    (tmp_path / "ours" / "7.png").unlink()
+    launch(tmp_path, "samples=ours", "reference=whole", "out=whole_score")
+    skipped, whole = (record(tmp_path / name / "fid.json") for name in ("skipped", "whole_score"))
+    assert (skipped["skipped"], skipped["reference_skipped"]) == (1, 3) and "skipped" not in whole
+    assert skipped["reference_count"] == whole["reference_count"] == 6 and skipped["counts"] == whole["counts"]
+    assert skipped["settings"]["samples"] == whole["settings"]["samples"]
+    assert all(skipped[metric] == pytest.approx(whole[metric], rel=1e-4, abs=1e-6) for metric in whole["counts"])
+
+
 def test_features_are_kept_under_the_hash_of_their_pictures(tmp_path, inception_file, pictures_of):
     for name, seed in (("a", 0), ("b", 1)):
         np.savez(tmp_path / f"{name}.npz", pictures_of(3, 16, seed))
@@ -177,7 +206,7 @@ def test_features_are_kept_under_the_hash_of_their_pictures(tmp_path, inception_
     network, processes, folders = load_inception(inception_file), share_work(None), []
     for name, network.sha256 in (("a", "one"), ("copy", "one"), ("b", "one"), ("a", "two")):
         pictures = open_pictures(tmp_path / f"{name}.npz")
-        folders.append(image_sets.extract_all(pictures, tmp_path / "cache", network, processes).work)
+        folders.append(image_sets.extract_all(pictures, tmp_path / "cache", network, processes)[1].work)
     assert folders[0] == folders[1] and len(set(folders)) == 3
 
 

@@ -198,7 +198,7 @@ def test_what_does_not_go_together_is_named_or_left_out(coco, prepare, tmp_path)
 
 def test_a_damaged_picture_takes_its_captions_with_it(coco, prepare, tmp_path):
     """Also where it stops the work: what is done stays, and without the picture the work goes on."""
-    (coco / "train2014" / coco_name("train2014", 9)).write_text("words")
+    (coco / "train2014" / coco_name("train2014", 9)).write_bytes(picture(9)[:50])
     with pytest.raises(ValueError, match="(?s)damaged pictures, 1 in all.*000000000009.jpg"):
         prepare(coco)
     done = times(tmp_path.glob(".data*/done/*"))

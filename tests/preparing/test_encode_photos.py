@@ -399,9 +399,15 @@ DAMAGE = {
 def test_damaged_pictures_stop_or_are_left_out(photos, prepare, tmp_path):
     for name, (act, _) in DAMAGE.items():
         act(photos / name)
-    shown = ".*".join(rf"{name} can't be read as a picture \(({why})" for name, (_, why) in DAMAGE.items())
-    with pytest.raises(ValueError, match=rf"(?s){shown}.*on_error=skip"):
+    shown = [rf"{name} can't be read as a picture \(({why})" for name, (_, why) in DAMAGE.items()]
+    with pytest.raises(
+        ValueError, match=rf"(?s)by their first bytes, 2 in all\s+{shown[0]}.*{shown[2]}.*on_error=skip"
+    ):
         prepare(f"source={photos}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tread.preparing.photos.LOOKED", 20)  # so that all are found by the work
+        with pytest.raises(ValueError, match=rf"(?s)damaged pictures, 3 in all.*{'.*'.join(shown)}.*on_error=skip"):
+            prepare(f"source={photos}")
     assert not (tmp_path / "data").exists()
     text = prepare(f"source={photos}", "on_error=skip", "decode=21")
     data = LatentDataset(tmp_path / "data")
@@ -416,12 +422,38 @@ def test_damaged_pictures_stop_or_are_left_out(photos, prepare, tmp_path):
     assert np.allclose(made["psnr"], made_by(tmp_path / "without")["psnr"], rtol=1e-2)
 
 
+def test_all_that_can_be_seen_of_a_source_is_refused_at_once(photos, prepare, tmp_path):
+    """Strays, formats that are not read, empty files, an empty class; what only decoding shows comes at the end."""
+    (photos / "ant/notes.txt").write_text("words")
+    Image.new("RGB", (40, 40)).save(photos / "ant/a.gif")
+    shutil.copy(photos / "ant/a.gif", photos / "bee/2.png")
+    (photos / "cow/8.png").write_bytes(b"")
+    (photos / "cow/3.png").write_bytes((photos / "cow/3.png").read_bytes()[:100])
+    (photos / "dog").mkdir()
+    with pytest.raises(ValueError, match="^(?s:(?!.*cow/3).*classes without a picture: dog)") as refused:
+        prepare(f"source={photos}")
+    for shown in (
+        "files that can't be used, 2 in all",
+        "ant/a.gif: it must be converted",
+        "ant/notes.txt: its name is not a picture's",
+        "damaged pictures by their first bytes, 2 in all",
+        "bee/2.png can't be read as a picture (it is a GIF",
+        "cow/8.png can't be read as a picture (it is empty)",
+    ):
+        assert shown in str(refused.value)
+    assert not list(tmp_path.glob(".data*"))
+    prepare(f"source={photos}", "on_error=skip", "allow_empty=true", *PIXELS)
+    assert [name for name, _ in made_by(tmp_path / "data")["left_out"]] == [
+        *("ant/a.gif", "ant/notes.txt", "bee/2.png", "cow/3.png", "cow/8.png")
+    ]
+
+
 def test_all_damaged_pictures_are_named_and_without_them_the_work_goes_on(photos, prepare, tmp_path):
     """In one go, whole shards staying; it ends with what on_error=skip would have made."""
     given = [f"source={photos}", *PIXELS, "shard_size=3", "heldout=6"]
     damaged = ["ant/0.png", "bee/2.png", "cow/7.png", "cow/8.png"]
     for name in damaged:
-        (photos / name).write_text("words")
+        (photos / name).write_bytes((photos / name).read_bytes()[:100])
     prepare(*given, "on_error=skip", f"out={tmp_path / 'expected'}")
     with pytest.raises(ValueError, match="(?s)damaged pictures, 4 in all.*" + ".*".join(damaged)):
         prepare(*given)
@@ -429,7 +461,7 @@ def test_all_damaged_pictures_are_named_and_without_them_the_work_goes_on(photos
     assert len(done) >= 3
     for name in damaged[:2]:
         (photos / name).unlink()
-    (photos / damaged[2]).write_bytes((photos / "ant/1.png").read_bytes()[:100])  # damaged in another way
+    (photos / damaged[2]).write_bytes((photos / "ant/1.png").read_bytes()[:99])  # damaged in another way
     with pytest.raises(ValueError, match="(?s)^(?!.*ant/0).*pictures, 2 in all.*cow/7.png.*cow/8.png"):
         prepare(*given)
     for name in damaged[2:]:
@@ -443,14 +475,14 @@ def test_all_damaged_pictures_are_named_and_without_them_the_work_goes_on(photos
 
 def test_a_replaced_picture_is_taken_and_where_nothing_is_whole_the_work_begins_anew(photos, prepare, tmp_path):
     given = [f"source={photos}", *PIXELS]
-    (photos / "bee/2.png").write_text("words")
+    (photos / "bee/2.png").write_bytes((photos / "bee/2.png").read_bytes()[:100])
     with pytest.raises(ValueError, match="(?s)1 in all.*bee/2.png"):
         prepare(*given, "shard_size=100")
     (photos / "bee/2.png").unlink()
     (photos / "bee/3.png").unlink()  # which was none of the damaged
     assert "19 in 3 classes" in prepare(*given, "shard_size=50")
     shutil.rmtree(tmp_path / "data")
-    (photos / "bee/1.png").write_text("words")
+    (photos / "bee/1.png").write_bytes((photos / "bee/1.png").read_bytes()[:100])
     with pytest.raises(ValueError, match="(?s)1 in all.*bee/1.png"):
         prepare(*given)
     shutil.copy(photos / "ant/1.png", photos / "bee/1.png")
@@ -471,7 +503,9 @@ def test_many_damaged_files_are_counted(photos, prepare, tmp_path):
     prepare(f"source={photos}", "on_error=skip", *PIXELS)
     assert made_by(tmp_path / "data")["left_out"][0][0].startswith("ant/y")
     next((photos / "ant").glob("*.txt")).unlink()
-    with pytest.raises(ValueError, match="(?s)damaged pictures, 30 in all.*ant/x0.png.*and 10 more"):
+    with pytest.raises(
+        ValueError, match="(?s)damaged pictures by their first bytes, 30 in all.*ant/x0.png.*and 10 more"
+    ):
         prepare(f"source={photos}", *PIXELS, f"out={tmp_path / 'other'}")
 
 

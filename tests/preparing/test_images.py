@@ -196,8 +196,8 @@ def test_what_is_no_picture_of_8_or_16_bits_is_refused():
     deep = [Image.fromarray(NOISE[..., 0].astype(dtype) * 65536) for dtype in (np.int32, np.float32)]
     for content, shown in (
         (b"these are words", "no JPEG, PNG or WebP"),
-        (b"", "no JPEG, PNG or WebP"),
-        (saved(Image.fromarray(RGB), "GIF"), "no JPEG, PNG or WebP"),
+        (b"", "it is empty"),
+        (saved(Image.fromarray(RGB), "GIF"), "it is a GIF, .*convert"),
         (saved(deep[0], "TIFF"), "8 or 16 bits"),
         (saved(deep[1], "TIFF"), "mode F.*8 bits"),
     ):
@@ -216,10 +216,10 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path):
         read_rgb(huge())
     for name in ("a.jpg", "b.jpg"):
         (tmp_path / name).write_bytes(huge())
-    with pytest.raises(ValueError, match=r"a\.jpg is no .* that can be read: .*900000000 pixels"):
+    with pytest.raises(ValueError, match=r"2 in all\s+a\.jpg can't be read .*too many pixels.*900000000 pixels"):
         open_pictures(tmp_path)
-    with pytest.raises(ValueError, match=r"a\.jpg can't be read: it has too many pixels"):
-        open_pictures(tmp_path, crop=16).read(0, 1)
+    with pytest.raises(ValueError, match=r"a\.jpg can't be read .*it has too many pixels"):
+        open_pictures(tmp_path, crop=16)
 
 
 def test_names_say_nothing_and_may_be_of_any_script(tmp_path):

@@ -175,8 +175,9 @@ class ShardStore:
 
     def arrays(self, kind: str) -> Iterator[np.ndarray]:
         """The arrays of one kind, shard by shard, by memory map."""
-        for number in range(len(self.ranges)):
-            yield np.load(self.data / self.note(number)["entry"][kind], mmap_mode="r", allow_pickle=False)
+        for entry in (self.note(number)["entry"] for number in range(len(self.ranges))):
+            if entry["count"]:
+                yield np.load(self.data / entry[kind], mmap_mode="r", allow_pickle=False)
 
     def first(self, kind: str, count: int) -> np.ndarray:
         """The first rows of one kind, at most `count`, over as many shards as they take."""

@@ -8,7 +8,6 @@ dataset's folder the pictures that were kept with its latents, or the latents wh
 
 import contextlib
 import hashlib
-import io
 import itertools
 import json
 import math
@@ -16,12 +15,11 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
@@ -29,8 +27,8 @@ from tread.data.shards import write_array
 from tread.data.store import ShardStore, pieces_of
 from tread.encoders.inception import Inception, extract
 from tread.preparing.archives import Folder, Tar
-from tread.preparing.images import FORMATS, Crop, centre_crop, read_rgb
-from tread.preparing.photos import is_picture
+from tread.preparing.images import Crop, centre_crop, opened, read_rgb
+from tread.preparing.photos import Faults, is_picture, told
 from tread.runtime.distributed import Processes
 from tread.runtime.files import sha256, size_text, whole_file
 
@@ -48,21 +46,27 @@ class Pictures:
     where       their file or folder, for messages.
     resolution  (H, W)
     sha256      of the file, or of a folder's names and contents.
-    read        (start, stop) → (n, 3, H, W) uint8; fastest going forward. Raises ValueError.
+    read        (start, stop) → (n, 3, H, W) uint8; fastest going forward. Raises ValueError; given a list too, it adds
+                damaged files to it instead, and leaves them out.
+    skip        whether damaged files are left out, instead of refused.
+    damaged     files that are left out, with the reasons.
     """
 
     where: str
     count: int
     resolution: tuple[int, int]
     sha256: str
-    read: Callable[[int, int], np.ndarray]
+    read: Callable[..., np.ndarray]
+    skip: bool = False
+    damaged: Faults = ()
 
 
-def open_pictures(path: Path, crop: Crop | None, processes: Processes) -> Pictures:
+def open_pictures(path: Path, crop: Crop | None, processes: Processes, skip: bool = False) -> Pictures:
     """Open a set of pictures and check all that can be checked without decoding it; all processes do so together.
 
     crop  prepare photos of a folder or tar as those of training: converted to RGB, and ADM's centre crop.
           None: they must be RGB of 8 bits and of one size, and are taken as they are stored.
+    skip  leave damaged files of a folder or tar out, instead of naming all of them in an error.
 
     Raises FileNotFoundError, or ValueError that names what is wrong.
     """
@@ -79,7 +83,7 @@ def open_pictures(path: Path, crop: Crop | None, processes: Processes) -> Pictur
     elif path.suffix.lower() == ".npz":
         pictures = _open_npz(path, processes)
     else:
-        pictures = _open_files(path, inside, crop, processes)
+        pictures = _open_files(path, inside, crop, processes, skip)
     if pictures.count < 2:
         raise ValueError(f"{path} holds {pictures.count} pictures, but at least 2 are needed")
     return pictures
@@ -90,7 +94,7 @@ def _open_dataset(path: Path, crop: Crop | None) -> Pictures:
         raise ValueError(f"{path} is a dataset, whose pictures are cropped already: leave out crop={crop.size}")
     data = LatentDataset(path, pictures=True)
 
-    def read(start: int, stop: int) -> np.ndarray:
+    def read(start: int, stop: int, damaged: Faults | None = None) -> np.ndarray:
         return data.read(np.arange(start, stop)).pictures.numpy()
 
     shards = [[shard.get("pictures_sha256"), shard["file_sha256"]] for shard in read_index(path)["shards"]]
@@ -148,7 +152,7 @@ def _open_npz(path: Path, processes: Processes) -> Pictures:
     if len(shape) != 4 or shape[-1] != 3 or 0 in shape[1:] or dtype != np.uint8:
         raise ValueError(f"{path}: arr_0 is {shape} of {dtype}, but must be uint8 RGB pictures (n, H, W, 3)")
 
-    def read(start: int, stop: int) -> np.ndarray:
+    def read(start: int, stop: int, damaged: Faults | None = None) -> np.ndarray:
         return np.ascontiguousarray(rows(start, stop).transpose(0, 3, 1, 2))
 
     return Pictures(str(path), shape[0], shape[1:3], hash_of(path, processes), read)
@@ -161,7 +165,7 @@ def hash_of(path: Path, processes: Processes) -> str:
     return processes.from_main(lambda: sha256(path))
 
 
-def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes) -> Pictures:
+def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes, skip: bool) -> Pictures:
     store = Folder(path) if path.is_dir() else Tar(path)
     shown = [name for name in store.names if "/." not in f"/{name}"]  # not hidden
     names = [name for name in shown if is_picture(name) and name.startswith(inside)]
@@ -172,50 +176,68 @@ def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes
     if crop and crop != Crop(crop.size):  # features that were kept before there was a choice are still right
         prepared += f", orientation {crop.orientation}, alpha {crop.alpha}"
 
-    def read_all() -> tuple[str, tuple[int, int]]:
-        digest, sizes = hashlib.sha256(prepared.encode()), {}
+    def decode(name: str) -> np.ndarray | str:
+        """The picture, or why it can't be read."""
+        try:
+            image = read_rgb(store.read(name), *how)
+        except (ValueError, OSError) as error:
+            return str(error)
+        return centre_crop(image, crop.size) if crop else np.asarray(image)
+
+    def read_all() -> tuple[str, tuple[int, int], Faults]:
+        digest, sizes, damaged, modes = hashlib.sha256(prepared.encode()), {}, [], []
         with processes.bar(f"reading {path}", len(names)) as progress:
             for name in names:
-                content = store.read(name)
-                digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
-                size = (crop.size, crop.size) if crop else _plain_size(content, f"{path}: {name}")
-                sizes.setdefault(size, name)
                 progress.update()
+                try:
+                    content = store.read(name)
+                    with opened(content, decode=False) as image:
+                        size, mode = (image.height, image.width), image.mode
+                except (ValueError, OSError) as error:
+                    damaged.append((name, str(error)))
+                    continue
+                digest.update(f"\0{name}\0{len(content)}\0".encode(errors="surrogateescape") + content)
+                sizes.setdefault((crop.size, crop.size) if crop else size, name)
+                if mode != "RGB" and not crop:
+                    modes.append((name, mode))
+        if (damaged or modes) and not skip:  # it ends here: name those too that are found by decoding alone
+            processes.say(f"looking for all damaged pictures in {path}")
+            damaged = [(name, why) for name in names if isinstance(why := decode(name), str)]
+        check_damage(path, [] if skip else damaged, modes)
         if len(sizes) > 1:
             (here, first), (there, second), *_ = sizes.items()
             raise ValueError(
                 f"{path}: pictures differ in size, {first} is {here[1]}×{here[0]}, {second} is {there[1]}×{there[0]}; "
                 "crop=256 takes ADM's centre crop of each"
             )
-        return digest.hexdigest(), next(iter(sizes))
+        return digest.hexdigest(), next(iter(sizes), (0, 0)), damaged
 
-    def decode(name: str) -> np.ndarray:
-        try:
-            image = read_rgb(store.read(name), *how)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{path}: {name} can't be read: {error}") from error
-        return centre_crop(image, crop.size) if crop else np.asarray(image)
-
-    def read(start: int, stop: int) -> np.ndarray:
+    def read(start: int, stop: int, damaged: Faults | None = None) -> np.ndarray:
         with ThreadPoolExecutor(THREADS) as pool:
-            return np.ascontiguousarray(np.stack(list(pool.map(decode, names[start:stop]))).transpose(0, 3, 1, 2))
+            found = dict(zip(names[start:stop], pool.map(decode, names[start:stop])))
+        faults = [(name, why) for name, why in found.items() if isinstance(why, str)]
+        if damaged is None:
+            check_damage(path, faults)
+        else:
+            damaged += faults
+        arrays = [array for array in found.values() if not isinstance(array, str)]
+        stacked = np.stack(arrays) if arrays else np.zeros((0, *size, 3), np.uint8)
+        return np.ascontiguousarray(stacked.transpose(0, 3, 1, 2))
 
-    digest, size = processes.from_main(read_all)
-    return Pictures(str(path / inside), len(names), size, digest, read)
+    digest, size, damaged = processes.from_main(read_all)
+    left_out = {name for name, _ in damaged}
+    names = [name for name in names if name not in left_out]
+    return Pictures(str(path / inside), len(names), size, digest, read, skip, damaged)
 
 
-def _plain_size(content: bytes, where: str) -> tuple[int, int]:
-    """(H, W) of an RGB picture file, from its head. Raises ValueError for other pictures."""
-    try:
-        image = Image.open(io.BytesIO(content), formats=FORMATS)
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{where} is no JPEG, PNG or WebP, nor a TIFF, that can be read: {error}") from error
-    if image.mode != "RGB":
-        raise ValueError(
-            f"{where} is of mode {image.mode}, but RGB is scored: convert it, or set crop=256 for photos that are to "
-            "be prepared as ADM does"
-        )
-    return image.height, image.width
+def check_damage(where: object, damaged: Faults, modes: Faults = ()) -> None:
+    """Raise ValueError that names all damaged files, with the reasons, and all pictures whose mode is not RGB."""
+    texts = told("damaged pictures", damaged, " can't be read as a picture ({})")
+    texts += ["Replace or remove them, or leave them out with on_error=skip"] if damaged else []
+    texts += told("pictures that are not RGB", modes, " is of mode {}")
+    texts += ["Convert them, or set crop=256 for photos that are to be prepared as ADM does"] if modes else []
+    if texts:
+        raise ValueError(f"{where}: " + "\n".join(texts))
 
 
 def part_size(count: int, batch_size: int) -> int:
@@ -223,24 +245,40 @@ def part_size(count: int, batch_size: int) -> int:
     return batch_size * max(1, min(-(-PART // batch_size), count // (batch_size * PARTS)))
 
 
-def extract_all(pictures: Pictures, folder: Path, network: Inception, processes: Processes) -> ShardStore:
+def extract_all(
+    pictures: Pictures, folder: Path, network: Inception, processes: Processes
+) -> tuple[Pictures, ShardStore]:
     """Features of a set of pictures, kept below a folder by the hashes of the pictures and of the network's weights;
-    each process extracts its share of what is missing."""
+    each process extracts its share of what is missing.
+
+    The pictures come back without those that were found damaged, which have no features. Raises ValueError that names
+    all of these, unless the set skips them.
+    """
     plan = {"pictures": pictures.sha256, "inception": network.sha256}
     pieces = pieces_of(range(pictures.count), part_size(pictures.count, batch_size=32))
     parts = ShardStore(folder / f"{pictures.sha256[:16]}-{network.sha256[:16]}", plan, pieces)
 
     def work(numbers: list[int], done: Callable[[int], object]) -> None:
         for number in numbers:
-            rows = parts.ranges[number]
-            parts.keep(number, extract(network, torch.from_numpy(pictures.read(rows.start, rows.stop))))
+            rows, damaged = parts.ranges[number], []
+            pixels = torch.from_numpy(pictures.read(rows.start, rows.stop, damaged))
+            features = extract(network, pixels) if len(pixels) else {"pool": pixels.numpy()}
+            parts.keep(number, features, damaged=damaged)
             done(len(rows))
 
     with processes.lock(parts.work.with_suffix(".lock")):
         processes.from_main(lambda: parts.begin(again=True))
         parts.share(processes, f"features of {Path(pictures.where).name}", work, verify=True)
         processes.from_main(lambda: parts.check_complete(processes))
-    return parts
+    found = [(name, why) for note in parts.notes() for name, why in note.get("damaged", ())]
+    damaged = sorted([*pictures.damaged, *found])
+    if not pictures.skip:
+        check_damage(pictures.where, damaged)
+    for text in told(f"{pictures.where}: damaged pictures that are left out", damaged):
+        processes.say(text)
+    if len(found) > pictures.count - 2:
+        raise ValueError(f"{pictures.where} holds fewer than 2 pictures that can be read")
+    return replace(pictures, count=pictures.count - len(found), damaged=damaged), parts
 
 
 def save_npz(path: Path, pictures: Iterable[np.ndarray], labels: np.ndarray) -> None:

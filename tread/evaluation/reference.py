@@ -57,7 +57,9 @@ class Reference:
         return "file" if "pool" in self.stated else "pictures"
 
 
-def open_reference(path: Path, crop: Crop | None, processes: Processes, sizes: Mapping[str, int]) -> Reference:
+def open_reference(
+    path: Path, crop: Crop | None, processes: Processes, sizes: Mapping[str, int], skip: bool = False
+) -> Reference:
     """Open a reference without reading its pictures. Other arguments are those of open_pictures.
 
     sizes  of the features that statistics in a file must be of, by kind.
@@ -70,7 +72,7 @@ def open_reference(path: Path, crop: Crop | None, processes: Processes, sizes: M
     there = [kind for kind, keys in KEYS.items() if npz and {*keys} <= {*npz.names}]
     stated = {kind: _statistics(npz, *KEYS[kind], sizes[kind]) for kind in there}
     if npz is None or "arr_0" in npz.names:
-        pictures = open_pictures(path, crop, processes)
+        pictures = open_pictures(path, crop, processes, skip)
         return Reference(str(path), pictures.sha256, stated, pictures, pictures.resolution, pictures.count)
     if "pool" not in stated:
         raise ValueError(f"{path} holds {', '.join(npz.names) or 'nothing'}: a reference has mu, sigma or arr_0")

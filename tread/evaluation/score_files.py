@@ -78,6 +78,8 @@ def table(record: dict) -> str:
         for name, count in record["counts"].items()
     ]
     lines += [f"  {known(name).display:<21}unavailable: {why}" for name, why in record["unavailable"].items()]
+    for key, what in (("skipped", "samples"), ("reference_skipped", "the reference")):
+        lines += [f"  note: {record[key]:,} damaged pictures of {what} were left out"] if key in record else []
     return "\n".join(lines + [f"  note: {text}" for text in record["warnings"]])
 
 

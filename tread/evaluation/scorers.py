@@ -5,7 +5,7 @@ Pictures are scored by their Inception features against a reference; the demo's 
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -97,7 +97,8 @@ class ReferenceScorer:
         """Extract the features of the reference's pictures, where it has any; all processes do so together."""
         if self.reference.pictures is not None:
             began = time.perf_counter()
-            self.features = extract_all(self.reference.pictures, cache, self.network, self.processes)
+            pictures, self.features = extract_all(self.reference.pictures, cache, self.network, self.processes)
+            self.reference = replace(self.reference, pictures=pictures, count=pictures.count)
             self.seconds = time.perf_counter() - began
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
@@ -134,12 +135,14 @@ class ReferenceScorer:
         return texts + [fewer] * (narrow > 1)
 
 
-def open_scorer(reference: Path, inception: str | None, crop: Crop | None, processes: Processes) -> ReferenceScorer:
+def open_scorer(
+    reference: Path, inception: str | None, crop: Crop | None, processes: Processes, skip: bool = False
+) -> ReferenceScorer:
     """A reference, see `open_reference`, and the Inception, see `find_weights`, before any features are extracted."""
     with processes.main_first():  # one process fetches the weights
         weights = find_weights(inception)
     network = load_inception(weights, processes.device)
-    return ReferenceScorer(open_reference(reference, crop, processes, network.sizes), network, processes)
+    return ReferenceScorer(open_reference(reference, crop, processes, network.sizes, skip), network, processes)
 
 
 def judge_digits(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -81,6 +82,7 @@ class ScoringOptions:
     crop: Count | None
     orientation: Orientation | None
     alpha: Alpha | None
+    on_error: Literal["stop", "skip"]
     cache: str
     save_samples: bool
     out: str | None
@@ -125,8 +127,9 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     if crop:
         processes.say(f"crop={crop.size} reads photos with orientation={crop.orientation} alpha={crop.alpha}")
     # everything that is scored, and everything that scores it
-    samples = options.samples and open_pictures(Path(options.samples), crop, processes)
-    against = options.reference and open_scorer(Path(options.reference), options.inception, crop, processes)
+    skip = options.on_error == "skip"
+    samples = options.samples and open_pictures(Path(options.samples), crop, processes, skip)
+    against = options.reference and open_scorer(Path(options.reference), options.inception, crop, processes, skip)
     with processes.main_first():  # one process fetches the weights
         clip = options.clip and ClipScore(options.clip, processes.device)
     scorings = [CheckpointScoring(plan, choose_scorer(plan.embedded, against), clip, processes) for plan in plans]
@@ -486,9 +489,12 @@ class CheckpointScoring:
         tqdm.write(f"{table(record)}\n  written   {where}")
 
 
-def common_record(scorer: Scorer, samples: ShardStore, count: int, processes: Processes) -> dict:
-    """The part that every fid.json has: each value with its count, and how it was made."""
+def common_record(
+    scorer: Scorer, samples: ShardStore, count: int, processes: Processes, pictures: Pictures | None = None
+) -> dict:
+    """The part that every fid.json has: each value with its count, and how it was made; pictures: samples as files."""
     (values, unavailable, counts), reference = scorer.score(samples), scorer.reference
+    sets = {"skipped": pictures, "reference_skipped": reference and reference.pictures}
     return {
         **values,
         "count": count,
@@ -498,6 +504,7 @@ def common_record(scorer: Scorer, samples: ShardStore, count: int, processes: Pr
         "reference": reference and reference.where,
         "reference_count": reference and reference.count,
         "reference_statistics": reference and reference.statistics_from,
+        **{key: len(found.damaged) for key, found in sets.items() if found and found.damaged},
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": sys.argv,
         "device": device_name(processes.device),
@@ -511,10 +518,10 @@ def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: ScoringO
     for text in scorer.warnings(samples.count):
         processes.say(f"  note: {text}")
     began = time.perf_counter()
-    features = extract_all(samples, Path(options.cache), scorer.network, processes)
+    samples, features = extract_all(samples, Path(options.cache), scorer.network, processes)
     extracted = time.perf_counter()
     if processes.main:
-        record = common_record(scorer, features, samples.count, processes) | {
+        record = common_record(scorer, features, samples.count, processes, samples) | {
             "samples": options.samples,
             "settings": {"samples": samples.sha256, **scorer.hashes},
             "seconds": {

@@ -2,7 +2,7 @@
 
 names    of the files, sorted.
 folders  names of the folders that are known.
-read     name → content; raises OSError.
+read     name → content, or its first bytes if their number is given; raises OSError.
 """
 
 import functools
@@ -31,8 +31,9 @@ class Folder:
             self.folders += [str(inside / name) for name in inner]
         self.names.sort()
 
-    def read(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
+    def read(self, name: str, most: int = -1) -> bytes:
+        with (self.path / name).open("rb") as file:
+            return file.read(most)
 
 
 def _raise(error: OSError) -> None:
@@ -53,9 +54,10 @@ class Zip:
         self.folders = [posixpath.normpath(entry.filename) for entry in listed if entry.is_dir()]
         self.names = sorted(self._spelt)
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, most: int = -1) -> bytes:
         try:
-            return _opened_zip(self.path, os.getpid()).read(self._spelt[name])
+            with _opened_zip(self.path, os.getpid()).open(self._spelt[name]) as file:
+                return file.read(most)
         except FAULTS as error:
             raise OSError(f"damaged in {self.path.name}: {error}") from error
 
@@ -105,11 +107,11 @@ class Tar:
             self._at[name] = self._at[target]
         self.names = sorted(self._at)
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, most: int = -1) -> bytes:
         offset, size = self._at[name]
         with self.path.open("rb") as file:  # anew: there may be thousands of tars, and several threads and processes
             file.seek(offset)
-            return file.read(size)
+            return file.read(size if most < 0 else min(size, most))
 
 
 class Tars:
@@ -121,9 +123,9 @@ class Tars:
         self._files = {f"{stem}/{name}": (tar, name) for stem, tar in tars.items() for name in tar.names}
         self.names, self.folders = sorted(self._files), list(tars)
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, most: int = -1) -> bytes:
         tar, inside = self._files[name]
-        return tar.read(inside)
+        return tar.read(inside, most)
 
 
 Store = Folder | Zip | Tar | Tars

@@ -30,7 +30,7 @@ from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder
 from tread.encoders.autoencoder import LatentEncoder
 from tread.preparing.images import Crop, centre_crop, read_rgb
-from tread.preparing.photos import ONE_CLASS, Photos, captions_hash, held_out, named
+from tread.preparing.photos import ONE_CLASS, Photos, captions_hash, held_out, told
 from tread.preparing.sources import find_photos
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes
@@ -132,10 +132,10 @@ def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
-        listed = named(damaged, " can't be read as a picture ({})")
+        (listed,) = told("damaged pictures", damaged, " can't be read as a picture ({})")
         raise ValueError(
-            f"{photos.where}: damaged pictures, {len(damaged):,} in all{listed}\nReplace or remove them and start the "
-            "same command again: it goes on with what is done. Or leave such files out with on_error=skip"
+            f"{photos.where}: {listed}\nReplace or remove them and start the same command again: it goes on with what "
+            "is done. Or leave such files out with on_error=skip"
         )
 
 

@@ -3,9 +3,11 @@
 Dhariwal & Nichol 2021 prepare ImageNet so, and their reference batches consist of such pictures.
 """
 
+import contextlib
 import io
 import struct
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +25,7 @@ UPRIGHT = {  # EXIF orientation → what makes the picture upright
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+HEAD = 16  # bytes of a file, which say its format
 STRIP = 16  # times as long as wide: from there on only the box that is kept is enlarged
 
 
@@ -46,18 +49,7 @@ def read_rgb(content: bytes, orientation: Orientation = "stored", alpha: Alpha =
     16-bit colours keep their upper 8 bits, as in Pillow. Raises ValueError or OSError for a damaged picture, other
     numbers (32-bit grey, floating point), or more pixels than Pillow's limit.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of damaged EXIF data, and palettes that lose transparency
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # of half as many pixels as are refused
-        try:
-            image = Image.open(io.BytesIO(content), formats=FORMATS)
-            image.load()
-        except UnidentifiedImageError as error:
-            raise ValueError("it is no JPEG, PNG or WebP, nor a TIFF") from error
-        except Image.DecompressionBombError as error:
-            raise ValueError(f"it has too many pixels to be read, make it smaller: {error}") from error
-        except (SyntaxError, TypeError, EOFError, struct.error) as error:  # what Pillow says of broken PNGs and TIFFs
-            raise ValueError(f"it is damaged: {error}") from error
+    with opened(content) as image:
         turn = UPRIGHT.get(_orientation(image)) if orientation == "exif" else None
         if image.mode.startswith("I"):
             image = _eight_bits(image)
@@ -70,6 +62,35 @@ def read_rgb(content: bytes, orientation: Orientation = "stored", alpha: Alpha =
             white.paste(image, mask=image)
             return white
         return image.convert("RGB")
+
+
+@contextlib.contextmanager
+def opened(content: bytes, decode: bool = True) -> Iterator[Image.Image]:
+    """A picture file as Pillow has it; without `decode` its size and mode alone. Raises as read_rgb."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of damaged EXIF data, and palettes that lose transparency
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # of half as many pixels as are refused
+        try:
+            image = Image.open(io.BytesIO(content), formats=FORMATS)
+            if decode:
+                image.load()
+        except UnidentifiedImageError as error:
+            raise ValueError(no_picture(content) or "its header is damaged") from error
+        except Image.DecompressionBombError as error:
+            raise ValueError(f"it has too many pixels to be read, make it smaller: {error}") from error
+        except (SyntaxError, TypeError, EOFError, struct.error) as error:  # what Pillow says of broken PNGs and TIFFs
+            raise ValueError(f"it is damaged: {error}") from error
+        yield image
+
+
+def no_picture(head: bytes) -> str | None:
+    """Why a file that begins so, with at least HEAD bytes, is no picture; None if it may be one."""
+    Image.init()
+    if any(Image.OPEN[kind][1](head) for kind in FORMATS):
+        return None
+    if head.startswith(b"GIF8"):
+        return "it is a GIF, which is not read: convert it"
+    return "it is no JPEG, PNG or WebP, nor a TIFF" if head else "it is empty"
 
 
 def _orientation(image: Image.Image) -> int | None:

@@ -86,7 +86,7 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
     if label is not None:
         classes = _features(schema).get(label, {}).get("names") or range(int(numbers.max(initial=-1)) + 1)
         check_labels(numbers, len(classes), source)
-    photos = Photos(str(source), names, numbers, tuple(map(str, classes)), files)
+    photos = Photos(str(source), names, numbers, tuple(map(str, classes)), files, heads=False)
     return photos if words is None else photos.captioned(texts, [])
 
 

@@ -8,16 +8,21 @@ import hashlib
 import json
 import posixpath
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from tread.preparing.archives import Store
+from tread.preparing.images import HEAD, no_picture
 from tread.runtime.tensor_files import listed
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff")
+OTHERS = (".gif", ".heic", ".heif", ".avif", ".bmp", ".jxl")  # formats that are not read
 NAMED = 20  # files that an error names
+LOOKED = 100_000  # pictures, at most, whose heads are looked at before the work
+THREADS = 16  # that do so
 ONE_CLASS = ("all",)  # of captioned pictures without classes
 Faults = list[tuple[str, str]]  # (name, why)
 
@@ -32,6 +37,7 @@ class Photos:
     captions of each picture, at least one; None: the source has none.
     faults   (name, why) of files that are no pictures, pictures without captions, and captions without a picture: they
              lie beside the pictures, and are none of them.
+    heads    whether the first bytes of a picture's file can be read alone.
     heldout  how the names of the pictures begin that the source itself holds out; None: none.
     """
 
@@ -43,6 +49,7 @@ class Photos:
     faults: Faults = field(default_factory=list)
     captions: list[list[str]] | None = None
     heldout: str | None = None
+    heads: bool = True
 
     def __len__(self) -> int:
         return len(self.names)
@@ -59,22 +66,43 @@ class Photos:
         """The names of the pictures that were not removed."""
         return {name for name, file in zip(self.names, self.files) if file is not None}
 
+    def no_pictures(self) -> Faults:
+        """Pictures whose files are unreadable, empty or of another format, by their heads; [] of more than LOOKED."""
+
+        def look(first: int) -> Faults:
+            found = []
+            for picture, (read, name) in zip(self.names[first::THREADS], self.files[first::THREADS]):
+                try:
+                    why = no_picture(read(name, HEAD))
+                except OSError as error:
+                    why = str(error)
+                found += [(picture, why)] if why else []
+            return found
+
+        if not self.heads or len(self) > LOOKED:
+            return []
+        with ThreadPoolExecutor(THREADS) as pool:  # a network's disk takes a while to open a file
+            return sorted(sum(pool.map(look, range(THREADS)), []))
+
     def check(self, skip: bool = False, allow_empty: bool = False) -> None:
-        """Raise ValueError without a picture; for faults, unless skip; for an empty class, unless allow_empty."""
+        """Raise ValueError without a picture; for faults and `no_pictures`, unless skip; for an empty class, unless
+        allow_empty: all that there are, each kind by itself."""
         lines = named(self.faults, ": {}")
         if not self.names:
             raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){lines}")
-        if self.faults and not skip:
-            raise ValueError(
-                f"{self.where}: files that can't be used, {len(self.faults):,} in all{lines}\nMend or remove them, or "
-                "leave them out with on_error=skip"
-            )
+        wrong = [] if skip else told("files that can't be used", self.faults)
+        wrong += (
+            []
+            if skip
+            else told("damaged pictures by their first bytes", self.no_pictures(), " can't be read as a picture ({})")
+        )
+        texts = wrong + ["Mend or remove them, or leave them out with on_error=skip"] * bool(wrong)
         empty = [self.classes[i] for i in np.setdiff1d(range(len(self.classes)), self.labels)]
         if empty and not allow_empty:
-            raise ValueError(
-                f"{self.where}: classes without a picture: {listed(empty)}. "
-                "Remove what is empty, or set allow_empty=true to keep the class"
-            )
+            remedy = "Remove what is empty, or set allow_empty=true to keep the class"
+            texts.append(f"classes without a picture: {listed(empty)}. {remedy}")
+        if texts:
+            raise ValueError(f"{self.where}: " + "\n".join(texts))
 
     def captioned(self, captions: Sequence[list[str] | str], faults: Faults) -> "Photos":
         """The pictures that have captions.
@@ -94,10 +122,16 @@ class Photos:
         )
 
 
+def told(what: str, faults: Faults, line: str = ": {}") -> list[str]:
+    """A text that counts and names faults of a kind; [] without any."""
+    return [f"{what}, {len(faults):,} in all{named(faults, line)}"] if faults else []
+
+
 def named(files: Faults, line: str) -> str:
     """The first of some files and why they are refused, a line each, and how many more there are."""
     more = f"\n  and {len(files) - NAMED:,} more" if len(files) > NAMED else ""
-    return "".join(f"\n  {name}{line.format(why)}" for name, why in files[:NAMED]) + more
+    text = "".join(f"\n  {name}{line.format(why)}" for name, why in files[:NAMED]) + more
+    return text.encode(errors="backslashreplace").decode()  # file names may be of bytes that are no UTF-8
 
 
 def is_picture(name: str) -> bool:

@@ -24,7 +24,7 @@ from tread.data.index import check_labels
 from tread.preparing.archives import Folder, Store, Tar, Tars, Zip, tar_paths
 from tread.preparing.coco import open_coco
 from tread.preparing.parquet import open_parquet, parquet_files
-from tread.preparing.photos import ONE_CLASS, Photos, is_picture, read_texts, split_texts
+from tread.preparing.photos import ONE_CLASS, OTHERS, Photos, is_picture, read_texts, split_texts
 from tread.runtime.tensor_files import listed
 
 LABEL_FILES = ("dataset.json", "labels.csv", "metadata.csv")
@@ -98,7 +98,8 @@ def _photos_in(source: Path, store: Store, root: str | None, labels: str | None,
     else:
         classes = sorted({f.removeprefix(prefix).split("/")[0] for f in folders if f.startswith(prefix)})
         numbers = _by_folder(where, names, classes)
-    faults = [(name, "its name is not a picture's") for name in names if name not in numbers]
+    whys = {False: "its name is not a picture's", True: "it must be converted: JPEG, PNG, WebP and TIFF are read"}
+    faults = [(name, whys[name.lower().endswith(OTHERS)]) for name in names if name not in numbers]
     names, labels, read = list(numbers), np.array([*numbers.values()], dtype=np.int64), store.read
     photos = Photos(where, names, labels, tuple(classes), [(read, prefix + name) for name in names], faults)
     return photos.captioned(*read_texts(store, prefix, names, texts)) if texts else photos
