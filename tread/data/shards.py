@@ -164,7 +164,7 @@ class ShardRows:
         """Views of samples, (B, …), where the rows lie; in page-locked CPU memory with `pin`."""
         views, mirrored = np.asarray(views), None
         if views.max(initial=0) >= self._views:
-            mirrored, views = np.broadcast_to(views >= self._views, indices.shape), views % self._views
+            mirrored, views = np.broadcast_to(views >= self._views, indices.shape).copy(), views % self._views
         chosen = self._row_of[torch.from_numpy(indices)] + torch.as_tensor(views * self._stride)
         device, shape = self._rows.device, (len(indices), self._rows.shape[1])
         lock = pin and device.type == "cpu"
