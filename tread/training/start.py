@@ -57,10 +57,8 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         raise ValueError(f"{earlier.folder} is not seen by all processes; `results` must be a folder they share")
     with processes.main_first():
         data, heldout = open_datasets(cfg, processes.device)
-    info = earlier and earlier.info
-    if info and (LatentSpec.from_json(info["latents"]), info["samples"]) != (data.latents, len(data)):
-        run = Path(cfg.results) / cfg.name
-        raise ValueError(f"{cfg.dataset.path} is not the data that {run} was trained on; name=… starts another run")
+    if earlier:
+        check_data(cfg, earlier, data)
     decoder, online_fid = open_drawing(cfg, data, processes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
@@ -94,6 +92,13 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     if uncompiled:
         processes.say(f"warning: running without torch.compile, which fails here: {uncompiled}")
     return run
+
+
+def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDataset) -> None:
+    """Raise ValueError unless a checkpoint was trained on samples and latents like these."""
+    if (LatentSpec.from_json(earlier.info["latents"]), earlier.info["samples"]) != (data.latents, len(data)):
+        run = Path(cfg.results) / cfg.name
+        raise ValueError(f"{cfg.dataset.path} is not the data that {run} was trained on; name=… starts another run")
 
 
 def check_memory(cfg: Settings, device: torch.device) -> None:
