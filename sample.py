@@ -105,7 +105,7 @@ def main(composed: DictConfig) -> None:
 
 
 def open_decoder(options: Options, latents: LatentSpec, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Network latents → what is written: the autoencoder's latents, pictures, or previews without it."""
+    """Network latents → the output: latents, pictures, or, without an autoencoder, previews."""
     if options.save_latents:
         return partial(from_network, latents=latents)
     return autoencoder.load_decoder(latents, device, options.autoencoder) if options.decode else autoencoder.preview

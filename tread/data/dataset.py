@@ -226,7 +226,7 @@ class LatentDataset:
         return Batch(stored, torch.from_numpy(self.labels[indices]), indices, features, pictures, text)
 
     def text_of(self, captions: np.ndarray) -> Text:
-        """The text of captions by their numbers among all of the dataset, which was opened with text."""
+        """The text of captions, given their dataset-wide numbers; the dataset must be opened with text."""
         return self._text.read(captions)
 
     def null_text(self) -> Text:

@@ -115,7 +115,7 @@ class ShardStore:
             return False
 
     def check_complete(self, verify: Processes | None = None) -> None:
-        """Raise OSError if shards are missing, see `missing`, where each process has made its part."""
+        """Raise OSError if shards are still `missing` after every process has made its part."""
         if missing := self.missing(verify):
             raise OSError(f"shards {missing} of {self.work} are missing: all processes must share this folder")
 
@@ -129,7 +129,7 @@ class ShardStore:
         check_place(self.work, int(1.01 * rows * self.row_bytes) + further)
 
     def save(self, kind: str, number: int, array: np.ndarray | Stream) -> dict[str, str]:
-        """Write one array's file; returns its part of an entry."""
+        """Write one array's file; return its name and hash, as a shard's note has them."""
         path = self.data / self._names.get(kind, f"{kind}-{{}}.npy").format(f"{number:05d}")
         with explain_failure(path), whole_file(path) as partial, partial.open("wb") as file:
             write_array(file, array)
@@ -162,7 +162,8 @@ class ShardStore:
         """Make the missing shards, each process its part of them, and wait for the others.
 
         what    the progress bar's title.
-        make    (shards' numbers, function that is told of each count of finished rows) → None.
+        make    (shard numbers, callback that takes the number of rows just finished) → None.
+        unit    of the bar's rows.
         verify  see `missing`.
         """
         missing = processes.from_main(lambda: self.missing(processes if verify else None))

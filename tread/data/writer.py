@@ -1,6 +1,6 @@
 """Writing a dataset; dataset.py describes the format and reads it.
 
-.<name>.unfinished/    beside the dataset to be: the work on its shards, see store.py
+.<name>.unfinished/    beside the future dataset: shards in progress, see store.py
     data/              becomes the dataset's folder when all shards are done
 """
 
@@ -86,8 +86,8 @@ class DatasetWriter(ShardStore):
     ) -> None:
         """Write a shard: stored (n, *latents.stored_shape), labels (n,), pictures (n, 3, H, W) uint8; n may be 0.
 
-        Raises ValueError for a shard that is not what `latents` says, OSError if the disk is full; then no shard of
-        this number is there.
+        facts are noted with it. Raises ValueError if the shard does not match `latents`, OSError if the disk is full;
+        either way no shard of this number is left.
         """
         expected = (len(labels), *self.latents.stored_shape)
         if stored.shape != expected:

@@ -189,8 +189,8 @@ class Guidance:
         return " ".join(parts)
 
     def plan(self, levels: Sequence[float], progress: Sequence[float]) -> list[Call]:
-        """The denoiser's calls, by the noise level and the progress u from 0 to 1 of each. Raises ValueError if no
-        level lies in the interval."""
+        """The denoiser's calls, one for each noise level and its progress u (0 to 1). Raises ValueError if no level
+        lies in `interval`."""
         low, high = self.interval or (-math.inf, math.inf)
         if not any(low <= level <= high for level in levels):
             raise ValueError(
@@ -209,11 +209,11 @@ NO_GUIDANCE = Guidance()
 
 @dataclass(frozen=True)
 class Branch:
-    """One of the two denoisers.
+    """The strong or the weak denoiser.
 
-    denoise  (x, level, y, routes) → D.
-    y        its conditions: (B,) int64 labels or the null class, or texts.
-    routes   number of the call → its routes with ids drawn; () runs all tokens.
+    denoise  (x, level, y, routes) → D, the predicted data.
+    y        conditions: (B,) int64 labels or the null class, or texts.
+    routes   call number → routes with their ids; () runs all tokens.
     """
 
     denoise: Callable[[Tensor, Tensor, Condition, Routes], Tensor]

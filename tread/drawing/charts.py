@@ -1,4 +1,4 @@
-"""Curves and heat maps for people to compare: panels side by side, one colour a name, ticks that can be read."""
+"""Curves and heat maps for easy comparison: panels side by side, one colour per name, readable ticks."""
 
 import logging
 from collections.abc import Mapping, Sequence

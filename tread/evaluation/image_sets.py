@@ -248,11 +248,10 @@ def part_size(count: int, batch_size: int) -> int:
 def extract_all(
     pictures: Pictures, folder: Path, network: Inception, processes: Processes
 ) -> tuple[Pictures, ShardStore]:
-    """Features of a set of pictures, kept below a folder by the hashes of the pictures and of the network's weights;
-    each process extracts its share of what is missing.
+    """The undamaged pictures and their features, cached in `folder` under the hashes of pictures and weights.
 
-    The pictures come back without those that were found damaged, which have no features. Raises ValueError that names
-    all of these, unless the set skips them.
+    Each process extracts its share of the missing ones. Raises a ValueError that names all damaged pictures, unless
+    the set skips them.
     """
     plan = {"pictures": pictures.sha256, "inception": network.sha256}
     pieces = pieces_of(range(pictures.count), part_size(pictures.count, batch_size=32))

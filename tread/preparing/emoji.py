@@ -175,7 +175,7 @@ def draw_emoji(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
 
 @functools.lru_cache(maxsize=1)  # both parts of a run use it
 def emoji_parts() -> dict[str, list[Emoji]]:
-    """{"train", "compositions", "rest"} → samples; the last two are held out. Takes ten seconds. Raises ValueError."""
+    """ "train", "compositions" and "rest" → samples; the last two are held out. Takes ten seconds."""
     known = all_emoji()
     captions, held, alike = captions_of_all(known), held_compositions(known), defaultdict(list)
     pictures = {text: picture for text, picture in zip(known, draw_emoji(known, SIZE)) if picture is not None}

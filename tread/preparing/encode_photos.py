@@ -156,7 +156,7 @@ def make_shards(
 ) -> None:
     """Make the missing shards of a dataset together with other processes.
 
-    Each notes its damaged pictures, which it lacks, how many were enlarged, and which more than MUCH times.
+    Each shard notes the damaged pictures that it omits, how many it enlarged, and which by more than MUCH times.
     """
     batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
     workers = min(16, processes.cores) if options.workers is None else options.workers

@@ -84,7 +84,7 @@ def opened(content: bytes, decode: bool = True) -> Iterator[Image.Image]:
 
 
 def no_picture(head: bytes) -> str | None:
-    """Why a file that begins so, with at least HEAD bytes, is no picture; None if it may be one."""
+    """Why a file starting with `head` (HEAD bytes or more) is no picture; None if it may be one."""
     Image.init()
     if any(Image.OPEN[kind][1](head) for kind in FORMATS):
         return None

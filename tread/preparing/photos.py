@@ -178,7 +178,7 @@ def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: flo
 
 
 def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
-    """Integers that sum to `total`, each at most `most`: the shares rounded down, then raised where most is missing."""
+    """Integers that sum to `total`, each at most `most`: shares rounded down, then the largest shortfalls raised."""
     if total > most.sum():
         raise ValueError(
             f"heldout takes {total:,} pictures, but {most.sum():,} can be held out: each class keeps one for training"

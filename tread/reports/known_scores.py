@@ -14,9 +14,9 @@ DEPTH = ("", "*/", "*/*/")  # how far below a run's folder scores are looked for
 
 
 class Score(NamedTuple):
-    """A scoring: `values` by the columns of fid.csv, and the notes of its fid.json.
+    """One scoring: `values` by fid.csv's columns, and the notes from its fid.json.
 
-    counts  metric → its number of samples, where that is not the scoring's.
+    counts  metric → its number of samples, where it differs from the scoring's.
     """
 
     values: dict

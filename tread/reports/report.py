@@ -43,8 +43,8 @@ ABOUT = {  # a scoring's columns beside its metrics
 class Subject:
     """The runs and sweeps that a report is about.
 
-    groups  the runs, those that differ by their seed alone together.
-    names   a run's folder → its name on the page, which no other run has; in the order of the runs.
+    groups  the runs, grouped if they differ only by seed.
+    names   a run's folder → its unique name on the page, in the order of the runs.
     sweeps  folders of guidance sweeps that were named beside the runs.
     """
 

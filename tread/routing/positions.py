@@ -51,7 +51,7 @@ def check_positions(
 
 
 def refusal(index: int, block: Any, difference: float, how: str, otherwise: str) -> str:
-    """What is wrong with a block, and the two things to do about it."""
+    """The error text for a refused block, with its two remedies."""
     return (
         f"block {index} ({type(block).__name__}) depends on the order of its tokens: when they are permuted, what it "
         f"adds to them changes by {difference:.0%}. If it makes positions by itself, such as rotary angles from "

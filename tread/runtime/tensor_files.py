@@ -162,7 +162,7 @@ def _with_label_table(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def listed(names: Iterable[str], most: int = 4) -> str:
-    """The first of some names, and how many more there are."""
+    """The first `most` names, and how many more there are."""
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 

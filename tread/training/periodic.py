@@ -287,7 +287,7 @@ def evaluated(run: Run) -> Iterator[Batch]:
 
 
 def log_fid(run: Run) -> bool:
-    """Record the FID of a few EMA samples, always of the same seeds, split over processes. False if stopped."""
+    """Record the FID of a few EMA samples, from fixed seeds, split over processes. False if interrupted."""
     began, processes = time.perf_counter(), run.processes
     seeds = range(run.cfg.eval.fid_samples)[processes.rank :: processes.count]
     drawn_by, stopped = sampler(run, len(seeds)), lambda: run.stop.reason is not None

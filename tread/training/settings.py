@@ -193,13 +193,13 @@ MEASURES = ("channels", "size", "num_classes")
 
 
 def complete(config: dict) -> tuple[Settings, dict]:
-    """The settings of a composed config, and the config itself, both completed.
+    """A composed config's settings and the config itself, both completed.
 
-    The dataset fills in dataset.channels, size and num_classes where these are null, a text network's encoder, and
-    dataset.heldout=auto: the held-out data that was prepared with it, or null. The config has all keys of its
-    architecture, none of others, and numbers for sizes that were left to it.
+    From the dataset come dataset.channels, size and num_classes if they are null, a text network's encoder, and what
+    dataset.heldout=auto means: the held-out data prepared with it, or null. The config has exactly the keys of its
+    architecture, with all default sizes as numbers.
 
-    Raises ValueError or FileNotFoundError.
+    Raises ValueError for settings that can't be, FileNotFoundError for data that is not there.
     """
     cfg = read(config)
     config = schema.as_read(config, cfg)
