@@ -75,10 +75,14 @@ def order_matters(
     Relative to what the block adds to its tokens, args[0]; 0 within rounding. select, join: see hooks.py. Blocks whose
     parameters can't be replaced, sharded or quantized ones, are not checked, with a warning.
     """
-    if any(type(given) is not nn.Parameter or given.is_meta for given in getattr(block, "parameters", list)()):
+    plain = (nn.Parameter, Tensor)
+    if any(type(given) not in plain or given.is_meta for given in getattr(block, "parameters", list)()):
         what = f"{type(block).__name__} has sharded or quantized parameters: its positions are not checked"
         warnings.warn(what, stacklevel=2)
         return 0.0
+    if args and isinstance(args[0], Tensor) and args[0].is_floating_point():  # equal tokens would hide their order
+        noise = torch.randn(args[0].shape, generator=torch.Generator().manual_seed(1))
+        args = (noise.to(args[0]), *args[1:])
     outputs = []
     with _sandbox(block) as call:
         for order in (ids, permuted(ids, shared)):
