@@ -2,7 +2,8 @@
 
 Runs train.py's own steps on random latents, dense and routed ones taking turns in one process, and prints for
 each kind the median time, images/s, FLOP/s, MFU, peak memory, the ratio dense/routed with its spread, and that
-ratio over what the FLOPs allow; then how a step's time divides into stages. Overrides are those of train.py, and
+ratio over what the FLOPs allow; then how a step's time divides into stages. A kind that fails, or lacks memory, is
+named, and the others go on. Overrides are those of train.py, and
 
     beside=dit    further models, separated by commas, as they train by the same overrides but an architecture's own
     pairs=24      turns that are measured, of a step each (5 on a GPU, where single ones show the first kernels' launch)
@@ -133,15 +134,18 @@ def routes_until(last: int | None, cfg: settings.Settings) -> settings.Settings:
 
 
 def measure(kinds: Kinds, pairs: int) -> dict:
-    """All numbers of the table; ratios are to the first kind. Raises ValueError if a kind fails."""
-    turns, rows = time_steps(kinds, pairs)
+    """All numbers of the table; ratios are to the first kind, if it did not fail."""
+    failed: dict[str, str] = {}
+    turns = take_turns({name: partial(take_steps, *kind, BLOCK) for name, kind in kinds.items()}, pairs, failed)
     (first, (run, dense)), *_ = kinds.items()
     batch, peak = run.cfg.train.batch_size, peak_flops(DEVICE, run.precision)
-    for name, row in rows.items():
-        flops = forward_flops(*kinds[name])
+    rows = {}
+    for name, turn in turns.items():
+        memory, flops = held_by(kinds[name][0]) + turn.held, forward_flops(*kinds[name])
+        row = rows[name] = {"ms": 1000 * turn.median / BLOCK, "peak_gb": memory / 1e9, "first_turn_s": turn.first}
         row |= {"images_per_s": 1000 * batch / row["ms"], "flops_per_s": 3000 * flops * batch / row["ms"]}
         row["mfu"] = peak and row["flops_per_s"] / peak
-        if name != first:
+        if name != first and first in turns:
             ratios, ideal = turns[first].over(turns[name]), forward_flops(run, dense) / flops
             row |= {"ratio": statistics.median(ratios), "ratio_95": interval(ratios), "ideal": ideal}
             row |= {"of_ideal": row["ratio"] / ideal, "of_ideal_95": [bound / ideal for bound in row["ratio_95"]]}
@@ -155,24 +159,12 @@ def measure(kinds: Kinds, pairs: int) -> dict:
         "pairs": pairs,
         "block": BLOCK,
         "kinds": rows,
-        **run_facts(run),
+        "failed": failed,
+        "precision": run.precision,
+        "compiled": run.network.blocks[0]._compiled_call_impl is not None,
+        "threads": torch.get_num_threads(),
         **circumstances(),
     }
-
-
-def time_steps(kinds: Kinds, rounds: int, failed: dict[str, str] | None = None) -> tuple[dict, dict]:
-    """Training steps of all kinds in turns, see `take_turns`, and for each kind a step's time and peak memory."""
-    turns = take_turns({name: partial(take_steps, *kind, BLOCK) for name, kind in kinds.items()}, rounds, failed)
-    rows = {}
-    for name, turn in turns.items():
-        peak = held_by(kinds[name][0]) + turn.held
-        rows[name] = {"ms": 1000 * turn.median / BLOCK, "peak_gb": peak / 1e9, "first_turn_s": turn.first}
-    return turns, rows
-
-
-def run_facts(run: Run) -> dict:
-    compiled = run.network.blocks[0]._compiled_call_impl is not None
-    return {"precision": run.precision, "compiled": compiled, "threads": torch.get_num_threads()}
 
 
 def forward_flops(run: Run, cfg: settings.Settings) -> int:
@@ -255,6 +247,8 @@ def show(result: dict) -> None:
                 f"dense / {name}: {row['ratio']:.3f} (95% of the median {low:.3f}..{high:.3f}), FLOPs allow "
                 f"{row['ideal']:.3f}: {row['of_ideal']:.3f} of that ({least:.3f}..{most:.3f})"
             )
+    for name, reason in result["failed"].items():
+        print(f"{name} failed: {reason}")
     for name, row in result["kinds"].items():
         print(f"{name}: " + ", ".join(f"{stage} {fraction:.1%}" for stage, fraction in row["stages"].items()))
 

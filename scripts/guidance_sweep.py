@@ -25,12 +25,11 @@ from tqdm import tqdm
 
 from tread.checkpoints import checkpoint
 from tread.diffusion.guidance import NO_GUIDANCE
-from tread.drawing.charts import save_heat_maps, save_panels
+from tread.drawing.charts import Line, Panel, save_heat_maps, save_panels
 from tread.evaluation import scoring
 from tread.evaluation.metric_table import METRICS, feature_metrics, names_of
 from tread.evaluation.scorers import choose_scorer
 from tread.evaluation.scoring import ScoringOptions, ScoringPlan, plan_scoring, read_options, settle_reference
-from tread.reports.known_scores import curves_of
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import use_precision
@@ -167,7 +166,7 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
             writer = csv.DictWriter(file, columns, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(rows)
-        panels = curves_of(rows, baseline or {})
+        panels = curves(records, baseline or {})
         save_panels(files[1], panels, columns=min(3, len(panels)))
         if routed:
             draw_maps(files[2], sweep, records, metric)
@@ -176,6 +175,28 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
     without = f"; without guidance {baseline[metric]:.5g}" if baseline else ""
     print(f"  best      {score} at {best.describe(routed)}{without}")
     print(f"  written   {', '.join(map(str, files))}")
+
+
+def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
+    """Each metric against ω: a line for each pair of ratios and interval, and the baseline's value as a level."""
+    settings: dict[str, list[Point]] = {}
+    for point in sorted(records, key=lambda point: point.scale):
+        ratios = f"ratios {point.strong:g} and {point.weak:g}, " if point.strong or point.weak else ""
+        settings.setdefault(ratios + within(point.interval, "within "), []).append(point)
+    panels = []
+    for name, metric in METRICS.items():
+        lines = []
+        for setting, points in settings.items():
+            scored = [point for point in points if records[point].get(name) is not None]
+            cost = f"{max(records[point]['flops_relative'] for point in points):.2f} times the FLOPs"
+            called = ", ".join(filter(None, (setting.removesuffix(", "), cost)))
+            line = Line(called, [point.scale for point in scored], [records[point][name] for point in scored])
+            lines += [line] if scored else []
+        if lines:
+            levels = {"no guidance": baseline[name]} if baseline.get(name) is not None else {}
+            count = next(iter(records.values()))["count"]
+            panels.append(Panel(f"{metric.label}, {count:,} samples", "ω", metric.title, lines, levels=levels))
+    return panels
 
 
 def draw_maps(path: Path, sweep: Sweep, records: Mapping[Point, dict], metric: str) -> None:

@@ -1,9 +1,9 @@
-"""A page on runs, for a browser: python scripts/report.py results/my-run [results/other results/sweep …]
+"""A page on runs, for a browser: python scripts/report.py results/my-run [results/other …]
 
 Writes report.html (of several runs comparison.html) into the first folder: results, samples, curves that zoom and
-toggle, scores, guidance sweeps, where the time went, warnings, what ran. It holds all it needs, and asks nothing of the
-network. Patterns such as 'results/seeds-*' are taken too; runs that differ by their seed alone are put together. What
-is left of damaged and killed runs is reported. A sweep in a run's folder or beside it is found; others can be named.
+toggle, scores, where the time went, warnings, what ran. The page loads nothing from the network. Patterns such as
+'results/seeds-*' are taken too; runs that differ by their seed alone are averaged. Of damaged and killed runs it shows
+what can be read.
 """
 
 import sys

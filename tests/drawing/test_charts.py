@@ -48,16 +48,6 @@ def test_steps_are_whole_numbers_with_thousands(figures):
     assert "400,000" in many and len(many) < 12
 
 
-def test_places_are_lines_with_their_names(figures):
-    places = {"later": 300.0, "first": 20.0}
-    save_panels(Path("x.png"), [Panel("", "x", "y", [Line("a", [1, 1000], [1, 2])], "xy", places=places)], 1)
-    (axes,) = figures[0].axes
-    assert {line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"} == {*places.values()}
-    texts = {text.get_text(): text for text in axes.texts}
-    assert {name: text.get_position()[0] for name, text in texts.items()} == places
-    assert [texts[name].get_va() for name in ("first", "later")] == ["top", "bottom"]  # not on one another
-
-
 def test_a_loss_curve_of_one_point_shows_it(figures):
     one = [{"step": 20, "loss": 0.5}, {"step": 20, "eval_loss": 0.4}]
     for records in (one, [{"step": step, "loss": 1.0 / step} for step in range(1, 100)], []):

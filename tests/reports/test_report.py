@@ -167,34 +167,18 @@ def test_the_pictures_are_the_files_few_of_many_and_small(run, monkeypatch):
     assert len(found.pictures) == 2 and found.says("2 of 5 pictures are here")
 
 
-def test_scores_have_their_counts_and_notes_and_sweeps_their_curves(run, tmp_path):
-    sweep = tmp_path / "beside"
+def test_scores_have_their_counts_and_notes(run):
     (run / "step_0000300").mkdir()
     (run / "step_0000300" / "fid.json").write_text(json.dumps(SCORE))
     (run / "step_0000300" / "fid-1.json").write_text("{damaged")
     older = "time,step,count,label_agreement,guidance,nfe\n2026-01-01T00:00:00+00:00,200,100,0.5,none,35\n"
     same = f"{SCORE['time']},300,500,0.9,cfg 1.5,35\n"  # the line of fid.json
     (run / "fid.csv").write_text(older + same)
-    for name, record in {
-        "scale1": {"checkpoint": str(run / "step_0000300"), "settings": {"guidance": "cfg 1"}},
-        "none": {"label_agreement": 0.125},
-    }.items():
-        (sweep / name).mkdir(parents=True)
-        (sweep / name / "fid.json").write_text(json.dumps(record))
-    head = "strong,weak,scale,interval,count,label_agreement\n"
-    (sweep / "sweep.csv").write_text(head + "0.0,0.0,2.0,,50,0.75\n0.0,0.0,1.0,,50,0.25\n0.0,0.0,1.0,0.2..5,50,nan\n")
     found = read(run)
     scores = [row for row in found.rows if row and row[0].startswith("step ")]
     assert [row[:4] for row in scores] == [["step 200", "0.5", "–", "100"], ["step 300", "0.9", "30.5 of 1,442", "500"]]
-    for words in ("few samples", "fid is unavailable: grey pictures", "fid-1.json can't", "guidance=cfg"):
+    for words in ("few samples", "fid is unavailable: grey pictures", "fid-1.json can't"):
         assert found.says(words)
-    (panel,) = found.charts[-1]
-    assert panel[""]["title"] == "label agreement, higher is better, 50 samples" and panel[""]["x_label"] == "ω"
-    assert [(line["x"], line["y"]) for line in panel[""]["lines"]] == [([1.0, 2.0], [0.25, 0.75])]
-    assert panel[""]["levels"] == {"no guidance": 0.125}
-    write_run(tmp_path / "other", [3.0])
-    assert not read(tmp_path / "other").says("guidance=cfg")  # another run's sweep
-    assert read(tmp_path / "other", sweep).says("guidance=cfg")  # unless it is named
 
 
 def test_a_shift_that_is_not_1_stands_beside_the_solver(run):

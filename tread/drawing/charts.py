@@ -34,8 +34,7 @@ class Panel:
 
     log     axes with a logarithmic scale: "", "x", "y" or "xy".
     levels  name → height of a dotted line over the whole width.
-    places  name → x of a dotted line over the whole height, along which the name is written.
-    names   of the places 0, 1, … on x, where these are no numbers; the points are not joined then.
+    names   the labels of 0, 1, … on x, where those are no quantities; the points are not joined then.
     """
 
     title: str
@@ -44,7 +43,6 @@ class Panel:
     lines: Sequence[Line]
     log: str = ""
     levels: dict[str, float] = field(default_factory=dict)
-    places: dict[str, float] = field(default_factory=dict)
     names: tuple[str, ...] = ()
 
 
@@ -70,11 +68,6 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
                 axis.fill_between(line.x, y - spread, y + spread, color=colour, alpha=0.15, linewidth=0)
         for name, height in panel.levels.items():
             axis.axhline(height, color="black", linestyle=":", linewidth=1, label=name)
-        for number, (name, x) in enumerate(sorted(panel.places.items(), key=lambda place: place[1])):
-            axis.axvline(x, color="black", linestyle=":", linewidth=1)
-            y, aligned = ((0.99, "top"), (0.01, "bottom"))[number % 2]  # neighbours would lie on one another
-            along = {"rotation": 90, "ha": "right", "va": aligned, "fontsize": "x-small"}
-            axis.text(x, y, name, transform=axis.get_xaxis_transform(), **along)
         whole = all(float(x).is_integer() for line in panel.lines for x in line.x)  # no ticks between steps
         axis.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=whole))
         axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.10g}"))

@@ -1,13 +1,10 @@
-"""Scores and sweeps in and around a run's folder, for people. What can't be read is named, and passed over."""
+"""The scores in a run's folder, for people; files that can't be read are named and passed over."""
 
 import csv
 import json
-import math
 from pathlib import Path
 from typing import NamedTuple
 
-from tread.drawing.charts import Line, Panel
-from tread.evaluation.metric_table import METRICS
 from tread.evaluation.score_files import sampler_told
 
 DEPTH = ("", "*/", "*/*/")  # how far below a run's folder scores are looked for
@@ -22,18 +19,6 @@ class Score(NamedTuple):
     values: dict
     counts: dict[str, int]
     notes: list[str]
-
-
-class Sweep(NamedTuple):
-    """A guidance sweep: the rows of sweep.csv, and the kind of guidance for people.
-
-    without  the score without guidance; {} if it was not taken.
-    """
-
-    folder: Path
-    rows: list[dict]
-    kind: str
-    without: dict
 
 
 def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
@@ -57,56 +42,6 @@ def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
     return [scores[key] for key in sorted(scores)], problems
 
 
-def find_sweeps(folder: Path, beside: bool) -> tuple[list[Sweep], list[str]]:
-    """The sweeps in a folder and, if asked, those beside it that were made from it; and what could not be read."""
-    sweeps, problems = [], []
-    below, others = _below(folder, "sweep.csv"), sorted(folder.parent.glob("*/sweep.csv")) if beside else []
-    for path in dict.fromkeys([*below, *others]):
-        scored = [record for score in sorted(path.parent.glob("*/fid.json")) for record in _read(score, [])]
-        made_from = {Path(str(record.get("checkpoint"))).resolve().parent for record in scored}
-        if path not in below and folder.resolve() not in made_from:
-            continue
-        kinds = [str(_section(record, "settings").get("guidance", "")).partition(" ")[0] for record in scored]
-        if rows := _read(path, problems):
-            kind = next((f"guidance={kind}" for kind in kinds if kind not in ("", "none")), "")
-            without = _read(path.parent / "none" / "fid.json", []) or [{}]
-            sweeps.append(Sweep(path.parent, rows, kind, without[0]))
-    return sweeps, problems
-
-
-def curves_of(table: list[dict], without: dict) -> list[Panel]:
-    """Each metric of a sweep against ω, a line for each pair of ratios and interval, named by them and its cost.
-
-    table    the rows of sweep.csv.
-    without  the score without guidance, a level in each panel; {} if it was not taken.
-    """
-    settings: dict[tuple, list[dict]] = {}
-    for row in table:
-        numbers = {key: _number(value) for key, value in row.items()}
-        ratios = [numbers.get(key) or 0.0 for key in ("strong", "weak")]
-        settings.setdefault((*ratios, row.get("interval")), []).append(numbers)
-    named = []
-    for (strong, weak, interval), rows in settings.items():
-        parts = [f"ratios {strong:g} and {weak:g}"] if any(max(key[:2]) for key in settings) else []
-        parts += [f"within {interval}"] if interval else []
-        cost = max(row.get("flops_relative") or 0.0 for row in rows)
-        parts += [f"{cost:.2f} times the FLOPs"] if cost else []
-        named.append((", ".join(parts) or "all noise levels", rows))
-    panels = []
-    counts = "/".join(dict.fromkeys(f"{_number(row.get('count')) or 0:,.0f}" for row in table))
-    for name, metric in METRICS.items():
-        lines = []
-        for called, rows in named:
-            points = [(row.get("scale"), row.get(name)) for row in rows]
-            points = sorted(point for point in points if None not in point)
-            lines += [Line(called, *zip(*points))] if points else []
-        if lines:
-            level = _number(without.get(name))
-            levels = {} if level is None else {"no guidance": level}
-            panels.append(Panel(f"{metric.label}, {counts} samples", "ω", metric.title, lines, levels=levels))
-    return panels
-
-
 def _below(folder: Path, pattern: str) -> list[Path]:
     return [path for depth in DEPTH for path in sorted(folder.glob(depth + pattern)) if "/latest/" not in f"{path}"]
 
@@ -126,11 +61,3 @@ def _read(path: Path, problems: list[str]) -> list[dict]:
 
 def _section(record: dict, key: str) -> dict:
     return record[key] if isinstance(record.get(key), dict) else {}
-
-
-def _number(value: object) -> float | None:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None
-    return number if math.isfinite(number) else None

@@ -11,7 +11,7 @@ import numpy as np
 
 from tread.evaluation.metric_table import METRICS, heldout_titles
 from tread.reports.comparison import SeedGroup, cautions, charts, group_runs, results_table, unit, unlike, verdicts
-from tread.reports.known_scores import Score, curves_of, find_scores, find_sweeps
+from tread.reports.known_scores import Score, find_scores
 from tread.reports.page import Page, data_uri
 from tread.reports.runs import Found, find_run, told_time
 from tread.runtime.files import check_place
@@ -41,17 +41,15 @@ ABOUT = {  # a scoring's columns beside its metrics
 
 @dataclass(frozen=True)
 class Subject:
-    """The runs and sweeps that a report is about.
+    """The runs that a report is about.
 
     groups  the runs, grouped if they differ only by seed.
     names   a run's folder → its unique name on the page, in the order of the runs.
-    sweeps  folders of guidance sweeps that were named beside the runs.
     """
 
     runs: Sequence[Found]
     groups: Sequence[SeedGroup]
     names: dict[Path, str]
-    sweeps: Sequence[Path]
 
     @property
     def comparable(self) -> list[SeedGroup]:
@@ -65,27 +63,24 @@ class Subject:
 def write_report(folders: Sequence[Path | str]) -> Path:
     """Write report.html, of several runs comparison.html, into the first folder, on the runs in all; returns its path.
 
-    folders  of runs; behind the first, those of guidance sweeps may stand too.
-
     What is damaged is reported with what is there. Raises FileNotFoundError for a folder that holds no run, OSError if
     the page can't be written, ImportError without plotly.
     """
     first, *others = dict.fromkeys(map(Path, folders))
-    sweeps = [folder for folder in others if (folder / "sweep.csv").is_file()]
-    runs = [find_run(folder) for folder in (first, *others) if folder not in sweeps]
+    runs = [find_run(folder) for folder in (first, *others)]
     check_place(first, 0)
     named = [run.folder.resolve().name for run in runs]
     title = " and ".join(named) if len(runs) < 3 else f"{named[0]} and {len(runs) - 1} more"
     page = Page(title, f"Report of {datetime.datetime.now().astimezone():%d %B %Y, %H:%M %Z}")
-    subject = subject_of(runs, sweeps)
-    for section in (add_results, add_troubles, add_samples, add_curves, add_scores, add_sweeps, add_time, add_settings):
+    subject = subject_of(runs)
+    for section in (add_results, add_troubles, add_samples, add_curves, add_scores, add_time, add_settings):
         section(page, subject)
     path = first / ("comparison.html" if len(runs) > 1 else "report.html")
     page.write(path)
     return path
 
 
-def subject_of(runs: Sequence[Found], sweeps: Sequence[Path]) -> Subject:
+def subject_of(runs: Sequence[Found]) -> Subject:
     """Runs grouped by their seeds, those of unknown settings alone, and named."""
     alone = [run for run in runs if len(runs) == 1 or not run.config]
     groups = group_runs([run for run in runs if run not in alone])
@@ -96,7 +91,7 @@ def subject_of(runs: Sequence[Found], sweeps: Sequence[Path]) -> Subject:
     for group in groups:
         for run in group.runs:
             names[run.folder] = f"{group.name}, {run.folder.name}" if len(group.runs) > 1 else group.name
-    return Subject(runs, groups, {run.folder: names[run.folder] for run in runs}, sweeps)
+    return Subject(runs, groups, {run.folder: names[run.folder] for run in runs})
 
 
 def add_results(page: Page, subject: Subject) -> None:
@@ -231,21 +226,6 @@ def _cell(value: object) -> str:
         return f"{float(value):,.0f}" if float(value).is_integer() else f"{float(value):.5g}"
     except (TypeError, ValueError):
         return ABSENT if value in (None, "") else str(value)
-
-
-def add_sweeps(page: Page, subject: Subject) -> None:
-    known, problems = {}, []
-    for folder in (*subject.names, *subject.sweeps):
-        swept, wrong = find_sweeps(folder, beside=folder in subject.names)
-        known = {sweep.folder.resolve(): (sweep, subject.names.get(folder)) for sweep in swept} | known
-        problems += wrong
-    if known or problems:
-        page.section("Guidance")
-    for sweep, run in known.values():
-        page.heading(f"{sweep.folder}, with {run}" if run and len(subject.runs) > 1 else str(sweep.folder))
-        page.text(sweep.kind)
-        page.curves([{"": panel} for panel in curves_of(sweep.rows, sweep.without)])
-    page.points(problems, "warnings")
 
 
 def add_time(page: Page, subject: Subject) -> None:
