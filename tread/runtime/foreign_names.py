@@ -14,55 +14,42 @@ train.steps steps | max_steps num_steps total_steps train_steps max_train_steps 
 sampling.steps steps | num_sampling_steps sampling_steps num_inference_steps ddim_steps nfe
 train.micro_batch_size | gradient_accumulation_steps grad_accum accum_iter | images a process takes at once
 train.micro_batch_size batch_size | micro_batch_size batch_gpu per_gpu_batch_size per_device_train_batch_size
-eval.batch_size batch_size | eval_batch_size val_batch_size
 train.batch_size batch_size eval.batch_size | bs batch batch_size global_batch_size train_batch_size per_proc_batch_size
-workers | num_workers n_workers dataloader_num_workers
 optim.lr | lr learning_rate base_lr max_lr
 optim.schedule | lr_scheduler lr_schedule sched scheduler
 optim.warmup_steps | warmup lr_warmup_steps num_warmup_steps warmup_epochs | counted in optimizer steps
-optim.weight_decay | weight_decay wd adam_weight_decay
 optim.betas | betas adam_betas beta1 beta2 adam_beta1 adam_beta2 | e.g. optim.betas=[0.9,0.999]
 optim.clip_norm | clip_grad grad_clip clip_grad_norm gradient_clip_val max_grad_norm
 optim.name | optimizer opt | its numbers are optim.lr, optim.betas, …, optim.options
 model.depth | num_layers n_layers layers num_blocks
 model.hidden_size | hidden_dim embed_dim d_model n_embd dim width
 model.num_heads | heads n_heads n_head num_attention_heads
-model.patch_size | patch
 model.routes.*.selection_ratio | mask_ratio drop_ratio route_ratio keep_ratio
 model | arch architecture backbone model_name model_type | a file of configs/model/
 alignment.encoder | enc_type repa_encoder | with alignment=repa
 alignment.weight | proj_coeff repa_weight
 train.precision precision | precision mixed_precision amp bf16 fp16 fp32 dtype tf32 | auto, bf16 or fp32
-train.compile compile | compile torch_compile use_compile
 train.activation_checkpointing | gradient_checkpointing grad_checkpointing use_checkpoint
 train.processes | num_gpus gpus devices num_processes nproc_per_node world_size | a check alone: a launcher starts them
-train.cpu_threads | num_threads threads
 ema.decay | ema_decay ema_rate ema_halflife_kimg
 every.log | log_every log_interval log_steps logging_steps print_freq
 every.save | save_every save_interval save_steps ckpt_every checkpoint_every checkpointing_steps snap
 every.evaluate | eval_every eval_interval eval_freq eval_steps val_check_interval
-every.sample | sample_every sample_interval
 checkpoints.keep_last | save_total_limit checkpoints_total_limit save_top_k
 resume | resume_from resume_from_checkpoint resume_path auto_resume | the same command goes on with its run
 checkpoint weights init_from run | ckpt ckpt_path checkpoint checkpoint_path pretrained load_from model_path network
 dataset.path source samples data | data data_path data_dir data_root dataset_path train_data_dir feature_path images
 resolution dataset.size crop | image_size img_size input_size resolution latent_size
 dataset.num_classes num_classes | num_classes n_classes label_dim
-dataset.channels | in_channels num_channels in_chans
 train.label_drop | class_dropout_prob label_dropout cfg_dropout cond_drop_prob
 autoencoder sampling.autoencoder | vae vae_path vae_model
-scale | scaling_factor vae_scale
 out results | out output outdir output_dir out_dir save_dir sample_dir
 results out | results_dir logdir log_dir work_dir default_root_dir
-name | exp_name experiment_name exp run_name
 tracker | use_wandb report_to logger log_with
 guidance.scale | cfg_scale cfg guidance_scale omega | with guidance=cfg
 guidance.interval | guidance_interval guidance_low guidance_high
 sampling.solver solver | solver sampler sampling_method ode_solver
-churn | s_churn
 num_samples eval.fid_samples seeds | num_fid_samples num_samples n_samples num_images
-seed first_seed seeds | seed global_seed random_seed manual_seed
-classes | class_labels class_cond class_idx labels
 reference eval.fid_reference | ref ref_path ref_batch fid_stats
 objective | loss_type path_type prediction prediction_type parameterization precond
 """
