@@ -29,6 +29,9 @@ from tread.runtime.versions import git_revision
 from tread.training import settings
 
 ROOT = Path(__file__).resolve().parent.parent
+CPU = "--cpu" in sys.argv  # whatever GPUs there are
+if CPU:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for them
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -41,7 +44,7 @@ def options_of(kind: type, others: bool = True) -> tuple[Any, list[str]]:
     """
     names = [item.name for item in fields(kind)]
     own = [word for word in sys.argv[1:] if word.partition("=")[0] in names]
-    rest = [word for word in sys.argv[1:] if word not in own]
+    rest = [word for word in sys.argv[1:] if word not in (*own, "--cpu")]
     if unknown := [word for word in rest if "=" not in word and not word.startswith("~")]:
         raise ValueError(f"{unknown[0]!r} is no option; --help has them")
     schema.check_overrides(rest, [*names, *([*settings.known_keys(), "experiment"] if others else [])])

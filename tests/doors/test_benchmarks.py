@@ -3,6 +3,7 @@ fails costs the others."""
 
 import json
 import re
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -130,3 +131,50 @@ def test_a_call_that_fails_costs_the_others_nothing(benchmark):
 
     turns = benchmark("timing").take_turns({"first": lambda: None, "second": second_time}, 3, failed)
     assert failed == {"second": "out of memory"} and len(turns.pop("first").seconds) == 3 and not turns
+
+
+def test_a_part_records_what_fails_and_ends_within_its_minutes(benchmark, tmp_path):
+    gpu_check, path = benchmark("gpu_check"), tmp_path / "gpu.json"
+    for minutes, rows in (
+        (1, {"copy": {"failed": "ModuleNotFoundError: No module named 'nothing'"}, "speed": {"measured": 2.0}}),
+        (0, {name: {"failed": "the 0 minutes of this part are over"} for name in ("copy", "speed")}),
+    ):
+        check = gpu_check.Check("machine", minutes, path, {"machine": {"rows": {}}, "host": "kept"})
+        check.attempt("copy", lambda: __import__("nothing"))
+        check.attempt("speed", lambda check=check: check.add("speed", 2.0, "GB/s"))
+        written = json.loads(path.read_text())
+        assert written["host"] == "kept" and written["machine"]["rows"].keys() == rows.keys()
+        assert all(written["machine"]["rows"][name].items() >= row.items() for name, row in rows.items())
+
+
+def test_kernels_have_their_kinds(benchmark):
+    """Names as CUPTI gives them on an H100."""
+    for name, kind in {
+        "triton_poi_fused__to_copy_add_mul_2": "memory-bound",
+        "triton_per_fused_add_native_layer_norm_0": "reduction",
+        "nvjet_tst_192x192_64x3_2x1_v_bz_coopB_TNT": "product",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n": "product",
+        "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm>": "product",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma": "attention",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_kernel": "attention",
+        "multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor>": "optimizer",
+        "multi_tensor_apply_kernel<TensorListMetadata<2>, TernaryOpScalarListFunctor<float>>": "average",
+        "void at::native::vectorized_gather_kernel<16, long>": "gather",
+        "Memcpy DtoD (Device -> Device)": "copy",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::AUnaryFunctor>": "memory-bound",
+    }.items():
+        assert benchmark("gpu_check").kernel_kind(name) == kind
+
+
+@pytest.mark.slow
+def test_every_part_of_gpu_check_runs_tiny_on_a_cpu(tmp_path):
+    """Each has numbers; what has none states why: no fused scan here, and backends of attention for GPUs."""
+    words = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--cpu", f"out={tmp_path}/gpu.json"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    made = json.loads((tmp_path / "gpu.json").read_text())
+    assert [*made] == ["machine", "host", "steps", "variants", "peers", "kinds", "sampling"]
+    for part, content in made.items():
+        failed = {name for name, row in content["rows"].items() if "failed" in row}
+        assert len(content["rows"]) > len(failed), part
+        assert all(re.search("cuDNN|memory-efficient|mamba_ssm|DINOv2", name) for name in failed), failed

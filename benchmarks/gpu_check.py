@@ -1,0 +1,524 @@
+"""Where the time of training and sampling goes on a GPU: python benchmarks/gpu_check.py [part=steps] [options]
+
+Seven parts measure what decides how near a step comes to what its FLOPs allow. A part ends within its minutes, and
+each number is printed beside its prediction and written as soon as it is known, to a file that later parts add to. A
+measurement that fails, or lacks memory or a package, is recorded with its reason, and the next one follows.
+
+    part=…     one of machine, host, steps, variants, peers, kinds, sampling; null: all, in this order
+    sizes=…    of steps, variants and peers, such as [XL,S]; null: each part's own
+    --cpu      everything tiny, on a CPU: a rehearsal
+    out=…      the file; null: benchmarks/results/gpu_<device>.json, with --cpu none
+
+python benchmarks/gpu_check.py --cpu
+python benchmarks/gpu_check.py part=steps sizes=[XL,S]
+"""
+
+import contextlib
+import copy
+import json
+import re
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from step_time import BLOCK, Kinds, forward_flops, kinds_of, measure, open_run, stages, take_steps
+from timing import CPU, DEVICE, ROOT, Turns, begin, circumstances, options_of, take_turns, why_failed
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from routing_module import gather_tokens
+from tread.runtime.device import autocast, device_name, wait_for
+from tread.runtime.files import check_file
+from tread.runtime.schema import Count
+from tread.training.run import Run
+
+WIDTHS = {"S": 384, "B": 768, "L": 1024, "XL": 1152}
+PREDICTED_STEPS = {  # size → images/s of dense and routed steps (fp32: off), and their ratio, at batch 256
+    "H200": {"S": (5800, 8000, 1.37), "B": (2400, 3350, 1.40), "L": (815, 1345, 1.65), "XL": (570, 980, 1.71)},
+    "H100": {"S": (5100, 7000, 1.37), "B": (2100, 2950, 1.40), "L": (730, 1180, 1.65), "XL": (515, 875, 1.71)},
+}
+OTHERS = {  # other networks at B's size → their predicted step over DiT's
+    "lightning": 1.1,
+    "dit_text": 1.3,
+    "maskdit": 0.95,
+    "sprint": 0.55,
+    "rwkv": 1.8,
+    "mamba": 4.0,
+    "mamba model.kernel=mamba_ssm": 2.0,
+}
+KERNELS = (  # kind of a GPU's kernel, and what its name contains; the first match counts
+    ("memory-bound", "triton_poi"),
+    ("reduction", "triton_red|triton_per"),
+    ("attention", "flash|fmha|sdpa|attention"),
+    ("average", "lerp|ternaryop"),
+    ("optimizer", "adam|multi_tensor"),
+    ("gather", "gather|scatter|index"),
+    ("copy", "memcpy|memset|copy"),
+    ("product", "gemm|cutlass|nvjet|cublas|xmma|triton_tem|addmm|aten::mm|bmm|conv"),
+    ("reduction", "reduce|norm|sum"),
+    ("memory-bound", ""),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    part: Literal["machine", "host", "steps", "variants", "peers", "kinds", "sampling"] | None = None
+    sizes: tuple[Literal["S", "B", "L", "XL"], ...] | None = None
+    pairs: Count = 6
+    out: str | None = None
+
+
+@dataclass
+class Check:
+    """The numbers of one part, which has so many minutes.
+
+    path    the JSON file that they are written to after each; None: they are printed alone.
+    result  its content: the numbers of all parts by part and name.
+    """
+
+    part: str
+    minutes: float
+    path: Path | None
+    result: dict
+    began: float = field(default_factory=time.perf_counter)
+
+    def add(self, name: str, measured: float, unit: str, predicted: float | None = None, **more: object) -> None:
+        """Record a number, and print it beside its prediction."""
+        predicted = None if CPU else predicted
+        expected = "" if predicted is None else f"  (predicted {predicted:,.4g})"
+        print(f"  {name:<52} {measured:>12,.4g} {unit}{expected}", flush=True)
+        self._write(name, {"measured": measured, "unit": unit, "predicted": predicted, **more})
+
+    def fail(self, name: str, reason: str) -> None:
+        print(f"  {name:<52} not measured: {reason}", flush=True)
+        self._write(name, {"failed": reason})
+
+    def attempt(self, name: str, work: Callable[[], None]) -> None:
+        """Do some measurements, unless the part's time is over; record why they fail."""
+        if time.perf_counter() - self.began > 60 * self.minutes:
+            return self.fail(name, f"the {self.minutes:g} minutes of this part are over")
+        try:
+            work()
+        except Exception as error:  # memory, kernels, compilers and missing packages fail in many ways
+            self.fail(name, why_failed(error))
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def turns(self, calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Turns]:
+        """Times in turns; calls that fail are recorded, and left out."""
+        failed: dict[str, str] = {}
+        turns = take_turns(calls, rounds, failed)
+        for name, reason in failed.items():
+            self.fail(name, reason)
+        return turns
+
+    @property
+    def rows(self) -> dict[str, dict]:
+        return self.result[self.part]["rows"]
+
+    def _write(self, name: str, row: dict) -> None:
+        self.rows[name] = row
+        if self.path:
+            self.path.write_text(json.dumps(self.result, indent=1) + "\n")
+
+
+def repeated(function: Callable[[], object], times: int) -> Callable[[], None]:
+    """Many calls as one: for what is shorter than its launch."""
+
+    def call() -> None:
+        for _ in range(times):
+            function()
+
+    return call
+
+
+def random(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    dtype = dtype or (torch.float32 if CPU else torch.bfloat16)
+    return torch.randn(shape, device=DEVICE, dtype=dtype)
+
+
+def machine(check: Check, options: Options) -> None:
+    """The device's limits: copies, the matrix products of each size, and attention by backend.
+
+    Decides which backend of attention is taken for which shape, and what fused ends of a step can gain.
+    """
+    times, batch = (1, 2) if CPU else (20, 256)
+
+    def copies() -> None:
+        source = torch.zeros(2**24 if CPU else 2**30, dtype=torch.uint8, device=DEVICE)
+        target = torch.empty_like(source)
+        for name, turn in check.turns({"copy": repeated(lambda: target.copy_(source), times)}, options.pairs).items():
+            check.add(f"{name}, read and written", 2 * times * source.nbytes / turn.median / 1e9, "GB/s")
+
+    def products(size: str) -> None:
+        width, rows = WIDTHS[size] // (8 if CPU else 1), 256 * batch
+        x, weight, gradient = random(rows, width), random(4 * width, width), random(rows, 4 * width)
+        calls = {
+            f"products of {size}, forward": lambda: x @ weight.T,
+            f"products of {size}, inputs' gradients": lambda: gradient @ weight,
+            f"products of {size}, weights' gradients": lambda: gradient.T @ x,
+        }
+        turns = check.turns({name: repeated(call, times) for name, call in calls.items()}, options.pairs)
+        for name, turn in turns.items():
+            check.add(name, times * 2 * rows * width * 4 * width / turn.median / 1e12, "TFLOP/s")
+
+    check.attempt("copy", copies)
+    for size in WIDTHS:
+        check.attempt(f"products of {size}", partial(products, size))
+    for width, tokens, words in [*((w, n, 0) for n in (256, 128) for w in (64, 72)), (64, 256, 64), (64, 256, 77)]:
+        name = f"attention, heads of {width}, {tokens} tokens" + f" to {words} words, masked" * bool(words)
+        check.attempt(name, partial(attention, check, name, (batch, tokens, words, width), times, options.pairs))
+
+
+def attention(check: Check, name: str, shape: tuple[int, int, int, int], times: int, rounds: int) -> None:
+    """Forward and backward by backend, and how far gradients are from those of plain attention in fp32.
+
+    shape  samples, tokens, words that the tokens attend to (0: to the tokens themselves), and a head's width.
+    """
+    batch, tokens, words, width = shape
+    q, k, v = (random(batch, 16, count, width).requires_grad_() for count in (tokens, words or tokens, words or tokens))
+    lengths = torch.randint(4, max(words, 5), (batch, 1), device=DEVICE)
+    mask = (torch.arange(words, device=DEVICE) < lengths)[:, None, None] if words else None
+    direction = torch.randn_like(q)
+
+    def gradients(backend: SDPBackend, *inputs: Tensor) -> tuple[Tensor, ...]:
+        with sdpa_kernel(backend):
+            output = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
+            return torch.autograd.grad(output, inputs, direction.to(output))
+
+    exact = gradients(SDPBackend.MATH, *(tensor.float().detach().requires_grad_() for tensor in (q, k, v)))
+    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+    backends |= {"memory-efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+    backends = {f"{name}, {called}": backend for called, backend in backends.items()}
+    calls = {called: repeated(partial(gradients, backend, q, k, v), times) for called, backend in backends.items()}
+    for called, turn in check.turns(calls, rounds).items():
+        found = gradients(backends[called], q, k, v)
+        error = max(float((a.float() - b).norm() / b.norm()) for a, b in zip(found, exact))
+        check.add(called, 1e3 * turn.median / times, "ms", gradient_error=error)
+
+
+def words_of(size: str, *more: str) -> list[str]:
+    """train.py's overrides for a size of DiT and its route; on a CPU of three blocks."""
+    tiny = ["model.hidden_size=32", "model.num_heads=2", "model.depth=3", "dataset.size=8", "train.batch_size=2"]
+    tiny += ["model.routes=[{start: 1, end: 1}]"]
+    words = [f"experiment=imagenet256_{size.lower()}2", "model=tread"]
+    return [*words, *(tiny if CPU else ["train.batch_size=256"]), *more]
+
+
+@contextlib.contextmanager
+def opened(*words: str) -> Iterator[Run]:
+    """A run of train.py on random latents."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield open_run(Path(folder), words)
+
+
+def calls_of(arms: Kinds) -> dict[str, Callable[[], None]]:
+    return {name: partial(take_steps, *arm, BLOCK) for name, arm in arms.items()}
+
+
+def host(check: Check, options: Options) -> None:
+    """Steps of S's and XL's depth that give the device nothing to do: what launches and Python cost.
+
+    Decides what a step that is launched as one graph can gain.
+    """
+    predicted = {("S", True): 13, ("S", False): 28}  # ms
+
+    def steps_of(size: str, compiled: bool) -> None:
+        small = ["model.hidden_size=24", "model.num_heads=2", "train.batch_size=2", f"train.compile={compiled}"]
+        with opened(*words_of(size, *small)) as run:
+            arms, how = kinds_of(run), "compiled" if compiled else "eager"
+            for name, turn in check.turns(calls_of(arms), options.pairs).items():
+                facts = {"stages": stages(*arms[name])}
+                milliseconds = 1e3 * turn.median / BLOCK
+                check.add(
+                    f"{size}'s depth, {name}, {how}", milliseconds, "ms", predicted.get((size, compiled)), **facts
+                )
+
+    for size in ("S",) if CPU else ("S", "XL"):
+        for compiled in (False, True):
+            check.attempt(f"{size}'s depth", partial(steps_of, size, compiled))
+
+
+def steps(check: Check, options: Options) -> None:
+    """Training steps of each size in turns, dense and routed, and how two of each divide into kinds of kernels."""
+    predictions = PREDICTED_STEPS["H100" if "H100" in device_name(DEVICE) else "H200"]
+
+    def steps_of(size: str, micro: int | None) -> None:
+        dense, routed, ratio = predictions[size]
+        with opened(*words_of(size, f"train.micro_batch_size={micro or 'null'}")) as run:
+            arms = kinds_of(run)
+            result = measure(arms, options.pairs)
+            for name, reason in result["failed"].items():
+                check.fail(f"{size}, {name}", reason)
+            for name, row in result["kinds"].items():
+                facts = {key: row[key] for key in ("ms", "mfu", "peak_gb", "first_turn_s", "stages")}
+                predicted = {"dense": dense, "routed": routed}.get(name)
+                check.add(f"{size}, {name}", row["images_per_s"], "images/s", predicted, micro_batch=micro, **facts)
+                if "ratio" in row:
+                    facts = {key: row[key] for key in ("ratio_95", "ideal", "of_ideal")}
+                    check.add(f"{size}, dense over {name}", row["ratio"], "times", ratio, **facts)
+                for kind, seconds in time_by_kind(partial(take_steps, *arms[name], 2)).items():
+                    check.add(f"{size}, {name}: {kind}", 1e3 * seconds / 2, "ms a step")
+
+    for size in options.sizes or ("XL", "S", "B", "L"):
+        for micro in (None, 128, 64):  # the largest that the memory holds
+            before = {*check.rows}
+            check.attempt(size, partial(steps_of, size, micro))
+            new = [row for name, row in check.rows.items() if name not in before or name.startswith(size)]
+            if not any(row.get("failed") == "out of memory" for row in new):
+                break
+
+
+def kernel_kind(name: str) -> str:
+    return next(kind for kind, pattern in KERNELS if re.search(pattern, name.lower()))
+
+
+def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
+    """Seconds that some work spends in each kind of kernel, by KERNELS; on a GPU also those in which none runs."""
+    cuda = DEVICE.type == "cuda"
+    wait_for(DEVICE)
+    began = time.perf_counter()
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiled:
+        work()
+        wait_for(DEVICE)
+        total = time.perf_counter() - began
+    spent: dict[str, float] = defaultdict(float)
+    for event in profiled.key_averages():
+        spent[kernel_kind(event.key)] += (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e6
+    return spent | ({"idle": max(0.0, total - sum(spent.values()))} if cuda else {})
+
+
+def variants(check: Check, options: Options) -> None:
+    """Steps under other settings of torch, between steps as they are; and gathering and averaging done otherwise."""
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    settings = {
+        "as it is": contextlib.nullcontext,
+        "memory budget 0.9": lambda: functorch.patch(activation_memory_budget=0.9),
+        "attention by flash": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+        "attention by cuDNN": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+        "max-autotune without graphs": lambda: inductor.patch(max_autotune=True),
+        "as it is, again": contextlib.nullcontext,
+    }
+
+    def under(size: str, name: str) -> None:
+        torch._dynamo.reset()  # a compiled block keeps the settings of its first call
+        with settings[name](), opened(*words_of(size)) as run:
+            for kind, turn in check.turns(calls_of(kinds_of(run)), options.pairs).items():
+                check.add(f"{size}, {kind}, {name}", 1e3 * turn.median / BLOCK, "ms", held_gb=turn.held / 1e9)
+
+    for size in options.sizes or ("XL", "S"):
+        check.attempt(f"{size}, gather and average", partial(gather_and_average, check, size, options.pairs))
+        for name in ("as it is",) if CPU else settings:  # nothing is compiled on a CPU, where that takes longest
+            check.attempt(f"{size}, {name}", partial(under, size, name))
+
+
+class GatherRows(torch.autograd.Function):
+    """`gather_tokens` by whole rows; as no token is kept twice, its gradient needs no atomic sums."""
+
+    @staticmethod
+    def forward(ctx, tokens: Tensor, ids_keep: Tensor) -> Tensor:
+        B, N, D = ctx.shape = tokens.shape
+        ctx.rows = (ids_keep + N * torch.arange(B, device=tokens.device)[:, None]).flatten()
+        return tokens.reshape(B * N, D).index_select(0, ctx.rows).view(B, -1, D)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        B, N, D = ctx.shape
+        return gradient.new_zeros(B * N, D).index_copy_(0, ctx.rows, gradient.reshape(-1, D)).view(B, N, D), None
+
+
+def gather_and_average(check: Check, size: str, rounds: int) -> None:
+    """Tokens gathered as now and by rows; an average as now and over one flat tensor, the least it can take."""
+    batch, tokens, times = (2, 16, 1) if CPU else (256, 256, 20)
+    x = random(batch, tokens, WIDTHS[size], dtype=torch.float32).requires_grad_()
+    ids = torch.rand(batch, tokens, device=DEVICE).argsort(1)[:, : tokens // 2].sort(1).values
+    with opened(*words_of(size, "train.compile=false")) as run:
+        zero = torch.zeros((), device=DEVICE)
+        flat = torch.zeros(sum(parameter.numel() for parameter in run.network.parameters()), device=DEVICE)
+        other = flat.clone()
+        calls = {
+            "gather as it is": lambda: gather_tokens(x, ids).sum().backward(),
+            "gather by rows": lambda: GatherRows.apply(x, ids).sum().backward(),
+            "average as it is": lambda: run.ema.update(run.network, 1, zero),
+            "average in one pass": lambda: flat.lerp_(other, 0.5),
+        }
+        for name, turn in check.turns({name: repeated(call, times) for name, call in calls.items()}, rounds).items():
+            check.add(f"{size}, {name}", 1e3 * turn.median / times, "ms")
+
+
+def peers(check: Check, options: Options) -> None:
+    """Our dense steps beside plain loops: over diffusers' DiT, and over our own network, eager and compiled."""
+
+    def plain_loop(network: Callable[..., Tensor], latents: Tensor, parameters: nn.Module) -> Callable[[], None]:
+        """Steps as public scripts have them: autocast, AdamW, an average by parameter, loss.item()."""
+        optimizer = torch.optim.AdamW(parameters.parameters(), lr=1e-4, foreach=True)
+        average, labels = copy.deepcopy(parameters), torch.randint(1000, (len(latents),), device=DEVICE)
+
+        def step() -> None:
+            noise, t = torch.randn_like(latents), torch.rand(len(latents), device=DEVICE)
+            with autocast(DEVICE, "fp32" if CPU else "bf16"):
+                output = network(latents + t.view(-1, 1, 1, 1) * noise, t, labels)
+                loss = (output - noise).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for averaged, current in zip(average.parameters(), parameters.parameters()):
+                    averaged.lerp_(current, 1e-4)
+            loss.item()
+
+        return repeated(step, BLOCK)
+
+    def peers_of(size: str, compiled: bool) -> None:
+        from diffusers import DiTTransformer2DModel
+
+        with opened(*words_of(size, f"train.compile={compiled}")) as run:
+            _, cfg = kinds_of(run)["dense"]
+            heads, side, batch = cfg.model.num_heads, cfg.dataset.size, cfg.train.batch_size
+            theirs = DiTTransformer2DModel(
+                heads, cfg.model.hidden_size // heads, 4, 4, cfg.model.depth, sample_size=side
+            )
+            theirs, plain = theirs.to(DEVICE), copy.deepcopy(run.network)
+            latents, first = torch.randn(batch, 4, side, side, device=DEVICE), torch.zeros(1, device=DEVICE)
+
+            def of_diffusers(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+                return theirs(x, (1000 * t).long(), y).sample
+
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                of_diffusers(latents[:1], first, first.long())
+            check.add(
+                f"{size}: FLOPs of diffusers' DiT", counter.get_total_flops() / forward_flops(run, cfg), "of ours", 1.0
+            )
+            if compiled:
+                theirs.compile(dynamic=False)
+            how = f"{size}, {'compiled' if compiled else 'eager'}"
+            calls = {
+                f"{how}: train.py": partial(take_steps, run, cfg, BLOCK),
+                f"{how}: a plain loop over our network": plain_loop(plain, latents, plain),
+                f"{how}: a plain loop over diffusers' DiT": plain_loop(of_diffusers, latents, theirs),
+            }
+            for name, turn in check.turns(calls, options.pairs).items():
+                check.add(name, BLOCK * batch / turn.median, "images/s", held_gb=turn.held / 1e9)
+
+    for size in options.sizes or ("B", "XL"):
+        for compiled in (False,) if CPU else (False, True):
+            check.attempt(f"{size}, peers", partial(peers_of, size, compiled))
+
+
+def kinds(check: Check, options: Options) -> None:
+    """Steps of the other networks at B's size over DiT's, each in turns with it."""
+    small = ["model.hidden_size=64", "model.depth=6", "dataset.size=8", "train.batch_size=2"]
+    shape = ["experiment=imagenet256_b2", *(small if CPU else ["train.batch_size=128"])]
+    heads = ["model.num_heads=2"] if CPU else []
+
+    def beside(name: str, predicted: float) -> None:
+        model, *more = name.split()
+        with opened(*shape, *heads, "model=dit") as run:
+            own = [] if model == "rwkv" else heads
+            with opened(*shape, *own, f"model={model}", *more) as other:
+                turns = check.turns(calls_of({"dit": (run, run.cfg), name: (other, other.cfg)}), options.pairs)
+        if len(turns) == 2:
+            facts = {"ms": 1e3 * turns[name].median / BLOCK, "held_gb": turns[name].held / 1e9}
+            check.add(
+                f"{name} over dit", statistics.median(turns[name].over(turns["dit"])), "times", predicted, **facts
+            )
+
+    for name, predicted in OTHERS.items():
+        check.attempt(name, partial(beside, name, predicted))
+
+
+def sampling(check: Check, options: Options) -> None:
+    """Network, decoder and DINOv2-B in fp32, TF32 and bf16: calls of a batch, and the largest difference to fp32.
+
+    Differences are fractions of the largest output. Weights are random.
+    """
+    batch = 2 if CPU else 64
+
+    def network() -> tuple[nn.Module, tuple[Tensor, ...]]:
+        with opened(*words_of("XL", "train.compile=false")) as run:
+            side, model = run.cfg.dataset.size, run.network.eval()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.02)  # adaLN-Zero's output is 0 at the start
+        t = torch.rand(batch, device=DEVICE)
+        return model, (torch.randn(batch, 4, side, side, device=DEVICE), t, torch.arange(batch, device=DEVICE))
+
+    def decoder() -> tuple[nn.Module, tuple[Tensor, ...]]:
+        from diffusers import AutoencoderKL
+
+        widths = (32, 32) if CPU else (128, 256, 512, 512)  # Stable Diffusion's
+        down, up = ("DownEncoderBlock2D",) * len(widths), ("UpDecoderBlock2D",) * len(widths)
+        model = AutoencoderKL(3, 3, down, up, widths, layers_per_block=2, latent_channels=4)
+        return model.decoder, (torch.randn(batch, 4, *[8 if CPU else 32] * 2, device=DEVICE),)
+
+    def dinov2() -> tuple[nn.Module, tuple[Tensor, ...]]:
+        from transformers import Dinov2Config, Dinov2Model
+
+        small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2} if CPU else {}
+        side = 28 if CPU else 224
+        model = Dinov2Model(Dinov2Config(patch_size=14, image_size=224, **small))
+        return model, (torch.randn(batch, 3, side, side, device=DEVICE),)
+
+    def speeds(name: str, made: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]) -> None:
+        model, inputs = made()
+        model, outputs = model.to(DEVICE).eval(), {}
+
+        def run(precision: str) -> None:
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "TF32"
+            with torch.no_grad(), autocast(DEVICE, "bf16" if precision == "bf16" else "fp32"):
+                output = model(*inputs)
+            outputs[precision] = getattr(output, "last_hidden_state", output).float()
+
+        calls = {f"{name}, {precision}": partial(run, precision) for precision in ("fp32", "TF32", "bf16")}
+        for called, turn in check.turns(calls, options.pairs).items():
+            exact, found = outputs["fp32"], outputs[called.rpartition(", ")[2]]
+            off = float((found - exact).abs().max() / exact.abs().max())
+            check.add(called, batch / turn.median, "pictures/s", largest_difference=off)
+
+    for name, made in {"a call of XL's network": network, "decoder": decoder, "DINOv2-B": dinov2}.items():
+        check.attempt(name, partial(speeds, name, made))
+
+
+PARTS = {  # in the order of what they decide → minutes
+    machine: 1,
+    host: 1.5,
+    steps: 8,
+    variants: 5,
+    peers: 4,
+    kinds: 5,
+    sampling: 3,
+}
+
+
+def main() -> None:
+    options, _ = options_of(Options, others=False)
+    path = options.out and Path(options.out)
+    if not path and DEVICE.type == "cuda":
+        slug = re.sub(r"[^a-z0-9]+", "_", device_name(DEVICE).lower().replace("nvidia", "")).strip("_")
+        path = ROOT / "benchmarks" / "results" / f"gpu_{slug}.json"
+    result = json.loads(path.read_text()) if path and path.exists() else {}
+    if path:
+        check_file(str(path))
+    for part, minutes in PARTS.items():
+        if options.part in (None, part.__name__):
+            began = time.perf_counter()
+            print(f"{part.__name__}: {part.__doc__.splitlines()[0]}", flush=True)
+            result[part.__name__] = {**circumstances(), "rows": {}}
+            check = Check(part.__name__, minutes, path, result)
+            part(check, options)
+            print(f"  {time.perf_counter() - began:.0f} s\n")
+
+
+if __name__ == "__main__":
+    begin(main)
