@@ -19,7 +19,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -31,7 +31,7 @@ from timing import DEVICE, begin, circumstances, composed, options_of, random_da
 from tread.data.columns import TextSpec
 from tread.data.section_writer import TextWriter
 from tread.encoders.language import BEGIN, UNKNOWN
-from tread.models.architectures import CHOSEN
+from tread.models.architectures import ARCHITECTURES, NetworkOptions
 from tread.models.conditions import Text
 from tread.runtime.device import peak_flops
 from tread.runtime.signals import Stop
@@ -60,8 +60,9 @@ def main() -> None:
     options, overrides = options_of(Options)
     with tempfile.TemporaryDirectory() as folder:
         kinds = kinds_of(open_run(Path(folder), overrides))
-        left_out = ("model=", *(f"model.{name}=" for name in CHOSEN.optional()))
-        kept = [word for word in overrides if not word.startswith(left_out)]
+        shared = [item.name for item in fields(NetworkOptions)]
+        own = [item.name for kind in ARCHITECTURES.values() for item in fields(kind) if item.name not in shared]
+        kept = [word for word in overrides if not word.startswith(("model=", *(f"model.{name}=" for name in own)))]
         for name in filter(None, options.beside.split(",")):
             run = open_run(Path(folder) / name, [*kept, f"model={name}"])
             kinds[name] = run, run.cfg
