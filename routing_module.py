@@ -75,8 +75,8 @@ class Route:
         return cls(2, depth - 4, selection_ratio, fp32, select)
 
     def resolve(self, depth: int) -> "Route":
-        """Return this route for a network of `depth` blocks, with negative indices, "auto" and rejoin=None replaced.
-        Raises ValueError for indices out of range or not in order, and for fp32="next" if no block follows."""
+        """Return this route with negative indices, fp32="auto" and rejoin=None replaced, for a network of `depth`
+        blocks. Raises ValueError for indices out of range or not in order, and for fp32="next" if no block follows."""
         rejoin = self.rejoin if isinstance(self.rejoin, int) else self.start
         given = {"start": self.start, "end": self.end, "rejoin": rejoin}
         for name, index in given.items():

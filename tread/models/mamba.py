@@ -50,8 +50,7 @@ class Mamba2Mixer(nn.Module):
     One projection gives the gate z and x (E channels each), B and C (`state` channels each), all shared by the
     directions, and Δ for each head of each direction. Each direction has its own causal convolution of x, B and C, bias
     of Δ, A and D. The directions' outputs are put back in raster order, summed, gated, normalised and projected.
-    Parameters have Mamba-2's names, directions concatenated; with one direction the weights are those of Mamba-2 with
-    one group.
+    Parameters are those of Mamba-2 with one group, with the same names and the directions concatenated.
     """
 
     def __init__(

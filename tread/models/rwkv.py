@@ -35,7 +35,7 @@ def quad_shift(x: Tensor, grid: Grid) -> Tensor:
 
 
 class SpatialMix(nn.Module):
-    """Token mixing σ(r) ⊙ WKV(k, v) of tokens blended with their neighbours: (B, N, D) → (B, N, D)."""
+    """Token mixing σ(r) ⊙ WKV(k, v); r, k and v are projections of tokens blended with neighbours: (B, N, D)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -82,7 +82,7 @@ def _entering(added: Tensor, a: Tensor) -> Tensor:
 
 
 def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) -> int:
-    """Return the multiply-adds of ssd's matrix products for one sample and all heads: linear in the padded tokens."""
+    """Return the multiply-adds of ssd's matrix products for one sample: linear in the tokens, apart from padding."""
     chunks = -(-tokens // CHUNK)
     length = -(-tokens // chunks)
     total = chunks * length * length * (groups * numbers + heads * channels)
@@ -119,8 +119,8 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return y_t = bias + Σ_k weight_k·x_{t−K+1+k}, with x = 0 before the first token: (S, T, C), in x's dtype.
 
     This equals nn.Conv1d(C, C, K, groups=C) with weight (C, 1, K) and bias (C,), which needs the tokens last and takes
-    about twice as long on a CPU from 1,024 tokens on (docs/measurements.md). Sums use the wider of both dtypes.
-    Compilers get a plain sum, which they fuse: torch 2.11 traces `_Shifted` to wrong gradients.
+    about twice as long on a CPU from 1,024 tokens on (docs/measurements.md). Sums use the wider of both dtypes. Under
+    torch.compile a plain sum is used, which gets fused: torch 2.11 traces `_Shifted` to wrong gradients.
     """
     if torch.compiler.is_compiling():
         taps, tokens = weight.shape[2], x.shape[1]

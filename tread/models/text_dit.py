@@ -6,7 +6,7 @@ to the timestep's conditioning. Both last projections start at zero, so an untra
 without text. Routes gather picture tokens only: every block sees the whole text. With norm="layer", mlp="gelu" and
 positions="sincos" the shared parts are those of dit.py's DiT and have their names.
 
-Shapes: B samples, N picture tokens, T text tokens, D hidden size, C and P channels of the encoder's tokens and pool.
+Shapes: B samples, N picture tokens, T text tokens, D hidden size, C and P channels of text tokens and pooled text.
 """
 
 from functools import partial
@@ -47,7 +47,7 @@ class TextBlock(LightningBlock):
         self.cross_attn = CrossAttention(dim, num_heads, qk_norm)
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:
-        """Map tokens x (B, N, D) to (B, N, D). `given` is LightningBlock's, then text (B, T, D) and mask (B, T)."""
+        """Map tokens x (B, N, D) to (B, N, D). `given`: LightningBlock's, then text (B, T, D) and mask (B, T) bool."""
         *table, c, text, mask = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1), *table)

@@ -66,7 +66,7 @@ def permuted(ids: Tensor, shared: bool = False) -> Tensor:
 def order_matters(
     block: Callable, args: tuple, kwargs: dict, ids: Tensor, shared: bool, select: Callable, join: Callable
 ) -> float:
-    """Return by how much a block's output changes if it gets the tokens ids (B, K) in another order.
+    """Return by how much a block's output changes if it gets the tokens at indices ids (B, K) in another order.
 
     The change is relative to what the block adds to its tokens args[0], and 0 within rounding. shared=True permutes all
     samples alike. `select` and `join` gather inputs and put outputs back, see hooks.py. A block with sharded or
