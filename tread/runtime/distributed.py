@@ -160,7 +160,7 @@ class Processes:
 
     @contextlib.contextmanager
     def lock(self, path: Path, busy: str | None = None) -> Iterator[None]:
-        """Context holding a file lock in the main process. If taken, raise FileExistsError(busy); None waits."""
+        """Context holding a file lock in the main process. If taken, raise FileExistsError(busy); busy=None waits."""
         held = None
         if self.main:
             try:
@@ -178,7 +178,7 @@ class Processes:
 
 
 def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | None) -> list[slice]:
-    """Return a process's rows of the global batch, a slice per accumulation step; ValueError if it can't be even."""
+    """Return a process's rows of the global batch in slices of micro_batch_size; ValueError if a remainder is left."""
     share, rest = divmod(batch_size, ranks)
     if rest:
         raise ValueError(f"train.batch_size {batch_size} does not divide over {ranks} processes")

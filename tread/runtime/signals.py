@@ -74,7 +74,7 @@ class Stop:
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if processes > 1 else None
 
     def poll(self) -> bool:
-        """Return whether to stop, the same in all processes; all call this once a step. Several lag by one step."""
+        """Return whether to stop: the same in all processes, which all call this once a step, with a step's delay."""
         if self._launcher is not None and os.getppid() != self._launcher:
             self.reason = self.reason or "the launcher has ended"
         if self._group is None:
