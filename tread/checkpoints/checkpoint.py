@@ -196,10 +196,10 @@ def _before(folder: Path) -> Path | None:
 
 
 def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return a run's newest undamaged checkpoint, and what is wrong with newer ones; (None, []) if it has none.
+    """Return a run's newest undamaged checkpoint, and what is wrong with newer ones; (None, []) if it has none. Starts
+    at `latest` and goes back in steps, reading all files.
 
-    Starts at `latest`, goes back in steps, and reads all files. Raises ValueError if all are damaged or one has another
-    version.
+    Raises ValueError if all checkpoints are damaged, or if one is of another version.
     """
     problems = []
     for folder in reversed(_folders(run)):
@@ -216,12 +216,7 @@ def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
             problems.append(error.args[0])
         except PermissionError:
             raise
-        except (
-            OSError,
-            LookupError,
-            AttributeError,
-            TypeError,
-        ) as error:  # of the disk, or of info.json
+        except (OSError, LookupError, AttributeError, TypeError) as error:  # of the disk, or of info.json's content
             problems.append(f"{folder} can't be read ({type(error).__name__}: {error})")
     if problems:
         raise ValueError(f"no checkpoint of {run} is whole; name=… starts anew\n  " + "\n  ".join(problems))

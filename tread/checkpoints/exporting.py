@@ -61,7 +61,7 @@ def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
         latents["autoencoder"] = autoencoder
     if paths == "short":
         content = shortened(content)
-        latents["autoencoder"] = shortened(latents.get("autoencoder"))  # nothing else there is a path
+        latents["autoencoder"] = shortened(latents.get("autoencoder"))  # no other entry is a path
     return {key: latents if key == "latents" else value for key, value in content.items()}
 
 

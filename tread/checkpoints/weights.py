@@ -76,7 +76,7 @@ def fit(
     theirs |= unlike
     kind, plain = _kind_of(theirs), _usual(theirs)
     if fitting := {key: value for key, value in theirs.items() if ours.get(key, plain.get(key)) != value}:
-        if "model.architecture" in fitting and (kind.masks or kind.has_path):  # whose file has the route
+        if "model.architecture" in fitting and (kind.masks or kind.has_path):  # its config file sets the route
             fitting = {"model": fitting.pop("model.architecture"), **fitting}
         settings = " ".join(f"{key}={written(value)}" for key, value in fitting.items())
         problems.append(f"settings that fit it: {settings}")

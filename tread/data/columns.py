@@ -275,7 +275,7 @@ def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedTex
     )
     if not counts.sum() == section["captions"] == sum(map(len, lengths[:-1])):
         raise ValueError(f"the text of {encoder} in {folder} disagrees on how many captions there are; {make}")
-    for arrays in (tokens, *pooled):  # reversed: the empty caption, then first, is always checked
+    for arrays in (tokens, *pooled):  # reversed, so that the empty caption is always checked
         check_rows(folder, arrays[::-1], entries[::-1], full, make, spec.vocabulary)
     whole = np.concatenate(lengths)
     if not 1 <= whole.min() <= whole.max() <= spec.tokens:

@@ -67,7 +67,7 @@ class DatasetWriter(ShardStore):
         """As ShardStore.begin. Raises FileExistsError if the dataset exists, or another process is writing it."""
         self.check_free()
         lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
-        self.check_free()  # from now on it stays so
+        self.check_free()  # again: nobody else can make it from now on
         try:
             super().begin(again, begun)
         except ValueError:

@@ -117,7 +117,7 @@ class Processes:
         """Wait until all processes reach this call. Raises OSError if another process has ended."""
         try:
             self._launched.wait_for_everyone()
-        except RuntimeError as error:  # torch.distributed's
+        except RuntimeError as error:  # from torch.distributed
             raise OSError("another process stopped; see its message") from error
 
     def together(self, work: Callable[[], T]) -> T:
@@ -132,7 +132,7 @@ class Processes:
                 told = RuntimeError(f"process {self.rank} failed: {type(error).__name__}: {error}")
         try:
             failed = [one for one in gather_object([told]) if one is not None]
-        except RuntimeError as lost:  # torch.distributed's
+        except RuntimeError as lost:  # from torch.distributed
             raise error or OSError("another process stopped; see its message") from lost
         if failed:
             raise error or failed[0]
