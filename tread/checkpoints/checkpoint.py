@@ -250,9 +250,9 @@ def optimized_parameters(network: nn.Module, projector: nn.Module | None) -> Ite
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, network: nn.Module, projector: nn.Module | None = None
 ) -> dict[str, Tensor]:
-    """Return the optimizer's state as tensors by name: <state>/<parameter>.
+    """Return the optimizer's state as tensors, named <state>/<parameter>.
 
-    Values that the optimizer changed in its groups are <key>/group <number>, and state without a parameter is
+    Values that the optimizer changed in its groups are named <key>/group <number>, and state without a parameter
     <state>/optimizer. Values other than tensors are JSON, as the bytes of a tensor `values`: numbers, text, None, and
     lists, tuples and dicts of these and of tensors. Raises ValueError for anything else.
     """

@@ -14,7 +14,7 @@ LAUNCHED = {"LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"}  # a launc
 
 
 def use_precision(name: Precision, device: torch.device) -> str:
-    """Return "fp32" or "bf16", where "auto" is bf16 on a GPU that has it in hardware, and set whether TF32 is used.
+    """Return the precision, "auto" resolved to "bf16" on a GPU that has it in hardware, else to "fp32"; set TF32.
 
     With bf16, TF32 is allowed, since a route's fp32 block is as large as the others; with fp32 it is off.
     """

@@ -178,7 +178,7 @@ class Processes:
 
 
 def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | None) -> list[slice]:
-    """Return a process's rows of the global batch in slices of micro_batch_size; ValueError if a remainder is left."""
+    """Return a process's rows of the global batch in slices of micro_batch_size (None: one); ValueError if uneven."""
     share, rest = divmod(batch_size, ranks)
     if rest:
         raise ValueError(f"train.batch_size {batch_size} does not divide over {ranks} processes")

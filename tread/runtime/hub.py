@@ -26,8 +26,10 @@ def is_cached(name: str, weights: Sequence[str]) -> bool:
 
 
 def check_answer(url: str, ask: Callable[[str, int], object], seconds: int = SECONDS) -> None:
-    """Raise OSError unless a server answers within `seconds`, including the DNS look-up. `ask` requests (url, seconds)
-    by the client, with its proxies, that will fetch from there later; it raises an exception if there is no answer."""
+    """Raise OSError unless a server answers within `seconds`, including the DNS look-up. `ask(url, seconds)` sends a
+    request by the client that will fetch from there later, with its proxies, and raises an exception if there is no
+    answer.
+    """
     failure: list[object] = [f"no answer in {seconds} s"]
 
     def wait() -> None:

@@ -36,8 +36,8 @@ _FINITE = Range("be a finite number", lambda number: abs(number) <= sys.float_in
 
 
 class Chosen(NamedTuple):
-    """Marks a section of the settings whose dataclass is picked from `table` by the section's key `key`. A key that
-    only other dataclasses of the table have is dropped if it has their default, or if they have none."""
+    """Marks a section of the settings whose dataclass is picked from `table` by the section's key `key`. Keys that only
+    other dataclasses of the table have are dropped, unless their values differ from those dataclasses' defaults."""
 
     key: str
     table: Mapping[str, type]

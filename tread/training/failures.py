@@ -65,8 +65,8 @@ def guarded_step(run: Run) -> None:
 
 
 def find_fitting(attempt: Callable[[int], None], share: int, tried: int) -> int | None:
-    """Return a micro-batch size below `tried` at which `attempt` does not run out of memory, or None. Sizes divide
-    `share`, a process's part of the batch; after an attempt that fails the next size is at most half as large."""
+    """Return a micro-batch size below `tried` with which `attempt(size)` does not run out of memory, or None. It tries
+    divisors of `share`, a process's part of the batch; after each failure the next one is at most half as large."""
     at_most = tried - 1
     while size := next((size for size in range(at_most, 0, -1) if share % size == 0), None):
         torch.cuda.empty_cache()

@@ -15,8 +15,8 @@ from tread.runtime.schema import BelowOne, CountOrZero, Positive, written
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """An optimizer for optim.name to choose. Checkpoints and skipped steps preserve only its `state` and
-    `param_groups`.
+    """An optimizer for optim.name to choose. Only its `state` and `param_groups` are saved, and kept when a step is
+    skipped.
 
     make  its class, or a function that returns one of its objects; takes the parameters and, by name, lr, the settings
           in `shared` and those in optim.options.

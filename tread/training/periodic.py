@@ -131,7 +131,7 @@ def read_statistics(run: Run) -> dict:
 
 
 def mostly_bad(sums: dict) -> bool:
-    """Return whether more than half of the last steps were bad."""
+    """Return whether more than half of the last steps were bad, by the sums of read_statistics."""
     return 2 * sums["recent"].count("1") > len(sums["recent"])
 
 

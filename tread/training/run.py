@@ -62,7 +62,7 @@ class StepStatistics:
         self.recent = torch.cat([self.recent[1:], skip[None]])
 
     def read(self) -> dict[str, float | str]:
-        """Return the sums by name, and as "recent" the known flags, "1" for a bad step. Waits for the device."""
+        """Return the sums by name, and "recent", the known flags as text, "1" for a bad step. Waits for the device."""
         values = torch.cat([self.sums, self.recent]).tolist()
         flags = (f"{flag:.0f}" for flag in values[len(self.NAMES) :] if flag != 0.5)
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}

@@ -85,9 +85,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     )  # fmt: skip
     run.warnings += [*settings_warnings(cfg), *data_warnings(run)]
     if earlier and "flops" not in earlier.info:
-        run.flops = training_flops(
-            cfg, network, range(run.step), aligner
-        )  # by the settings, as the checkpoint has no count
+        run.flops = training_flops(cfg, network, range(run.step), aligner)  # an old checkpoint has no count
     processes.from_main(lambda: take_folder(run, claimed))
     for warning in warnings:
         processes.say(warning)
@@ -104,7 +102,7 @@ def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDatase
 
 
 def check_memory(cfg: Settings, device: torch.device) -> None:
-    """Raise ValueError if the blocks of a network, which is not built yet, are too large for the device's memory."""
+    """Raise ValueError if the blocks of a network that is not built yet, as trained, exceed the device's memory."""
     model, copies = cfg.model, 3 + cfg.optim.copies + len(cfg.ema.power)
     least = int(model.depth * model.hidden_size**2 * (2 + model.mlp_ratio))  # of any architecture; most have more
     needed = int(4 * copies * least)
