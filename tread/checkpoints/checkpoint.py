@@ -55,8 +55,8 @@ def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info
 
 
 def prune(run: Path, keep_last: int, keep_every: int | None) -> None:
-    """Remove checkpoints except the newest keep_last and those at multiples of keep_every. Later ones than `latest`
-    stay, as a run that went back to an earlier step will replace them."""
+    """Remove checkpoints except the newest keep_last and those at multiples of keep_every. Checkpoints later than
+    `latest` stay, as a run that went back to an earlier step will replace them."""
     for folder in _folders(run)[:-keep_last]:
         if not (keep_every and _step(folder) % keep_every == 0):
             gone = folder.with_name(f".{folder.name}.old")  # so that no half-removed checkpoint has its name

@@ -21,7 +21,7 @@ def stored_dtype(info: Mapping) -> Dtype:
 
 
 def as_dtype(tensors: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
-    """Round tensors to a floating-point type. Raises ValueError if numbers are not finite then."""
+    """Round floating-point tensors to a type. Raises ValueError if numbers are not finite then."""
     rounded = {n: value.to(TYPES[dtype]) if value.is_floating_point() else value for n, value in tensors.items()}
     if lost := [name for name, value in rounded.items() if not value.isfinite().all()]:
         limit = f"{torch.finfo(TYPES[dtype]).max:,.0f}"

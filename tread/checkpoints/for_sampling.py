@@ -134,5 +134,5 @@ def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwo
 
 
 def meaning(saved: SavedNetwork) -> dict[str, object]:
-    """Return what two networks must have in common for their predictions to be combined, by name."""
+    """Return the properties that two networks must share for their predictions to be combined, by name."""
     return {"objective": saved.cfg.objective, "text": saved.text, **saved.latents.to_network_scale}

@@ -106,7 +106,7 @@ def usual_heads(hidden_size: int) -> int | None:
 
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
-    """Return the settings that names and shapes tell; heads and rotary positions only if there are rotary tables."""
+    """Return the settings that follow from names and shapes; heads and rotary positions only from rotary tables."""
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     if len(shapes.get(FIRST, ())) != 4:
         return {}

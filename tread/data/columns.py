@@ -177,7 +177,7 @@ class TextSpec:
 
     @property
     def stem(self) -> str:
-        """The first part of its files' names: text-<encoder>, and a hash if that has characters to replace."""
+        """The first part of its files' names: "text-" and the encoder, with a hash if characters were replaced."""
         plain = re.sub(r"[^A-Za-z0-9.]+", "-", self.encoder).strip("-.")[-40:]
         digest = hashlib.sha256(self.encoder.encode()).hexdigest()[:6]
         return f"text-{plain}" if plain == self.encoder else f"text-{plain}-{digest}"

@@ -156,7 +156,7 @@ class LatentDataset:
         self.latents = replace(self.latents, channel_shift=mean, channel_scale=tuple(std / s for s in measured))
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Return the number of whole batches in an epoch. Each epoch leaves out other samples, the remainder."""
+        """Return the number of whole batches in an epoch. Left-over samples, others each epoch, are not drawn."""
         if len(self) < batch_size:
             raise ValueError(f"{self.folder} holds {len(self)} samples, fewer than one batch of {batch_size}")
         return len(self) // batch_size
@@ -196,7 +196,7 @@ class LatentDataset:
     ) -> Batch:
         """Return samples by index, in the given order. Raises IndexError for an index or view that does not exist.
 
-        views     the stored view of each sample.
+        views     the stored view of each sample, or one for all.
         pin       use page-locked memory.
         captions  a caption number per sample, counted over the dataset; None: each sample's first caption.
 

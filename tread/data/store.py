@@ -50,7 +50,7 @@ class ShardStore:
         """Create the work folder, or continue the work in it; one process must call this before any of them writes.
 
         again  discard shards made by another plan, which otherwise raise ValueError.
-        begun  values that replace the plan's in a comparison with unfinished work, as they were when it was begun.
+        begun  entries of the plan as they were when unfinished work was begun, if they may have changed since.
 
         Raises ValueError that says what differs, OSError if the folder cannot be written.
         """

@@ -26,7 +26,8 @@ def open_door(
     """Run a script: answer --help, import plugins, check the overrides in sys.argv, and call its Hydra function `main`.
     An error in the composed config ends the script without a traceback; HYDRA_FULL_ERROR=1 shows it.
 
-    known    dotted keys that overrides may set; a function is called after the import of plugins, which may add keys.
+    known    dotted keys that overrides may set, or a function that returns them, called after plugins may have added
+             keys.
     literal  keys whose values Hydra must not parse: `take_literally` encodes them.
     spell    rewrites the list of overrides for Hydra.
     """
@@ -60,9 +61,8 @@ def named_plugins(words: Iterable[str], config: Path) -> list[str]:
 
 @contextlib.contextmanager
 def explained(stopped: str = "stopped") -> Iterator[None]:
-    """Context that ends the process with one line and no traceback at ValueError, OSError, a full GPU and Ctrl-C
-    (`stopped`, exit code 130). A closed output pipe, as after `| head -1`, ends it without a message (exit code 141).
-    """
+    """Context that ends the process with one line and no traceback at ValueError, OSError, a full GPU and Ctrl-C, which
+    prints `stopped` and exits with 130. A closed output pipe, as after `| head -1`, ends it silently, with 141."""
     try:
         yield
         sys.stdout.flush()

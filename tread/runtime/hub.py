@@ -27,8 +27,7 @@ def is_cached(name: str, weights: Sequence[str]) -> bool:
 
 def check_answer(url: str, ask: Callable[[str, int], object], seconds: int = SECONDS) -> None:
     """Raise OSError unless a server answers within `seconds`, including the DNS look-up. `ask(url, seconds)` sends a
-    request by the client that will fetch from there later, with its proxies, and raises an exception if there is no
-    answer.
+    request by the client, with its proxies, that will fetch from there later; it raises an error if there is no answer.
     """
     failure: list[object] = [f"no answer in {seconds} s"]
 

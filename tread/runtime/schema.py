@@ -18,7 +18,7 @@ from tread.runtime.plugins import import_plugins
 
 
 class Range(NamedTuple):
-    """The numbers that a setting allows: `must` says which, in errors; `holds` tests a number."""
+    """The numbers that a setting allows: `must` describes them in errors ("be positive"), `holds` tests a number."""
 
     must: str
     holds: Callable[[float], bool]
@@ -86,7 +86,7 @@ def _choices(hint: Any) -> list[Chosen]:
 
 
 def add_unstated(words: Iterable[str], kind: type) -> list[str]:
-    """Put ++ before overrides of optional keys of `Chosen` sections, which config files need not state."""
+    """Return overrides with ++ before optional keys of `Chosen` sections, which config files need not state."""
     keys = set()
     for name, hint in _hints(kind).items():
         entries = [entry for choice in _choices(hint) for entry in choice.table.values()]

@@ -18,7 +18,7 @@ SAME = 0.5  # seconds in which a repeated signal counts once: torchrun forwards 
 
 
 def leave_at_once(code: int, last_words: str = "") -> None:
-    """End this process without clean-up if it has process groups, after `last_words` to stderr; otherwise do nothing.
+    """End this process without clean-up if it has process groups, after printing `last_words`; otherwise do nothing.
 
     Deleting a gloo group waits for its threads while holding the GIL. If a thread needs the GIL to free a tensor, the
     process would never end.

@@ -19,7 +19,7 @@ Width = Annotated[float, Range("lie between 0 and 0.288, the uniform average's",
 
 
 def exponential(decay: float = 0.9999, warmup: bool = True) -> Callable[[int], float]:
-    """Return the paper's profile, a function from the number n of earlier updates to the same decay for each.
+    """Return the paper's profile: the decay as a function of the number n of earlier updates, here a constant.
 
     warmup  use min(decay, (1+n)/(10+n)), so that the initial weights do not dominate short runs; the paper does not.
     """
@@ -54,7 +54,7 @@ class EMA:
     @torch.no_grad()
     def update(self, network: nn.Module, step: int, skip: Tensor) -> None:
         """Average in the weights of `network` after training step `step` (0, 1, …). `skip` is 0-d fp32 on the
-        parameters' device, so that nobody waits for it: 1 leaves the average as it is, 0 updates it."""
+        parameters' device, so that the host need not wait: 1 leaves the average as it is, 0 updates it."""
         averaged, current = list(self.network.parameters()), list(network.parameters())
         share = (1 - self.profile(step)) * (1 - skip)
         torch._foreach_lerp_(averaged, current, [share] * len(averaged))

@@ -15,8 +15,7 @@ from tread.runtime.schema import BelowOne, CountOrZero, Positive, written
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """An optimizer for optim.name to choose. Only its `state` and `param_groups` are saved, and kept when a step is
-    skipped.
+    """An optimizer for optim.name to choose. Only its `state` and `param_groups` are saved, and kept in skipped steps.
 
     make  its class, or a function that returns one of its objects; takes the parameters and, by name, lr, the settings
           in `shared` and those in optim.options.

@@ -112,7 +112,7 @@ def log(run: Run, clock: Clock) -> str:
 
 def read_statistics(run: Run) -> dict:
     """Return the sums of StepStatistics by name; for loss and alignment, a list with each process's sum. Raises Failure
-    for too many bad steps: more than train.max_bad_steps in a row, or more than half of the last ones."""
+    for too many bad steps: more than train.max_bad_steps in a row, or more than half of the last 100 steps."""
     sums, most, steps = run.statistics.read(), run.cfg.train.max_bad_steps, ()
     for name in ("loss", "alignment") if run.aligner else ("loss",):
         sums[name] = run.processes.gather(torch.tensor([sums[name]], device=run.processes.device)).tolist()

@@ -1,8 +1,8 @@
 """Averages of the weights of any width, made after training from stored averages.
 
 A run stores its averages by one or two power functions of time at regular steps. At any of these, the average by
-another power function is nearly a weighted sum of them (Karras et al. 2024, arXiv 2312.02696, "EDM2", Section 3.2 and
-Appendix C, where it is called post-hoc EMA).
+another power function is nearly a weighted sum of them (Karras et al. 2024, arXiv 2312.02696, "EDM2", Section 3.2,
+Appendix C).
 
 results/<run>/ema_snapshots/step_0001000.safetensors
     <sigma_rel>/<parameter>  fp16, or fp32 for a tensor with values that fp16 does not reach

@@ -40,7 +40,7 @@ def differences(before: dict, now: dict, prefix: str = "", nothing: object = Non
 
 
 def _by_number(value: object) -> dict | None:
-    """Return a dict, or a list of dicts as a dict by their numbers; None for values without keys inside."""
+    """Return a dict as it is, a list of dicts as a dict by index, and None for values without keys."""
     if isinstance(value, (list, tuple)) and all(isinstance(item, dict) for item in value):
         return {str(number): item for number, item in enumerate(value)}
     return value if isinstance(value, dict) else None

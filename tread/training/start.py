@@ -102,7 +102,7 @@ def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDatase
 
 
 def check_memory(cfg: Settings, device: torch.device) -> None:
-    """Raise ValueError if the blocks of a network that is not built yet, as trained, exceed the device's memory."""
+    """Raise ValueError, before the network is built, if training its blocks alone exceeds the device's memory."""
     model, copies = cfg.model, 3 + cfg.optim.copies + len(cfg.ema.power)
     least = int(model.depth * model.hidden_size**2 * (2 + model.mlp_ratio))  # of any architecture; most have more
     needed = int(4 * copies * least)
@@ -205,7 +205,7 @@ def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset
 
 
 def settings_warnings(cfg: Settings) -> list[str]:
-    """Return warnings about settings that can't help."""
+    """Return warnings about settings that are of no use in this run."""
     warnings, (block, teacher) = [], cfg.alignment.blocks(cfg.model.depth)
     if cfg.alignment.kind == "self" and block >= teacher:
         said = f"the teacher's block {teacher} is not deeper than the aligned one, {block}"
@@ -227,7 +227,7 @@ def files_of(data: LatentDataset) -> dict[str, str]:
 
 
 def file_warnings(data: LatentDataset, before: dict[str, str]) -> list[str]:
-    """Return a warning if files differ from `before`, by files_of; with verify=full only their hashes count."""
+    """Return a warning if files differ from `before`, made by files_of; with verify=full only hashes count."""
     changed = differences(before, files_of(data), nothing="not there")
     if data.verify == "full":
         changed = {name: both for name, both in changed.items() if len({text.partition(",")[0] for text in both}) > 1}

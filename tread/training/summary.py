@@ -111,7 +111,7 @@ def forecast(run: Run, seconds: float) -> str:
 
 
 def describe_outcome(run: Run) -> str:
-    """Describe the last evaluation and demo metrics, and where everything is, in a line each."""
+    """Describe the last evaluation and demo metrics, and the paths of the results, a line each."""
     lines, records = [], run.log.records() if run.processes.main else []
     for name in with_real(name for name, metric in METRICS.items() if metric.of != "training"):
         last, metric = next((record for record in reversed(records) if name in record), None), METRICS.get(name)
