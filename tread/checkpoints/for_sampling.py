@@ -30,7 +30,7 @@ class SavedNetwork:
 
     @property
     def shift(self) -> float | None:
-        """The shift of the sampling times for rectified flow; None for EDM."""
+        """The shift of rectified flow's sampling times (rf.shift); None for EDM."""
         return self.cfg.rf.shift if self.cfg.objective == "rf" else None
 
     @property

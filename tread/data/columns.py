@@ -93,7 +93,7 @@ def latents_hash(index: dict) -> str:
 
 
 def check_grid(grid: int, side: int, whose: str) -> None:
-    """Raise ValueError unless features have as many tokens along a side, `grid`, as the network, `side`."""
+    """Raise ValueError unless features, named by `whose`, have as many tokens along a side as the network, `side`."""
     if grid != side:
         raise ValueError(
             f"{whose} have {grid}×{grid} tokens, but the network has {side}×{side}: choose the grid of the features "
