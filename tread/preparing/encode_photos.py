@@ -120,8 +120,8 @@ def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
 
 
 def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int) -> dict[str, list[np.ndarray]]:
-    """Split the pictures by `held_out`: {"train" and "heldout": picture indices of each shard}. May raise
-    ValueError."""
+    """Return {part: picture indices of each shard} for "train" and "heldout", as split by `held_out`. Raises ValueError
+    if there are too few pictures."""
     out = held_out(photos.names, photos.labels, len(photos.classes), heldout)
     return {part: pieces_of(np.flatnonzero(mask), shard_size) for part, mask in (("train", ~out), ("heldout", out))}
 
