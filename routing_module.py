@@ -159,7 +159,7 @@ def draw_ids(noise: Tensor, selection_ratio: float, sort: bool = True) -> Tensor
     """
     if not 0.0 <= selection_ratio < 1.0:
         raise ValueError(f"selection_ratio is {selection_ratio}, but must lie in [0, 1)")
-    if _readable(noise) and noise.isnan().any():
+    if readable(noise) and noise.isnan().any():
         raise ValueError(f"noise holds {int(noise.isnan().sum())} NaN, but must be uniform numbers: torch.rand(B, N)")
     ids_keep = noise.argsort(dim=1, stable=True)[:, : num_keep(noise.shape[1], selection_ratio)]
     return ids_keep.sort(dim=1).values if sort else ids_keep
@@ -174,7 +174,7 @@ def check_ids(ids_keep: Tensor, batch: int, tokens: int | None) -> None:
         raise ValueError(
             f"ids_keep has shape {shape} and type {ids_keep.dtype}, but must be (B, K) int64, B = {batch}, K > 0{most}"
         )
-    if _readable(ids_keep) and batch:
+    if readable(ids_keep) and batch:
         ordered = ids_keep.sort(dim=1).values
         low, high = int(ordered.min()), int(ordered.max())
         if low < 0 or (tokens is not None and high >= tokens):
@@ -186,9 +186,9 @@ def check_ids(ids_keep: Tensor, batch: int, tokens: int | None) -> None:
             raise ValueError(f"ids_keep names token {ordered[row, column]} twice in sample {row}: name each token once")
 
 
-def _readable(values: Tensor) -> bool:
-    """Return whether values can be read without a GPU synchronisation or a graph break in compiled code."""
-    return values.device.type == "cpu" and not torch.compiler.is_compiling()
+def readable(values: Tensor) -> bool:
+    """Return whether values can be read without a GPU synchronisation or a graph break; fake tensors have none."""
+    return type(values) is Tensor and values.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ def kept_grid(route: Route, ids_keep: Tensor, grid: Grid) -> Grid:
             'it takes select="row"'
         )
     whole = ids_keep.shape[1] % width == 0
-    if whole and ids_keep.device.type == "cpu":
+    if whole and readable(ids_keep):
         rows = ids_keep.view(len(ids_keep), -1, width)
         whole = bool((rows == rows[..., :1] + torch.arange(width)).all() and (rows[..., 0] % width == 0).all())
         whole = whole and bool((rows[..., 0].diff(dim=1) > 0).all())

@@ -125,7 +125,7 @@ def test_a_step_reads_nothing_back_from_the_device(tmp_path, monkeypatch):
 
     monkeypatch.setattr(failures, "training_step", watched)
     monkeypatch.setattr(DiT, "check_inputs", lambda *_: None)
-    monkeypatch.setattr(routing_module, "_readable", lambda _: False)
+    monkeypatch.setattr(routing_module, "readable", lambda _: False)
     launch(tmp_path, "train.micro_batch_size=4", "optim.clip_norm=1", "ema.power=[0.1]", "train.steps=2")
     assert len(watch.seen) > 100 and any("fused_adamw" in name for name in watch.seen)
     waiting = ("_local_scalar_dense", "nonzero", "equal.default", "item", "masked_select", "unique")

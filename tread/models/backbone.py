@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from routing_module import Record, Route, Routes, check_routes, run_blocks
+from routing_module import Record, Route, Routes, check_routes, readable, run_blocks
 from tread.routing.ids import count_run
 from tread.runtime.schema import check
 
@@ -197,7 +197,7 @@ class Backbone(nn.Module):
 
     def check_condition(self, y: Tensor, batch: int) -> None:
         """Raise ValueError unless y holds labels (or texts) for `batch` samples; values are checked on a CPU only."""
-        if y.device.type == "cpu" and y.numel() and not 0 <= int(y.min()) <= int(y.max()) <= self.num_classes:
+        if readable(y) and y.numel() and not 0 <= int(y.min()) <= int(y.max()) <= self.num_classes:
             raise ValueError(
                 f"labels lie in {int(y.min())}..{int(y.max())}, but this network knows "
                 f"0..{self.num_classes - 1} and the null class {self.num_classes}"

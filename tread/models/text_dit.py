@@ -13,6 +13,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from routing_module import readable
 from tread.models.backbone import Init, modulate
 from tread.models.conditions import Text
 from tread.models.lightning import LightningBlock, LightningDiT, MlpKind, Norm, Positions, attend, make_norm
@@ -119,7 +120,7 @@ class TextEmbedder(nn.Module):
             given = None if getattr(y, name) is None else tuple(getattr(y, name).shape)
             if given != shape:
                 raise ValueError(f"the text's {name} have shape {given}, but this network's encoder gives {shape}")
-        if y.mask.device.type == "cpu" and not y.mask.any(dim=1).all():
+        if readable(y.mask) and not y.mask.any(dim=1).all():
             raise ValueError("a text has no token at all: the empty caption is one begin token")
 
 

@@ -1,0 +1,45 @@
+"""The traced memory of a training step against bytes by hand, and against what real steps allocate."""
+
+import pytest
+
+from tread.training.memory import step_memory
+
+
+@pytest.fixture
+def plan(benchmark):
+    """A function from overrides to the traced memory of a step: without routes, or with the model's."""
+    composed, settings = benchmark("timing").composed, benchmark("step_time").settings
+
+    def trace(images, precision, *overrides, routed=False):
+        cfg = settings.read(composed("config", overrides))
+        return step_memory(cfg, cfg.model.resolved_routes if routed else (), images, precision)
+
+    return trace
+
+
+def test_weights_averages_and_optimizer_by_hand(plan):
+    """4 bytes a parameter and position; AdamW holds two of each; a further average is one more."""
+    words = ["dataset=digits", "model=dit", "dataset.path=x"]
+    one, two = plan(2, "fp32", *words), plan(2, "fp32", *words, "ema.power=[0.1]")
+    assert two.averages == 2 * one.averages == 2 * one.weights
+    assert 0.98 < one.optimizer / (2 * one.weights) <= 1  # positions are no parameters
+    assert one.peak >= one.weights + one.averages + one.optimizer + one.saved
+
+
+@pytest.mark.parametrize(("routed", "gigabytes"), [(False, 103.9), (True, 63.6)])
+def test_activations_of_xl_at_256_images(plan, routed, gigabytes):
+    """Eager, in bf16, the route's last block in fp32; a change of these numbers is to be meant."""
+    words = ["experiment=imagenet256_xl2", "model=tread", "dataset.path=x"]
+    assert plan(256, "bf16", *words, routed=routed).saved / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+@pytest.mark.parametrize("words", [("model=tread",), ("model=tread", "train.activation_checkpointing=true")])
+def test_a_real_step_allocates_what_was_traced(plan, benchmark, tmp_path, words):
+    """Within 1% of the profiler's peak, with routes and without."""
+    step_time, timing = benchmark("step_time"), benchmark("timing")
+    words = ["dataset=digits", "model.depth=6", "train.cpu_threads=1", "train.batch_size=64", *words]
+    run = step_time.open_run(tmp_path, words)
+    for name, kind in step_time.kinds_of(run).items():
+        step_time.take_steps(*kind, 2)  # which make the optimizer's state
+        real = step_time.held_by(run) + timing.most_allocated(lambda kind=kind: step_time.take_steps(*kind, 1))
+        assert plan(64, "fp32", *words, routed=name != "dense").peak == pytest.approx(real, rel=0.01), name
