@@ -1,29 +1,41 @@
-"""What training takes on a device: seconds of a step, by arithmetic, and the micro-batch that its memory holds.
+"""What training takes on a device: bytes, and seconds of a step, by arithmetic, traces and few constants.
 
-A step is the sum of its matrix products, its attention, what its blocks read and write outside of both, embedding and
-last layer, and optimizer and averages; but no shorter than the host takes to launch it. The constants are predictions
-for compiled networks in bf16 until benchmarks/gpu_check.py has measured them.
+A step is the sum of its matrix products, its attention, what its blocks read and write besides, embedding and last
+layer, and optimizer and averages; it is never shorter than the host takes to launch it. The constants are predictions
+for compiled networks in bf16; benchmarks/gpu_check.py measures what they stand for.
 """
 
+import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from routing_module import Route, check_routes
+from tread.checkpoints.network import build_network, process_of
 from tread.models.backbone import Backbone
-from tread.routing.ids import count_run
+from tread.routing.ids import count_run, pair
+from tread.runtime.compiling import compile_blocks
+from tread.runtime.device import autocast, wait_for
 from tread.training.memory import StepMemory, step_memory
 from tread.training.settings import Settings
 
 
 class Device(NamedTuple):
-    """A GPU by its maker's data sheet: memory in bytes, bf16 FLOP/s of matrix products, and bytes/s of its memory."""
+    """A GPU by its maker's data sheet: bytes of memory, bf16 FLOP/s of matrix products, bytes/s of its memory."""
 
     memory: float
     products: float
     bandwidth: float
+
+
+class BlockBytes(NamedTuple):
+    """Bytes of a compiled bf16 block for each token and channel: kept for the backward pass, and read or written
+    outside of matrix products and attention, forward and backward."""
+
+    saved: float
+    moved: float
 
 
 DEVICES = {
@@ -32,65 +44,100 @@ DEVICES = {
     "a100": Device(80e9, 312e12, 2.04e12),
     "4090": Device(24e9, 165e12, 1.01e12),
 }
-# what of a device's figures compiled training reaches
-WIDTHS, REACHED = (384, 768, 1024, 1152), (0.34, 0.52, 0.58, 0.6)  # of products, by the network's width
-ATTENTION = {64: 0.19, 72: 0.13}  # of products, by the width of a head; torch's backends on Hopper
-BANDWIDTH = 0.875
-# bytes for each token, channel and block: saved for the backward pass, and moved outside of products and attention
-BLOCK_BYTES = {
-    "dit": (36.2, 179),
-    "maskdit": (36.2, 179),
-    "lightning": (37.5, 217),
-    "sprint": (37.5, 217),
-    "dit_text": (49, 242),
-    "lightning_text": (49, 242),
-    "rwkv": (74, 560),
-    "mamba": (144, 1435),
+BLOCK_BYTES = {  # by architecture; tests/runtime/test_compiling.py holds them against what torch's compiler makes
+    "dit": BlockBytes(36.2, 179),
+    "maskdit": BlockBytes(36.2, 179),
+    "lightning": BlockBytes(37.5, 217),
+    "sprint": BlockBytes(37.5, 217),
+    "dit_text": BlockBytes(49, 242),
+    "lightning_text": BlockBytes(49, 242),
+    "rwkv": BlockBytes(74, 560),
+    "mamba": BlockBytes(144, 1435),
 }
-END_BYTES = 280  # moved by embedding and last layer, for each token and channel
-UPDATE_BYTES = 44  # moved by optimizer, clipping and average, for each parameter
-LAUNCH = 1.1e-3  # seconds of the host for each compiled block's forward, backward and update
+END_BYTES = BlockBytes(30, 280)  # of embedding and last layer together, likewise
+UPDATE_BYTES = 44  # read or written by clipping, AdamW and one average, for each parameter
+WIDTHS, REACHED = (384, 768, 1024, 1152), (0.34, 0.52, 0.58, 0.6)  # network's width → share of `products` reached
+ATTENTION = {64: 0.19, 72: 0.13}  # width of a head → share of `products` that attention reaches
+BANDWIDTH = 0.875  # share of `bandwidth` reached
+LAUNCH = 1.1e-3  # seconds of the host for a block's forward pass, backward pass and update, compiled
+USABLE = 0.94  # share of `memory`; the rest is CUDA's and fragments'
+
+
+def tokens_of_blocks(network: Backbone, routes: Sequence[Route]) -> list[int]:
+    """Return on how many tokens each block runs."""
+    tokens = [network.num_tokens] * len(network.blocks)
+    for route in check_routes(routes, len(tokens)):
+        for block in range(route.start, route.end + 1):
+            tokens[block] = count_run(route, network.num_tokens, network.grid)
+    return tokens
+
+
+def moved_and_saved(cfg: Settings, network: Backbone, routes: Sequence[Route]) -> BlockBytes:
+    """Return the bytes of a compiled bf16 step for one sample, without optimizer and averages."""
+    block, tokens = BLOCK_BYTES.get(cfg.model.architecture, BLOCK_BYTES["dit"]), sum(tokens_of_blocks(network, routes))
+    ends = network.num_tokens
+    return BlockBytes(*(network.hidden_size * (b * tokens + e * ends) for b, e in zip(block, END_BYTES)))
 
 
 def step_seconds(cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, device: Device) -> float:
-    """Predict the seconds of a compiled bf16 step of `images` samples on one device, with fp32: off for routes."""
-    width, tokens = network.hidden_size, [network.num_tokens] * len(network.blocks)
-    for route in check_routes(routes, len(network.blocks)):
-        tokens[route.start : route.end + 1] = [count_run(route, network.num_tokens, network.grid)] * (
-            route.end + 1 - route.start
-        )
+    """Predict the seconds of a compiled bf16 step of `images` samples on one device, with fp32: off for its routes."""
+    tokens, width = tokens_of_blocks(network, routes), network.hidden_size
     linear = sum(block.multiply_adds(count, attention=False) for block, count in zip(network.blocks, tokens))
     mixing = sum(block.multiply_adds(count) for block, count in zip(network.blocks, tokens)) - linear
-    heads = width // getattr(cfg.model, "num_heads", width)
-    reached = float(np.interp(width, WIDTHS, REACHED))
-    attention = ATTENTION[min(ATTENTION, key=lambda size: abs(size - heads))]
-    parameters = sum(parameter.numel() for parameter in network.parameters())
-    moved = BLOCK_BYTES.get(cfg.model.architecture, BLOCK_BYTES["dit"])[1] * width * sum(tokens)
-    moved = images * (moved + END_BYTES * width * network.num_tokens) + UPDATE_BYTES * parameters
-    products = 6 * images * (linear / reached + mixing / attention) / device.products
-    return max(products + moved / (BANDWIDTH * device.bandwidth), LAUNCH * len(network.blocks))
+    head = width // getattr(cfg.model, "num_heads", width)
+    attention = ATTENTION[min(ATTENTION, key=lambda known: abs(known - head))]
+    products = linear / float(np.interp(width, WIDTHS, REACHED)) + mixing / attention
+    moved = images * moved_and_saved(cfg, network, routes).moved + UPDATE_BYTES * count_parameters(network)
+    seconds = 6 * images * products / device.products + moved / (BANDWIDTH * device.bandwidth)
+    return max(seconds, LAUNCH * len(tokens))
 
 
-def compiled_memory(cfg: Settings, routes: Sequence[Route], images: int) -> StepMemory:
-    """Trace a bf16 step, see `step_memory`, and replace what its blocks save by what compiled blocks do."""
-    few, more = (step_memory(cfg, routes, count, "bf16") for count in (1, 2))
-    eager, fixed = more.saved - few.saved, few.saved - (more.saved - few.saved)
-    network_tokens = (cfg.dataset.size // cfg.model.patch_size) ** 2
-    tokens = [network_tokens] * cfg.model.depth
-    for route in check_routes(routes, cfg.model.depth):
-        kept = count_run(route, network_tokens, (int(network_tokens**0.5),) * 2)
-        tokens[route.start : route.end + 1] = [kept] * (route.end + 1 - route.start)
-    saved = BLOCK_BYTES.get(cfg.model.architecture, BLOCK_BYTES["dit"])[0] * cfg.model.hidden_size * sum(tokens)
-    saved = int(fixed + images * min(saved, eager))
-    rest = few.weights + few.averages + few.optimizer
-    return few._replace(saved=saved, peak=rest + max(saved, few.weights))
+def count_parameters(network: Backbone) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())
 
 
-def largest_micro_batch(cfg: Settings, routes: Sequence[Route], images: int, device: Device) -> int:
-    """Return the largest divisor of `images` whose step fits 94% of the device's memory; 0 if none does."""
-    divisors = [count for count in range(images, 0, -1) if images % count == 0]
-    one, two = (compiled_memory(cfg, routes, count) for count in (1, 2))
-    each = two.saved - one.saved
-    rest = one.weights + one.averages + one.optimizer
-    fits = (n for n in divisors if rest + max(one.saved + (n - 1) * each, one.weights) <= 0.94 * device.memory)
+def memory(
+    cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, precision: str, compiled: bool
+) -> StepMemory:
+    """Return the bytes of a step on one device: traced for an eager network, by BLOCK_BYTES for a compiled one."""
+    if not compiled:
+        return step_memory(cfg, routes, images, precision)
+    weights = 4 * count_parameters(network)
+    averages, optimizer = weights * (1 + len(cfg.ema.power)), int(weights * cfg.optim.copies)
+    saved = int(weights / 2 + images * moved_and_saved(cfg, network, routes).saved)  # autocast keeps weights in bf16
+    return StepMemory(weights, averages, optimizer, saved, weights + averages + optimizer + max(saved, weights))
+
+
+def largest_micro_batch(few: StepMemory, more: StepMemory, images: int, room: float) -> int:
+    """Return the largest divisor of `images` at which a step fits into so many bytes; 0 if a single sample does not.
+
+    few, more  a step's memory with one sample and with two.
+    """
+    each = more.saved - few.saved
+    fits = (n for n in range(images, 0, -1) if images % n == 0 and few.peak + (n - 1) * each <= USABLE * room)
     return next(fits, 0)
+
+
+def measured_seconds(
+    cfg: Settings, routes: Sequence[Route], images: int, device: torch.device, precision: str
+) -> float:
+    """Measure forward and backward pass of `images` samples on this machine: the median of three, on random data."""
+    network = build_network(cfg).to(device)
+    if device.type == "cuda":
+        compile_blocks(network.compiled())
+    shape = (images, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size)
+    x, noise, level = (
+        torch.randn(shape, device=device),
+        torch.randn(shape, device=device),
+        torch.zeros(images, device=device),
+    )
+    draws = torch.rand(images, network.num_tokens, device=device)
+    chosen, seconds = [pair(route, draws, network.grid) for route in routes], []
+    for _ in range(5):
+        began = time.perf_counter()
+        with autocast(device, precision):
+            loss = process_of(cfg).loss(network, x, network.null(images), level.sigmoid(), noise, chosen).mean()
+        loss.backward()
+        wait_for(device)
+        seconds.append(time.perf_counter() - began)
+    return sorted(seconds[2:])[1]

@@ -1,0 +1,110 @@
+"""What a run will cost, before it: python scripts/plan.py experiment=imagenet256_xl2 model=tread devices=8 price=3.5
+
+Parameters, FLOPs, memory of a device by part, the largest micro-batch that fits, images/s, hours, money and disk, dense
+and routed. No GPU or dataset is needed; device=this measures on this machine. Times of listed devices are predictions
+for a compiled network in bf16 (tread/training/costs.py). All options: configs/plan.yaml.
+"""
+
+if __name__ == "__main__":
+    import checkout  # noqa: F401
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import hydra
+import torch
+from omegaconf import DictConfig
+
+from routing_module import Route
+from tread.checkpoints.network import build_network
+from tread.runtime import schema
+from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.device import device_name, use_precision
+from tread.runtime.files import size_text
+from tread.runtime.schema import Count, Positive
+from tread.training import settings
+from tread.training.costs import DEVICES, count_parameters, largest_micro_batch, measured_seconds, memory, step_seconds
+from tread.training.settings import Settings
+
+KEYS = ("devices", "device", "price")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What configs/plan.yaml adds to train.py's settings."""
+
+    devices: Count
+    device: Literal["h200", "h100", "a100", "4090", "this"]
+    price: Positive | None
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="plan")
+def main(composed: DictConfig) -> None:
+    with explained():
+        tree = plain(composed)
+        options = schema.read({key: tree.pop(key) for key in KEYS}, Options)
+        cfg = settings.read(tree)
+        if None in (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.num_classes) or cfg.model.takes_text:
+            cfg, _ = settings.complete(tree)  # which reads the dataset
+        show(cfg, options)
+
+
+def show(cfg: Settings, options: Options) -> None:
+    """Print the plan: a column without routes, and one with the model's. Raises ValueError for uneven batches."""
+    if cfg.train.batch_size % options.devices:
+        raise ValueError(f"train.batch_size {cfg.train.batch_size} is not a multiple of devices {options.devices}")
+    with torch.device("meta"):
+        network = build_network(cfg)
+    images, routes = cfg.train.batch_size // options.devices, cfg.model.resolved_routes
+    columns = [column(cfg, network, kind, images, options) for kind in ((), routes)[: 2 if routes else 1]]
+    parameters = count_parameters(network)
+    print(f"{cfg.name}: {parameters:,} parameters, {network.num_tokens} tokens, batch {cfg.train.batch_size}")
+    print("\n" + " " * 34 + "".join(f"{head:>14}" for head in ("all tokens", "routed")[: len(columns)]))
+    for name in columns[0]:
+        print(f"{name:<34}" + "".join(f"{each[name]:>14}" for each in columns))
+    checkpoint = size_text(parameters * 4 * (2 + cfg.optim.copies + len(cfg.ema.power)))
+    sample = cfg.dataset.channels * cfg.dataset.size**2 * 2
+    print(
+        f"\ndisk: {checkpoint} a checkpoint, every {cfg.every.save:,} steps; latents {size_text(sample)} a view in fp16"
+    )
+
+
+def column(cfg: Settings, network: torch.nn.Module, routes: tuple[Route, ...], images: int, options: Options) -> dict:
+    """Return the plan's lines for steps under these routes: name → text."""
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    this, steps = options.device == "this", cfg.train.steps
+    precision = use_precision(cfg.train.precision, here) if this else "bf16"
+    compiled = cfg.train.compile is not False and not (this and here.type == "cpu")
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if not this:
+        room = DEVICES[options.device].memory
+    elif here.type == "cuda":
+        room = torch.cuda.get_device_properties(here).total_memory
+    few, more = (memory(cfg, network, routes, count, precision, compiled) for count in (1, 2))
+    micro = largest_micro_batch(few, more, images, room)
+    saved = few.saved + (max(1, micro) - 1) * (more.saved - few.saved)
+    flops = 3 * network.forward_flops(routes)
+    lines = {
+        "FLOPs an image": f"{flops:.3e}",
+        "FLOPs of the run": f"{flops * cfg.train.batch_size * steps:.3e}",
+        "memory: weights and gradients": size_text(2 * few.weights),
+        "  optimizer and averages": size_text(few.optimizer + few.averages),
+        "  activations of a micro-batch": size_text(saved),
+        "largest micro-batch a device": f"{micro} of {images}" if micro else "none fits",
+    }
+    if not micro:
+        return lines | {"images/s": "–", "hours": "–"}
+    if this:
+        least = min(micro, 8)
+        seconds = measured_seconds(cfg, routes, least, here, precision) * images / least
+    else:
+        seconds = step_seconds(cfg, network, routes, images, DEVICES[options.device])
+    hours = steps * seconds / 3600
+    lines |= {"images/s": f"{cfg.train.batch_size / seconds:,.0f}", "hours": f"{hours:,.1f}"}
+    lines |= {"device-hours": f"{hours * options.devices:,.1f}", "on": device_name(here) if this else options.device}
+    return lines | ({"price": f"{hours * options.devices * options.price:,.0f}"} if options.price else {})
+
+
+if __name__ == "__main__":
+    open_door(main, lambda: [*settings.known_keys(), "experiment", *KEYS], spell=settings.add_unstated)
