@@ -103,7 +103,7 @@ class Mixed(nn.Module):
 
 
 def mixed_5(pooled: int) -> Branches:
-    """Return the branches of a block that maps 35×35 to 35×35; `pooled`: channels of the pool's branch."""
+    """Return the branches (see Mixed) of a block 35×35 → 35×35; `pooled`: channels of the pool's branch."""
     return {
         "branch1x1": [(64, 1)],
         "branch5x5": [(48, 1), (64, 5)],
@@ -113,7 +113,7 @@ def mixed_5(pooled: int) -> Branches:
 
 
 def mixed_6(width: int) -> Branches:
-    """Return the branches of a block that maps 17×17 to 17×17; `width`: channels inside the 7×7 branches."""
+    """Return the branches (see Mixed) of a block 17×17 → 17×17; `width`: channels inside the 7×7 branches."""
     row, column = (1, 7), (7, 1)
     return {
         "branch1x1": [(192, 1)],

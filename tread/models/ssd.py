@@ -120,8 +120,8 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return y_t = bias + Σ_k weight_k·x_{t−K+1+k}, with x = 0 before the first token: (S, T, C), in x's dtype.
 
     This equals nn.Conv1d(C, C, K, groups=C) with weight (C, 1, K) and bias (C,), but that layer needs the tokens in the
-    last axis and takes about twice as long on a CPU from 1,024 tokens on (docs/measurements.md). Sums use the wider of
-    both dtypes. Under torch.compile this is a plain sum, since torch 2.11 compiles `_Shifted` to wrong gradients.
+    last axis and takes about twice as long on a CPU from 1,024 tokens on (docs/measurements.md). Sums use the wider
+    dtype of x and weight. Under torch.compile this is a plain sum: torch 2.11 compiles `_Shifted` to wrong gradients.
     """
     if torch.compiler.is_compiling():
         taps, tokens = weight.shape[2], x.shape[1]
