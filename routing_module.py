@@ -76,7 +76,8 @@ class Route:
 
     def resolve(self, depth: int) -> "Route":
         """Return this route for a network of `depth` blocks; negative indices, fp32="auto" and rejoin=None become
-        explicit. Raises ValueError for indices out of range or order, and for fp32="next" if no block follows."""
+        explicit. Raises ValueError for indices out of range or in the wrong order, and for fp32="next" if no block
+        follows."""
         rejoin = self.rejoin if isinstance(self.rejoin, int) else self.start
         given = {"start": self.start, "end": self.end, "rejoin": rejoin}
         for name, index in given.items():
@@ -154,7 +155,7 @@ def num_keep(num_tokens: int, selection_ratio: float) -> int:
 def draw_ids(noise: Tensor, selection_ratio: float, sort: bool = True) -> Tensor:
     """Return the indices (B, K) int64 of K = num_keep(N, selection_ratio) tokens; all subsets are equally likely.
 
-    noise  (B, N) independent uniform numbers; tokens with the K smallest of a row stay. NaN raises ValueError on a CPU.
+    noise  (B, N) independent uniform numbers; a row's K smallest mark the kept tokens. NaN raises ValueError on a CPU.
     sort   True: each sample's indices ascend; False: they are in the order of their noise, smallest first.
     """
     if not 0.0 <= selection_ratio < 1.0:

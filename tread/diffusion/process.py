@@ -51,8 +51,8 @@ class Process(Protocol):
         return self.noise_level(math.sqrt(2) * torch.erfinv(2 * quantile - 1))
 
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
-        """Return noise levels below noise_level(normal), elementwise: lower by `step` in [0, 1), a difference of
-        quantiles, but not below the quantile 0.001. Levels that are below it already stay as they are."""
+        """Return noise levels whose quantile lies `step`, in [0, 1), below that of noise_level(normal), elementwise,
+        but not below 0.001. A level whose quantile is below 0.001 already stays as it is."""
         quantile = (torch.special.ndtr(normal) - step).clamp(min=CLEANEST)
         return self.noise_level(torch.special.ndtri(quantile).minimum(normal))
 
