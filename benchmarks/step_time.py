@@ -112,7 +112,7 @@ def random_text(folder: Path, count: int, words: bool) -> None:
 
 
 def kinds_of(run: Run) -> Kinds:
-    """Return the kinds of steps to time: dense, routed, and routed with its last block in fp32 if that differs."""
+    """Return the kinds of steps to time: dense, routed, and, if it differs, routed with routes' last blocks in fp32."""
     cfg = run.cfg
     if not cfg.model.routes:
         raise ValueError(f"model={cfg.model.name} has no routes to compare; model=tread measures both")
