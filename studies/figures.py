@@ -69,7 +69,7 @@ def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
 
 
 def at_equal_flops(run: Made, other: Made, metric: str) -> float | None:
-    """Return one run's metric minus another's, at the largest training FLOPs that both reach; None without a value."""
+    """Return one run's metric minus another's, at the largest FLOPs that both reach; None if one has no value."""
     curves = [curve(made, metric, "flops") for made in (run, other)]
     place = min(max(each, default=0) for each in curves)
     here, there = (at_flops(each, place) for each in curves)
@@ -358,7 +358,7 @@ FIGURES = {
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
     """Write results.json (a line per finished training), figure.png and table.md to `folder`, beside the study's YAML,
-    for the requested runs and the study's other seeds. The table names those of them that are missing."""
+    for the requested runs and the study's other seeds. The table names the missing ones among them."""
     whole = [*{(run.arm, run.training.seed): run for run in (*plan(study), *runs)}.values()]
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
     for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):

@@ -75,7 +75,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Training:
-    """A run of train.py; `overrides` are all of its overrides but those of folder and seed."""
+    """A run of train.py; `overrides` are all overrides except for folder and seed."""
 
     overrides: tuple[str, ...]
     seed: int

@@ -1,5 +1,5 @@
 """Reads and writes a score's files: fid.json beside the checkpoint or the pictures, and a line in the run's fid.csv.
-fid.json holds the newest score; older ones by other settings are kept as fid-1.json, fid-2.json, …"""
+fid.json holds the newest score; older ones with other settings are kept as fid-1.json, fid-2.json, …"""
 
 import csv
 import itertools

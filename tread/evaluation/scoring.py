@@ -308,7 +308,7 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
 
 def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | None:
     """Return how photos are read: as the options say, else as the checkpoints' training photos, else with "exif" and
-    "white"; None without options.crop. Raises ValueError if the checkpoints' photos were read in different ways."""
+    "white"; None if options.crop is null. Raises ValueError if the checkpoints' photos were read in different ways."""
     if options.crop is None:
         return None
     chosen = {"orientation": options.orientation, "alpha": options.alpha}

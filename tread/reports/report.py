@@ -63,7 +63,7 @@ class Subject:
 def write_report(folders: Sequence[Path | str]) -> Path:
     """Write a page on runs into the first folder, as report.html, or comparison.html for several runs; return its path.
     The page names damaged files. Raises FileNotFoundError for a folder without a run, OSError if the page can't be
-    written, ImportError without plotly."""
+    written, ImportError if plotly is missing."""
     first, *others = dict.fromkeys(map(Path, folders))
     runs = [find_run(folder) for folder in (first, *others)]
     check_place(first, 0)

@@ -67,7 +67,7 @@ def told_time(stated: object) -> str | None:
 
 def folders_of(patterns: Sequence[str]) -> list[Path]:
     """Return the folders that names or glob patterns match, each once; a pattern matches only runs.
-    Raises FileNotFoundError for a pattern without a run, and without patterns."""
+    Raises FileNotFoundError for a pattern that matches no run, or if there are no patterns."""
     folders: dict[Path, None] = {}
     for pattern in patterns:
         matching = [Path(pattern)]
