@@ -48,17 +48,17 @@ class Asked(NamedTuple):
     texts: Text
 
     def repeated(self, times: int) -> "Asked":
-        """Return the same with each emoji repeated `times` times in a row."""
+        """Each so many times, one behind the other."""
         each = np.repeat(np.arange(len(self.numbers)), times)
         return Asked(self.numbers[each], self.parts[each], rows(self.texts, torch.from_numpy(each)))
 
 
 def open_emoji(saved: SavedNetwork, folder: str | None = None) -> tuple[LatentDataset, LatentDataset]:
-    """Open both parts of dataset=emoji, training and held out, with the text that a network was trained on.
+    """Both parts of dataset=emoji, training and held out, with the text that a network was trained on.
 
     folder  where train/ and heldout/ lie; None: where the checkpoint says, and they are written if they are not there.
 
-    Raises FileNotFoundError, or ValueError for a class-conditional network or one trained on other data.
+    Raises FileNotFoundError, or ValueError for a network of other data, or of classes.
     """
     dataset, text = saved.cfg.dataset, saved.cfg.text
     if dataset.embedded != "emoji" or not saved.cfg.model.takes_text:

@@ -96,7 +96,7 @@ def prompt_warnings(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
 class ScoredPrompts:
     """Captions by number, in the order of their pictures.
 
-    folder  the dataset that holds the captions.
+    folder  of the captions' dataset.
     count   number of captions.
     sha256  of the dataset's latents, its captions and their encoder.
     read    caption numbers (n,) → encoded text.

@@ -176,9 +176,9 @@ class ScoringPlan:
     weak            the guidance's weak network, if it is another checkpoint; else None.
     count           number of samples to draw.
     compiled        whether the networks' blocks are compiled for sampling.
-    decoder         fingerprint of the decoder that turns its latents into pictures.
-    embedded        the embedded dataset whose own scorer is used; None: a reference is used, or no scorer.
-    prompts         the captions to sample with, for a text-conditional network; else None.
+    decoder         fingerprint of the decoder of its latents.
+    embedded        the embedded dataset whose scorer is used; None: a reference is, or nothing is scored.
+    prompts         the captions to draw, for a network that takes texts; else None.
     flops           FLOPs of the networks per sample.
     flops_relative  ratio of these FLOPs to those of the same steps without guidance.
     """
