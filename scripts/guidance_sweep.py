@@ -156,7 +156,7 @@ def within(interval: tuple[float, ...] | None, word: str) -> str:
 
 
 def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric: str, routed: bool) -> None:
-    """Write the table and the figures, and print the best setting; records[None] is without guidance."""
+    """Write the table and the figures, and print the best setting. records[None] is the score without guidance."""
     baseline, records = records.get(None), {point: record for point, record in records.items() if point is not None}
     files = [folder / "sweep.csv", folder / "curves.png"] + [folder / "sweep.png"] * routed
     columns = [*Point._fields, "flops_relative", "step", "count", *names_of("samples")]
@@ -178,7 +178,7 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
 
 
 def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
-    """Draw each metric against ω: a line per pair of ratios and interval, and the score without guidance as a level."""
+    """Draw each metric against ω: a line per pair of ratios and interval, and a level for no guidance."""
     settings: dict[str, list[Point]] = {}
     for point in sorted(records, key=lambda point: point.scale):
         ratios = f"ratios {point.strong:g} and {point.weak:g}, " if point.strong or point.weak else ""

@@ -1,7 +1,7 @@
 """How well generated emoji show what was asked for: the nearest real emoji should carry the caption. It is no FID.
 
-The real emoji nearest to a drawn one are looked up among all of them, training and held out: by their pixels at 16×16,
-and by the FID Inception's features where its weights are at hand.
+The real emoji nearest to a generated one are looked up among all, training and held out: by their pixels at 16×16, and
+by the FID Inception's features if its weights are on this machine.
 """
 
 import itertools
@@ -29,14 +29,19 @@ COMPARED = ("", "_real", "_shifted")  # what was drawn; the emoji asked for itse
 
 
 class EmojiSet(NamedTuple):
-    """All real emoji, training first: pictures (m, 3, S, S) uint8, and the captions of each."""
+    """All real emoji, training before held-out ones: pictures (m, 3, S, S) uint8, and the captions of each."""
 
     pictures: Tensor
     captions: list[list[str]]
 
 
 class Asked(NamedTuple):
-    """The emoji (n,) whose first captions are asked for: their numbers, their parts, and the captions' texts."""
+    """The n emoji whose first captions serve as prompts.
+
+    numbers  (n,) places in EmojiSet.
+    parts    (n,) "seen" for training emoji, "held" for held-out compositions.
+    texts    the encoded captions.
+    """
 
     numbers: np.ndarray
     parts: np.ndarray
@@ -77,15 +82,15 @@ def open_emoji(saved: SavedNetwork, folder: str | None = None) -> tuple[LatentDa
 
 
 def real_emoji(train: LatentDataset, heldout: LatentDataset | None) -> EmojiSet:
-    """The pictures and captions of both parts of dataset=emoji."""
+    """Return the pictures and captions of both parts of dataset=emoji."""
     parts = [data for data in (train, heldout) if data]
     pictures = [stored_pictures(data.read(np.arange(len(data))).stored, data.latents).cpu() for data in parts]
     return EmojiSet(torch.cat(pictures), [texts for data in parts for texts in data.captions])
 
 
 def ask(train: LatentDataset, heldout: LatentDataset | None, count: int) -> Asked:
-    """So many first captions: half of training emoji, spread over all, and half of held-out compositions, one after
-    the other and again from the first; without held-out data all of the former."""
+    """Choose `count` emoji to ask for: half are training emoji, evenly spread; half are held-out compositions, in order
+    and repeated if there are too few. Without held-out data, all are training emoji."""
     compositions = read_index(heldout.folder).get("compositions", 0) if heldout else 0
     held = np.arange(count // 2) % compositions if compositions else np.arange(0)
     seen = np.linspace(0, len(train) - 1, count - len(held)).round().astype(np.int64)
@@ -97,14 +102,14 @@ def ask(train: LatentDataset, heldout: LatentDataset | None, count: int) -> Aske
 
 
 def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Inception | None = None) -> dict[str, float]:
-    """Score generated emoji: pictures (n, 3, S, S) uint8, drawn for the texts that were asked.
+    """Score generated emoji: pictures (n, 3, S, S) uint8, sampled with the captions in `asked`.
 
-    seen_top1, seen_top5    share of the captions of training emoji that the nearest real emoji carries, or one of the
-                            five nearest.
-    held_top1, held_top5    the same of held-out compositions.
-    …_real                  the same of the emoji asked for themselves: below 1 where others look alike to the features.
-    …_shifted               the same of these, shifted by one pixel: what a right but inexact picture reaches.
-    …_inception…            the same by Inception's features in the place of pixels.
+    seen_top1, seen_top5    for captions of training emoji: share of pictures whose nearest real emoji (or one of the
+                            five nearest) has the caption.
+    held_top1, held_top5    the same for held-out compositions.
+    …_real                  the same share for the real pictures asked for; below 1 if other emoji look like them.
+    …_shifted               the same for the real pictures shifted by one pixel: what an inexact but right one reaches.
+    …_inception…            the same by distances of Inception features instead of pixels.
     """
     shown = real.pictures[torch.from_numpy(asked.numbers)]
     compared = dict(zip(COMPARED, (pictures, shown, shown.roll(1, dims=3))))
@@ -122,13 +127,13 @@ def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Incep
 
 
 def small_pixels(pictures: Tensor) -> Tensor:
-    """(n, 3, S, S) uint8 → (n, 3·16·16), the means of areas."""
+    """Average pictures (n, 3, S, S) uint8 down to 16×16 pixels, (n, 3·16·16) in 0..1."""
     return F.adaptive_avg_pool2d(pictures.double() / 255, SIDE).flatten(1)
 
 
 def retrieved(features: Tensor, known: Tensor, asked: Asked, real: EmojiSet) -> np.ndarray:
-    """Features of drawings (n, F) and of real emoji (m, F) → (n, 5) bool: whether the nearest real emoji, the next, …
-    carries the caption asked for."""
+    """Return (n, 5) bool: whether the nearest, second nearest, … real emoji has the caption asked for. Features are
+    those of generated emoji (n, F); `known` are those of all real ones (m, F)."""
     nearest = torch.cdist(features, known).topk(min(max(RANKS), len(known)), largest=False).indices
     carried = [{caption.lower() for caption in captions} for captions in real.captions]
     wanted = [real.captions[number][0].lower() for number in asked.numbers]

@@ -26,7 +26,7 @@ class Metric:
     compared  whether tables that compare runs have a column for it.
     curve     whether a training measures it repeatedly.
     log       whether its axis is logarithmic.
-    alike     settings that runs must share for its values to be comparable, besides those that all metrics need.
+    alike     settings that must be equal for runs' values to be comparable, besides those that all metrics need.
     count     key under which a training records its number of samples; "": none.
     real      suffixes of the keys that hold the same number for real pictures.
     compute   computes it from features of samples and reference; None: another scorer gives it.
@@ -123,7 +123,7 @@ def names_of(what: str) -> list[str]:
 
 
 def heldout_titles() -> dict[str, str]:
-    """Return {key: title} of the losses on held-out data; the keys are those of `Process.evaluation`."""
+    """Return {key: title} of the losses on held-out data; a process names its key in `Process.evaluation`."""
     return {name: METRICS[name].title for name in names_of("heldout")}
 
 

@@ -1,5 +1,5 @@
-"""Reads a text network's prompts and encodes them with the text encoder of its training; opens captions of held-out
-pictures, on which text networks are scored. The labels of a text network are the numbers 0..n−1 of its prompts."""
+"""Reads prompts for text-conditional networks and encodes them with the text encoder of the training; opens captions of
+held-out pictures for scoring. Samplers take labels: for a text-conditional network, these number its prompts 0..n−1."""
 
 import hashlib
 import itertools
@@ -40,8 +40,8 @@ def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
 
 
 def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompts: Sequence[str]) -> list[int]:
-    """Return the labels to draw: the classes (None: ten, spread over all), or the prompts' numbers for a text network.
-    Raises ValueError for classes or prompts that the network does not take, and for a text network without a prompt."""
+    """Return the labels to sample: the classes (None: ten, spread over all) or, for a text-conditional network, the
+    prompts' numbers. Raises ValueError if the network takes no such classes or prompts, or if prompts are missing."""
     where, count = saved.found.folder, saved.cfg.dataset.num_classes
     if saved.text is None and prompts:
         raise ValueError(f"{where} was trained with classes, and takes no prompt: classes=[0,1] names them")
@@ -58,8 +58,8 @@ def encode_prompts(
     saved: SavedNetwork, prompts: Sequence[str], device: torch.device, place: str | None = None
 ) -> tuple[Text, list[str]]:
     """Encode prompts for the network; also return notes on unknown words and on prompts that are cut off. `place` is
-    the text encoder's hub id or folder; None: the one that the training used. Raises ValueError if it can't be loaded,
-    or is not the training's by its hash."""
+    the text encoder's hub id or folder; None: the one that the training used. Raises ValueError if it can't be loaded
+    or its hash differs from that of the training's encoder."""
     if place is not None and saved.cfg.text.width is None:
         raise ValueError(
             f"text_encoder={place} is given, but the words of {saved.found.folder} are in its checkpoint: leave it out"

@@ -46,8 +46,8 @@ class Scorer(Protocol):
         return {}
 
     def score(self, samples: ShardStore) -> Scores:
-        """Score stored parts that hold pictures, labels and the arrays of `prepare`. Returns the values, the reasons
-        for missing metrics, and the counts of values that use fewer samples, by metric."""
+        """Score stored samples, which are pictures, labels and the arrays of `prepare`. Returns {metric: value},
+        {metric: reason why its value is missing}, and {metric: sample count} for values from fewer samples."""
 
     def warnings(self, samples: int) -> list[str]:
         """Return notes for readers of a score of so many samples."""
@@ -55,7 +55,7 @@ class Scorer(Protocol):
 
 
 class Unscored(Scorer):
-    """Scores nothing: for samples that are only drawn."""
+    """Scores nothing: for samples that are only generated and saved."""
 
     metrics, reference, seconds = (), None, 0.0
 
@@ -67,8 +67,8 @@ class Unscored(Scorer):
 class ReferenceScorer:
     """Compares samples with a reference by Inception features.
 
-    features  of the reference's pictures, after `extract_reference`; None: it has no pictures.
-    seconds   time that extracting them took.
+    features  the features of the reference's pictures, once `extract_reference` has run; None: it has no pictures.
+    seconds   time that extracting these features took.
     """
 
     reference: Reference
@@ -181,7 +181,7 @@ def choose_scorer(embedded: str | None, against: ReferenceScorer | None) -> Scor
 
 @dataclass(frozen=True)
 class OnlineFID:
-    """Computes FID of a few samples while a network trains, as a trend, with the functions of fid.py."""
+    """Computes FID of a few samples during training, to show a trend, with the same functions as fid.py."""
 
     scorer: ReferenceScorer
     decoder: Decoder
@@ -202,7 +202,7 @@ class OnlineFID:
         return Moments.of_parts(features())
 
     def fid(self, samples: Moments, cpu_threads: int | None = None) -> float:
-        """Return the FID of samples by their moments, which may be merged from several processes. `cpu_threads` is the
+        """Return the FID of samples from the moments of their features, merged over processes. `cpu_threads` is the
         number of threads for this process, as use_cores takes it, while the other processes wait."""
         threads = torch.get_num_threads()
         use_cores(cpu_threads, processes=1)
@@ -215,8 +215,9 @@ class OnlineFID:
 def open_online_fid(
     reference: Path, samples: int, inception: str | None, latents: LatentSpec, decoder: Decoder, processes: Processes
 ) -> OnlineFID:
-    """Open a reference with mu and sigma, and the Inception (by `find_weights`), for `samples` samples of all processes
-    together. Raises FileNotFoundError, or ValueError, also if decoded pictures and the reference differ in size."""
+    """Open a reference that has mu and sigma, and an Inception (see `find_weights`). `samples` is the number of samples
+    of all processes together. Raises FileNotFoundError, or ValueError, also if decoded pictures have another size
+    than the reference's."""
     if samples < processes.count:
         raise ValueError(f"eval.fid_samples is {samples}, which is less than one for each process")
     scorer = open_scorer(reference, inception, None, processes)

@@ -175,12 +175,12 @@ class ScoringPlan:
 
     weak            the guidance's weak network, if it is another checkpoint; else None.
     count           number of samples to draw.
-    compiled        whether the networks' blocks are compiled for drawing.
+    compiled        whether the networks' blocks are compiled for sampling.
     decoder         fingerprint of the decoder of its latents.
     embedded        the embedded dataset whose scorer is used; None: a reference is, or nothing is scored.
     prompts         the captions to draw, for a network that takes texts; else None.
-    flops           of the networks, per sample.
-    flops_relative  their ratio to the same steps without guidance.
+    flops           FLOPs of the networks per sample.
+    flops_relative  ratio of these FLOPs to those of the same steps without guidance.
     """
 
     options: ScoringOptions
@@ -241,7 +241,8 @@ class ScoringPlan:
 
 
 def _constants(process: Process) -> dict:
-    """Return a process's constants, without newer ones at their defaults, so that older scores are recognised."""
+    """Return a process's constants. Constants younger than some scores are left out at their defaults, so that these
+    scores are recognised."""
     added = {"direction": 0.0, "shift": 1.0}
     return {key: value for key, value in asdict(process).items() if key not in added or value != added[key]}
 
@@ -281,8 +282,8 @@ def plan_scoring(
 
 
 def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPrompts | None:
-    """Open the captions on which a network is scored; return None for a network of classes. Raises ValueError or
-    FileNotFoundError, also for options that a network of classes can't use."""
+    """Open the captions on which a text-conditional network is scored; return None for a class-conditional one. Raises
+    FileNotFoundError, or ValueError, also if a class-conditional network is given prompts or clip."""
     if saved.text is not None:
         return open_prompts(saved, options.prompts or HELDOUT, with_words=options.clip is not None)
     for key in ("prompts", "clip"):
@@ -306,8 +307,8 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
 
 
 def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | None:
-    """Return how photos are read: by the options, else as the checkpoints' training photos, else "exif" and "white".
-    Raises ValueError if the checkpoints' photos were read in different ways; returns None without options.crop."""
+    """Return how photos are read: as the options say, else as the checkpoints' training photos, else with "exif" and
+    "white"; None if options.crop is null. Raises ValueError if the checkpoints' photos were read in different ways."""
     if options.crop is None:
         return None
     chosen = {"orientation": options.orientation, "alpha": options.alpha}
@@ -323,8 +324,7 @@ def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | Non
 
 
 def files_beside(options: ScoringOptions) -> ScoreFiles:
-    """Return the files for the score of samples=…: in options.out, or beside the samples (or their tar) and named after
-    them."""
+    """Return the score files of samples=…: in options.out, or beside the samples (or tar) and named after them."""
     if options.out:
         return ScoreFiles(Path(options.out))
     path = Path(options.samples)
@@ -370,8 +370,8 @@ class CheckpointScoring:
         return before and before[1]
 
     def check(self, decoder: autoencoder.Decoder) -> None:
-        """Raise ValueError if samples can't be compared with the reference, OSError if the disk has no room for samples
-        that are left to draw, their features, and the score."""
+        """Raise ValueError if samples can't be compared with the reference, OSError if the disk has no room for the
+        samples still to be drawn, their features, and the score."""
         plan, shape = self.plan, self.plan.saved.latents.shape
         picture = decoder(torch.zeros(1, *shape, device=self.processes.device)).cpu()
         if self.scorer.reference is not None:
@@ -433,7 +433,7 @@ class CheckpointScoring:
             self.seconds.update(seconds)
 
     def _record(self) -> dict:
-        """Score the drawn samples and return the content of fid.json."""
+        """Score the generated samples and return the content of fid.json."""
         plan, parts, began, total = self.plan, self.parts, time.perf_counter(), Counter()
         parts.check_complete(self.processes)
         for note in parts.notes():
@@ -481,8 +481,8 @@ class CheckpointScoring:
 def common_record(
     scorer: Scorer, samples: ShardStore, count: int, processes: Processes, pictures: Pictures | None = None
 ) -> dict:
-    """Return the part common to all fid.json files: each value with its count, and how it was made. `pictures` are
-    samples opened as files, whose damaged ones are counted; None: they were drawn."""
+    """Return the part common to all fid.json files: the values, the number of samples behind each, and how they were
+    made. `pictures` are the samples if they were read from files, to count damaged files; None: they were generated."""
     (values, unavailable, counts), reference = scorer.score(samples), scorer.reference
     sets = {"skipped": pictures, "reference_skipped": reference and reference.pictures}
     return {

@@ -37,8 +37,8 @@ def find_photos(
 ) -> Photos:
     """Find the pictures of a folder, a zip, tars, a parquet file or a folder of parquet files.
 
-    root      folder inside the source that holds the pictures (parquet, MS-COCO: the split); None: the outermost with
-              pictures.
+    root      folder inside the source that holds the pictures, or the split of parquet files and MS-COCO; None: the
+              innermost folder that holds all of them.
     labels    labels file beside or inside the source; None: one of LABEL_FILES beside the pictures, else class folders.
     captions  column of captions in parquet files; "none": captions are ignored; None: they are read if there are any.
 
@@ -106,7 +106,8 @@ def _hidden(name: str) -> bool:
 
 
 def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
-    """Return the prefix of names in the folder `root`; None: in the outermost that holds more than a single folder."""
+    """Return the prefix of names in the folder `root`; None: in the innermost folder that holds all files, or in its
+    parent if it is a class folder."""
     if root is not None:
         root = str(PurePosixPath(root))
         outermost = sorted(folders, key=lambda f: (f.count("/"), f))
@@ -149,7 +150,7 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, in
 
 
 def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tuple[dict[str, int], list[str]]:
-    """Return {picture: index of its class} and the class names, by the table of a labels file."""
+    """Return {picture: index of its class} and the class names, from the table of `label_table`."""
     check_table(where, table, {name for name in names if is_picture(name) or name in table})
     classes = sorted(set(table.values()))
     if not any(isinstance(label, str) for label in classes):
@@ -167,8 +168,8 @@ def check_table(where: str, table: dict[str, int | str], files: set[str]) -> Non
 
 
 def label_table(name: str, content: bytes) -> dict[str, int | str]:
-    """Parse a labels file, a CSV or EDM's JSON: {picture: number or name of its class}. A CSV has the columns file or
-    (as Hugging Face) file_name, and label. Raises ValueError for other content."""
+    """Parse a labels file, a CSV or EDM's JSON: {picture: number or name of its class}. A CSV has the columns label
+    and file (or file_name, as Hugging Face has it). Raises ValueError for other content."""
     try:
         text = content.decode("utf-8-sig")
         if name.endswith(".csv"):
