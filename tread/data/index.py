@@ -27,7 +27,7 @@ def read_index(folder: Path) -> dict:
 
 
 def prepared_heldout(folder: Path) -> Path | None:
-    """Return the folder of held-out data that index.json names, or None. Raises FileNotFoundError, or as read_index."""
+    """Return the folder of held-out data that index.json names, or None. Raises FileNotFoundError or ValueError."""
     name = read_index(folder).get("heldout")
     if name is None:
         return None

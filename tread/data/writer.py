@@ -24,12 +24,12 @@ EARLIER = {"orientation": "stored", "alpha": "drop"}  # for old plans, which do 
 
 
 class DatasetWriter(ShardStore):
-    """Writes a dataset in shards, which may be interrupted.
+    """Writes a dataset in shards; the work may be interrupted and continued.
 
     folder    the future dataset.
     plan      everything that determines its content, as JSON: unfinished work by another plan is not continued.
     pictures  (3, H, W) of the uint8 pictures kept beside the latents; None: none are.
-    besides   parts of the plan that do not affect shards: they distinguish finished datasets, not unfinished work.
+    besides   parts of the plan that affect no shard: compared with a finished dataset's, not with unfinished work's.
     ranges    the rows of each shard; may be set later.
     """
 
@@ -64,7 +64,7 @@ class DatasetWriter(ShardStore):
         return finished
 
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
-        """As ShardStore.begin. Raises FileExistsError if the dataset exists, or another process is writing it."""
+        """Call ShardStore.begin. Raises FileExistsError if the dataset exists, or another process is writing it."""
         self.check_free()
         lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
         self.check_free()  # again: nobody else can make it from now on
@@ -110,7 +110,7 @@ class DatasetWriter(ShardStore):
         OSError if shards are missing.
 
         fields  more fields of index.json: `heldout` or `train`, the folder of the other part of the data;
-                `normalize_by`, the mean and std to normalise channels by in place of the measured ones.
+                `normalize_by`, the mean and std that normalise channels in place of the measured ones.
         """
         self.check_complete()
         notes = list(self.notes())

@@ -18,7 +18,8 @@ GROUPS = {"model": "name", "dataset": "name", "experiment": "name", "alignment":
 
 
 def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dict, list[str]]:
-    """Return the config of a launch, which may continue a run, and warnings about today's values that it does not take.
+    """Return the config of a launch, and warnings. If the launch continues a run, this is the recorded config with
+    today's values only where they were typed, and the warnings name other values of today that it does not take.
 
     composed   today's config, with the typed values.
     arguments  the command line, which tells what was typed. Another model, dataset, experiment or alignment than the
