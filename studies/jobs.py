@@ -20,7 +20,7 @@ from tread.training.run_folder import RunLog
 
 # keys of a training's records that are kept, and keys of a score's record that are dropped
 KEPT = ("step", "loss", *names_of("heldout"), "flops", "seconds")
-LEFT_OUT = ("checkpoint", "command", "settings", "versions", "reference", "warnings", "weak_network", "data")
+LEFT_OUT = ("checkpoint", "command", "settings", "versions", "reference", "warnings", "weak_network", "data", "prompts")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from tread.training import settings
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 ScaleName = Literal["demo", "small", "paper"]
-Script = Literal["fid.py", "scripts/similarity.py", "scripts/judge_emoji.py"]
+Script = Literal["fid.py", "scripts/similarity.py"]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import export_checkpoint
 import guidance_sweep
 import import_checkpoint
 import import_latents
-import judge_emoji
 import prepare_features
 import prepare_latents
 import prepare_text
@@ -65,7 +64,7 @@ COMPOSED = {  # what a command has → why it can't be run here
     r"source=|dataset=folder|imagenette": "photos or latents of others",
     r"prepare_features.py": "pictures of others, and an encoder from the hub",
     r"prepare_text.py": "captions of others, and an encoder from the hub",
-    r"dataset=emoji|judge_emoji": "renders for half a minute; tests/preparing/test_emoji.py makes a few",
+    r"dataset=emoji": "renders for half a minute; tests/preparing/test_emoji.py makes a few",
     r" weights=\S+\.pt": "weights of others",
     r"(emoji|coco256)-tread_text": "a network of captions, which trains for hours (tests/evaluation/test_prompts.py)",
     r"reference=|samples=\S+\.npz": "pictures to compare with, and the FID Inception",
@@ -184,7 +183,6 @@ PLAIN = {
     "export_checkpoint": export_checkpoint.Options,
     "reconstruct_ema": reconstruct_ema.Options,
     "similarity": similarity.Options,
-    "judge_emoji": judge_emoji.Options,
 }
 DOORS |= {f"scripts/{name}.py": (name, *read_as(options)) for name, options in PLAIN.items()}
 

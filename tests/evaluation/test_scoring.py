@@ -214,8 +214,8 @@ def test_the_digits_are_judged_without_a_download(tmp_path, composed):
 def test_a_scorer_of_ones_own_needs_no_other_file(tmp_path, composed, monkeypatch):
     """Brightness by what is kept with each part: the whole way, up to fid.json, against the pictures' own mean."""
 
-    class Brightness:
-        metrics, reference, seconds = {"brightness": "higher"}, None, 0.0
+    class Brightness(scorers.Scorer):
+        metrics = ("brightness",)
 
         def prepare(self, pictures):
             return {"means": pictures.double().mean(dim=(1, 2, 3)).numpy()}
@@ -227,7 +227,7 @@ def test_a_scorer_of_ones_own_needs_no_other_file(tmp_path, composed, monkeypatc
         def warnings(self, samples):
             return [f"only {samples}"]
 
-    monkeypatch.setitem(scorers.EMBEDDED, "digits", Brightness())
+    monkeypatch.setitem(scorers.EMBEDDED, ("digits", False), lambda *_: Brightness())
     _, folder = save_checkpoint(tmp_path / "results/d", composed, digits.MEANING, embedded="digits")
     text = launch(tmp_path, "checkpoint=results/d", *OPTIONS, "save_samples=true")
     found = read_json(folder / "fid.json")
@@ -242,7 +242,7 @@ def test_the_columns_of_a_table_stay():
     metrics = "fid,sfid,inception_score,precision,recall,kid,label_agreement,frechet_pixels,clip_score"
     rest = "reference,reference_count,sampler,steps,nfe,flops_relative,guidance,weak_network"
     rest += ",labels,first_seed,weights,dtype,checkpoint"
-    assert ",".join(score_files.columns()) == f"time,step,count,{metrics},{rest}"
+    assert ",".join(score_files.columns({})) == f"time,step,count,{metrics},{rest}"
 
 
 def test_files_that_are_there_already_are_kept(tmp_path, run):

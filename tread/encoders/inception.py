@@ -229,9 +229,10 @@ def _cached() -> Path:
     return Path(torch.hub.get_dir()) / "checkpoints" / URL.rpartition("/")[2]
 
 
-def at_hand(path: str | None = None) -> bool:
-    """Return whether find_weights would find a file without downloading."""
-    return bool(path or os.environ.get(VARIABLE)) or _cached().is_file()
+def find_at_hand(path: str | None = None) -> Path | None:
+    """Return the path that find_weights would find without downloading; None: it would download.
+    Raises the same errors."""
+    return find_weights(path) if path or os.environ.get(VARIABLE) or _cached().is_file() else None
 
 
 def find_weights(path: str | None = None) -> Path:

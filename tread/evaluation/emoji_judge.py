@@ -19,8 +19,9 @@ from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.latents import stored_pictures
 from tread.encoders.inception import Inception, extract
-from tread.models.conditions import Text, join, rows, to
-from tread.preparing import emoji
+from tread.evaluation.prompts import ScoredPrompts, open_prompts
+from tread.models.conditions import Text, join, to
+from tread.preparing.emoji import prepare_emoji
 
 SIDE = 16  # of the pictures that are compared pixel by pixel
 RANKS = (1, 5)
@@ -47,37 +48,17 @@ class Asked(NamedTuple):
     parts: np.ndarray
     texts: Text
 
-    def repeated(self, times: int) -> "Asked":
-        """Each so many times, one behind the other."""
-        each = np.repeat(np.arange(len(self.numbers)), times)
-        return Asked(self.numbers[each], self.parts[each], rows(self.texts, torch.from_numpy(each)))
 
-
-def open_emoji(saved: SavedNetwork, folder: str | None = None) -> tuple[LatentDataset, LatentDataset]:
-    """Both parts of dataset=emoji, training and held out, with the text that a network was trained on.
-
-    folder  where train/ and heldout/ lie; None: where the checkpoint says, and they are written if they are not there.
-
-    Raises FileNotFoundError, or ValueError for a network of other data, or of classes.
-    """
-    dataset, text = saved.cfg.dataset, saved.cfg.text
-    if dataset.embedded != "emoji" or not saved.cfg.model.takes_text:
-        raise ValueError(
-            f"{saved.found.folder} was trained with model={saved.cfg.model.name} dataset={dataset.name}, but only "
-            "a network of texts trained on dataset=emoji can be judged by the emoji's captions"
-        )
-    train = Path(folder).expanduser() / "train" if folder else Path(dataset.path)
-    heldout = train.with_name("heldout") if folder or not dataset.heldout else Path(dataset.heldout)
-    if folder is None:
-        emoji.prepare_emoji(train, "train", text.encoder)
-        emoji.prepare_emoji(heldout, "heldout", text.encoder)
-    parts = LatentDataset(train, text=text.encoder), LatentDataset(heldout, text=text.encoder)
-    for data in parts:
-        if data.text_spec.fingerprint != text.fingerprint or data.latents.shape != saved.latents.shape:
-            raise ValueError(
-                f"{data.folder} holds other emoji than {saved.found.folder} was trained on: {data.latents.shape}, "
-                f"{data.text_spec.describe()}; data=<folder> names those"
-            )
+def open_emoji(saved: SavedNetwork) -> list[ScoredPrompts]:
+    """Open the training and the held-out part of a text network's dataset=emoji; they are written if they are missing.
+    Raises FileNotFoundError or ValueError if that fails, or if size or text differ from those of its training."""
+    dataset, parts = saved.cfg.dataset, []
+    train = Path(dataset.path)
+    for part, folder in (("train", train), ("heldout", Path(dataset.heldout or train.with_name("heldout")))):
+        prepare_emoji(folder, part, saved.cfg.text.encoder)
+        parts.append(open_prompts(saved, str(folder), with_words=False))
+        if parts[-1].data.latents.shape != saved.latents.shape:
+            raise ValueError(f"{folder} holds emoji of another size than {saved.found.folder} was trained on")
     return parts
 
 

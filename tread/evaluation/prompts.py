@@ -96,14 +96,14 @@ def prompt_warnings(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
 class ScoredPrompts:
     """Captions by number, in the order of their pictures.
 
-    folder  of the captions' dataset.
+    data    the captions' dataset.
     count   number of captions.
     sha256  of the dataset's latents, its captions and their encoder.
     read    caption numbers (n,) → encoded text.
     words   the captions as text, if they were requested; else ().
     """
 
-    folder: Path
+    data: LatentDataset
     count: int
     sha256: str
     read: Callable[[np.ndarray], Text]
@@ -137,4 +137,4 @@ def open_prompts(saved: SavedNetwork, asked: str, with_words: bool) -> ScoredPro
     parts = {"latents": latents_hash(index), "captions": index.get("captions"), "text": asdict(wanted)}
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     words = itertools.chain.from_iterable(read_captions(folder, index)) if with_words else ()
-    return ScoredPrompts(folder, count, digest, data.text_of, tuple(words))
+    return ScoredPrompts(data, count, digest, data.text_of, tuple(words))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from tread.evaluation.metric_table import METRICS, Metric, names_of
+from tread.evaluation.metric_table import METRICS, Metric, scored_names
 from tread.runtime.files import write_whole
 
 NAMES = ("samples.npz", "fid.png", "fid.json")
@@ -71,11 +71,12 @@ def table(record: dict) -> str:
     def known(name: str) -> Metric:
         return METRICS.get(name, Metric(name))
 
+    width = max([20, *map(len, record["counts"])]) + 1
     lines = [
-        f"  {known(name).display:<21}{record[name]:<12.5g} {count:,} samples{against.get(known(name).needs, '')}"
+        f"  {known(name).display:<{width}}{record[name]:<12.5g} {count:,} samples{against.get(known(name).needs, '')}"
         for name, count in record["counts"].items()
     ]
-    lines += [f"  {known(name).display:<21}unavailable: {why}" for name, why in record["unavailable"].items()]
+    lines += [f"  {known(name).display:<{width}}unavailable: {why}" for name, why in record["unavailable"].items()]
     for key, what in (("skipped", "samples"), ("reference_skipped", "the reference")):
         lines += [f"  note: {record[key]:,} damaged pictures of {what} were left out"] if key in record else []
     return "\n".join(lines + [f"  note: {text}" for text in record["warnings"]])
@@ -87,21 +88,21 @@ def sampler_told(values: Mapping) -> str | None:
     return values.get("sampler") if shift in (None, 1) else f"{values.get('sampler')}, shift {shift}"
 
 
-def columns() -> list[str]:
-    """Return the columns of fid.csv, with one for each metric of samples in METRICS."""
-    head = ["time", "step", "count", *names_of("samples"), "reference", "reference_count"]
+def columns(record: Mapping) -> list[str]:
+    """Return the columns of fid.csv for a score, with one for each of `scored_names`."""
+    head = ["time", "step", "count", *scored_names(record), "reference", "reference_count"]
     head += ["sampler", "steps", "nfe", "flops_relative", "guidance", "weak_network"]
     return [*head, "labels", "first_seed", "weights", "dtype", "checkpoint"]
 
 
 def add_line(path: Path, record: dict) -> None:
     """Append a score to a .csv with `columns`; a file with other columns is renamed first."""
-    head = ",".join(columns())
-    if path.exists() and path.read_text().partition("\n")[0].strip() != head:
+    head = columns(record)
+    if path.exists() and path.read_text().partition("\n")[0].strip() != ",".join(head):
         number = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}-{n}.csv").exists())
         path.replace(path.with_name(f"{path.stem}-{number}.csv"))
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns(), extrasaction="ignore")
+        writer = csv.DictWriter(file, head, extrasaction="ignore")
         if not file.tell():
             writer.writeheader()
         values = record["settings"] | record

@@ -35,7 +35,7 @@ from tread.evaluation.prompts import HELDOUT, ScoredPrompts, heldout_folder, ope
 from tread.evaluation.reference import Reference, check_size, save_statistics
 from tread.evaluation.sample_files import describe_drawing
 from tread.evaluation.score_files import ScoreFiles, add_line, table
-from tread.evaluation.scorers import EMBEDDED, ReferenceScorer, Scorer, choose_scorer, open_scorer
+from tread.evaluation.scorers import EMBEDDED, ReferenceScorer, Scorer, Unscored, open_scorer
 from tread.preparing.images import Crop
 from tread.runtime import schema
 from tread.runtime.compiling import Compile, compile_blocks, settle_compile
@@ -129,7 +129,7 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     against = options.reference and open_scorer(Path(options.reference), options.inception, crop, processes, skip)
     with processes.main_first():  # one process fetches the weights
         clip = options.clip and ClipScore(options.clip, processes.device)
-    scorings = [CheckpointScoring(plan, choose_scorer(plan.embedded, against), clip, processes) for plan in plans]
+    scorings = [CheckpointScoring(plan, against or plan.judge, clip, processes) for plan in plans]
     records = processes.from_main(lambda: [scoring.find_score() for scoring in scorings])
     left = [scoring for scoring, record in zip(scorings, records) if record is None]
     # checks before long work
@@ -177,7 +177,7 @@ class ScoringPlan:
     count           number of samples to draw.
     compiled        whether the networks' blocks are compiled for sampling.
     decoder         fingerprint of the decoder of its latents.
-    embedded        the embedded dataset whose scorer is used; None: a reference is, or nothing is scored.
+    judge           scores it where no reference is named: the embedded dataset's scorer, or Unscored.
     prompts         the captions to draw, for a network that takes texts; else None.
     flops           FLOPs of the networks per sample.
     flops_relative  ratio of these FLOPs to those of the same steps without guidance.
@@ -190,7 +190,7 @@ class ScoringPlan:
     count: int
     compiled: bool
     decoder: str
-    embedded: str | None
+    judge: Scorer
     prompts: ScoredPrompts | None
     flops: int
     flops_relative: float
@@ -254,14 +254,18 @@ def plan_scoring(
     Raises ValueError or FileNotFoundError if the options do not suit the checkpoint."""
     saved = open_network(entry, options.weights, options.shift)
     weak, dataset = open_weak(options.guidance, saved), saved.cfg.dataset
-    prompts = _settle_prompts(options, saved)
-    judged = dataset.embedded in EMBEDDED and prompts is None and options.reference is None
+    kind = (dataset.embedded, saved.cfg.model.takes_text)
+    judged = kind in EMBEDDED and not (options.reference or options.prompts or options.clip)
+    count = options.num_samples or (EMBEDDED_COUNT if judged else TEXT_COUNT if saved.text else COUNT)
+    judge = EMBEDDED[kind](saved, count, options.inception) if judged else Unscored()
+    prompts = judge.prompts or _settle_prompts(options, saved)
+    if judge.prompts:
+        options = replace(options, labels="balanced")
     if not (options.save_samples or options.reference or judged or prompts):
         raise ValueError(
             f"{entry.folder} is of dataset {dataset.name}, which needs reference=…: ADM's .npz, an .npz with mu "
             "and sigma, a folder or a tar of pictures (save_samples=true draws without scoring)"
         )
-    count = options.num_samples or (EMBEDDED_COUNT if judged else TEXT_COUNT if prompts else COUNT)
     batch_size = min(options.batch_size, count)
     sampler = Sampler.of(saved.process, options.steps, options.solver, batch_size, precision, options.guidance)
     outlines = [network and network.without_weights(options.guidance) for network in (saved, weak)]
@@ -274,7 +278,7 @@ def plan_scoring(
         count,
         compiled=compiled and not options.guidance.scheduled,
         decoder=autoencoder.decoder_hash(saved.latents, options.autoencoder),
-        embedded=dataset.embedded if judged else None,
+        judge=judge,
         prompts=prompts,
         flops=sampler.flops(*outlines),
         flops_relative=relative_cost(sampler, *outlines),
@@ -293,9 +297,10 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
 
 
 def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
-    """Replace reference=heldout, or a missing reference if all networks take texts, by the folder of the held-out data.
-    Raises ValueError or FileNotFoundError if the networks have different held-out data, or none."""
-    unnamed = options.reference is None and not options.save_samples and all(plan.prompts for plan in plans)
+    """Replace reference=heldout, or a missing reference if networks take texts that no judge scores, by the folder of
+    the held-out data. Raises ValueError or FileNotFoundError if the networks have different held-out data, or none."""
+    unnamed = options.reference is None and not options.save_samples
+    unnamed &= any(plan.prompts and not plan.judge.prompts for plan in plans)
     if not plans or not (options.reference == HELDOUT or unnamed):
         return options
     folders = {str(heldout_folder(plan.saved)) for plan in plans}
@@ -354,8 +359,7 @@ class CheckpointScoring:
         self.plan, self.scorer, self.clip, self.processes = plan, scorer, clip, processes
         out = plan.options.out and Path(plan.options.out)
         self.files, self.lines = ScoreFiles(out or plan.folder), (out or plan.folder.parent) / "fid.csv"
-        against = scorer.hashes if isinstance(scorer, ReferenceScorer) else {}
-        self.settings = plan.fingerprint(**against, clip=clip and clip.sha256)
+        self.settings = plan.fingerprint(**scorer.hashes, clip=clip and clip.sha256)
         drawn = {key: value for key, value in self.settings.items() if key != "reference"}
         name = f".fid-{hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]}"
         size = part_size(plan.count, plan.sampler.batch_size)
@@ -443,7 +447,7 @@ class CheckpointScoring:
             record[CLIP] = float(np.concatenate(list(parts.arrays(CLIP))).mean(dtype=np.float64))
             record["counts"][CLIP] = plan.count
         if plan.prompts is not None:
-            record["prompts"] = str(plan.prompts.folder)
+            record["prompts"] = str(plan.prompts.data.folder)
         return record | {
             "checkpoint": str(plan.folder),
             "step": plan.saved.found.step,

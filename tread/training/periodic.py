@@ -19,7 +19,7 @@ from tread.diffusion.labels import spread_classes
 from tread.diffusion.sampling import Sampler, draw_pictures
 from tread.drawing.charts import save_curve
 from tread.drawing.grids import save_grid
-from tread.encoders.inception import at_hand, find_weights, load_inception
+from tread.encoders.inception import find_at_hand, load_inception
 from tread.evaluation.emoji_judge import ask, judge_emoji, real_emoji
 from tread.evaluation.heldout_loss import heldout_loss, point
 from tread.evaluation.metric_table import METRICS, heldout_titles
@@ -378,6 +378,6 @@ def judged_samples(run: Run, count: int) -> dict[str, float]:
         return judge_digits(draw_samples(run, labels).numpy(), labels.numpy())
     asked = ask(run.data, run.heldout, count)
     pictures = draw_samples(run, torch.arange(count), asked.texts)
-    weights = find_weights(cfg.eval.inception) if at_hand(cfg.eval.inception) else None
+    weights = find_at_hand(cfg.eval.inception)
     inception = weights and load_inception(weights, run.processes.device)
     return judge_emoji(pictures, asked, real_emoji(run.data, run.heldout), inception)

@@ -16,7 +16,7 @@ from tread.data.dataset import LatentDataset
 from tread.data.loader import Loader
 from tread.diffusion.sampling import Model
 from tread.encoders.autoencoder import Decoder
-from tread.evaluation.scorers import OnlineFID
+from tread.evaluation.scorers import EMBEDDED, OnlineFID
 from tread.models.backbone import Backbone
 from tread.models.conditions import Text
 from tread.runtime.distributed import Processes
@@ -136,7 +136,7 @@ class Run:
     def demo_samples(self) -> int:
         """The number of samples scored at the end: min(eval.demo_samples, max(40, train.steps)), or 0 if none are."""
         cfg = self.cfg
-        judged = cfg.dataset.embedded == "digits" or (cfg.dataset.embedded == "emoji" and cfg.model.takes_text)
+        judged = (cfg.dataset.embedded, cfg.model.takes_text) in EMBEDDED
         return min(cfg.eval.demo_samples, max(40, cfg.train.steps)) if judged else 0
 
     def checkpoint_bytes(self) -> int:
