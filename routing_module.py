@@ -219,7 +219,9 @@ def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
 def _spread(ids_keep: Tensor, tokens: Tensor) -> Tensor:
     """Ids as an index into the tokens: (B, K) → (B, K, …)."""
     if len(ids_keep) != len(tokens):  # gather would take the first samples alone
-        raise ValueError(f"ids of {len(ids_keep)} samples for tokens of {len(tokens)}: each sample needs its own row")
+        raise ValueError(
+            f"ids of {len(ids_keep)} samples for tokens of {len(tokens)}: each sample needs its own row (see expand)"
+        )
     return ids_keep.view(*ids_keep.shape, *[1] * (tokens.ndim - 2)).expand(-1, -1, *tokens.shape[2:])
 
 

@@ -22,8 +22,8 @@ them, any input that might have one is an error:
 With `tokens`, both see the tokens first in args, however the model called the block; with `output`, join gets and
 returns the tokens alone.
 
-At the first call of each class of blocks on a route, two more forwards check that the order of its tokens does not
-matter: see positions.py.
+At the first call of one or two blocks of each class on a route, two more forwards check that the order of its tokens
+does not matter: see positions.py.
 
 This file needs only torch, routing_module.py, ids.py and positions.py.
 
@@ -43,8 +43,9 @@ from torch import Tensor, nn
 from routing_module import RULES, Grid, Route, check_ids, check_routes, gather_tokens, scatter_tokens, times_written
 
 from .ids import choose_ids, with_ratio
-from .positions import order_matters, refusal
+from .positions import blocks_to_check, order_matters, refusal
 
+_ON: list["Routing"] = []  # those whose context is entered
 Inputs = tuple[tuple, dict]
 Select = Callable[[tuple, dict, Tensor], Inputs]
 Join = Callable[[Any, Inputs, Tensor], Any]
@@ -117,8 +118,9 @@ class Routing:
         verify: bool,
     ) -> None:
         self.routes = routes
-        on_routes = {index for route in routes for index in range(route.start, route.end + 1)}
-        self._unverified = {type(blocks[index]) for index in on_routes} if verify else set()
+        on_routes = {index: blocks[index] for route in routes for index in range(route.start, route.end + 1)}
+        self._blocks = set(on_routes.values())
+        self._unverified = set(blocks_to_check(on_routes)) if verify else set()
         self._select, self._join, self._keyword, self._place = select, join, keyword, place
         self._ids: tuple[Tensor, ...] | None = None
         self._tokens: int | None = None
@@ -139,13 +141,18 @@ class Routing:
 
     def _tokens_first(self, index: int, args: tuple, kwargs: dict) -> Inputs:
         """The same call with the tokens by position: they are the block's first input. Raises ValueError for another
-        number of tokens than the ids are for."""
+        number of tokens than the ids are for; of a caller's select, which may take other inputs or (N, B, D), if no
+        input has it."""
         if self._keyword in kwargs:
             args = (kwargs[self._keyword],)
             kwargs = {name: given for name, given in kwargs.items() if name != self._keyword}
-        if self._select in (select_first, select_only) and args and self._tokens not in (None, args[0].shape[1]):
+        first = self._keyword or self._select in (select_first, select_only)
+        shapes = [tuple(tensor.shape) for _, tensor in _tensors(args[:1] if first else (args, kwargs))]
+        axes = slice(len(self._ids[0]) == self._tokens, 2)  # as many samples as tokens say nothing
+        if self._tokens is not None and shapes and all(self._tokens not in shape[axes] for shape in shapes):
             raise ValueError(
-                f"the noise (and prefix) is for {self._tokens} tokens, but block {index} gets {args[0].shape[1]}"
+                f"the noise (and prefix) is for {self._tokens} tokens, but block {index} gets {shapes[0]}: give noise "
+                "for each, or, if text, class or register tokens stand before them, how many these are as prefix="
             )
         return args, kwargs
 
@@ -177,7 +184,7 @@ class Routing:
             return None
         args, kwargs = self._tokens_first(index, args, kwargs)
         ids_keep, route = self._ids[number], self.routes[number]
-        if type(module) in self._unverified and not torch.compiler.is_compiling():
+        if index in self._unverified and not torch.compiler.is_compiling():
             self._verify(number, index, module, args, kwargs)
         rejoins = index == route.end and route.rejoin < route.start
         saved = self._saved(number, index, args) if rejoins else (args, kwargs)
@@ -213,7 +220,7 @@ class Routing:
             self._ids = ids
         if difference:
             raise ValueError(refusal(index, block, difference, "select=", "pass verify=False to attach_routes"))
-        self._unverified.discard(type(block))
+        self._unverified.discard(index)
 
     @contextlib.contextmanager
     def on_ids(self, *ids_keep: Tensor, tokens: int | None = None) -> Iterator[None]:
@@ -227,14 +234,19 @@ class Routing:
             raise ValueError(f"{len(ids_keep)} sets of ids for {len(self.routes)} routes: each route needs its own")
         for ids in ids_keep:
             check_ids(ids, len(ids) if ids.ndim else 0, tokens)
-        if self._ids is not None:
-            raise RuntimeError("the routes are on already: leave the first context before entering another")
+        if any(self._blocks & other._blocks for other in _ON):
+            raise RuntimeError(
+                "routes of these blocks are on already: leave that context before entering another (routes that run "
+                "together go into one attach_routes)"
+            )
         if not self._handles:
             raise RuntimeError("the routes were removed from the model: attach them anew")
         self._ids, self._tokens = ids_keep, tokens
+        _ON.append(self)
         try:
             yield
         finally:
+            _ON.remove(self)
             self._ids = self._tokens = None
             self._running.clear()  # a call that failed holds its tensors
             self._rejoins.clear()
@@ -282,9 +294,10 @@ def attach_routes(
                   select=select_first tells the default's check that nothing else has a token axis.
     tokens        the name of the blocks' first input, the tokens, if the model passes it by keyword.
     output        the tokens' index in the tuple that the blocks return; None: they return the tokens alone.
-    verify        check once that the order of a block's tokens does not matter, at its class's first call on a route
-                  outside a compiled graph (ValueError in the pass): two more forwards. False: for blocks that mix by
-                  order on purpose, such as scans.
+    verify        check once that the order of a block's tokens does not matter, at the first call on a route outside
+                  a compiled graph of the first block of each class and of the one whose settings differ most from its
+                  (ValueError in the pass): two more forwards each. False: for blocks that mix by order on purpose,
+                  such as scans.
 
     Raises ValueError for routes that do not fit the blocks or ask for a block in fp32, for a block that is in the list
     twice, and without a select for blocks that hold a module with batch_first=False.

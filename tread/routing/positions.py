@@ -26,11 +26,11 @@ FULL_TOLERANCE = 1e-3  # fp32 leaves 3e-7; angles by arange make 0.4
 def check_positions(
     blocks: Sequence[Callable[..., Tensor]], tokens: Tensor, *shared: Tensor, along: Sequence[Tensor] = ()
 ) -> None:
-    """Check blocks that are called by run_blocks(blocks, tokens, *shared, along=along), one of each class.
+    """Check blocks that are called by run_blocks(blocks, tokens, *shared, along=along), those of blocks_to_check.
 
     tokens  (B, N, D), N > 1; along (B, N, …) each.
 
-    Two forwards a class, in eval and without gradient, on random parameters, since a fresh adaLN-Zero block adds
+    Two forwards a block, in eval and without gradient, on random parameters, since a fresh adaLN-Zero block adds
     nothing. Parameters, buffers, mode and the global generators stay as they were. Raises ValueError for a block whose
     output depends on the order of its tokens.
     """
@@ -42,12 +42,38 @@ def check_positions(
     def join(output: Tensor, saved: tuple[tuple, dict], ids: Tensor) -> Tensor:
         return scatter_tokens(saved[0][0], output, ids)
 
-    firsts = {type(block): (index, block) for index, block in reversed(list(enumerate(blocks)))}
     ids = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
-    for index, block in firsts.values():
+    for index in blocks_to_check(dict(enumerate(blocks))):
+        block = blocks[index]
         difference = order_matters(block, (tokens, *along, *shared), {}, ids, False, select, join)
         if difference:
             raise ValueError(refusal(index, block, difference, "along=", "leave this check out"))
+
+
+def blocks_to_check(blocks: dict[int, Callable]) -> list[int]:
+    """The first block of each class and the one that differs most from it in its settings, if any does."""
+    alike: dict[type, dict[int, dict]] = {}
+    for index, block in blocks.items():
+        alike.setdefault(type(block), {})[index] = _settings(block)
+    chosen = []
+    for settings in alike.values():
+        first, *others = settings
+        changes = {index: len(settings[first].items() ^ settings[index].items()) for index in others}
+        most = max(others, key=changes.get, default=first)
+        chosen += [first, most] if changes.get(most) else [first]
+    return chosen
+
+
+def _settings(block: Callable) -> dict[str, Any]:
+    """A block's plain attributes, the classes of its parts and the shapes of its tensors, by name."""
+    if not isinstance(block, nn.Module):
+        return {}
+    found = {name: given.shape for name, given in [*block.named_parameters(), *block.named_buffers()]}
+    for name, module in block.named_modules():
+        for key, value in vars(module).items():
+            found[f"{name}.{key}"] = value if isinstance(value, (bool, int, float, str)) else type(value)
+        found[f"{name}."] = type(module)
+    return found
 
 
 def refusal(index: int, block: Any, difference: float, how: str, otherwise: str) -> str:
