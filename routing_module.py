@@ -90,7 +90,9 @@ class Route:
                 )
         start, end, rejoin = (index % depth for index in given.values())
         if start > end:
-            raise ValueError(f"route start {start} lies behind route end {end} (of {depth} blocks)")
+            raise ValueError(
+                f"the route {self.start}→{self.end} is {start}→{end} in {depth} blocks: its start lies behind its end"
+            )
         if rejoin > start:
             raise ValueError(
                 f"route rejoin {self.rejoin} lies behind route start {start} (of {depth} blocks): skipped tokens "

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from routing_module import RULES, Grid, Route, check_ids, check_routes, gather_tokens, scatter_tokens, times_written
 
 from .ids import choose_ids, with_ratio
-from .positions import blocks_to_check, order_matters, refusal
+from .positions import blocks_to_check, order_matters, refusal, tensors_in
 
 _ON: list["Routing"] = []  # those whose context is entered
 Inputs = tuple[tuple, dict]
@@ -70,7 +70,7 @@ def select_only(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
     selected = select_first(args, kwargs, ids_keep)
     samples, count = args[0].shape[:2]
     others = {f"input {place}": given for place, given in enumerate(args[1:], 1)} | kwargs
-    for name, tensor in _tensors(others):
+    for name, tensor in tensors_in(others):
         if count in tensor.shape[samples == count :]:
             raise ValueError(
                 f"the block also gets {name} of shape {tuple(tensor.shape)}, with an axis of {count} like the tokens "
@@ -80,18 +80,9 @@ def select_only(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
     return selected
 
 
-def _tensors(given: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors among inputs with their names, inside lists, tuples and dicts too."""
-    if isinstance(given, Tensor):
-        yield name, given
-    elif isinstance(given, (dict, list, tuple)):
-        for key, value in given.items() if isinstance(given, dict) else enumerate(given):
-            yield from _tensors(value, f"{name}[{key!r}]" if name else str(key))
-
-
 def _written(*inputs: Any) -> list[int]:
     """How often each tensor among a block's inputs was written to."""
-    return [times_written(tensor) for _, tensor in _tensors(inputs)]
+    return [times_written(tensor) for _, tensor in tensors_in(inputs)]
 
 
 def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
@@ -147,7 +138,7 @@ class Routing:
             args = (kwargs[self._keyword],)
             kwargs = {name: given for name, given in kwargs.items() if name != self._keyword}
         first = self._keyword or self._select in (select_first, select_only)
-        shapes = [tuple(tensor.shape) for _, tensor in _tensors(args[:1] if first else (args, kwargs))]
+        shapes = [tuple(tensor.shape) for _, tensor in tensors_in(args[:1] if first else (args, kwargs))]
         axes = slice(len(self._ids[0]) == self._tokens, 2)  # as many samples as tokens say nothing
         if self._tokens is not None and shapes and all(self._tokens not in shape[axes] for shape in shapes):
             raise ValueError(

@@ -54,20 +54,17 @@ def blocks_to_check(blocks: dict[int, Callable]) -> list[int]:
     """The first block of each class and the one that differs most from it in its settings, if any does."""
     alike: dict[type, dict[int, dict]] = {}
     for index, block in blocks.items():
-        alike.setdefault(type(block), {})[index] = _settings(block)
+        alike.setdefault(type(block), {})[index] = _settings(block) if isinstance(block, nn.Module) else {}
     chosen = []
     for settings in alike.values():
-        first, *others = settings
-        changes = {index: len(settings[first].items() ^ settings[index].items()) for index in others}
-        most = max(others, key=changes.get, default=first)
-        chosen += [first, most] if changes.get(most) else [first]
+        first = next(iter(settings))
+        changes = {index: len(settings[first].items() ^ found.items()) for index, found in settings.items()}
+        chosen += dict.fromkeys([first, max(changes, key=changes.get)])
     return chosen
 
 
-def _settings(block: Callable) -> dict[str, Any]:
+def _settings(block: nn.Module) -> dict[str, Any]:
     """A block's plain attributes, the classes of its parts and the shapes of its tensors, by name."""
-    if not isinstance(block, nn.Module):
-        return {}
     found = {name: given.shape for name, given in [*block.named_parameters(), *block.named_buffers()]}
     for name, module in block.named_modules():
         for key, value in vars(module).items():
@@ -115,7 +112,7 @@ def order_matters(
             chosen, named = select(args, kwargs, order)
             outputs.append(join(call(*chosen, **named), (args, kwargs), order))
     worst = 0.0
-    for first, second in zip(*map(_tensors, outputs)):
+    for (_, first), (_, second) in zip(*map(tensors_in, outputs)):
         before = args[0].float() if args and first.shape == args[0].shape else 0.0
         added, again = first.float() - before, second.float() - before
         finite = added.isfinite() & again.isfinite()
@@ -151,10 +148,10 @@ def _sandbox(block: Callable) -> Iterator[Callable]:
                 module.training = True
 
 
-def _tensors(given: Any) -> Iterator[Tensor]:
-    """The tensors of an output, which may be a tuple."""
+def tensors_in(given: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors among a block's inputs or outputs with their names, inside lists, tuples and dicts too."""
     if isinstance(given, Tensor):
-        yield given
-    elif isinstance(given, (list, tuple)):
-        for value in given:
-            yield from _tensors(value)
+        yield name, given
+    elif isinstance(given, (dict, list, tuple)):
+        for key, value in given.items() if isinstance(given, dict) else enumerate(given):
+            yield from tensors_in(value, f"{name}[{key!r}]" if name else str(key))
