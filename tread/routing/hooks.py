@@ -217,7 +217,7 @@ class Routing:
     def on_ids(self, *ids_keep: Tensor, tokens: int | None = None) -> Iterator[None]:
         """Run the model under given ids, (B, K) for each route, whatever the route's ratio.
 
-        tokens  N, compared with what the blocks get unless the caller gave a `select`; None: not compared.
+        tokens  N, compared with what the blocks get, under a `select` of the caller with any input; None: not compared.
 
         Raises ValueError for ids that do not fit or name a token twice (looked at on a CPU only).
         """
